@@ -38,10 +38,8 @@ class Notice:
         return asdict(self)
 
     @classmethod
-    def read(cls, found: object) -> Self:
-        """A warning in a document; those of earlier versions are texts."""
-        if not isinstance(found, Mapping):
-            return cls("recorded", str(found))
+    def read(cls, found: Mapping[str, Any]) -> Self:
+        """A warning in a document."""
         evidence = found.get("evidence")
         return cls(
             str(found.get("code", "recorded")),

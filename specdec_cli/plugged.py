@@ -3,16 +3,13 @@
 A plugin gives as little as one method. What it gets wrong ends the run with one line that names it.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Values
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from specdec_cli.acceptance.base import NoForecast
-from specdec_cli.core.batch import Span
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting, Stop
 from specdec_cli.core.forecast import Forecast
@@ -21,7 +18,7 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
-from specdec_cli.methods.teacher import Teacher
+from specdec_cli.methods.base import MethodParts, Proposer
 
 
 @contextmanager
@@ -51,34 +48,33 @@ def _word(dtype: torch.dtype) -> str:
 
 
 class PluggedMethod:
-    """A proposer of `inner`, which has `propose`, and may have the rest of `methods.base.Proposer`.
+    """A proposer of a plugin's class `made`, which has `propose`. What it lacks it has from
+    `methods.base.Proposer`, without having to inherit."""
 
-    Without `kv_after` it is taken to have no cache. vocab_size: of the target.
-    """
-
-    def __init__(self, name: str, inner: Any, vocab_size: int) -> None:
+    def __init__(self, name: str, made: type[Any], parts: MethodParts) -> None:
         self.who = f"method {name}"
-        self.inner = inner
-        self.vocab_size = vocab_size
-        self.max_len: int = getattr(inner, "max_len", sys.maxsize)
-        self.max_lag: int = getattr(inner, "max_lag", sys.maxsize)
-        self.feature_layers: tuple[int, ...] = tuple(getattr(inner, "feature_layers", ()))
-        self.needs_text: bool = getattr(inner, "needs_text", False)
+        self.vocab_size = parts.target.vocab_size
         self._num_invalid: torch.Tensor | None = None
+        with blamed(self.who, "making it"):
+            self.inner = type(made.__name__, (made, Proposer), {})(parts)
+            self.feature_layers = tuple(self.inner.feature_layers)
 
-    def _call(self, name: str, *args: Any, default: Callable[[], Any] = lambda: None) -> Any:
-        method = getattr(self.inner, name, None)
-        if method is None:
-            return default()
-        with blamed(self.who, name):
-            return method(*args)
+    def __getattr__(self, name: str) -> Any:
+        """The plugin's own value or method of this name, whose errors name the plugin."""
+        found = getattr(self.inner, name)
+        if not callable(found):
+            return found
 
-    def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
-        self._call("prefill", spans, features)
+        def call(*args: Any) -> Any:
+            with blamed(self.who, name):
+                return found(*args)
+
+        return call
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Invalid ids end their sequence's proposals; `check` tells of them."""
-        found = self._call("propose", state, draft)
+        with blamed(self.who, "propose"):
+            found = self.inner.propose(state, draft)
         if not isinstance(found, Candidates):
             raise UsageError(f"{self.who}: propose should return Candidates, not {found!r:.60}")
         batch = len(draft.caps)
@@ -98,35 +94,14 @@ class PluggedMethod:
 
     def check(self) -> None:
         """Raise `UsageError` where ids outside the vocabulary were proposed since the last call."""
+        with blamed(self.who, "check"):
+            self.inner.check()
         if self._num_invalid is not None and (count := int(self._num_invalid)):
             with torch.inference_mode():
                 self._num_invalid.zero_()
             raise UsageError(
                 f"{self.who}: {count} proposed ids are outside the vocabulary of {self.vocab_size}"
             )
-
-    def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        self._call("commit", state, verdict, target)
-
-    def kv_after(self, n: int, k: int, accepted: int) -> int:
-        return int(self._call("kv_after", n, k, accepted, default=lambda: n + accepted))
-
-    def forecast(
-        self,
-        teacher: Teacher,
-        prompt: Values[int],
-        output: Values[int],
-        k: int,
-        params: SamplingParams,
-    ) -> Forecast:
-        def none() -> Forecast:
-            raise NoForecast
-
-        found: Forecast = self._call("forecast", teacher, prompt, output, k, params, default=none)
-        return found
-
-    def clear(self) -> None:
-        self._call("clear")
 
 
 class PluggedRule:

@@ -16,13 +16,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from specdec_cli.acceptance.base import Rule
 from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
 from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed
-from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice
+from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
 from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, add
 
 Made = TypeVar("Made", bound=type[Any])
@@ -30,16 +30,28 @@ Made = TypeVar("Made", bound=type[Any])
 LOADED: dict[Path, str] = {}  # files, and the SHA-256 of each, for the record of the environment
 
 
-def method(name: str, *, needs_draft: bool = False) -> Callable[[Made], Made]:
-    """Register a proposer. needs_draft: whether it has the recipe's draft model loaded."""
+def method(
+    name: str, *, weights_from: WeightsFrom = "none", needs_draft: bool = False
+) -> Callable[[Made], Made]:
+    """Register a proposer.
+
+    weights_from: `draft` has the recipe's draft loaded; `target` means tensors in the target's own
+    files, which the class's `describe` finds. A class with `describe` makes a draft of its own kind
+    of a `methods.base.DraftPlace`. needs_draft: an older word for `weights_from="draft"`. Raises
+    ValueError for weights that nothing describes.
+    """
 
     def register(made: Made) -> Made:
-        def make(parts: MethodParts) -> Proposer:
-            with blamed(f"method {name}", "making it"):
-                return PluggedMethod(name, made(parts), parts.target.vocab_size)
+        describe = getattr(made, "describe", None)
+        if weights_from == "target" and describe is None:
+            raise ValueError(f"{name!r} has weights in the target's files and no describe")
 
-        code = Method(make, text_bytes, runs_on_host=getattr(made, "runs_on_host", False))
-        add(METHODS, name, MethodChoice(needs_draft=needs_draft, code=code))
+        def make(parts: MethodParts) -> Proposer:
+            return cast(Proposer, PluggedMethod(name, made, parts))
+
+        code = Method(make, text_bytes, describe, getattr(made, "runs_on_host", False))
+        source = "draft" if needs_draft else weights_from
+        add(METHODS, name, MethodChoice(weights_from=source, code=code))
         return made
 
     return register

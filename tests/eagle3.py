@@ -5,7 +5,8 @@ The reference is dense and keeps no cache: each step computes every row again, f
 """
 
 import json
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,14 @@ def random_tensors(head: Head) -> dict[str, Tensor]:
         chosen = torch.randperm(head.vocab, generator=made)[: head.draft_vocab].sort()[0]
         found["d2t"] = chosen - torch.arange(head.draft_vocab)
     return found
+
+
+def changed(config: Any, **changes: Any) -> Any:
+    """A config of the product with other settings; rope: of its layers."""
+    if "rope" in changes:
+        changes["body"] = copy(config.body)
+        changes["body"].rope_parameters = changes.pop("rope")
+    return replace(config, **changes)
 
 
 def save_head(

@@ -25,9 +25,8 @@ from transformers.generation import (
 from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.sampling import to_probs
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
 from tests.support import noise_of, reference, save_tiny
 
 VOCAB = 32

@@ -188,7 +188,7 @@ class RaggedRounds:
     in_flight = 0
 
     @property
-    def lengths(self) -> tuple[int, ...]:
+    def ks(self) -> tuple[int, ...]:
         return (self.k,)
 
     @property
@@ -290,7 +290,7 @@ class RaggedRounds:
 
 @dataclass
 class OracleCache:
-    """Replaces `engine.rounds.RoundCache`."""
+    """Replaces `engine.graphs.RoundCache`."""
 
     batch_size: int
     decide: Any

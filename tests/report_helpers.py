@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from specdec_cli.experiment.folders.conclusions import VERSION
 from specdec_cli.experiment.folders.records import Point
 
 Record = dict[str, Any]
@@ -173,6 +174,7 @@ def comparison_point(
     target_tp: int, draft_tp: int | None, batch_size: int, figures: Record, plain: Record
 ) -> Record:
     gain = figures["decode_tokens_per_second"] / plain["decode_tokens_per_second"]
+    figures["broadcast_ms"] = 0.0 if draft_tp is None else 0.04 * target_tp
     return {
         "target_tp": target_tp,
         "draft_tp": draft_tp,
@@ -180,7 +182,7 @@ def comparison_point(
         "batch_size": batch_size,
         "status": "ok",
         "metrics": figures,
-        "broadcast_ms": 0.0 if draft_tp is None else 0.04 * target_tp,
+        "broadcast_ms": figures["broadcast_ms"],
         "num_blocks": 4000 + 10 * target_tp,
         "blocks_per_rank": [4000 + 10 * target_tp] * target_tp,
         "speedup": gain,
@@ -238,7 +240,8 @@ def best_of(points: Iterable[Record], batch_size: int) -> Record:
     ok = [p for p in points if p["batch_size"] == batch_size and p["status"] == "ok"]
     best = max(ok, key=lambda p: p["metrics"]["decode_tokens_per_second"])
     if "target_tp" in best:
-        return {key: best[key] for key in ("target_tp", "draft_tp")} | {"reason": "fastest"}
+        named = {key: best[key] for key in ("target_tp", "draft_tp", "k")}
+        return named | {"tied": [], "reason": "fastest"}
     return {
         "k": best["k"],
         "draft": best["draft"],
@@ -282,6 +285,7 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
+    (folder / "settings.json").write_text(json.dumps({"version": VERSION}))
     lines = "".join(f"{json.dumps(point)}\n" for point in points)
     (folder / "points.jsonl").write_text(lines + torn)
     (folder / "samples.jsonl").write_text("".join(f"{json.dumps(s)}\n" for s in samples))
@@ -291,6 +295,7 @@ def write_folder(
         bests = {str(size): best_of(points, size) for size in sizes}
         summary = {
             "schema": f"specdec.{kind}/1",
+            "version": VERSION,
             "recipe": recipe,
             "environment": ENVIRONMENT,
             "points": list(points),
@@ -301,8 +306,11 @@ def write_folder(
             summary["comparisons"] = comparisons_of(points)
         else:
             decided = {"stage": "draft", "saved_ms": 0.31, "draft_tp": 1}
-            best = {"target_tp": 4, "draft_tp": 2, "decode_tokens_per_second": 250.0}
-            best |= {"tied": [{"target_tp": 4, "draft_tp": 4}], "decided_by": decided}
+            best = {"target_tp": 4, "draft_tp": 2, "k": 4, "decode_tokens_per_second": 250.0}
+            best |= {"reason": "fastest"} | {
+                "tied": [{"target_tp": 4, "draft_tp": 4}],
+                "decided_by": decided,
+            }
             summary["best_by_target_tp"] = {"4": {"1": best}}
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
 from specdec_cli.experiment.predict import Text, expected_rounds
 
 LARGEST = 6

@@ -12,20 +12,23 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator as Lookup
 
 from specdec_cli.acceptance.base import AcceptanceRule
+from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.core.candidates import Noise
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.parallel import ALONE, ONE_RANK, Groups, TensorParallel
 from specdec_cli.core.sampling import round_noise
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
 from specdec_cli.lengths.base import LengthPolicy
+from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.ngram import Ngram
+from specdec_cli.models.description import Description, describe
 from specdec_cli.models.fused import fuse
-from specdec_cli.models.loader import Description, ModelSpec, describe, load
+from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.spec import ModelSpec
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -289,8 +292,10 @@ def description(
     dtype: str = "auto",
     parallel: TensorParallel = ALONE,
     load_format: str = "auto",
+    weights: str = "auto",
 ) -> Description:
-    return describe(ModelSpec("target", str(folder), None, dtype, load_format), device, parallel)
+    spec = ModelSpec("target", str(folder), None, dtype, load_format, weights=weights)
+    return describe(spec, device, parallel)
 
 
 def paged_model(
@@ -303,13 +308,14 @@ def paged_model(
     fused: bool = False,
     parallel: TensorParallel = ALONE,
     hidden_layers: tuple[int, ...] = (),
+    weights: str = "auto",
 ) -> PagedModel:
     """The checkpoint in our loader, over a cache poisoned with NaN.
 
     fused: use fused layers, as a built engine does, if the family has them. hidden_layers: layers
     whose hidden states passes return too.
     """
-    found = description(folder, device, dtype, parallel)
+    found = description(folder, device, dtype, parallel, weights=weights)
     cache = KVCache(found.layers, num_blocks, block_size, found.dtype, device)
     for pair in cache.layers:
         for tensor in pair:
@@ -338,6 +344,7 @@ def make_engine(
     rule: AcceptanceRule | None = None,
     policy: LengthPolicy | None = None,
     ngram: tuple[int, int] | None = None,
+    weights: str = "auto",
 ) -> Engine:
     """An engine over two saved checkpoints.
 
@@ -346,7 +353,8 @@ def make_engine(
     """
     parallel = groups.target or ALONE
     target_model = paged_model(
-        target, num_blocks, block_size, device, dtype, fused=fused, parallel=parallel
+        *(target, num_blocks, block_size, device, dtype),
+        **{"fused": fused, "parallel": parallel, "weights": weights},
     )
     worker: Proposer | None = None
     if ngram is not None:
@@ -355,20 +363,21 @@ def make_engine(
         worker = DraftModel(None, draft_max_len)
     elif draft is not None and groups.draft is not None:
         draft_model = paged_model(
-            draft, num_blocks, block_size, device, dtype, fused=fused, parallel=groups.draft
+            *(draft, num_blocks, block_size, device, dtype),
+            **{"fused": fused, "parallel": groups.draft, "weights": weights},
         )
         draft_model.foreign_ids = draft_model.vocab_size < target_model.vocab_size
         worker = DraftModel(draft_model, draft_max_len)
     return Engine(
-        target_model,
-        worker,
-        BlockAllocator(num_blocks, block_size),
+        target=target_model,
+        proposer=worker,
+        allocator=BlockAllocator(num_blocks, block_size),
         batch_size=batch_size,
         max_model_len=max_model_len,
         prefill_chunk=prefill_chunk,
         eos_ids=eos_ids,
-        rule=rule,
-        policy=policy,
+        rule=rule or Rejection(),
+        policy=policy or FixedLength(),
         is_captured=runs_ahead and device.type == "cuda",
         runs_ahead=runs_ahead,
         parallel=parallel,

@@ -27,7 +27,9 @@ class Kernel(Generic[P, R]):
             return self.reference(*args, **kwargs)
         first = args[0] if args else None
         if not isinstance(first, Tensor):
-            held = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            inside = first if isinstance(first, tuple) else ()
+            values = (*inside, *args, *kwargs.values())
+            held = (value for value in values if isinstance(value, Tensor))
             first = next(held, None)
         if first is not None and first.is_cuda:
             return self.on_cuda(*args, **kwargs)
@@ -44,6 +46,6 @@ def kernel(path: str) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Make a torch function public, with a Triton implementation for CUDA tensors.
 
     path: "module:function" of the Triton implementation, which takes the same arguments. The first
-    tensor among the arguments decides which of the two runs.
+    tensor in the first argument, or else among all, decides which of the two runs.
     """
     return lambda reference: Kernel(reference, path)

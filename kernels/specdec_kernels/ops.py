@@ -9,6 +9,7 @@ Row starts `[B + 1]` are the running sum of per-row counts, beginning at 0.
 """
 
 from specdec_kernels.attention.cache import slot_mapping, write_kv
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.chunks import ChunkPlan, bound_of, plan_chunks
 from specdec_kernels.attention.paged import (
     GatherPlan,
@@ -16,7 +17,7 @@ from specdec_kernels.attention.paged import (
     gather_plan,
     paged_attention,
 )
-from specdec_kernels.attention.rope import rope_attention
+from specdec_kernels.attention.rope import rope_attention, write_kv_turned
 from specdec_kernels.comm.peers import gather_columns, reduce_add_norm, reduce_parts
 from specdec_kernels.comm.staging import fetch_staged, tell_tokens
 from specdec_kernels.experts.mixture import mixture_add_norm
@@ -35,6 +36,7 @@ from specdec_kernels.linear.cpu import (
 )
 from specdec_kernels.linear.embed import embed
 from specdec_kernels.linear.reference import Normed, gate
+from specdec_kernels.linear.stored import Storage, Stored, plain_of
 from specdec_kernels.round.ngram import ngram_lookup
 from specdec_kernels.round.steps import accept, advance, padded_pass, stamp
 from specdec_kernels.sampling.logits import (

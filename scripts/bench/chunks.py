@@ -24,6 +24,7 @@ from statistics import median
 import torch
 from graph_times import alternated_times
 from kernel_times import BLOCK_SIZE, Batch, error_of
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.chunks import gather_kv
 from specdec_kernels.attention.dense_triton import TILES, DenseTiles, dense_attention_triton
 from specdec_kernels.attention.paged_triton import paged_attention_triton
@@ -51,11 +52,12 @@ def steps_of(batch: Batch, dim: int) -> dict[str, Step]:
     query = normal(batch.rows, HEADS, dim)
     keys, values = (normal(sequences * context, KV_HEADS, dim) for _ in range(2))
     scale = dim**-0.5
+    call = AttentionCall(scale)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * context
 
     def ours(_: int, tiles: tuple[int, int] | None = None) -> Tensor:
         where = batch.block_tables, batch.query_start, batch.context_lens
-        return paged_attention_triton(query, *caches, *where, scale, queries, tiles=tiles)
+        return paged_attention_triton(query, *caches, *where, queries, call, tiles=tiles)
 
     def dense(_: int, tiles: DenseTiles) -> Tensor:
         out = torch.empty_like(query)

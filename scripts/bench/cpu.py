@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec_cli import demo
+from specdec_cli.core.types import Request
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
-from specdec_cli.engine.run import Request
 from specdec_cli.prompts import read_prompts
 from specdec_cli.recipe import load_recipe
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.engine.plan import Plan
-from specdec_cli.models.loader import Description
+from specdec_cli.models.description import Description
 
 
 @dataclass(frozen=True, slots=True)

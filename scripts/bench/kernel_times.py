@@ -185,8 +185,8 @@ class Bench:
                 batch.block_tables,
                 batch.query_start,
                 batch.context_lens,
-                model.head_dim**-0.5,
                 batch.queries,
+                ops.AttentionCall(model.head_dim**-0.5),
             )
 
         error = None
@@ -293,8 +293,8 @@ class Batch:
             self.block_tables,
             self.query_start,
             self.context_lens,
-            cos.shape[1] ** -0.5,
             self.queries,
+            ops.AttentionCall(cos.shape[1] ** -0.5),
         )
 
     def expected(
@@ -303,8 +303,8 @@ class Batch:
         """The result of the function's reference on the CPU, in fp64."""
         tensors = [t.cpu().double() for t in (qkv, cos, sin, *caches)]
         indices = (self.slots, self.block_tables, self.query_start, self.context_lens)
-        scale = cos.shape[1] ** -0.5
-        out = ops.rope_attention(*tensors, *(t.cpu() for t in indices), scale, self.queries)
+        call = ops.AttentionCall(cos.shape[1] ** -0.5)
+        out = ops.rope_attention(*tensors, *(t.cpu() for t in indices), self.queries, call)
         return out.cuda()
 
 

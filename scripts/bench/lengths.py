@@ -24,11 +24,10 @@ from specdec_cli.acceptance.base import AcceptanceRule
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.parallel import ALONE
 from specdec_cli.core.sampling import greedy_pick
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import plan
-from specdec_cli.engine.run import Request
 from specdec_cli.lengths.adaptive import Adaptive
 from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.lengths.confidence import Confidence

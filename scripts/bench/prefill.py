@@ -35,11 +35,10 @@ from rates import measured_rates
 from recipe_arguments import numbers, recipe_arguments
 from transformers import AutoModelForCausalLM
 
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
-from specdec_cli.engine.run import Request
 from specdec_cli.recipe import load_recipe
 
 Shape = tuple[int, int]

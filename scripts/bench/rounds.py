@@ -19,16 +19,16 @@ from dataclasses import replace
 
 import torch
 import yaml
-from floors import Rates, has_experts, round_ms
+from floors import Rates, round_ms
 from graph_times import graph_times
 from rates import measured_rates
 from recipe_arguments import numbers, recipe_arguments
 
 from specdec_cli.core.figures import Metrics
+from specdec_cli.core.types import Request
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
-from specdec_cli.engine.run import Request
 from specdec_cli.recipe import load_recipe
 
 
@@ -108,12 +108,12 @@ def main() -> None:
         on_stage=lambda stage: print(f"{time.perf_counter() - started:.1f} s: {stage}", flush=True),
     )
     print(f"built in {time.perf_counter() - started:.1f} s; {planned.execution}")
-    if any(has_experts(m.module) for m in planned.modules):
+    if any(model.has_experts for model in planned.models):
         is_counted = built.target.mixtures is not None
         how = "that the target's rounds read" if is_counted else "of uniform choices"
         print(f"floors count the experts {how}")
     columns = "| batch | k | rounds | tokens a round | draft ms | verify ms | sample ms "
-    columns += "| round ms | tokens/s | x k = 0 | experts | x floor |"
+    columns += "| commit ms | round ms | tokens/s | x k = 0 | experts | x floor |"
     print(columns)
     print("|" + "---|" * columns.count(" |"))
     rows = []
@@ -137,6 +137,7 @@ def main() -> None:
             print(
                 f"| {batch_size} | {k} | {sum(m.num_rounds for m in found)} | {length:.2f} "
                 f"| {middle.draft_ms:.2f} | {middle.verify_ms:.2f} | {middle.sample_ms:.3f} "
+                f"| {middle.commit_ms:.3f} "
                 f"| {statistics.median(ms):.2f} ({ms[0]:.2f} – {ms[-1]:.2f}) | {speed:.0f} "
                 f"| {speed / plain if plain else 0:.2f} "
                 f"| {'' if read is None else f'{read:.1f}'} "

@@ -95,9 +95,9 @@ class Sweep:
 
 
 SWEEPS = (
-    Sweep("smollm2", "README.md", points_only=True),
-    Sweep("smollm2-sampled", "README.md", points_only=True, formats=("html", "md")),
-    Sweep("smollm2-cpu", "README.md", points_only=True, formats=("html", "md")),
+    Sweep("smollm2", "smollm2.md", points_only=True),
+    Sweep("smollm2-sampled", "smollm2.md", points_only=True, formats=("html", "md")),
+    Sweep("smollm2-cpu", "smollm2.md", points_only=True, formats=("html", "md")),
     Sweep("demo-sweep", "sweep.md"),
 )
 

@@ -28,12 +28,11 @@ from torch import Tensor
 
 from scripts.proofs.eagle3_references import ReferenceHead, reference_head
 from scripts.proofs.greedy import oracle, read_prompts
-from specdec_cli.core.types import Sequence
+from specdec_cli.core.types import Request, Sequence
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
-from specdec_cli.engine.run import Request
-from specdec_cli.methods.eagle3 import Eagle3
+from specdec_cli.methods.step_head import StepHead
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
 from specdec_cli.models.heads.paged import PagedHead
@@ -103,7 +102,7 @@ class Records:
 def recorded() -> Iterator[Records]:
     """Record the head's passes of one sequence at a time."""
     found = Records()
-    logits, forward, propose = Eagle3Head.logits, PagedHead.forward, Eagle3.propose
+    logits, forward, propose = Eagle3Head.logits, PagedHead.forward, StepHead.propose
 
     def record_logits(self: Eagle3Head, x: Any) -> Tensor:
         found.logits.append(logits(self, x))
@@ -114,7 +113,7 @@ def recorded() -> Iterator[Records]:
         found.prefill.append(logits(self.head, self.head.normed(hidden)))
         return hidden
 
-    def record_propose(self: Eagle3, *given: Any) -> Any:
+    def record_propose(self: StepHead, *given: Any) -> Any:
         drawn = propose(self, *given)
         if count := int(drawn.lens[0]):
             found.proposed.append(drawn.token_ids[0, :count].tolist())
@@ -123,7 +122,7 @@ def recorded() -> Iterator[Records]:
     with (
         patch.object(Eagle3Head, "logits", record_logits),
         patch.object(PagedHead, "forward", record_forward),
-        patch.object(Eagle3, "propose", record_propose),
+        patch.object(StepHead, "propose", record_propose),
     ):
         yield found
 

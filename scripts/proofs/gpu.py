@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec_cli.core.types import Sequence
+from specdec_cli.core.types import Request, Sequence
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
-from specdec_cli.engine.run import Request
 from specdec_cli.recipe import load_recipe
 from tests.support import greedy_reference
 

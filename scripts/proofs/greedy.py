@@ -70,9 +70,9 @@ def run_engine(case: Case) -> list[Any]:
     """The engine's finished sequences for a case."""
     import torch
 
+    from specdec_cli.core.types import Request
     from specdec_cli.engine.build import build
     from specdec_cli.engine.plan import plan
-    from specdec_cli.engine.run import Request
     from specdec_cli.recipe import load_recipe
 
     torch.set_num_threads(1)
@@ -118,10 +118,10 @@ def check_rounds(proposer: str, k: int, count: int, new_tokens: int) -> dict[str
     import torch
     from transformers import AutoModelForCausalLM
 
+    from specdec_cli.core.types import Request
     from specdec_cli.demo import demo_path
     from specdec_cli.engine.build import build
     from specdec_cli.engine.plan import plan
-    from specdec_cli.engine.run import Request
     from specdec_cli.recipe import load_recipe
     from tests.support import assisted_rounds, lookup_rounds
 

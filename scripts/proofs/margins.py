@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec_cli.experiment.lossless_check import Text
+from specdec_cli.experiment.lossless_check import TextPair
 
 Point = tuple[str, int, int]  # draft, batch size, k
 
@@ -44,7 +44,7 @@ def partings(samples: list[dict[str, Any]]) -> dict[Point, list[Parting]]:
         if s["k"] == 0:
             continue
         those = found.setdefault((s["draft"], s["batch_size"], s["k"]), [])
-        text = Text(s["prompt_token_ids"], s["token_ids"], plain[s["batch_size"], s["index"]])
+        text = TextPair(s["prompt_token_ids"], s["token_ids"], plain[s["batch_size"], s["index"]])
         at = text.parted_at
         if at is not None and at < min(len(text.tokens), len(text.plain)):
             tokens = [*text.prompt, *text.plain[:at]]

@@ -27,10 +27,10 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
 from specdec_cli.experiment.generation import Job, requests, tokenised
 from specdec_cli.experiment.statistics.stats import SumRatio, interval
-from specdec_cli.models.heads.eagle3.config import dialect_of
 from specdec_cli.prompts import as_conversations, load_prompts
 from specdec_cli.recipe import load_recipe
-from specdec_cli.recipe.choices.registry import METHODS, needs_draft
+from specdec_cli.recipe.choices.eagle3 import dialect_of
+from specdec_cli.recipe.choices.registry import METHODS, weights_from
 from specdec_cli.recipe.schema import DataSection
 
 
@@ -64,7 +64,7 @@ def settings_of(args: argparse.Namespace, speculator: str, k: int) -> dict[str, 
         "run.batch_size": args.batch,
         "speculation.num_speculative_tokens": k,
     }
-    if speculator in METHODS and not needs_draft(speculator):
+    if speculator in METHODS and weights_from(speculator) != "draft":
         sets["speculation.method"] = speculator
     else:
         sets["draft.model"] = speculator

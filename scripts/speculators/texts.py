@@ -26,11 +26,10 @@ from scripts.speculators.cleaning import OVERLAP, Avoided, end_of_sense
 from scripts.speculators.corpus import Frame, Text, read_wave, write_wave
 from scripts.speculators.frames import Passage, seed, task
 from scripts.speculators.target import named
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
-from specdec_cli.engine.run import Request
 from specdec_cli.prompts import load_prompts
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.schema import DataSection

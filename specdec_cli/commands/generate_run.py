@@ -11,12 +11,13 @@ from specdec_cli.commands.options import Asked
 from specdec_cli.commands.reading import Found
 from specdec_cli.commands.status import Stages, warn
 from specdec_cli.core.figures import Metrics
+from specdec_cli.core.types import Emission
 from specdec_cli.core.types import Sequence as Seq
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Emission
 from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
+from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.generate_folder import SAMPLES, Kept, key_of, open_folder
 from specdec_cli.experiment.folders.results import (
     Output,
@@ -158,19 +159,19 @@ def write(
             with or_setup_error(f"cannot write {next_turns}"):
                 replace_file(next_turns, _next_turns(ready.job, outputs).encode())
         _deliver(ready, outputs, metrics, notices, check, as_json=asked.as_json)
-        if check is not None and check["passed"] and not asked.quiet and world.is_first:
+        if check is not None and check.passed and not asked.quiet and world.is_first:
             typer.echo(check_line(check), err=True)
     if not asked.quiet:
         _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
     # Torch's import may keep this frame alive, and the engine with it: free its graphs here.
     if ready.engine is not None:
         ready.engine.forget_rounds()
-    if check is not None and not check["passed"]:
+    if check is not None and not check.passed:
         return ExitCode.LOSSLESSNESS
     return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
 
 
-def _checked(world: World, ready: Ready, outputs: list[Output]) -> dict[str, Any]:
+def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
     """Compare a few prompts' texts with those of the target alone; this run's if it is greedy."""
     job, engine = ready.job.part(0, PROMPTS), ready.engine
     assert engine is not None, "a run that is to be checked has one"
@@ -180,7 +181,7 @@ def _checked(world: World, ready: Ready, outputs: list[Output]) -> dict[str, Any
     plain = greedy_texts(engine, job, 0, world)
     check = LosslessCheck(str(plan.target.dtype).removeprefix("torch."))
     check.compare(engine, key_of(job), texts_of(job, written, plain))
-    return world.once(check.as_dict)  # other ranks have no logits of meaning
+    return world.once(lambda: check.result)  # other ranks have no logits of meaning
 
 
 def _run(
@@ -239,7 +240,7 @@ def _deliver(
     outputs: list[Output],
     metrics: Metrics,
     notices: list[Notice],
-    check: dict[str, Any] | None,
+    check: CheckResult | None,
     *,
     as_json: bool,
 ) -> None:
@@ -269,7 +270,6 @@ def _summarise(
         baseline(engine, job, outputs) if engine is not None and compared else None,
         _remarks(job),
         tinted=not as_json and shows_live_text(job) and has_colour(sys.stdout),
-        is_split=ready.recipe.target.tensor_parallel_size > 1,
     )
 
 
@@ -283,4 +283,4 @@ def _remarks(job: Job) -> list[str]:
         found.append("random weights: the text means nothing")
     elif random and plan.remark is None:
         found.append("random draft weights: the acceptance means nothing")
-    return [*found, *plan.draft_remarks]
+    return [*found, *(reading.told for reading in plan.readings)]

@@ -289,12 +289,12 @@ class Asked:
 
     def warn_of_unused(self, resolved: "specdec_cli.recipe.Recipe", *, has_draft: bool) -> None:
         """Warn the user about proposal options that have no effect with the recipe's method."""
-        from specdec_cli.recipe.choices.registry import NONE, needs_draft
+        from specdec_cli.recipe.choices.registry import NONE, weights_from
 
         method, k = resolved.speculation.method, self.given.get(_K)
         if not self.is_heard:
             return
-        if has_draft and resolved.draft is not None and not needs_draft(method):
+        if has_draft and resolved.draft is not None and weights_from(method) != "draft":
             typer.echo(f"warning: --draft is not used: speculation.method is {method}", err=True)
         elif k and method == NONE:
             why = "speculation.method is none" if resolved.draft else "the recipe has no draft"

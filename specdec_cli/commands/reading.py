@@ -19,7 +19,7 @@ from specdec_cli.demo import PREFIX
 from specdec_cli.errors import Notice, SpecdecError, UsageError
 from specdec_cli.prompts import (
     DATE_KEY,
-    Loaded,
+    LoadedPrompts,
     Prompt,
     as_conversations,
     jsonl_of,
@@ -132,7 +132,7 @@ def _loose(source: options.Prompts, resolved: Recipe, *, reads_pipe: bool) -> li
 
 def _from_data(
     source: options.Prompts, resolved: Recipe, data: DataSection, asked: Asked
-) -> tuple[DataSection, Loaded]:
+) -> tuple[DataSection, LoadedPrompts]:
     """The data section after the options, and its prompts. A local file gets its full path."""
     sets = options.parse_sets(asked.sets or ())
     own = {name for name, value in recipe_options(source).items() if value is not None}
@@ -151,7 +151,7 @@ def _from_data(
     # The bundled recipes take a few of the bundled prompts, so that they run in seconds.
     is_chosen = source.limit is not None or {"data", "data.limit"} & sets.keys()
     if data.path.startswith(PREFIX) and not is_chosen:
-        loaded = Loaded(loaded.prompts)
+        loaded = LoadedPrompts(loaded.prompts)
     return data, loaded
 
 

@@ -106,13 +106,14 @@ class Rectangle:
 
     They lie at positions length + offset + 0..Q-1. Token j of a slot is live iff the slot is
     active, the position is one of the model's 0..max_len-1, and lens >= offset + j + margin.
+    Without lens a token is fed whatever is proposed: all of an active slot's within the model.
     Others are padding: their keys go to the trash block, and their logits have no meaning.
     last_only: whether logits of each slot's last token are enough. cached: int64 [B], tokens of
     each sequence that the model's cache is known to hold; a CPU does not feed them again.
     """
 
     token_ids: torch.Tensor  # int64 [B, Q]
-    lens: torch.Tensor  # int64 [B], proposal lengths
+    lens: torch.Tensor | None  # int64 [B], proposal lengths
     offset: int
     margin: int
     max_len: int
@@ -140,7 +141,8 @@ def live_batch(
     num_ids: size of the model's vocabulary; token ids are clamped into it.
     """
     batch, width = what.token_ids.shape
-    lengths, lens, active = (x.tolist() for x in (state.length, what.lens, state.active))
+    lengths, active = state.length.tolist(), state.active.tolist()
+    lens = None if what.lens is None else what.lens.tolist()
     cached = [0] * batch if what.cached is None else what.cached.tolist()
     tokens, tables = what.token_ids.tolist(), state.block_tables.numpy()
     fed: list[int] = []
@@ -151,9 +153,12 @@ def live_batch(
     for b in range(batch):
         first = lengths[b] + what.offset
         # The first `count` tokens are live, except those before the text or in the cache.
-        count = min(width, lens[b] - what.offset - what.margin + 1, what.max_len - first)
+        count = min(width, what.max_len - first)
+        if lens is not None:
+            count = min(count, lens[b] - what.offset - what.margin + 1)
         skip = max(0, -first, cached[b] - first)
-        is_unused = what.last_only and lens[b] == 0  # its logits are not read
+        # Its logits are not read.
+        is_unused = what.last_only and lens is not None and lens[b] == 0
         if not active[b] or count <= skip or is_unused:
             query_start.append(len(fed))
             continue

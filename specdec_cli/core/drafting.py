@@ -1,4 +1,4 @@
-"""Drawing the proposals of one round, token by token, from the logits of any proposer's model.
+"""Drawing the proposals of one round, token by token or a block at once, from any model's logits.
 
 Legend: B sequences, K proposal length, V' vocabulary of the draft.
 """
@@ -12,8 +12,8 @@ from specdec_cli.core.candidates import Candidates, TokenDist
 from specdec_cli.core.sampling import by_target_ids, draw, softmax_stats
 from specdec_cli.core.types import SamplingParams
 
-# Arguments: columns of drawn tokens, int64 [B], and the logits that they were drawn from, [B, V'].
-# Result: bool [B], True for a sequence whose drafting stops after its token.
+# Arguments: columns of R drawn tokens, int64 [R], and the logits that they were drawn from,
+# [R, V']. Result: bool [R], each from its row: True where drafting stops after the token.
 Stop = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -24,8 +24,7 @@ class Drafting:
     k: K, the most tokens of any sequence; the same in every round of a graph. caps: int64 [B], the
     most tokens of each sequence, 0..K. vocab_size: the target's; draft ids past it are cut off.
     noise: fp32 [B, K], None if decoding is greedy. keeps_dist: keep the distributions that tokens
-    were drawn from, for a rank that verifies. stop: ends a sequence's drafting after a token, which
-    stays proposed. Dropping a token because of its own draw would change the text.
+    were drawn from, for a rank that verifies. stop: ends a sequence's drafting as `end_after` does.
     """
 
     k: int
@@ -36,6 +35,7 @@ class Drafting:
     keeps_dist: bool = True
     stop: Stop | None = None
     lens: torch.Tensor = field(init=False)  # int64 [B], so far: caps, or fewer after a stop
+    # Of the places drawn at once, [B, N, ...] each.
     _tokens: list[torch.Tensor] = field(default_factory=list, init=False)
     _logits: list[torch.Tensor] = field(default_factory=list, init=False)
     _stats: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -44,53 +44,91 @@ class Drafting:
         self.lens = self.caps
 
     @property
+    def num_drawn(self) -> int:
+        """Places of the block that tokens were drawn for."""
+        return sum(tokens.shape[1] for tokens in self._tokens)
+
+    @property
     def is_over(self) -> bool:
         """True when no sequence takes another token.
 
         On CUDA drafting always draws K tokens: a graph needs that, and the host does not wait.
         """
-        step = len(self._tokens)
+        step = self.num_drawn
         return step >= self.k or (not self.lens.is_cuda and not bool((self.lens > step).any()))
 
     def draw(self, logits: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """The next token of each sequence, int64 [B], drawn from `logits` [B, V' or more].
+        """The next token of each sequence, int64 [B], from `logits` [B, V']; see `draw_all`."""
+        return self.draw_all(logits[:, None], ids)[:, 0]
+
+    def draw_all(self, logits: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """The tokens of the next N places, int64 [B, N], each drawn from its row of `logits`
+        [B, N, V' or more]; N is K for a whole block.
 
         ids: int64 [V'], the target's id of each column, all different; None if columns are ids. A
         row that is not finite gives -1, which verification reports.
         """
-        step = len(self._tokens)
+        step, shape = self.num_drawn, logits.shape[:2]
         if ids is not None and not self.params.is_greedy:
             # Verification reads what tokens were drawn from by the target's ids.
             logits, ids = by_target_ids(logits, ids, self.vocab_size), None
-        logits = logits[:, : self.vocab_size]
-        stats = None if self.params.is_greedy else softmax_stats(logits, self.params)
-        noise = None if self.noise is None else self.noise[:, step]
-        token = column = draw(logits, stats, self.params, noise)
+        logits = logits[..., : self.vocab_size]
+        rows = logits.flatten(0, 1)
+        stats = None if self.params.is_greedy else softmax_stats(rows, self.params)
+        noise = None if self.noise is None else self.noise[:, step : step + shape[1]].flatten()
+        tokens = columns = draw(rows, stats, self.params, noise)
         if ids is not None:
-            token = torch.where(column < 0, column, ids[column.clamp(min=0)])
-        self._tokens.append(token)
+            tokens = torch.where(columns < 0, columns, ids[columns.clamp(min=0)])
+        self._tokens.append(tokens.view(shape))
         if self.keeps_dist and not self.params.is_greedy:
             self._logits.append(logits)
             if stats is not None:
-                self._stats.append(stats.rows)
+                self._stats.append(stats.rows.unflatten(0, shape))
         if self.stop is not None:
-            stops = self.stop(column, logits) & (self.lens > step + 1)
-            self.lens = torch.where(stops, step + 1, self.lens)
-        return token
+            self._end(self.stop(columns, rows).view(shape), step + 1)
+        return self._tokens[-1]
+
+    def end_before(self, stops: torch.Tensor) -> None:
+        """End each sequence's proposals before the first place that `stops`, bool [B, K], marks.
+
+        A mark may depend on whatever is known before its place's token is drawn, also on the tokens
+        before it, and on nothing else: dropping a token because of its own draw would change the
+        text.
+        """
+        self._end(stops, 0)
+
+    def end_after(self, stops: torch.Tensor) -> None:
+        """End each sequence's proposals after the first place that `stops`, bool [B, K], marks.
+
+        That place's token stays proposed, so its mark may depend on it, but on no later one.
+        """
+        self._end(stops, 1)
+
+    def _end(self, stops: torch.Tensor, first: int) -> None:
+        """first: the length that a mark in the first column leaves."""
+        left = torch.arange(first, first + stops.shape[1], device=stops.device)
+        self.lens = torch.minimum(self.lens, torch.where(stops, left, self.k).amin(dim=1))
 
     def candidates(self) -> Candidates:
         """The proposals drawn so far, padded to K places."""
         if not self._tokens:
             return self.nothing()
-        rest = self.k - len(self._tokens)  # 0 on CUDA
-        token_ids = torch.nn.functional.pad(torch.stack(self._tokens, dim=1), (0, rest))
+        rest = self.k - self.num_drawn  # 0 on CUDA
+        token_ids = torch.nn.functional.pad(_joined(self._tokens), (0, rest))
         q = None
         if self._logits:
-            stats = torch.stack(self._stats, dim=1) if self._stats else None
-            logits = torch.stack(self._logits, dim=1)
-            q = TokenDist(torch.nn.functional.pad(logits, (0, 0, 0, rest)), stats)
+            stats = _joined(self._stats) if self._stats else None
+            logits = _joined(self._logits)
+            if rest:
+                logits = torch.nn.functional.pad(logits, (0, 0, 0, rest))
+            q = TokenDist(logits, stats)
         return Candidates(token_ids, self.lens, q)
 
     def nothing(self) -> Candidates:
         """Empty proposals of K places, for a rank that takes no part in drafting."""
         return Candidates(self.caps.new_zeros(len(self.caps), self.k), self.caps)
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """[B, N, ...] of all places, from those of some."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

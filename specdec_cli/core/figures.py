@@ -5,14 +5,13 @@ edited, so everything is checked as it is read. Imports no torch.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
 from pydantic_core import PydanticCustomError
 
-STAGES = ("draft", "broadcast", "verify", "sample")  # of a round, in their order
 # The parts of the time to a first token, in words.
 TTFT_PARTS = {
     "target_prefill": "target's prefill",
@@ -122,15 +121,31 @@ class Acceptance(Record):
 
 
 class StageTimes(Record):
-    """A record with a field NAME_ms for each stage of a round."""
+    """The milliseconds of each stage of a round, in their order: a field NAME_ms for each.
+
+    The one list of stages: everything else that names all of them is made from `STAGES`.
+    """
+
+    draft_ms: float
+    broadcast_ms: float = 0.0
+    verify_ms: float
+    sample_ms: float
+    commit_ms: float = 0.0
 
     def stage_ms(self, stage: str) -> float:
         return float(getattr(self, f"{stage}_ms"))
 
 
-class Times(StageTimes):
-    """The figures of `Metrics` before those of `Acceptance`, which it explains."""
+STAGES = tuple(name.removesuffix("_ms") for name in StageTimes.model_fields)
 
+
+def stages_in(found: Iterable[StageTimes | None]) -> list[str]:
+    """The stages that some of `found` have: one rank has no broadcasts, and few methods commit."""
+    every = [times for times in found if times is not None]
+    return [stage for stage in STAGES if any(times.stage_ms(stage) > 0 for times in every)]
+
+
+class _RunCounts(Record):
     k: Count
     batch_size: Count
     num_prompts: Count
@@ -138,10 +153,11 @@ class Times(StageTimes):
     num_rounds: Count
     num_rounds_without_proposal: Count
     num_preemptions: Count
-    draft_ms: float
-    broadcast_ms: float
-    verify_ms: float
-    sample_ms: float
+
+
+class Times(StageTimes, _RunCounts):
+    """The figures of `Metrics` before those of `Acceptance`, which it explains."""
+
     round_ms: float
     prefill_ms: float
     prefill_seconds: float
@@ -156,20 +172,20 @@ class Metrics(Acceptance, Times):
     """The contract's `metrics` of a run or a point: the fields of `Times`, then of `Acceptance`.
 
     Times in milliseconds unless the name says seconds. draft_ms, broadcast_ms, verify_ms,
-    sample_ms, round_ms: means per engine round. broadcast_ms: sending proposals and decisions to
-    the target's other ranks. It is meaningful on rank 0 only; elsewhere it contains the wait.
-    prefill_ms: mean per prompt. ttft_ms: from a prompt's admission to its first token. tpot_ms: per
-    token after the first. num_rounds: engine rounds, each of which serves several sequences.
-    num_rounds_without_proposal: sequence-rounds, as drafts are. output_tokens_per_second counts
-    prefill and decode time, decode_tokens_per_second decode time only. peak_memory_bytes: of
-    points only. distinct_experts: experts that a round's scoring pass reads in a layer, the mean
-    over rounds and over layers with experts; absent where none are counted. tokens_per_round:
-    output tokens over all sequence-rounds, those without proposals too; absent in folders of
-    earlier versions. num_tokens_from_prefill: output tokens that prefill decided, at k = 0. They
-    count as rounds without proposals, but not as engine rounds, and decode_tokens_per_second
-    leaves them out; absent if there are none. ttft_parts_ms: means of what the time to the first
-    token was spent on, see `core.types.Sequence`; absent where a prompt has no first token, and in
-    earlier versions.
+    sample_ms, commit_ms, round_ms: means per engine round. broadcast_ms: sending proposals and
+    decisions to the target's other ranks. It is meaningful on rank 0 only; elsewhere it contains
+    the wait. commit_ms: the proposer's work after the decision, such as a head's pass over the rows
+    that were decided. prefill_ms: mean per prompt. ttft_ms: from a prompt's admission to its first
+    token. tpot_ms: per token after the first. num_rounds: engine rounds, each of which serves
+    several sequences. num_rounds_without_proposal: sequence-rounds, as drafts are.
+    output_tokens_per_second counts prefill and decode time, decode_tokens_per_second decode time
+    only. peak_memory_bytes: of points only. distinct_experts: experts that a round's scoring pass
+    reads in a layer, the mean over rounds and over layers with experts; absent where none are
+    counted. tokens_per_round: output tokens over all sequence-rounds, those without proposals too.
+    num_tokens_from_prefill: output tokens that prefill decided, at k = 0. They count as rounds
+    without proposals, but not as engine rounds, and decode_tokens_per_second leaves them out;
+    absent if there are none. ttft_parts_ms: means of what the time to the first token was spent on,
+    see `core.types.Sequence`; absent where a prompt has no first token.
     """
 
     peak_memory_bytes: Count | None = None

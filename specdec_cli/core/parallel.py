@@ -89,6 +89,33 @@ class TensorParallel:
 ALONE = TensorParallel()
 
 
+class HostMessages:
+    """Numbers that rank 0 tells the ranks of a group, from host to host.
+
+    They do not wait for devices, as a message over NCCL would. Where the group is not gloo's, the
+    first message makes a communicator, which the whole world has to take part in. Every rank of
+    the group has to ask for each number.
+    """
+
+    def __init__(self, parallel: TensorParallel) -> None:
+        self._parallel = parallel
+        self._group: dist.ProcessGroup | None = None
+
+    def told(self, number: int) -> int:
+        """Rank 0's number, on every rank."""
+        if self._parallel.group is None:
+            return number
+        if self._group is None:
+            self._group = self._parallel.group
+            if dist.get_backend(self._group) != "gloo":
+                assert self._parallel.size == dist.get_world_size(), "it would not be made"
+                with meeting_quietly():
+                    self._group = dist.new_group(backend="gloo")
+        row = torch.tensor([number])
+        dist.broadcast(row, group=self._group, group_src=0)
+        return int(row.item())
+
+
 class Groups(NamedTuple):
     """This rank's place in each model's group; None for a model that it holds no part of."""
 

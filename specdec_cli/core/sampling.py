@@ -77,13 +77,13 @@ def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
 
 
 def by_target_ids(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits [B, V] of all of the target's ids, -inf for those that a draft cannot propose.
+    """Logits [..., V] of all of the target's ids, -inf for those that a draft cannot propose.
 
-    logits: [B, V'] of the draft's own ids. ids: int64 [V'], the target's id of each, all different.
-    vocab_size: V.
+    logits: [..., V'] of the draft's own ids. ids: int64 [V'], the target's id of each, all
+    different. vocab_size: V.
     """
-    wide = logits.new_full((len(logits), vocab_size), float("-inf"))
-    return wide.index_copy_(1, ids, logits)
+    wide = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+    return wide.index_copy_(-1, ids, logits)
 
 
 def draw(

@@ -12,7 +12,7 @@ from specdec_kernels import ops
 
 from specdec_cli.core.types import Sequence
 
-_FIELDS = 7  # numbers of each slot: two of `tail`, and one of each of five others
+_FIELDS = 5  # numbers of each slot beside its tail
 
 
 def slot_counts(batch_size: int) -> list[int]:
@@ -65,21 +65,26 @@ class Texts:
 class BatchState:
     """The state of B slots, idle at first; on one device, never reallocated, so graphs can hold it.
 
-    numbers: the int64 fields in one piece. tail: int64 [B, 2], the last two tokens. length: int64
-    [B], tokens of each sequence. limit: int64 [B], the number of tokens at which it ends. index:
-    int64 [B], prompt indices. active: bool [B], whether the slot still decodes. block_tables: int32
-    [B, MB]; unused entries are 0, the trash block. seed: int64 scalar. row: int64 [B], each
-    sequence's row of `texts`, if any. draft_kv: int64 [B], tokens that the proposer's cache held
-    when the slots were loaded; it has grown since.
+    numbers: the int64 fields in one piece. tail: int64 [B, W], the last W tokens, after zeros in a
+    shorter text. length: int64 [B], tokens of each sequence. limit: int64 [B], the number of tokens
+    at which it ends. index: int64 [B], prompt indices. active: bool [B], whether the slot still
+    decodes. block_tables: int32 [B, MB]; unused entries are 0, the trash block. seed: int64 scalar.
+    row: int64 [B], each sequence's row of `texts`, if any. draft_kv: int64 [B], tokens that the
+    proposer's cache held when the slots were loaded; it has grown since.
     """
 
     def __init__(
-        self, batch_size: int, num_columns: int, device: torch.device, texts: Texts | None = None
+        self,
+        batch_size: int,
+        num_columns: int,
+        device: torch.device,
+        texts: Texts | None = None,
+        tail: int = 2,
     ) -> None:
         # The fields that `load` writes lie in one piece, so that one copy brings them.
-        self.numbers = torch.zeros(_FIELDS, batch_size, dtype=torch.int64, device=device)
-        self.tail = self.numbers[:2].view(batch_size, 2)
-        self.length, self.limit, self.index, self.row, self.draft_kv = self.numbers[2:]
+        self.numbers = torch.zeros(tail + _FIELDS, batch_size, dtype=torch.int64, device=device)
+        self.tail = self.numbers[:tail].view(batch_size, tail)
+        self.length, self.limit, self.index, self.row, self.draft_kv = self.numbers[tail:]
         self.active = torch.zeros(batch_size, dtype=torch.bool, device=device)
         self.block_tables = torch.zeros(batch_size, num_columns, dtype=torch.int32, device=device)
         self.seed = torch.zeros((), dtype=torch.int64, device=device)
@@ -97,7 +102,8 @@ class BatchState:
         """Put `seqs` into the first slots; the other slots become idle."""
         idle = self.num_slots - len(seqs)
         rows = self.texts.enter(seqs) if self.texts is not None else [0] * len(seqs)
-        tails = [[*[0, *s.tokens[-2:]][-2:]] for s in seqs] + [[0, 0]] * idle
+        none = [0] * self.tail.shape[1]
+        tails = [[*none, *s.tokens[-len(none) :]][-len(none) :] for s in seqs] + [none] * idle
         flat = [token for tail in tails for token in tail]
         for held, empty in (
             ([len(s.tokens) for s in seqs], 1),

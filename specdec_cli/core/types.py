@@ -4,8 +4,11 @@ Knows no text: a sequence is token ids. The types on the device are in `core.can
 """
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
+
+from specdec_cli.core.detokenize import StopFinder
 
 FinishReason = Literal["length", "eos", "stop", "error"]
 
@@ -15,7 +18,7 @@ class SamplingParams:
     """Settings of sampling and of a sequence's end, for all sequences of a run.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings are searched in the
-    text, see `engine.detokenize`.
+    text, see `core.detokenize`.
     """
 
     temperature: float = 0.0
@@ -34,6 +37,20 @@ class SamplingParams:
     def filters(self) -> tuple[float, int, float]:
         """Temperature, top-k and top-p."""
         return self.temperature, self.top_k, self.top_p
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt. `index` is global: with the seed it keys the random numbers.
+
+    stop_finder: makes a finder. Each run makes a new one, since a finder remembers its tokens.
+    arrives_at: seconds after the run's start, finite and not negative; it is not admitted before.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    stop_finder: Callable[[], StopFinder] | None = None
+    arrives_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +81,8 @@ class Sequence:
     round_share: float = 0.0  # likewise, of the number of engine rounds
     stage_ms: dict[str, float] = field(default_factory=dict)  # likewise, by stage of a round
     experts_share: float | None = None  # likewise, of the distinct experts that rounds read
-    queued_seconds: float = 0.0  # before it was first admitted
+    arrived_at: float = 0.0  # host clock, seconds; the run's start or later
+    queued_seconds: float = 0.0  # from its arrival until it was first admitted
     # Passes that it waited for before its first token, its own and others', by model.
     target_prefill_seconds: float = 0.0
     draft_prefill_seconds: float = 0.0
@@ -142,3 +160,16 @@ class Sequence:
         """
         n = len(self.tokens)
         return max(0, min(self.max_tokens - n - 1, draft_max_len - n))
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Tokens that one round, or a prefill pass, added to one sequence; the first `num_accepted`
+    were proposals.
+
+    A sequence that could not run has an emission without tokens.
+    """
+
+    seq: Sequence
+    token_ids: list[int]
+    num_accepted: int

@@ -4,13 +4,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from specdec_cli.acceptance.registry import rule_of
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.parallel import found_alike, local_world_size
+from specdec_cli.core.types import Request
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.budget import (
     CacheNeed,
@@ -29,16 +29,13 @@ from specdec_cli.engine.memory.measured import (
     release,
     weight_bytes,
 )
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, draft_at
-from specdec_cli.engine.run import Request
-from specdec_cli.engine.sharing import borrowed_weights
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.errors import SetupError
 from specdec_cli.lengths.registry import policy_of
 from specdec_cli.methods.base import MethodParts, Proposer
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_compile
-from specdec_cli.models.fused import fuse, is_fusable
-from specdec_cli.models.loader import Description, load
+from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import Captures, PromptGraphs, width_of
 from specdec_cli.stages import begin_stage
@@ -144,10 +141,8 @@ def _within_reach(plan: Plan, longest: int) -> Plan:
     reach = max(longest, _FEWEST_POSITIONS)
     if reach >= plan.max_model_len:
         return plan
-    plan = replace(plan, max_model_len=reach)
-    if plan.draft is None or isinstance(plan.draft, Description):
-        return plan
-    return replace(plan, draft=draft_at(plan, plan.draft.parallel))
+    draft = None if plan.draft is None else plan.draft.within(reach)
+    return replace(plan, max_model_len=reach, target=plan.target.within(reach), draft=draft)
 
 
 def load_models(
@@ -164,50 +159,27 @@ def load_models(
         begin_stage("starting CUDA")
         torch.cuda.set_device(device)  # Triton and NCCL launch on the current one
         torch.cuda.synchronize(device)
+    on_compile = {role: on_stage for role in plan.compiled}
     on_stage("loading the target")
-    with found_alike():
-        module = loaded_target.module if loaded_target else load(plan.target, device)
-        draft_module = None
-        if isinstance(draft, Description) and draft in plan.held:
-            # Before the target is fused, which takes some weights from its module.
-            borrowed = borrowed_weights(draft.module, module, plan.shared)
-            on_stage("loading the draft")
-            draft_module = load(draft, device, borrowed)
-    target = loaded_target or _paged(plan, plan.target, module, on_stage)
+    target, block_size = loaded_target, plan.recipe.cache.block_size
+    if target is None:
+        with found_alike():
+            module = load(plan.target, device)
+        target = plan.target.paged(module, block_size, on_compile.get("target"))
     if target.hidden_layers != plan.target.hidden_layers:
         target.hidden_layers = plan.target.hidden_layers
         if target.compiled is not None:  # for other hidden states
-            target.compiled = CompiledForward(module, "target", on_compile=on_stage)
+            target.compiled = CompiledForward(target.module, "target", on_compile=on_stage)
     models = Models(target)
-    if isinstance(draft, Description):
-        if draft_module is not None:
-            models = Models(target, _paged(plan, draft, draft_module, on_stage))
-    elif draft is not None:
+    if draft is not None:
         if draft in plan.held:
             on_stage("loading the draft")
         with found_alike():
-            held = draft.load(target, plan.groups, plan.recipe.cache.block_size)
+            held = draft.load(target, plan.groups, block_size, on_compile.get("draft"))
         models = Models(target, held)
     begin_stage("releasing what loading has left")
     release(device)  # weights as they were before they were split or merged
     return models
-
-
-def _paged(
-    plan: Plan, held: Description, module: Any, on_stage: Callable[[str], None]
-) -> PagedModel:
-    """A loaded model over a cache of zero blocks, with the form in which its passes run."""
-    role = held.spec.role
-    fused = None
-    if role not in plan.compiled:
-        begin_stage(f"fusing the {role}")
-        fused = fuse(module, plan.max_model_len, held.parallel)
-    is_narrower = role == "draft" and held.vocab_size < plan.target.vocab_size
-    cache = KVCache(held.layers, 0, plan.recipe.cache.block_size, held.dtype, plan.device)
-    model = PagedModel(module, cache, is_narrower, fused, held.hidden_layers)
-    if role in plan.compiled:
-        model.compiled = CompiledForward(module, role, on_compile=on_stage)
-    return model
 
 
 def wire(
@@ -238,15 +210,15 @@ def wire(
         if models.target.hidden_layers != proposer.feature_layers:  # a plugin's, not planned
             models.target.hidden_layers = proposer.feature_layers
     return Engine(
-        models.target,
-        proposer,
-        BlockAllocator(num_blocks, block_size),
+        target=models.target,
+        proposer=proposer,
+        allocator=BlockAllocator(num_blocks, block_size),
         batch_size=recipe.run.batch_size,
         max_model_len=plan.max_model_len,
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
-        rule=rule_of(recipe.speculation) if plan.k else None,
-        policy=policy_of(recipe.speculation) if plan.k else None,
+        rule=rule_of(recipe.speculation),
+        policy=policy_of(recipe.speculation),
         is_captured=plan.no_cuda_graphs is None,
         runs_ahead=device.type == "cuda",
         parallel=plan.parallel,
@@ -351,7 +323,7 @@ def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
     """
     longest = min(longest_prompt, plan.recipe.run.prefill_chunk + 1)
     lengths = sorted({_WARM_UP_PROMPT, max(1, longest)})
-    is_padded = plan.captures_prompts and all(is_fusable(held.module) for held in plan.modules)
+    is_padded = plan.captures_prompts and all(model.captured_width for model in plan.models)
     unfed = 1 if plan.k else 0
     is_one = is_padded and len({width_of(length - unfed) for length in lengths}) == 1
     return lengths[-1:] if is_one else lengths

@@ -1,4 +1,4 @@
-"""The rounds of one number of slots: run eagerly, or captured as CUDA graphs and replayed.
+"""The rounds of an engine: run eagerly, or captured as CUDA graphs and replayed.
 
 On CUDA the device never waits for the host. While it runs a round, the host reads the previous one.
 The host's changes are queued behind the round in flight. Knows nothing of scheduling.
@@ -6,15 +6,19 @@ The host's changes are queued behind the round in flight. Knows nothing of sched
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from specdec_kernels.compile_ahead import compile_ahead
 
-from specdec_cli.core.state import BatchState
+from specdec_cli.core.kv_cache import BlockAllocator
+from specdec_cli.core.state import BatchState, Texts, slot_counts
 from specdec_cli.core.types import Sequence
-from specdec_cli.engine.round import Record, RoundParts, run_round
+from specdec_cli.engine.round import RoundParts, RoundRecord, run_round
+from specdec_cli.stages import begin_stage
 
 _WARM_UP_ROUNDS = 2
 
@@ -45,7 +49,7 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class _Flight:
     seqs: list[Sequence]
-    record: Record  # on the host
+    record: RoundRecord  # on the host
     done: torch.Event | None
     launched_at: float
 
@@ -56,10 +60,11 @@ class _Round:
     def __init__(
         self, parts: RoundParts, state: BatchState, k: int, is_captured: bool, pool: Any
     ) -> None:
-        self.record = Record.empty(state.num_slots, k, state.device)
+        self.record = RoundRecord.empty(state.num_slots, k, state.device)
         # One on the host for each round in flight.
         self.on_host = [
-            Record.empty(state.num_slots, k, torch.device("cpu")) for _ in range(Rounds.IN_FLIGHT)
+            RoundRecord.empty(state.num_slots, k, torch.device("cpu"))
+            for _ in range(Rounds.IN_FLIGHT)
         ]
         self.done: list[torch.Event | None] = [None for _ in self.on_host]
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -81,7 +86,7 @@ class _Round:
 class Rounds:
     """Rounds over one batch of slots, by K, on this rank.
 
-    lengths: every K, rising. is_captured: run them as CUDA graphs. runs_ahead: whether the host
+    ks: every K, rising. is_captured: run them as CUDA graphs. runs_ahead: whether the host
     launches a round before it has read the previous one. pool: memory for the tensors of captured
     rounds, from `torch.cuda.graph_pool_handle`; None for a separate one. Rounds can share a pool
     if no two are in flight at once, since a round leaves nothing there.
@@ -93,7 +98,7 @@ class Rounds:
         self,
         parts: RoundParts,
         state: BatchState,
-        lengths: tuple[int, ...],
+        ks: tuple[int, ...],
         is_captured: bool,
         runs_ahead: bool,
         pool: Any = None,
@@ -101,15 +106,15 @@ class Rounds:
         self.parts = parts  # graphs read tensors of it, and hold none
         self.state = state
         self.runs_ahead = runs_ahead
-        self.lengths = lengths
+        self.ks = ks
         self.seqs: list[Sequence] = []
-        self.last_k = lengths[-1]  # of the round launched last
+        self.last_k = ks[-1]  # of the round launched last
         self._flights: deque[_Flight] = deque()
         self._num_launched = 0
         self._read_at = 0.0
         # The longest first: the shorter ones then fit into the memory it reserved.
         self._by_k = {
-            k: _Round(parts, state, k, is_captured, pool) for k in sorted(lengths, reverse=True)
+            k: _Round(parts, state, k, is_captured, pool) for k in sorted(ks, reverse=True)
         }
 
     @property
@@ -184,7 +189,7 @@ class Rounds:
             distinct_experts=self._distinct_experts(flight.record),
         )
 
-    def _distinct_experts(self, record: Record) -> float | None:
+    def _distinct_experts(self, record: RoundRecord) -> float | None:
         mixtures = self.parts.target.mixtures
         return None if mixtures is None else record.experts_read.item() / mixtures.num_mixtures
 
@@ -205,6 +210,74 @@ class Rounds:
         for made in self._by_k.values():
             if made.graph is not None:
                 made.graph.reset()
+
+
+@dataclass(slots=True, eq=False)
+class RoundCache:
+    """Rounds over the models and caches of one engine, at one batch size, by the run's settings and
+    by number of slots.
+
+    is_captured, runs_ahead: see `Rounds`. They are made when they are first asked for.
+    """
+
+    allocator: BlockAllocator
+    batch_size: int
+    is_captured: bool
+    runs_ahead: bool
+    _made: dict[Hashable, tuple[Rounds, ...]] = field(default_factory=dict, init=False)
+    _pool: Any = field(default=None, init=False)  # memory that captured rounds share
+    _texts: Texts | None = field(default=None, init=False)  # likewise
+
+    def of(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
+        """The rounds whose longest proposal has k tokens, by number of slots, rising."""
+        params = parts.params
+        key = (k, parts.rule, parts.policy, *params.filters, params.ignore_eos)
+        if key not in self._made:
+            self._made[key] = self._make(parts, k)
+        return self._made[key]
+
+    def close(self) -> None:
+        """Give up the captured rounds and the memory that they hold."""
+        for made in self._made.values():
+            for rounds in made:
+                rounds.close()
+        self._made.clear()
+        self._pool = self._texts = None
+
+    def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
+        # Padding reaches up to k tokens past the longest sequence; its columns hold block 0.
+        held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
+        columns = held + self.allocator.blocks_for(k + 1)
+        device = parts.target.device
+        if self.is_captured and self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        texts = None
+        if k and parts.proposer is not None and parts.proposer.needs_text:
+            longest = min(parts.max_model_len, held * self.allocator.block_size)
+            texts = self._texts or Texts.empty(self.batch_size, longest + 1, device)
+            self._texts = texts
+        ks = parts.policy.lengths(k) if k else (0,)
+        # The largest first: the smaller ones then fit into the memory it reserved.
+        counts = reversed(slot_counts(self.batch_size))
+        tail = parts.proposer.tail if parts.proposer is not None else 2
+        states = [BatchState(count, columns, device, texts, tail) for count in counts]
+        if self.is_captured:
+            begin_stage("compiling the kernels of rounds")
+            compile_ahead(partial(_run_each, parts, states, ks), device)
+            begin_stage("capturing rounds")
+        made = [
+            Rounds(parts, state, ks, self.is_captured, self.runs_ahead, self._pool)
+            for state in states
+        ]
+        return tuple(reversed(made))
+
+
+@torch.inference_mode()
+def _run_each(parts: RoundParts, states: list[BatchState], ks: tuple[int, ...]) -> None:
+    """Run a round of every K over each of `states`."""
+    for state in states:
+        for k in ks:
+            run_round(parts, state, k, RoundRecord.empty(state.num_slots, k, state.device))
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:

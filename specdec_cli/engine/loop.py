@@ -6,82 +6,112 @@ are rank 0's, and everything else follows from them.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from copy import copy
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from specdec_kernels.compile_ahead import compile_ahead
 
 from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
 from specdec_cli.acceptance.rejection import Rejection
+from specdec_cli.core.detokenize import StopFinder
+from specdec_cli.core.figures import Metrics
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.kv_cache import BlockAllocator
-from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.engine import prefill
-from specdec_cli.engine.graphs import Outcome, Rounds
-from specdec_cli.engine.metrics import Moments, RunClock, summarise
+from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.core.parallel import ALONE, HostMessages, TensorParallel
+from specdec_cli.core.types import Emission, Request, SamplingParams, Sequence
+from specdec_cli.engine.graphs import Outcome, RoundCache, Rounds
+from specdec_cli.engine.moments import Moments
+from specdec_cli.engine.prefill import Prefill
 from specdec_cli.engine.round import RoundParts
-from specdec_cli.engine.rounds import RoundCache
-from specdec_cli.engine.run import Emission, Request, Run, RunResult
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.errors import RunError
-from specdec_cli.lengths.base import LengthPolicy
+from specdec_cli.lengths.base import LastRounds, LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.base import Proposer
+from specdec_cli.methods.forecast import forecast
 from specdec_cli.methods.teacher import Teacher, last_logits
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import PromptGraphs
 from specdec_cli.stages import begin_stage
 
+_LONGEST_SLEEP_S = 0.2  # an idle engine gives signs of life
 
+
+@dataclass(slots=True)
+class Run:
+    """The state of one pass over a list of prompts; `Engine.step` advances it.
+
+    k: the longest proposal. by_slots: rounds by number of slots, rising. rounds: the ones in use.
+    """
+
+    k: int
+    params: SamplingParams
+    scheduler: Scheduler
+    clock: RunClock
+    prefill: Prefill
+    by_slots: tuple[Rounds, ...]
+    rounds: Rounds
+    started_at: float  # host clock, seconds
+    last: LastRounds = field(default_factory=LastRounds)
+    seqs: list[Sequence] = field(default_factory=list)
+    stop_finders: dict[int, StopFinder] = field(default_factory=dict)
+
+    def rounds_for(self, count: int) -> Rounds:
+        """The rounds with the fewest slots that hold `count` sequences."""
+        return next(r for r in self.by_slots if r.num_slots >= count)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Every sequence of a run in the order of its prompts, and the run's metrics."""
+
+    seqs: list[Sequence]
+    metrics: Metrics
+
+
+@dataclass(kw_only=True, eq=False)
 class Engine:
     """Two models, their caches and one allocator; holds no state of a run.
 
-    eos_ids: ids that end a sequence. max_model_len: most tokens a sequence may hold.
-    prefill_chunk: most tokens of one prefill pass. is_captured: run rounds as CUDA graphs.
-    runs_ahead: launch a round before the previous one has been read, for devices that run
-    asynchronously. parallel: the ranks that the target is split over. prompts: what captures the
-    models' prefill passes; None where they run as they are. Engines may share a target and its
-    cache if they run one at a time. hidden_layers: those that a shared target returns in this
-    engine's runs; None for a target of its own, which returns what it was told to.
+    proposer: None if only the target decodes. max_model_len: most tokens a sequence may hold.
+    prefill_chunk: most tokens of one prefill pass. eos_ids: ids that end a sequence. rule, policy:
+    of rounds that propose. is_captured: run rounds as CUDA graphs. runs_ahead: launch a round
+    before the previous one has been read, for devices that run asynchronously. parallel: the ranks
+    that the target is split over. prompts: what captures the models' prefill passes; None where
+    they run as they are. Engines may share a target and its cache if they run one at a time.
+    hidden_layers: those that a shared target returns in this engine's runs; None for a target of
+    its own, which returns what it was told to.
     """
 
-    def __init__(
-        self,
-        target: PagedModel,
-        proposer: Proposer | None,
-        allocator: BlockAllocator,
-        *,
-        batch_size: int,
-        max_model_len: int,
-        prefill_chunk: int,
-        eos_ids: frozenset[int],
-        rule: AcceptanceRule | None = None,
-        policy: LengthPolicy | None = None,
-        is_captured: bool = False,
-        runs_ahead: bool = False,
-        parallel: TensorParallel = ALONE,
-        prompts: PromptGraphs | None = None,
-    ) -> None:
-        self.target = target
-        self.hidden_layers: tuple[int, ...] | None = None
-        self.proposer = proposer
-        self.allocator = allocator
-        self.batch_size = batch_size
-        self.max_model_len = max_model_len
-        self.prefill_chunk = prefill_chunk
-        self.eos_ids = eos_ids
-        self.rule: AcceptanceRule = rule or Rejection()
-        self.policy: LengthPolicy = policy or FixedLength()
-        self.is_captured = is_captured
-        self.runs_ahead = runs_ahead
-        self.parallel = parallel
-        self.prompts = prompts
-        self.costs = RoundCosts(parallel)
-        self._moments = Moments(target.device)
-        self._rounds = RoundCache(allocator, batch_size, is_captured, runs_ahead)
+    target: PagedModel
+    proposer: Proposer | None
+    allocator: BlockAllocator
+    batch_size: int
+    max_model_len: int
+    prefill_chunk: int
+    eos_ids: frozenset[int]
+    rule: AcceptanceRule = field(default_factory=Rejection)
+    policy: LengthPolicy = field(default_factory=FixedLength)
+    is_captured: bool = False
+    runs_ahead: bool = False
+    parallel: TensorParallel = ALONE
+    prompts: PromptGraphs | None = None
+    hidden_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.costs = RoundCosts(self.parallel)
+        self._arrivals = HostMessages(self.parallel)
+        self._moments = Moments(self.target.device)
+        self._rounds = self._new_rounds()
+
+    def _new_rounds(self) -> RoundCache:
+        return RoundCache(self.allocator, self.batch_size, self.is_captured, self.runs_ahead)
 
     def with_batch_size(self, batch_size: int) -> "Engine":
         """The same models, caches and allocator with another number of slots."""
@@ -89,7 +119,7 @@ class Engine:
             return self
         other = copy(self)
         other.batch_size = batch_size
-        other._rounds = RoundCache(self.allocator, batch_size, self.is_captured, self.runs_ahead)
+        other._rounds = other._new_rounds()
         return other
 
     def forget_rounds(self) -> None:
@@ -108,7 +138,8 @@ class Engine:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
         A request that cannot run ends with finish_reason "error" and the others go on. `on_emit`
-        is called with such requests at once, and with tokens as they are read.
+        is called with such requests at once, and with tokens as they are read; while requests are
+        still to arrive also with nothing, as a sign of life.
         """
         run = self.start(requests, k, params)
         refused = [Emission(s, [], 0) for s in run.seqs if s.finish_reason is not None]
@@ -117,7 +148,7 @@ class Engine:
         try:
             while not run.scheduler.is_done:
                 emissions = self.step(run)
-                if emissions and on_emit is not None:
+                if on_emit is not None and (emissions or run.scheduler.pending):
                     on_emit(emissions)
         except RunError:
             self._clear_caches()
@@ -125,7 +156,8 @@ class Engine:
         finally:
             run.rounds.discard()
             run.scheduler.release_all()
-        run.clock.finish()
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
         if self.proposer is not None:
             self.proposer.check()
         return RunResult(run.seqs, summarise(run.seqs, run.clock, k, self.batch_size))
@@ -161,7 +193,7 @@ class Engine:
         found = self.rule.forecast(request.index, len(prompt), len(output), k, params)
         if found is not None:
             return found
-        return self.proposer.forecast(self._teacher(), prompt, output, k, params)
+        return forecast(self.proposer, self._teacher(), prompt, output, k, params)
 
     def logits_after(self, tokens: list[int], width: int) -> torch.Tensor:
         """The target's logits [V] after `tokens`, as passes over `width` tokens give them.
@@ -179,19 +211,26 @@ class Engine:
         """Queue `requests` for `step`."""
         assert k == 0 or self.proposer is not None, "proposing needs a proposer"
         self._take_target()
-        draft_max_len = self.proposer.max_len if self.proposer is not None else 0
-        by_slots = self._rounds.of(self._parts(params, k), k)
-        run = Run(
-            k,
+        # Plain decoding shall not cost what a proposer does besides.
+        proposer = self.proposer if k else None
+        draft_max_len = proposer.max_len if proposer is not None else 0
+        scheduler = Scheduler(self.allocator, self.batch_size, k, draft_max_len)
+        by_slots = self._rounds.of(self._parts(proposer, params), k)
+        clock = RunClock()
+        prefill = Prefill(
+            self.target,
+            proposer,
             params,
-            Scheduler(self.allocator, self.batch_size, k, draft_max_len),
-            RunClock(self.target.device),
-            by_slots,
-            by_slots[-1],
-            time.perf_counter(),
+            scheduler,
+            clock,
+            self.prefill_chunk,
+            self.parallel,
+            self._moments,
         )
+        run = Run(k, params, scheduler, clock, prefill, by_slots, by_slots[-1], time.perf_counter())
         for request in requests:
             self._add(run, request)
+        scheduler.pending = deque(sorted(scheduler.pending, key=lambda seq: seq.arrived_at))
         return run
 
     def _take_target(self) -> None:
@@ -200,12 +239,11 @@ class Engine:
         if layers is not None and layers != self.target.hidden_layers:
             self.target.hidden_layers = layers
 
-    def _parts(self, params: SamplingParams, k: int) -> RoundParts:
+    def _parts(self, proposer: Proposer | None, params: SamplingParams) -> RoundParts:
         eos_ids = [] if params.ignore_eos else sorted(self.eos_ids)
         return RoundParts(
             target=self.target,
-            # Plain decoding shall not cost what a proposer does besides.
-            proposer=self.proposer if k else None,
+            proposer=proposer,
             rule=self.rule,
             policy=self.policy,
             params=params,
@@ -219,55 +257,74 @@ class Engine:
 
         Returns the tokens that were read meanwhile.
         """
-        started = time.perf_counter()
+        if run.scheduler.pending and not self._has_work(run):
+            return []
+        began = time.perf_counter()
         if self._must_settle(run):
-            return self._collect(run)
+            return self._read_last(run)
+        self._admit(run, began)
+        if not run.rounds.in_flight and (emissions := self._fill(run, began)) is not None:
+            return emissions
+        stays_ahead = self._launch(run)
+        emissions = self._read_prefill(run)  # the host prepared the round meanwhile
+        return emissions if stays_ahead else emissions + self._read_last(run)
+
+    def _has_work(self, run: Run) -> bool:
+        """Queue the requests that are due by rank 0's clock; an idle engine sleeps until then."""
+        scheduler, count = run.scheduler, 0
+        if self.parallel.is_first:
+            if scheduler.is_idle and not run.rounds.in_flight:
+                left = scheduler.pending[0].arrived_at - time.perf_counter()
+                time.sleep(min(max(left, 0.0), _LONGEST_SLEEP_S))
+            now = time.perf_counter()
+            count = sum(1 for _ in takewhile(lambda s: s.arrived_at <= now, scheduler.pending))
+        scheduler.arrive(self._arrivals.told(count))
+        return not scheduler.is_idle or run.rounds.in_flight > 0
+
+    @staticmethod
+    def _admit(run: Run, now: float) -> None:
         for seq in run.scheduler.admit():
             if seq.admitted_at is None:
-                seq.admitted_at, seq.queued_seconds = started, started - run.started_at
-        if not run.rounds.in_flight:
-            chunk = prefill.next_chunk(run, self.proposer, self.prefill_chunk)
-            if chunk is not None:
-                decided = prefill.feed(
-                    run, chunk, self.target, self.proposer, self._moments, started
-                )
-                if not self.runs_ahead:
-                    decided += prefill.settle(run)
-                return self._take(run, decided)
-            if prefill.must_settle(run):
-                return self._take(run, prefill.settle(run))
+                seq.admitted_at, seq.queued_seconds = now, now - seq.arrived_at
+
+    def _fill(self, run: Run, began: float) -> list[Emission] | None:
+        """Feed a chunk of what the caches lack, or read the last one; None if a round can begin.
+
+        On a device that runs asynchronously the chunk is read in a later step.
+        """
+        if (chunk := run.prefill.next_chunk()) is not None:
+            emissions = self._take(run, run.prefill.feed(chunk, began))
+            return emissions if self.runs_ahead else emissions + self._read_prefill(run)
+        return self._read_prefill(run) if run.prefill.must_settle() else None
+
+    def _launch(self, run: Run) -> bool:
+        """Queue a round. True if it shall stay in flight after this step: the host stays one round
+        behind a device that runs asynchronously."""
         is_first = not run.rounds.in_flight
         if is_first:
             self._load(run)
         else:
             run.rounds.grow(run.scheduler.extend_ahead(run.k + 1))
         run.rounds.launch(self._next_k(run))
-        emissions = self._take(run, prefill.settle(run))  # the host prepared the round meanwhile
-        # The host stays one round behind a device that runs asynchronously.
-        if not (is_first and run.rounds.runs_ahead):
-            emissions += self._collect(run)
-        return emissions
-
-    def _load(self, run: Run) -> None:
-        """Put the running sequences into slots, with tokens that are still on the device."""
-        if run.drawn is not None:
-            run.scheduler.extend_ahead(1)
-        seqs = run.scheduler.reserve()
-        run.rounds = self._rounds_for(run, len(seqs))
-        run.rounds.load(seqs, run.params.seed)
-        if run.drawn is not None:
-            run.rounds.append(run.drawn.seqs, run.drawn.on_device)
+        return is_first and run.rounds.runs_ahead
 
     @staticmethod
-    def _rounds_for(run: Run, count: int) -> Rounds:
-        """The rounds with the fewest slots that hold `count` sequences."""
-        return next(r for r in run.by_slots if r.num_slots >= count)
+    def _load(run: Run) -> None:
+        """Put the running sequences into slots, with tokens that are still on the device."""
+        drawn = run.prefill.drawn
+        if drawn is not None:
+            run.scheduler.extend_ahead(1)
+        seqs = run.scheduler.reserve()
+        run.rounds = run.rounds_for(len(seqs))
+        run.rounds.load(seqs, run.params.seed)
+        if drawn is not None:
+            run.rounds.append(drawn.seqs, drawn.on_device)
 
     def _next_k(self, run: Run) -> int:
-        lengths = run.rounds.lengths
-        if len(lengths) == 1:
-            return lengths[0]
-        return self.policy.next_k(lengths, run.last, self.costs, run.rounds.num_slots)
+        ks = run.rounds.ks
+        if len(ks) == 1:
+            return ks[0]
+        return self.policy.next_k(ks, run.last, self.costs, run.rounds.num_slots)
 
     def _must_settle(self, run: Run) -> bool:
         """True if the round in flight has to be applied before anything else is done.
@@ -281,13 +338,13 @@ class Engine:
         scheduler = run.scheduler
         return (
             scheduler.can_admit()
-            or self._rounds_for(run, len(scheduler.running)) is not run.rounds
+            or run.rounds_for(len(scheduler.running)) is not run.rounds
             or all(len(s.tokens) + 1 >= s.max_tokens for s in scheduler.running)
             or scheduler.is_short(run.k + 1)
             or (run.rounds.last_k == 0 and self._next_k(run) > 0)  # the proposer may lack tokens
         )
 
-    def _collect(self, run: Run) -> list[Emission]:
+    def _read_last(self, run: Run) -> list[Emission]:
         """Apply the oldest round in flight, except to sequences that have finished since."""
         done = run.rounds.collect()
         live = [b for b, seq in enumerate(done.seqs) if seq.finish_reason is None]
@@ -298,14 +355,19 @@ class Engine:
         self.costs.add(run.rounds.num_slots, done.k, done.seconds)
         return self._apply(run, done, live)
 
+    def _read_prefill(self, run: Run) -> list[Emission]:
+        return self._take(run, run.prefill.settle())
+
     def _take(self, run: Run, decided: list[tuple[Sequence, int]]) -> list[Emission]:
         """Append the tokens that prefill passes decided. Each counts as a round without proposals,
         but in no time of rounds."""
+        ended_at = run.prefill.ended_at
+        run.rounds.begin_after(ended_at)
         _check_finite([token for _, token in decided])
         for seq, _ in decided:
             seq.rounds_without_proposal += 1
             seq.num_tokens_from_prefill += 1
-        return [self._append(run, seq, [token], 0, run.prefilled_at) for seq, token in decided]
+        return [self._append(run, seq, [token], 0, ended_at) for seq, token in decided]
 
     def _clear_caches(self) -> None:
         """Clear cached values that are not finite: padding reads them, and 0 * NaN is NaN."""
@@ -387,6 +449,7 @@ class Engine:
             tokens=list(request.token_ids),
             num_prompt_tokens=length,
             max_tokens=min(length + run.params.max_new_tokens, self.max_model_len),
+            arrived_at=run.started_at + request.arrives_at,
         )
         run.seqs.append(seq)
         try:
@@ -397,7 +460,7 @@ class Engine:
                     f"the prompt has {length} tokens; with at least one new token it exceeds "
                     f"the model length of {self.max_model_len}"
                 )
-            run.scheduler.add(seq)
+            run.scheduler.add(seq, is_here=request.arrives_at <= 0.0)
         except ValueError as problem:
             seq.finish_reason, seq.error = "error", str(problem)
             return

@@ -1,7 +1,5 @@
 """From a recipe to a plan: everything that can be checked before any weight is read."""
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,36 +11,29 @@ from specdec_cli.core.parallel import (
     Groups,
     TensorParallel,
     found_alike,
-    local_rank,
     make_groups,
-    world_size,
 )
 from specdec_cli.core.types import SamplingParams
+from specdec_cli.engine.devices import check_world, resolve_device, use_few_threads
 from specdec_cli.engine.memory.budget import Allowance
-from specdec_cli.engine.sharing import check_shared, not_held
-from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.methods.base import Draft, DraftPlace
-from specdec_cli.methods.registry import method_of
-from specdec_cli.models.draft_form import with_method
-from specdec_cli.models.fused import is_fusable
-from specdec_cli.models.loader import Description, ModelSpec, describe
-from specdec_cli.models.tokenizer import (
-    Tokenizer,
-    check_same_vocabulary,
-    has_tokenizer,
-    is_same_tokenizer,
-    load_tokenizer,
+from specdec_cli.engine.pairing import (
+    Describe,
+    check_k,
+    check_vocabulary,
+    describe_draft,
+    tokenizer_of,
 )
+from specdec_cli.errors import UsageError
+from specdec_cli.methods.base import DraftPlace
+from specdec_cli.methods.registry import method_of
+from specdec_cli.models.description import Description, describe
+from specdec_cli.models.draft import Draft, Reading
+from specdec_cli.models.draft_form import with_method
+from specdec_cli.models.spec import ModelSpec
+from specdec_cli.models.tokenizer import Tokenizer
 from specdec_cli.recipe import ModelSection, Recipe
-from specdec_cli.recipe.choices.registry import needs_draft, without_draft
+from specdec_cli.recipe.choices.registry import weights_from, without_draft
 from specdec_cli.stages import begin_stage
-
-# Models smaller than this run on one CPU thread. Their products take microseconds, so threads gain
-# little. If another process holds a core, they wait for each other (measured: 80 times slower).
-_ONE_THREAD_BYTES = 256 * 2**20
-
-
-Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +54,7 @@ class Plan:
 
     draft: None if no draft model proposes. groups: this rank's place among those that share each
     model. On a rank that holds no part of the draft, `draft` still describes it and `groups.draft`
-    is None. shared: what a standalone draft borrows of the target, because the recipe says so or
-    its checkpoint lacks it. shared_bytes: of the weights that it so need not load. compiled: roles
-    of the models whose padded passes are compiled.
+    is None. compiled: roles of the models whose padded passes are compiled.
     """
 
     recipe: Recipe
@@ -75,8 +64,6 @@ class Plan:
     tokenizer: Tokenizer
     max_model_len: int
     groups: Groups = ONE_RANK
-    shared: tuple[str, ...] = ()
-    shared_bytes: int = 0
     compiled: tuple[str, ...] = ()
 
     @property
@@ -89,7 +76,7 @@ class Plan:
     def proposer(self) -> str | None:
         """Name of the recipe's proposer, whatever k: the draft's, the method's, or None."""
         method = self.recipe.speculation.method
-        if needs_draft(method) and self.recipe.draft is not None:
+        if weights_from(method) == "draft" and self.recipe.draft is not None:
             return self.recipe.draft.model
         return method if without_draft(method) else None
 
@@ -101,11 +88,9 @@ class Plan:
         return rule.remark if self.k and not is_moot else None
 
     @property
-    def draft_remarks(self) -> tuple[str, ...]:
+    def readings(self) -> list[Reading]:
         """Conventions of the draft's checkpoint that tools read differently."""
-        if self.draft is None or isinstance(self.draft, Description):
-            return ()
-        return self.draft.remarks
+        return [] if self.draft is None else self.draft.readings()
 
     @property
     def parallel(self) -> TensorParallel:
@@ -116,11 +101,6 @@ class Plan:
     @property
     def models(self) -> list[Draft]:
         return [m for m in (self.target, self.draft) if m is not None]
-
-    @property
-    def modules(self) -> list[Description]:
-        """The models that are transformers' own."""
-        return [m for m in self.models if isinstance(m, Description)]
 
     @property
     def held(self) -> list[Draft]:
@@ -144,7 +124,7 @@ class Plan:
             return "the device is a CPU"
         if self.k and method_of(self.recipe.speculation).runs_on_host:
             return "the method reads the device's data on the host"
-        for model in self.modules:
+        for model in self.models:
             # torch's grouped product of other dtypes copies to the host.
             if model.has_experts and model.dtype != torch.bfloat16:
                 return f"experts of the {model.spec.role} are not in bfloat16"
@@ -188,9 +168,9 @@ class Plan:
             how["acceptance"] = f"{self.recipe.speculation.acceptance}: {self.remark}"
         for model in self.models:
             how |= {f"{model.spec.role}_{word}": told for word, told in model.notes.items()}
-        if self.shared:
-            saved = f"{self.shared_bytes / 2**20:.1f} MiB not loaded for the draft"
-            how["shared"] = f"{', '.join(self.shared)}: {saved}"
+        if self.draft is not None and self.draft.shared:
+            saved = f"{self.draft.shared_bytes / 2**20:.1f} MiB not loaded for the draft"
+            how["shared"] = f"{', '.join(self.draft.shared)}: {saved}"
         return how
 
     @property
@@ -221,11 +201,12 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
 
     With several ranks, each of them calls this in a world that is already running.
     """
-    _check_world(recipe)
+    check_world(recipe)
     with found_alike():
         begin_stage("finding the device")
         device = resolve_device(recipe.run.device)
-        return _plan_on(recipe, permissions, device, _groups(recipe, device), describe)
+        groups = make_groups(recipe.target.tensor_parallel_size, draft_degree(recipe), device)
+        return _plan_on(recipe, permissions, device, groups, describe)
 
 
 def plan_all_ranks(
@@ -233,11 +214,10 @@ def plan_all_ranks(
 ) -> list[Plan]:
     """The plans of every rank of a world. Neither the world nor its devices need to exist.
 
-    describe: `models.loader.describe`, or one that remembers. Raises as `plan` does. Models cannot
-    be loaded from these plans, since they have no process groups.
+    describe: `models.description.describe`, or one that remembers. Raises as `plan` does. Models
+    cannot be loaded from these plans, since they have no process groups.
     """
-    size = recipe.target.tensor_parallel_size
-    draft_size = recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
+    size, draft_size = recipe.target.tensor_parallel_size, draft_degree(recipe)
     places = [
         Groups(
             TensorParallel(rank, size, None, device),
@@ -252,8 +232,7 @@ def plan_all_ranks(
         draft = first.draft
         if draft is not None and groups.draft is not None:
             draft = draft_at(first, groups.draft, describe)
-        target = describe(first.target.spec, device, groups.target)
-        target = replace(target, hidden_layers=first.target.hidden_layers)
+        target = _as_target(describe(first.target.spec, device, groups.target), first)
         found.append(replace(first, target=target, draft=draft, groups=groups))
     return found
 
@@ -267,28 +246,29 @@ def _plan_on(
 ) -> Plan:
     """`plan` for a rank at its place."""
     recipe = with_method(recipe)
+    k = recipe.speculation.num_speculative_tokens
     begin_stage("describing the target")
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
     begin_stage("reading the tokenizer")
-    tokenizer = _tokenizer(target)
     found = Plan(
         recipe=recipe,
         device=device,
         target=target,
         draft=None,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_of(target),
         max_model_len=min(recipe.cache.max_model_len or target.max_len, target.max_len),
         groups=groups,
     )
-    wants_draft = needs_draft(recipe.speculation.method)
-    if recipe.draft is not None and wants_draft and recipe.speculation.num_speculative_tokens:
+    if k and (spec := _draft_spec(recipe, target.spec, permissions)) is not None:
         # Ranks that hold no part of the draft check it too, so that all of them refuse it, or none.
-        part = groups.draft or TensorParallel(size=recipe.draft.tensor_parallel_size)
+        part = groups.draft or TensorParallel(size=draft_degree(recipe))
         begin_stage("describing the draft")
-        spec = _spec("draft", recipe.draft, permissions)
-        found = _with_draft(found, _draft_of(found, spec, part, describe))
-    if device.type == "cpu" and sum(m.weight_bytes for m in found.models) < _ONE_THREAD_BYTES:
-        _use_one_thread()
+        draft = _draft_of(found, spec, part, describe)
+        check_k(draft, k)
+        check_vocabulary(target, draft, found.tokenizer)
+        found = replace(found, draft=draft)
+    found = replace(found, target=_as_target(target, found))
+    use_few_threads(device, sum(m.weight_bytes for m in found.models))
     for key, wanted, reason in (
         ("cuda_graphs", recipe.run.cuda_graphs, found.no_cuda_graphs),
         ("compile", recipe.run.compile, found.no_compile),
@@ -298,6 +278,13 @@ def _plan_on(
     return replace(found, compiled=compiled_roles(found))
 
 
+def _as_target(target: Description, plan: Plan) -> Description:
+    """The target with what the plan's draft reads of it."""
+    layers = plan.draft.feature_layers if plan.draft is not None else ()
+    tensors = plan.draft.target_tensors if plan.draft is not None else None
+    return replace(target, reach=plan.max_model_len, hidden_layers=layers, draft_tensors=tensors)
+
+
 def draft_at(plan: Plan, parallel: TensorParallel, describe: Describe = describe) -> Draft:
     """The planned draft as one of other ranks would hold it. Raises as `plan` does."""
     assert plan.draft is not None
@@ -305,79 +292,26 @@ def draft_at(plan: Plan, parallel: TensorParallel, describe: Describe = describe
 
 
 def _draft_of(plan: Plan, spec: ModelSpec, parallel: TensorParallel, describe: Describe) -> Draft:
-    own = method_of(plan.recipe.speculation).describe
-    if own is None:
-        return describe(spec, plan.device, parallel)
-    speculation = plan.recipe.speculation
-    place = DraftPlace(spec, plan.device, parallel, plan.target, plan.max_model_len, speculation)
-    return own(place)
+    share = plan.recipe.draft.share if plan.recipe.draft is not None else []
+    where = spec, plan.device, parallel, plan.target, plan.max_model_len
+    return describe_draft(DraftPlace(*where, plan.recipe.speculation), share, describe)
 
 
-def _with_draft(plan: Plan, draft: Draft) -> Plan:
-    """The plan with a draft that was checked against the target."""
-    target, section = plan.target, plan.recipe.draft
-    assert section is not None
-    share: tuple[str, ...] = tuple(dict.fromkeys(section.share))
-    if isinstance(draft, Description):
-        share = share or not_held(draft)
-        names = (target.spec.name, draft.spec.name)
-        sizes = (target.vocab_size, draft.vocab_size)
-        # A folder of a config alone, or without embeddings, takes the target's tokenizer.
-        is_part = draft.spec.load_format == "dummy" or "embeddings" in share
-        is_bare = is_part and not has_tokenizer(draft.place)
-        own = plan.tokenizer if is_bare or _have_one(target, draft) else _tokenizer(draft)
-        check_same_vocabulary(plan.tokenizer, own, names, sizes)
-        saved = check_shared(target, draft, share)
-        return replace(plan, draft=draft, shared=share, shared_bytes=saved)
-    if share:
-        raise UsageError(
-            f"draft.share: {draft.spec.name} borrows what it lacks by itself",
-            "leave draft.share out",
-        )
-    return replace(plan, draft=draft, target=replace(target, hidden_layers=draft.feature_layers))
+def _draft_spec(recipe: Recipe, target: ModelSpec, permissions: Permissions) -> ModelSpec | None:
+    """The model that holds the draft's weights; None for a method without weights."""
+    match weights_from(recipe.speculation.method):
+        case "draft" if recipe.draft is not None:
+            return _spec("draft", recipe.draft, permissions)
+        case "target":
+            return replace(target, role="draft")
+    return None
 
 
-def _check_world(recipe: Recipe) -> None:
-    """Raise `UsageError` unless there is one process for each of the target's ranks, and each can
-    have a device to itself."""
-    wanted, found = recipe.target.tensor_parallel_size, world_size()
-    if wanted != found:
-        raise UsageError(
-            f"target.tensor_parallel_size is {wanted}, and {found} "
-            f"{'process runs' if found == 1 else 'processes run'}",
-            "start specdec by itself, which starts its ranks, or under torchrun "
-            f"--nproc-per-node {wanted}",
-        )
-    if wanted > 1 and ":" in recipe.run.device:
-        raise UsageError(
-            f"run.device: {recipe.run.device} is one device, and {wanted} ranks need their own",
-            "use run.device: cuda",
-        )
-
-
-def _groups(recipe: Recipe, device: torch.device) -> Groups:
-    draft_tp = recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
-    return make_groups(recipe.target.tensor_parallel_size, draft_tp, device)
-
-
-def resolve_device(wanted: str) -> torch.device:
-    """The device of this process. `auto` is a GPU if there is one, else the CPU.
-
-    Each process of a host takes another GPU. Raises `SetupError` for a device that is missing.
-    """
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(wanted)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise SetupError(f"no CUDA device for run.device: {wanted}", "use --device cpu or auto")
-        index = local_rank() if device.index is None else device.index
-        if index >= torch.cuda.device_count():
-            raise SetupError(
-                f"no device cuda:{index}: this machine has {torch.cuda.device_count()} GPUs"
-            )
-        return torch.device("cuda", index)
-    return device
+def draft_degree(recipe: Recipe) -> int:
+    """The number of ranks that hold a part of the draft: the target's, if it lies in its file."""
+    if weights_from(recipe.speculation.method) == "target":
+        return recipe.target.tensor_parallel_size
+    return recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
 
 
 def compiled_roles(plan: Plan) -> tuple[str, ...]:
@@ -385,7 +319,14 @@ def compiled_roles(plan: Plan) -> tuple[str, ...]:
     wanted = plan.recipe.run.compile
     if wanted == "off" or plan.no_compile is not None:
         return ()
-    return tuple(m.spec.role for m in plan.modules if wanted == "on" or not is_fusable(m.module))
+    able = [m for m in plan.models if m.can_compile]
+    for model in able if wanted == "on" else ():
+        if model.spec.weights == "stored":
+            raise UsageError(
+                f"{model.spec.role}.weights: stored does not suit run.compile: on, since compiled "
+                "passes read plain weights"
+            )
+    return tuple(m.spec.role for m in able if wanted == "on" or not m.captured_width)
 
 
 def block_bytes_of(plan: Plan) -> tuple[int, int]:
@@ -409,26 +350,7 @@ def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSp
         file=section.file,
         dtype=section.dtype,
         load_format=section.load_format,
+        weights=section.weights,
         trust_remote_code=permissions.trust_remote_code,
         allow_pickle=permissions.allow_pickle,
     )
-
-
-def _tokenizer(model: Description) -> Tokenizer:
-    is_dummy = model.spec.load_format == "dummy"
-    return load_tokenizer(
-        model.place, model.spec.name, model.vocab_size, is_dummy, model.spec.trust_remote_code
-    )
-
-
-def _have_one(target: Description, draft: Description) -> bool:
-    """Whether both models have one tokenizer, without code of its own."""
-    kinds = {model.module.config.model_type for model in (target, draft)}
-    has_code = target.spec.trust_remote_code or draft.spec.trust_remote_code
-    return len(kinds) == 1 and not has_code and is_same_tokenizer(target.place, draft.place)
-
-
-def _use_one_thread() -> None:
-    """Run torch on one thread, unless the user has chosen a number of threads."""
-    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
-        torch.set_num_threads(1)

@@ -27,8 +27,9 @@ from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
 
 # The stage that ends at each stamp after the first. A single rank sends nothing and leaves out the
-# stamps of broadcasts.
-STAMPED = (*STAGES, "broadcast", "sample")
+# stamps of broadcasts, and a proposer that takes in no decisions that of its commit. The last stamp
+# ends the update of the state.
+STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "commit", "sample")
 NUM_STAMPS = len(STAMPED) + 1
 
 
@@ -52,7 +53,7 @@ class RoundParts:
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class RoundRecord:
     """A round's results for the host, in one tensor so that one copy brings them.
 
     flat: int64 [B * (K + 3) + NUM_STAMPS + 1].
@@ -63,7 +64,7 @@ class Record:
     k: int
 
     @classmethod
-    def empty(cls, batch_size: int, k: int, device: torch.device) -> "Record":
+    def empty(cls, batch_size: int, k: int, device: torch.device) -> "RoundRecord":
         count = batch_size * (k + 3) + NUM_STAMPS + 1
         return cls(torch.zeros(count, dtype=torch.int64, device=device), batch_size, k)
 
@@ -85,7 +86,7 @@ class Record:
     def stage_ms(self) -> dict[str, float]:
         """Milliseconds of each stage; read on the host."""
         times: list[int] = self.stamps.tolist()
-        spent = dict.fromkeys(STAMPED, 0.0)
+        spent = dict.fromkeys(STAGES, 0.0)
         last = times[0]
         for stage, time in zip(STAMPED, times[1:], strict=True):
             if time:
@@ -94,9 +95,10 @@ class Record:
         return spent
 
 
-def run_round(parts: RoundParts, state: BatchState, k: int, record: Record) -> None:
+def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord) -> None:
     """Run one round of every slot with K = k. Advances `state` and fills `record`."""
-    stamps, is_alone = record.stamps, parts.parallel.size == 1
+    stamps, is_alone, proposer = record.stamps, parts.parallel.size == 1, parts.proposer
+    commits = proposer is not None and proposer.takes_decisions
     ops.stamp(stamps, 0)
     noise = _noise(parts, state, k)
     candidates = _propose(parts, state, k, noise)
@@ -107,12 +109,14 @@ def run_round(parts: RoundParts, state: BatchState, k: int, record: Record) -> N
     target = _score(parts, state, candidates)
     ops.stamp(stamps, 3)
     verdict = _decide(parts, candidates, target, noise)
-    if not is_alone:
+    if commits or not is_alone:
         ops.stamp(stamps, 4)
+    if not is_alone:
         verdict = verdict.agreed(parts.parallel)
         ops.stamp(stamps, 5)
-    if parts.proposer is not None:
-        parts.proposer.commit(state, verdict, target)
+    if proposer is not None and commits:
+        proposer.commit(state, verdict, target)
+        ops.stamp(stamps, 6)
     ops.advance(
         verdict.token_ids,
         verdict.num_accepted,
@@ -127,7 +131,7 @@ def run_round(parts: RoundParts, state: BatchState, k: int, record: Record) -> N
     )
     if (mixtures := parts.target.mixtures) is not None:
         torch.sum(mixtures.experts_read, 0, True, dtype=torch.int64, out=record.experts_read)
-    ops.stamp(stamps, 6)
+    ops.stamp(stamps, NUM_STAMPS - 1)
 
 
 def proposal_caps(parts: RoundParts, state: BatchState, k: int) -> torch.Tensor:
@@ -163,7 +167,7 @@ def _propose(parts: RoundParts, state: BatchState, k: int, noise: Noise | None) 
 
 def _score(parts: RoundParts, state: BatchState, candidates: Candidates) -> TargetOutput:
     """One pass over the last token and the proposals of every slot."""
-    fed = torch.cat((state.tail[:, 1:], candidates.token_ids), dim=1)
+    fed = torch.cat((state.tail[:, -1:], candidates.token_ids), dim=1)
     what = Rectangle(fed, candidates.lens, -1, 1, parts.max_model_len, last_only=False)
     reads = parts.proposer is not None and bool(parts.proposer.feature_layers)
     return TargetOutput(*parts.target.forward_slots(what, state, with_hidden=reads))

@@ -23,11 +23,13 @@ class Scheduler:
         self.batch_size = batch_size
         self.k = k
         self.draft_max_len = draft_max_len
+        self.pending: deque[Sequence] = deque()  # not arrived yet, by the time of arrival
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises ValueError when it could not finish even alone."""
+    def add(self, seq: Sequence, *, is_here: bool = True) -> None:
+        """Queue a sequence, or keep it until `arrive`. Raises ValueError when it could not finish
+        even alone."""
         # The last token's keys and values are never needed.
         need = self.allocator.blocks_for(seq.max_tokens - 1)
         if need > self.allocator.num_usable:
@@ -35,11 +37,20 @@ class Scheduler:
                 f"needs {need} KV blocks of {self.allocator.block_size} tokens for "
                 f"{seq.max_tokens} tokens; the cache has {self.allocator.num_usable}"
             )
-        self.waiting.append(seq)
+        (self.waiting if is_here else self.pending).append(seq)
+
+    def arrive(self, count: int) -> None:
+        """Queue the first `count` pending sequences, behind those that were preempted."""
+        self.waiting.extend(self.pending.popleft() for _ in range(count))
 
     @property
     def is_done(self) -> bool:
-        return not self.waiting and not self.running
+        return self.is_idle and not self.pending
+
+    @property
+    def is_idle(self) -> bool:
+        """True if there is nothing to do until a sequence arrives."""
+        return not self.running and not self.waiting
 
     def proposal_len(self, seq: Sequence) -> int:
         """k_i of the sequence's next round; it does not depend on other sequences."""
@@ -120,8 +131,8 @@ class Scheduler:
         """Give back every block, also after a failed run."""
         for seq in self.running:
             self.allocator.shrink(seq.block_table, 0)
-        self.running.clear()
-        self.waiting.clear()
+        for queue in (self.running, self.waiting, self.pending):
+            queue.clear()
 
     def _next_length(self, seq: Sequence) -> int:
         return len(seq.tokens) + self.proposal_len(seq)

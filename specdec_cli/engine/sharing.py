@@ -3,32 +3,14 @@
 It borrows what the recipe says, or what its checkpoint does not hold.
 """
 
-from typing import Any
-
 import torch
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.description import Description
 from specdec_cli.models.gguf.header import is_gguf
-from specdec_cli.models.loader import Description
+from specdec_cli.models.held import StoredParameter, held_bytes
+from specdec_cli.models.sharing import borrowed_weights
 from specdec_cli.models.weights import tensor_names
-
-
-def borrowed_weights(
-    draft: Any, target: Any, share: tuple[str, ...]
-) -> dict[str, torch.nn.Parameter]:
-    """The target's weights that the draft module is to use, by their names in the draft.
-
-    Modules are not shared, because those of some families scale their outputs.
-    """
-    names = {id(module): name for name, module in draft.named_modules()}
-    found = {}
-    for what in share:
-        ours, theirs = (
-            m.get_input_embeddings() if what == "embeddings" else m.get_output_embeddings()
-            for m in (draft, target)
-        )
-        found[f"{names[id(ours)]}.weight"] = theirs.weight
-    return found
 
 
 def not_held(draft: Description) -> tuple[str, ...]:
@@ -75,6 +57,11 @@ def check_shared(target: Description, draft: Description, share: tuple[str, ...]
     borrowed = borrowed_weights(draft.module, target.module, share)
     for what, (name, theirs) in zip(share, borrowed.items(), strict=True):
         ours = own.pop(name)
+        if isinstance(theirs, StoredParameter):
+            raise SetupError(
+                f"draft.share: {what} cannot be borrowed; target {target.spec.name} holds it as "
+                "its checkpoint stores it"
+            )
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             raise SetupError(
                 f"draft.share: {what} cannot be borrowed; its shape is {_shape(ours)} in draft "
@@ -85,7 +72,7 @@ def check_shared(target: Description, draft: Description, share: tuple[str, ...]
     # of the embedding if that is loaded, and a separate weight if the embedding is borrowed.
     tied = draft.shards.tied
     loaded: dict[int, int] = {
-        id(p): p.numel() * p.element_size() for n, p in own.items() if tied.get(n) not in own
+        id(p): held_bytes(p) for n, p in own.items() if tied.get(n) not in own
     }
     return draft.weight_bytes - sum(loaded.values())
 

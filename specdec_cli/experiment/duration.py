@@ -1,4 +1,4 @@
-"""A forecast of the time of a sweep or a comparison before anything is loaded.
+"""An estimate of the time of a sweep or a comparison before anything is loaded.
 
 A pass reads the weights once, multiplies each token with them, and starts the work of each layer.
 The first two take what this device takes for them now; the third is a round figure. Knows neither
@@ -16,7 +16,8 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.plan import Plan
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.generation import Job
-from specdec_cli.methods.base import Draft
+from specdec_cli.models.draft import Draft
+from specdec_cli.models.held import held_bytes
 
 # Seconds that a layer takes beside its reading and its products: in a captured round (measured on
 # an H200 with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and on a CPU.
@@ -82,7 +83,7 @@ class _Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecaster:
+class DurationEstimate:
     """Times of one job's runs, in seconds.
 
     degrees: the number of ranks that the target is split over, and the draft. The job's plan has
@@ -121,7 +122,8 @@ class Forecaster:
         plan, batch = self.job.plan, min(key.batch_size, len(self.job.prompts))
         found = self.pass_seconds(plan.target, batch * (key.k + 1))
         if key.k and plan.draft is not None:
-            found += key.k * self.pass_seconds(plan.draft, batch)
+            passes = plan.draft.passes(key.k)
+            found += passes.count * self.pass_seconds(plan.draft, batch * passes.rows)
         return found
 
     def tokens_a_round(self, k: int) -> float:
@@ -153,22 +155,24 @@ class Forecaster:
 
 
 def _shape_of(model: Draft) -> _Shape:
-    size, layers = float(model.weight_bytes), len(getattr(model, "layers", ())) or 1
+    size, layers = float(model.weight_bytes + model.shared_bytes), len(model.layers) or 1
     module: Any = getattr(model, "module", None)
     if module is None:
         return _Shape(size, 0.0, 1.0, size / model.dtype.itemsize, layers)
-    config = module.config
+    config, weights = module.config, dict(module.named_parameters())
     if not getattr(config, "tie_word_embeddings", False):
-        size -= module.get_input_embeddings().weight.nbytes  # a few rows of it are read
-    weights = module.named_parameters()
-    experts = sum(p.numel() * p.element_size() for name, p in weights if ".experts." in name)
+        embedding = module.get_input_embeddings().weight  # of which a few rows are read
+        size -= held_bytes(embedding)
+        weights = {name: p for name, p in weights.items() if p is not embedding}
+    a_number = sum(map(held_bytes, weights.values())) / sum(p.numel() for p in weights.values())
+    experts = sum(held_bytes(p) for name, p in weights.items() if ".experts." in name)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     count = next((n for name in names if (n := getattr(config, name, None))), None)
     chosen = getattr(config, "num_experts_per_tok", None)
     if not experts or not chosen or not count:
-        return _Shape(size, 0.0, 1.0, size / model.dtype.itemsize, layers)
+        return _Shape(size, 0.0, 1.0, size / a_number, layers)
     share, always = chosen / count, size - experts
-    return _Shape(always, experts, share, (always + experts * share) / model.dtype.itemsize, layers)
+    return _Shape(always, experts, share, (always + experts * share) / a_number, layers)
 
 
 def start_seconds(plans: Iterable[Plan]) -> float:
@@ -179,7 +183,7 @@ def start_seconds(plans: Iterable[Plan]) -> float:
     return start + sum(models.values()) / _LOAD
 
 
-def forecast(seconds: float) -> tuple[str, dict[str, Any]]:
+def estimated(seconds: float) -> tuple[str, dict[str, Any]]:
     """A dry run's line about its time, and the fields of its document."""
     line = (
         f"time: about {in_words(seconds)}, usually right within a factor of {_OFTEN_OFF_BY:g}; "

@@ -7,7 +7,13 @@ import numpy as np
 
 from specdec_cli.experiment.folders.records import BreakEven, Point, Prediction, Sample, given
 from specdec_cli.experiment.folders.samples import Samples, speedup
-from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length, mean_length
+from specdec_cli.experiment.predict import (
+    ExpectedRounds,
+    Text,
+    expected_rounds,
+    iid_length,
+    mean_length,
+)
 from specdec_cli.experiment.statistics.break_even import break_even
 from specdec_cli.experiment.statistics.factors import MidRatio, Product, midmean
 from specdec_cli.experiment.statistics.stats import SumRatio
@@ -26,9 +32,9 @@ class Forecasts:
     texts: Mapping[int, Text]
     parts: Mapping[int, Mapping[int, float]]
     is_exact: bool
-    _known: dict[tuple[int, int], Rounds] = field(default_factory=dict, init=False)
+    _known: dict[tuple[int, int], ExpectedRounds] = field(default_factory=dict, init=False)
 
-    def rounds(self, index: int, k: int) -> Rounds:
+    def rounds(self, index: int, k: int) -> ExpectedRounds:
         """The expected rounds of one prompt at a k."""
         if (index, k) not in self._known:
             self._known[index, k] = expected_rounds([self.texts[index]], k)
@@ -62,6 +68,11 @@ class Forecasts:
             rounds=sum(r.total for r in rounds),
             seed=seed,
         )
+
+    def other_k(self, k: int) -> int | None:
+        """The k whose proposals stand for those of `k`, where they depend on it."""
+        only = {text.only_k for text in self.texts.values() if text.only_k is not None}
+        return next((one for one in only if k not in (0, one)), None)
 
     def timed(self, *ks: int) -> set[int]:
         """The parts of the time curve in which all of some ks were timed."""
@@ -103,7 +114,7 @@ def prediction_of(
     true_length = point.metrics.mean_acceptance_length if point.metrics else None
     return Prediction(
         method="replay",
-        is_exact=forecasts.is_exact,
+        is_exact=forecasts.is_exact and forecasts.other_k(k) is None,
         speedup=predicted,
         speedup_error=predicted / faster - 1 if predicted and faster else None,
         mean_acceptance_length=length,
@@ -115,6 +126,7 @@ def prediction_of(
         **given(
             speedup_ci=gain.interval(seed) if gain is not None else None,
             speedup_error_ci=[end - 1 for end in error] if error else None,
+            drafts_of_k=forecasts.other_k(k),
         ),
     )
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
+from specdec_cli.core.detokenize import StopFinder, cut_at_stop
 from specdec_cli.core.figures import Metrics
-from specdec_cli.core.types import FinishReason, Sequence
-from specdec_cli.engine.detokenize import StopFinder, cut_at_stop
+from specdec_cli.core.types import FinishReason, Request, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Permissions, Plan, plan
-from specdec_cli.engine.run import Request
 from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.experiment.folders.records import Sample, given
 from specdec_cli.experiment.folders.results import Output

@@ -13,6 +13,7 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import Notice, UsageError
+from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.generation import Job, requests
 from specdec_cli.experiment.statistics.promise import check_line
@@ -25,7 +26,7 @@ _NEAR = 2.0  # times the rounding; docs/correctness.md, guarantee 2
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextPair:
     """A prompt's output tokens with proposals, and those of the target alone."""
 
     prompt: Sequence[int]
@@ -51,7 +52,7 @@ class LosslessCheck:
     _parted: list[dict[str, Any]] = field(default_factory=list)
     _noise: float = 0.0
 
-    def compare(self, engine: Engine, key: Key, texts: Mapping[int, Text]) -> None:
+    def compare(self, engine: Engine, key: Key, texts: Mapping[int, TextPair]) -> None:
         """Compare the texts of a point, by prompt. The engine must be idle."""
         width, looked_at = max(2, key.k + 1, key.batch_size), 0
         self._prompts |= texts.keys()
@@ -71,25 +72,26 @@ class LosslessCheck:
                 gap = float(alone.max()) - lower
             self._parted.append(asdict(key) | {"index": index, "position": at, "gap": gap})
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def result(self) -> CheckResult:
         """The document's `lossless_check`."""
         gaps = [one["gap"] for one in self._parted if one["gap"] is not None]
         near = [gap <= _NEAR * self._noise for gap in gaps]
         is_exact = self.dtype == "float32"
-        found: dict[str, Any] = {
-            "dtype": self.dtype,
-            "must_be_identical": is_exact,
-            "num_prompts": len(self._prompts),
-            "num_compared": self._compared,
-            "num_diverging": len(self._parted),
-            "num_near_ties": sum(near),
-            "num_unexplained": len(near) - sum(near),
-            "largest_gap": max(gaps, default=None),
-            "noise": self._noise if gaps else None,
-            "diverging": self._parted,
-        }
         passed = not self._parted if is_exact else all(near)
-        return found | {"passed": bool(self._compared) and passed}
+        return CheckResult(
+            dtype=self.dtype,
+            must_be_identical=is_exact,
+            num_prompts=len(self._prompts),
+            num_compared=self._compared,
+            num_diverging=len(self._parted),
+            num_near_ties=sum(near),
+            num_unexplained=len(near) - sum(near),
+            largest_gap=max(gaps, default=None),
+            noise=self._noise if gaps else None,
+            diverging=self._parted,
+            passed=bool(self._compared) and passed,
+        )
 
 
 def refuse_unfit(plan: Plan, ks: Sequence[int]) -> None:
@@ -113,14 +115,14 @@ def greedy_texts(engine: Engine, job: Job, k: int, world: World) -> dict[int, li
 
 def texts_of(
     job: Job, written: Mapping[int, Sequence[int]], plain: Mapping[int, Sequence[int]]
-) -> dict[int, Text]:
+) -> dict[int, TextPair]:
     """The texts of prompts that both have."""
     ids = {prompt.index: ids for prompt, ids in zip(job.prompts, job.token_ids, strict=True)}
-    return {i: Text(ids[i], written[i], plain[i]) for i in ids if i in written and i in plain}
+    return {i: TextPair(ids[i], written[i], plain[i]) for i in ids if i in written and i in plain}
 
 
-def failed_check(check: Mapping[str, Any] | None) -> list[Notice]:
+def failed_check(check: CheckResult | None) -> list[Notice]:
     """A warning if a check was made and failed."""
-    if check is None or check["passed"]:
+    if check is None or check.passed:
         return []
-    return [Notice("lossless_check", check_line(check), {"diverging": check["diverging"]})]
+    return [Notice("lossless_check", check_line(check), {"diverging": check.diverging})]

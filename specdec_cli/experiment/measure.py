@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Emission, SamplingParams
 from specdec_cli.core.types import Sequence as Seq
-from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Emission, RunResult
+from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.experiment.folders.records import Key, Point, Sample, given
 from specdec_cli.experiment.generation import Job, requests
 from specdec_cli.experiment.order import balanced

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from specdec_cli.engine.build import load_models, measured, out_of_memory
+from specdec_cli.engine.devices import resolve_device
 from specdec_cli.engine.memory.budget import CacheNeed, RankMemory, Split
 from specdec_cli.engine.memory.estimate import (
     Machine,
@@ -23,13 +24,15 @@ from specdec_cli.engine.memory.estimate import (
     host_of,
     this_machine,
 )
-from specdec_cli.engine.plan import Describe, Permissions, Plan, plan_all_ranks, resolve_device
+from specdec_cli.engine.pairing import Describe
+from specdec_cli.engine.plan import Permissions, Plan, plan_all_ranks
 from specdec_cli.errors import LOGGED, SetupError, SpecdecError, UsageError
 from specdec_cli.experiment.folders.results import environment
 from specdec_cli.experiment.generation import tokenised
-from specdec_cli.models.loader import describe
+from specdec_cli.models.description import describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
+from specdec_cli.recipe.choices.registry import weights_from
 
 _MOST_UTILIZATION = 0.98  # the most that is advised: the rest is left for fluctuations
 
@@ -297,8 +300,10 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
         return None
     alone = _with_draft(profile, [(0, 0)] * len(profile.split.ranks))
     rows = []
-    size = planned.parallel.size
-    for degree in (d for d in range(1, size + 1) if size % d == 0):
+    size, method = planned.parallel.size, planned.recipe.speculation.method
+    # A draft in the target's files is split as the target is.
+    least = size if weights_from(method) == "target" else 1
+    for degree in (d for d in range(least, size + 1) if size % d == 0):
         if degree == planned.draft.parallel.size:
             found = profile.split
         else:

@@ -8,7 +8,7 @@ from specdec_cli.acceptance.registry import for_k
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.statistics.stats import FEWEST
-from specdec_cli.methods.base import Draft
+from specdec_cli.models.draft import Draft
 from specdec_cli.models.fingerprint import fingerprint
 from specdec_cli.recipe import Recipe
 

@@ -4,11 +4,11 @@ A proposer works on the device's view of a batch, `BatchState`. If it uses tenso
 reads their values on the host, it is captured into a CUDA graph with the rest of the round.
 """
 
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -16,76 +16,15 @@ from specdec_cli.core.batch import Span
 from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.kv_cache import KVCache, LayerShape
-from specdec_cli.core.parallel import Groups, TensorParallel
+from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.teacher import Teacher
-from specdec_cli.models.loader import Description, ModelSpec
+from specdec_cli.models.description import Description
+from specdec_cli.models.draft import Draft, Loaded
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.recipe import SpeculationSection
-
-
-class Loaded(Protocol):
-    """A model with its weights, over a paged cache.
-
-    storages: bytes of each block of memory that holds weights and tables, by its address.
-    """
-
-    cache: KVCache
-
-    @property
-    def storages(self) -> dict[int, int]: ...
-
-    def use(self, cache: KVCache) -> None:
-        """Keep keys and values in `cache` from now on."""
-
-
-class OwnDraft(Protocol):
-    """A method's draft that is no model of transformers', before its weights are read.
-
-    layers: what each layer caches. max_len: positions that it may use. vocab_size: number of ids
-    that it can propose. feature_layers: hidden states of the target that it reads. weight_bytes:
-    of this rank, without what it borrows. notes: facts for the record of a run, by a word for
-    each. remarks: conventions that tools read differently, and how they were read here.
-    """
-
-    @property
-    def spec(self) -> ModelSpec: ...
-    @property
-    def place(self) -> Path: ...
-    @property
-    def layers(self) -> list[LayerShape]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def max_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def feature_layers(self) -> tuple[int, ...]: ...
-    @property
-    def parallel(self) -> TensorParallel: ...
-    @property
-    def weight_bytes(self) -> int: ...
-    @property
-    def notes(self) -> dict[str, str]: ...
-    @property
-    def remarks(self) -> tuple[str, ...]: ...
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its cache."""
-        ...
-
-    def load(self, target: PagedModel, groups: Groups, block_size: int) -> Loaded | None:
-        """Read its weights, over a cache of zero blocks; None on a rank that holds no part of it.
-
-        All of the target's ranks have to call this. Raises `SetupError` for damaged weights.
-        """
-        ...
-
-
-Draft = Description | OwnDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +60,13 @@ class MethodParts:
 class RoundSize(NamedTuple):
     """The sizes that a method's memory follows from, on this rank.
 
-    longest: tokens of the longest text. chunk: tokens of the largest prefill pass. vocab_size: of
-    the target. is_cuda: whether the device is a GPU. draft: None on a rank that holds no part of
-    it. is_first: whether this rank verifies.
+    longest: tokens of the longest text. vocab_size: of the target. is_cuda: whether the device is a
+    GPU. draft: None on a rank that holds no part of it. is_first: whether this rank verifies.
     """
 
     batch_size: int
     k: int
     longest: int
-    chunk: int
     vocab_size: int
     is_greedy: bool
     is_first: bool
@@ -138,27 +75,25 @@ class RoundSize(NamedTuple):
 
 
 class MethodBytes(NamedTuple):
-    """Memory beyond weights, caches and passes of transformers' models, in bytes.
+    """Memory beyond weights, caches and the passes of prefill and of proposing, in bytes.
 
-    held: from the first round to the last. in_round: at the peak of one round. in_prefill: at the
-    peak of a prefill pass.
+    held: from the first round to the last. in_round: at the peak of one round.
     """
 
     held: int = 0
     in_round: int = 0
-    in_prefill: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """make: a proposer. forecast_bytes: its memory, before anything is loaded. describe: its own
+    """make: a proposer. estimate_bytes: its memory, before anything is loaded. describe: its own
     kind of draft; None for a method that runs a model of transformers', or no draft. runs_on_host:
     whether it reads the device's data on the host: then rounds cannot be captured.
     """
 
     make: Callable[[MethodParts], "Proposer"]
-    forecast_bytes: Callable[[RoundSize], MethodBytes]
-    describe: Callable[[DraftPlace], OwnDraft] | None = None
+    estimate_bytes: Callable[[RoundSize], MethodBytes]
+    describe: Callable[[DraftPlace], Draft] | None = None
     runs_on_host: bool = False
 
 
@@ -167,32 +102,45 @@ def text_bytes(size: RoundSize) -> MethodBytes:
     return MethodBytes(held=4 * size.batch_size * size.longest)
 
 
-class Proposer(Protocol):
+class Proposer:
     """max_len: most tokens of a sequence; nothing is proposed past them. feature_layers: hidden
     states of the target that it asks for, in transformers' counting of `hidden_states`. needs_text:
-    whether `BatchState.texts` has to hold the sequences' tokens. max_lag: most tokens that may be
-    missing from its cache when a round begins; if more are missing they are prefilled first.
+    whether `BatchState.texts` has to hold the sequences' tokens. tail: tokens of `BatchState.tail`
+    that it reads. max_lag: most tokens that may be missing from its cache when a round begins; if
+    more are missing they are prefilled first. is_paged: whether all that it keeps of a text lies in
+    the cache blocks of its tokens, so that texts which begin alike may share blocks. depends_on_k:
+    whether a proposal depends on the number that are asked for after it.
+
+    A proposer that inherits from this has the values below, keeps nothing, and needs `propose`.
     """
 
-    max_len: int
-    feature_layers: tuple[int, ...]
-    needs_text: bool
-    max_lag: int
+    max_len: int = sys.maxsize
+    feature_layers: tuple[int, ...] = ()
+    needs_text: bool = False
+    tail: int = 2
+    max_lag: int = sys.maxsize
+    is_paged: bool = False
+    depends_on_k: bool = False
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Take in prompt tokens. features: [T, F], hidden states of these tokens, or None."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Propose at most `draft.caps` tokens for each sequence."""
-        ...
+        raise NotImplementedError
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
         """Take in a round's decision; `state` has not been advanced yet."""
 
+    @property
+    def takes_decisions(self) -> bool:
+        """False for a proposer whose `commit` does nothing."""
+        return type(self).commit is not Proposer.commit
+
     def kv_after(self, n: int, k: int, accepted: int) -> int:
         """Number of leading tokens in the proposer's cache after a round that began with n tokens
         and accepted `accepted` of k >= 1 proposals."""
-        ...
+        return n + accepted
 
     def forecast(
         self,
@@ -201,13 +149,14 @@ class Proposer(Protocol):
         output: Values[int],
         k: int,
         params: SamplingParams,
-    ) -> Forecast:
-        """The acceptance to expect of proposals along `output`, a text that is already written.
+    ) -> Forecast | None:
+        """The acceptance to expect of proposals along `output`, a text that is already written;
+        None if its rounds have to be run for that, see `methods.forecast`.
 
         k: most tokens a round may propose. All ranks have to call this; only rank 0's result is
         valid.
         """
-        ...
+        return None
 
     def check(self) -> None:
         """Raise for errors that only the device could detect; called when a run ends."""

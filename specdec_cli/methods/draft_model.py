@@ -9,30 +9,29 @@ from collections.abc import Sequence as Values
 import torch
 
 from specdec_cli.core.batch import Rectangle, Span
-from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
+from specdec_cli.core.candidates import Candidates
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.methods.base import Method, MethodBytes, MethodParts, RoundSize
+from specdec_cli.methods.base import Method, MethodBytes, MethodParts, Proposer, RoundSize
 from specdec_cli.methods.teacher import Teacher, compare
 from specdec_cli.models.paged import PagedModel
 
 
-class DraftModel:
+class DraftModel(Proposer):
     """Draws k tokens a sequence from the draft model.
 
     model: None on a rank that holds no part of the draft; it receives rank 0's proposals. max_len:
     the draft's context length. Nothing is proposed past it.
     """
 
-    feature_layers: tuple[int, ...] = ()
-    needs_text = False
-    max_lag = 2
+    is_paged = True
 
     def __init__(self, model: PagedModel | None, max_len: int) -> None:
         self.model = model
         self.max_len = max_len
+        self.max_lag = self.tail
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Fill the draft's cache with prompt tokens."""
@@ -47,18 +46,16 @@ class DraftModel:
         """
         if self.model is None:
             return draft.nothing()
-        fed, offset = state.tail, -2
+        fed, offset = state.tail, -self.tail
         while not draft.is_over:
             what = Rectangle(fed, draft.lens, offset, 2, self.max_len, True, state.draft_kv)
             token = draft.draw(self.model.forward_slots(what, state).logits[:, 0])
             fed, offset = token[:, None], 0 if offset < 0 else offset + 1
         return draft.candidates()
 
-    def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Do nothing: later tokens overwrite the keys of rejected ones."""
-
     def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """The cache never holds the last proposal, which is drawn but not fed."""
+        """The cache never holds the last proposal, which is drawn but not fed. Later tokens
+        overwrite the keys of rejected ones."""
         return n + min(accepted, k - 1)
 
     def forecast(
@@ -71,9 +68,6 @@ class DraftModel:
     ) -> Forecast:
         return compare(teacher, self.model, self.max_len, prompt, output, params)
 
-    def check(self) -> None:
-        pass
-
     def clear(self) -> None:
         if self.model is not None:
             self.model.cache.clear()
@@ -84,7 +78,7 @@ def _make(parts: MethodParts) -> DraftModel:
     return DraftModel(parts.draft, parts.draft_max_len)
 
 
-def _forecast_bytes(size: RoundSize) -> MethodBytes:
+def _estimate_bytes(size: RoundSize) -> MethodBytes:
     """Each step's logits and all of them stacked, if tokens are drawn and this rank verifies."""
     if size.is_greedy or size.draft is None or not size.is_first:
         return MethodBytes()
@@ -92,4 +86,4 @@ def _forecast_bytes(size: RoundSize) -> MethodBytes:
     return MethodBytes(in_round=2 * size.batch_size * size.k * vocab * size.draft.dtype.itemsize)
 
 
-METHOD = Method(_make, _forecast_bytes)
+METHOD = Method(_make, _estimate_bytes)

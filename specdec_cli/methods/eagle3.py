@@ -1,134 +1,20 @@
-"""Proposing tokens with an EAGLE-3 head (Li et al., arXiv 2503.01840).
+"""Proposing tokens with an EAGLE-3 head (Li et al., arXiv 2503.01840)."""
 
-Row t of the head reads the target's hidden state of token t and the embedding of token t + 1.
-A round that accepted a proposals gives true hidden states of a + 1 more tokens: `commit` writes
-those rows, over rows that were written from guesses, and keeps the last one's output, from which
-the next round draws its first proposal. Each further proposal takes a pass over one row, which
-reads the output of the row before.
-"""
+from pathlib import Path
 
-import sys
-from collections.abc import Sequence as Values
-
-import torch
-
-from specdec_cli.core.batch import Rectangle, Span
-from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
-from specdec_cli.core.drafting import Drafting
-from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.state import BatchState
-from specdec_cli.core.types import SamplingParams
-from specdec_cli.methods.base import DraftPlace, Method, MethodBytes, MethodParts, RoundSize
-from specdec_cli.methods.chains import forecast_chains
-from specdec_cli.methods.teacher import Teacher
-from specdec_cli.models.heads.eagle3.description import HeadDescription, describe_head
-from specdec_cli.models.heads.paged import PagedHead
-
-
-class Eagle3:
-    """Draws k tokens a sequence from the head.
-
-    head: None on a rank that holds no part of it, which takes rank 0's proposals. feature_layers:
-    from `HeadConfig.feature_layers`. max_len: positions that the head may use.
-    """
-
-    needs_text = False
-    # `commit` writes the rows of every round, even of one without proposals: nothing is missing.
-    max_lag = sys.maxsize
-
-    def __init__(
-        self, head: PagedHead | None, feature_layers: tuple[int, ...], max_len: int
-    ) -> None:
-        self.head = head
-        self.feature_layers = feature_layers
-        self.max_len = max_len
-
-    def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
-        """Write the rows of prompt tokens; the token after each is in the prompt too."""
-        if self.head is not None:
-            assert features is not None, "the target has to return hidden states"
-            self.head.prefill(spans, features)
-
-    def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """The first proposal needs no pass; a sequence of one token has nothing to go on."""
-        if self.head is None:
-            return draft.nothing()
-        head = self.head.head
-        x, step = self.head.carried(state), 0
-        while not draft.is_over:
-            token = draft.draw(head.logits(x), head.ids)
-            step += 1
-            if not draft.is_over:
-                # Row length - 2 + step; sequences that take more than `step` need it.
-                place = Rectangle(token[:, None], draft.lens, step - 2, 3, self.max_len, True)
-                fed = head.fed_back(x)[:, None]
-                x = self.head.forward_slots(place, state, fed, fused=True)
-        return draft.candidates()
-
-    def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Write the rows whose hidden states the scoring pass gave.
-
-        They begin at the last token that was there before the round; a token that was decided
-        follows each of them.
-        """
-        if self.head is None:
-            return
-        assert target.features is not None, "the target has to return hidden states"
-        accepted = verdict.num_accepted
-        rows = Rectangle(verdict.token_ids, accepted, -1, 1, self.max_len, False)
-        x = self.head.forward_slots(rows, state, target.features, fused=False)
-        self.head.carry_on(state, x.hidden.view(*verdict.token_ids.shape, -1), accepted)
-
-    def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """`commit` has written a row for each token but the last."""
-        return n + accepted
-
-    def forecast(
-        self,
-        teacher: Teacher,
-        prompt: Values[int],
-        output: Values[int],
-        k: int,
-        params: SamplingParams,
-    ) -> Forecast:
-        return forecast_chains(teacher, self.head, self.max_len, prompt, output, k, params)
-
-    def check(self) -> None:
-        pass
-
-    def clear(self) -> None:
-        if self.head is not None:
-            self.head.clear()
-
-
-def _make(parts: MethodParts) -> Eagle3:
-    assert parts.draft is None or isinstance(parts.draft, PagedHead)
-    return Eagle3(parts.draft, parts.target.hidden_layers, parts.draft_max_len)
+from specdec_cli.methods.base import DraftPlace, Method
+from specdec_cli.methods.step_head import estimate_bytes, make
+from specdec_cli.models.heads.description import HeadDescription, describe_head
+from specdec_cli.models.heads.eagle3.config import Eagle3Config, overridden, read_head_config
+from specdec_cli.models.heads.eagle3.head import Eagle3Head
 
 
 def _describe(place: DraftPlace) -> HeadDescription:
-    return describe_head(
-        *(place.spec, place.device, place.parallel, place.target, place.max_model_len),
-        place.speculation,
-    )
+    def read(name: str, folder: Path, num_target_layers: int) -> Eagle3Config:
+        return overridden(read_head_config(name, folder), place.speculation, num_target_layers)
+
+    places = place.spec, place.device, place.parallel, place.target, place.max_model_len
+    return describe_head(*places, read, Eagle3Head)
 
 
-def _forecast_bytes(size: RoundSize) -> MethodBytes:
-    """The head's passes, and its logits: of one step over its own ids, or, if tokens are drawn, of
-    every step over the target's and all of them stacked."""
-    if size.draft is None:
-        return MethodBytes()
-    assert isinstance(size.draft, HeadDescription)
-    batch_size = size.batch_size
-    logits = 2 * batch_size * size.draft.vocab_size
-    if not size.is_greedy:
-        logits = 2 * size.k * batch_size * size.vocab_size
-    drafting = logits * size.draft.dtype.itemsize
-    committing = size.draft.pass_bytes(batch_size * (size.k + 1), gathers=False)
-    return MethodBytes(
-        in_round=drafting + committing if size.is_cuda else max(drafting, committing),
-        in_prefill=size.draft.pass_bytes(size.chunk, gathers=size.is_cuda),
-    )
-
-
-METHOD = Method(_make, _forecast_bytes, _describe)
+METHOD = Method(make, estimate_bytes, _describe)

@@ -5,40 +5,26 @@ Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023), as in transformers'
 and ends the sequence if it is accepted.
 """
 
-import sys
-from collections.abc import Sequence as Values
-from itertools import takewhile
-
-import torch
 from specdec_kernels import ops
 
-from specdec_cli.core.batch import Span
-from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
+from specdec_cli.core.candidates import Candidates
 from specdec_cli.core.drafting import Drafting
-from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
-from specdec_cli.core.types import SamplingParams
-from specdec_cli.methods.base import Method, MethodParts, text_bytes
-from specdec_cli.methods.teacher import Teacher
+from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
 
 
-class Ngram:
+class Ngram(Proposer):
     """Looks n-grams of `longest` down to `shortest` tokens up in a sequence's prompt and output.
 
     It has neither a cache nor a context length.
     """
 
-    feature_layers: tuple[int, ...] = ()
     needs_text = True
-    max_len = sys.maxsize
-    max_lag = sys.maxsize
+    is_paged = True
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.longest = longest
         self.shortest = shortest
-
-    def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
-        """Do nothing: the text is the only state."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Propose the tokens that were found, at most `draft.caps` of them.
@@ -56,44 +42,6 @@ class Ngram:
             draft.k,
         )
         return Candidates(*found)
-
-    def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Do nothing: the round itself appends to the text."""
-
-    def kv_after(self, n: int, k: int, accepted: int) -> int:
-        return n + accepted
-
-    def forecast(
-        self,
-        teacher: Teacher,
-        prompt: Values[int],
-        output: Values[int],
-        k: int,
-        params: SamplingParams,
-    ) -> Forecast:
-        """Compare the output with the tokens that a lookup finds at each of its places."""
-        tokens = [*prompt, *output]
-        length = torch.arange(len(prompt), len(tokens))
-        found, lens = ops.ngram_lookup(
-            torch.tensor([tokens], dtype=torch.int32),
-            torch.zeros_like(length),
-            length,
-            torch.full_like(length, k),
-            self.longest,
-            self.shortest,
-            k,
-        )
-        chains = []
-        for start, row, count in zip(length.tolist(), found.tolist(), lens.tolist(), strict=True):
-            ahead = zip(row[:count], tokens[start:], strict=False)
-            chains.append((count, len(list(takewhile(lambda pair: pair[0] == pair[1], ahead)))))
-        return Forecast(chains=tuple(chains))
-
-    def check(self) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
 
 
 def _make(parts: MethodParts) -> Ngram:

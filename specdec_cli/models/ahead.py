@@ -7,7 +7,7 @@ from specdec_cli.models.config_file import config_file
 from specdec_cli.models.refusals import Indivisible
 from specdec_cli.models.resolve import local_place
 from specdec_cli.recipe import DraftSection, ModelSection, Recipe
-from specdec_cli.recipe.choices.registry import needs_draft
+from specdec_cli.recipe.choices.registry import weights_from
 
 
 def check_ahead(recipe: Recipe) -> None:
@@ -18,7 +18,7 @@ def check_ahead(recipe: Recipe) -> None:
     """
     _check(recipe.target)
     speculation = recipe.speculation
-    if needs_draft(speculation.method) and speculation.num_speculative_tokens:
+    if weights_from(speculation.method) == "draft" and speculation.num_speculative_tokens:
         _check(recipe.draft)
 
 

@@ -6,7 +6,7 @@ attached to its model, so two models, or a probe and a run, never share state.
 
 import itertools
 import weakref
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, Protocol
 
 import torch
 from specdec_kernels import ops
@@ -35,15 +35,6 @@ class NotPlainAttention(Exception):
     """A layer asked for attention that paged passes do not compute; the message says which."""
 
 
-class Call(TypedDict):
-    """A layer's arguments to attention, as in `ops.paged_attention`."""
-
-    scale: float
-    sliding_window: int
-    softcap: float
-    sinks: Tensor | None
-
-
 class Attention(Protocol):
     """The object that a model's attention layers call.
 
@@ -52,7 +43,7 @@ class Attention(Protocol):
     """
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **call: Unpack[Call]
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: ops.AttentionCall
     ) -> Tensor: ...
 
 
@@ -63,10 +54,10 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, LayerShape, Call]] = []
+        self.calls: list[tuple[int, LayerShape, ops.AttentionCall]] = []
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **call: Unpack[Call]
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: ops.AttentionCall
     ) -> Tensor:
         heads, tokens, _key_dim = query.shape
         shape = LayerShape(key.shape[0], key.shape[-1], value.shape[-1])
@@ -109,14 +100,13 @@ def _dispatch(
     attention: Attention = module.__dict__[_ATTACHED]
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window, softcap = sliding_window or 0, softcap or 0.0
+    call = ops.AttentionCall(scale, sliding_window or 0, softcap or 0.0, s_aux)
     states = layer, query[0], key[0], value[0]
     if torch.compiler.is_compiling():
         assert isinstance(attention, PagedAttention)
-        out = attend_by_handle(attention.handle, *states, scale, window, softcap, s_aux)
+        out = attend_by_handle(attention.handle, *states, *call)
     else:
-        call = Call(scale=scale, sliding_window=window, softcap=softcap, sinks=s_aux)
-        out = attention.attend(*states, **call)
+        out = attention.attend(*states, call)
     return out[None], None
 
 
@@ -142,10 +132,11 @@ def attend_by_handle(
     sliding_window: int,
     softcap: float,
     sinks: Tensor | None,
+    causal: bool,
 ) -> Tensor:
     """`PagedAttention.attend` as an opaque operator for compiled graphs."""
-    call = Call(scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
-    return _by_handle[handle].attend(layer, query, key, value, **call)
+    call = ops.AttentionCall(scale, sliding_window, softcap, sinks, causal)
+    return _by_handle[handle].attend(layer, query, key, value, call)
 
 
 @attend_by_handle.register_fake
@@ -165,7 +156,7 @@ class PagedAttention:
         _by_handle[self.handle] = self
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **call: Unpack[Call]
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: ops.AttentionCall
     ) -> Tensor:
         batch = self.batch
         assert batch is not None, "attention called outside a pass"
@@ -173,8 +164,6 @@ class PagedAttention:
         ops.write_kv(key.transpose(0, 1), value.transpose(0, 1), *caches, batch.slots)
         query = query.transpose(0, 1)
         if batch.plan is not None:
-            return ops.gather_attention(query, *caches, batch.plan, **call)
+            return ops.gather_attention(query, *caches, batch.plan, call)
         lengths = batch.block_tables, batch.query_start, batch.context_lens
-        return ops.paged_attention(
-            query, *caches, *lengths, max_query_len=batch.max_query_len, **call
-        )
+        return ops.paged_attention(query, *caches, *lengths, batch.max_query_len, call, batch.slots)

@@ -9,7 +9,7 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.resolve import local_place, model_place
 from specdec_cli.recipe import DraftSection, Recipe, SpeculationSection
-from specdec_cli.recipe.choices.registry import METHODS, needs_draft
+from specdec_cli.recipe.choices.registry import METHODS, Fitting, fitting_forms
 
 
 def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
@@ -17,32 +17,50 @@ def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
 
     is_free: whether the draft may replace a method that the recipe names. A missing or damaged
     draft changes nothing: describing it reports that. Raises `UsageError` where a method is asked
-    for that cannot run the draft.
+    for that cannot run the draft, and `SetupError`, with the keys that show it, for a draft of a
+    kind that no method runs.
     """
     speculation, draft = recipe.speculation, recipe.draft
     method, has_proposals = speculation.method, speculation.num_speculative_tokens > 0
-    if draft is None or not needs_draft(method):
+    asked = METHODS[method]
+    # A plugin that describes its drafts reads their configs itself.
+    if draft is None or asked.weights_from != "draft" or getattr(asked.code, "describe", None):
         return recipe
     config = _config_of(draft, may_download=has_proposals)
     if config is None:
         return recipe
-    asked = METHODS[method].form
-    fitting = (name for name, choice in METHODS.items() if choice.form and choice.form.fits(config))
-    found = next(fitting, None)
-    if found == method or (found is None and asked is None):
+    fitting = fitting_forms(config)
+    found = fitting[0].method if fitting else None
+    if len(fitting) > 1 or (fitting and found is None):
+        if has_proposals:
+            raise _not_run(draft.model, fitting)
+        return recipe
+    if found == method or (found is None and asked.form is None):
         return recipe
     if "method" in speculation.model_fields_set and not is_free:
         if not has_proposals:
             return recipe
-        form = asked if found is None else METHODS[found].form
-        assert form is not None
+        noun = fitting[0].form.noun if fitting else None
+        if noun is None and asked.form is not None:
+            noun = f"no {asked.form.noun.partition(' ')[2]}"
         raise UsageError(
-            f"speculation.method is {method}, and the draft {draft.model} is "
-            f"{'no' if found is None else 'an'} {form.noun}",
+            f"speculation.method is {method}, and the draft {draft.model} is {noun}",
             "leave speculation.method out: the draft's config says which it is",
         )
     changed = speculation.model_copy(update={"method": found or SpeculationSection().method})
     return recipe.model_copy(update={"speculation": changed})
+
+
+def _not_run(name: str, fitting: list[Fitting]) -> SetupError:
+    kinds = [f"{fits.form.noun} ({fits.seen})" for fits in fitting]
+    if len(kinds) > 1:
+        told = f"{name} is of {len(kinds)} kinds by its config.json: {' and '.join(kinds)}"
+        return SetupError(told, "the config was edited, or is of a newer kind")
+    runs = [choice.form.noun for choice in METHODS.values() if choice.form is not None]
+    return SetupError(
+        f"{name} is {kinds[0]}, which is not built yet",
+        f"models of transformers' families work as drafts, and so does {', '.join(runs)}",
+    )
 
 
 def _config_of(draft: DraftSection, *, may_download: bool) -> dict[str, Any] | None:

@@ -1,30 +1,21 @@
 """Forward passes of llama-like decoders in few, large kernels.
 
-`models.fused_layer` has the families and how their layers differ. A layer is five kernels: norm and
-merged q, k, v; rotary embedding, KV write and attention; output projection and residual; norm and
-gated MLP; down projection and residual. Families that norm the outputs of attention and MLP before
-adding them have two more kernels. With experts, the MLP is three kernels, and shared experts are
-two before them. On CUDA the module keeps
-working: its weights become views of the merged ones. On a CPU large weights are packed, and the
-module gives up its own. With several ranks, what ends in the residual stream (two projections, or
-one and the experts) is summed over ranks and then added once.
-Legend: T packed tokens, D features of a head.
+`models.fused_layer` has the families and how their layers differ, `models.fused_stack` the kernels
+of a layer. On CUDA the module keeps working: its weights become views of the merged ones. On a CPU
+large weights are packed, and the module gives up its own. Legend: T packed tokens.
 """
 
-from collections.abc import Callable
-from dataclasses import fields as dataclass_fields
 from typing import Any
 
 import torch
 from specdec_kernels import ops
-from specdec_kernels.attention.rope import Rotation, split_heads_reference
 from specdec_kernels.linear.reference import Normed
 from torch import Tensor
 
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.models.attention import Call, Recorder, attach
+from specdec_cli.models.attention import Recorder, attach
 from specdec_cli.models.fused_layer import (
     FusedLayer,
     family_of,
@@ -33,6 +24,9 @@ from specdec_cli.models.fused_layer import (
     merged,
     numbers_multiplied,
 )
+from specdec_cli.models.fused_stack import FusedStack, storages_of
+from specdec_cli.models.gate import batched_experts
+from specdec_cli.models.held import StoredParameter
 from specdec_cli.models.partial_rotary import turn_whole_heads
 from specdec_cli.models.prompt_passes import width_busy_with
 from specdec_cli.models.rotary_tables import turned_features, turns_of
@@ -58,15 +52,16 @@ class FusedForward:
         if family.turns_partly:
             turn_whole_heads(module, turned_features(module))
         self.cos, self.sin, turns = turns_of(module, max_len)
-        self.num_turns = len(set(turns))
         layers = module.model.layers
         # 16 bytes apart: Triton compiles a kernel again for an address that it knows less of.
         read = torch.zeros(len(layers), 4, dtype=torch.int32, device=module.device)
         self.experts_read = read[:, 0]
         self.num_mixtures = sum(map(has_experts, layers))
-        self.layers: list[FusedLayer] = []
-        for index, (call, turn) in enumerate(zip(_recorded_calls(module), turns, strict=True)):
-            self.layers.append(FusedLayer.of(module, family, index, call, turn, read[index, :1]))
+        following = [*(layer.input_layernorm for layer in layers[1:]), module.model.norm]
+        fused: list[FusedLayer] = []
+        for index, call in enumerate(_recorded_calls(module)):
+            place = index, turns[index], call, following[index], read[index, :1]
+            fused.append(FusedLayer.of_layer(layers[index], module.config, family, *place))
             if module.device.type == "cuda":
                 # As in the loader: fragments of freed memory would otherwise hold the next layer.
                 torch.cuda.empty_cache()
@@ -84,14 +79,13 @@ class FusedForward:
         if family.caps_logits:
             self.logit_softcap = module.config.final_logit_softcapping
         vocab_size = int(module.config.vocab_size)
-        self.split = SplitProducts.over(parallel, width, vocab_size, module.dtype)
+        split = SplitProducts.over(parallel, width, vocab_size, module.dtype)
+        self.stack = FusedStack(fused, split, len(set(turns)))
 
     @property
     def storages(self) -> dict[int, int]:
         """Bytes of each block of memory that is held, by its address or another number."""
-        held: list[Any] = [self.cos, self.sin, self.head, self.embedding]
-        held += [getattr(layer, f.name) for layer in self.layers for f in dataclass_fields(layer)]
-        return storages_of(held)
+        return storages_of([self.cos, self.sin, self.head, self.embedding, *self.stack.held])
 
     def __call__(
         self,
@@ -104,51 +98,32 @@ class FusedForward:
 
         token_ids: int64 [T], in place of the batch's own. hidden_layers: as in `PagedModel`.
         """
-        first = self.layers[0]
-        x, cos, sin = ops.embed(
-            *(token_ids, batch.positions, self.embedding, self.cos, self.sin),
-            *(first.attention_norm, first.eps, self.embedding_scale),
-        )
-        attend = attention_of(batch, cos, sin, self.num_turns)
+        first = self.stack.layers[0]
         states: dict[int, Tensor] = {}
-        for layer in self.layers:
-            if layer.index in hidden_layers:
-                states[layer.index] = x.hidden
-            qkv = layer.normed(ops.norm_linear(x, layer.qkv, layer.qkv_bias))
-            mixed = attend(layer, qkv, cache, batch)
-            x = self.split.add_norm(
-                *(0, mixed, layer.output, layer.output_bias, layer.post_attention_norm),
-                *(x.hidden, layer.mlp_norm, layer.eps),
-            )
-            if layer.experts is not None:
-                x = self._mixture(x, layer)
-                continue
-            inner = ops.norm_gate_up(x, layer.gate_up, layer.activation)
-            x = self.split.add_norm(
-                *(1, inner, layer.down, None, layer.post_mlp_norm),
-                *(x.hidden, layer.following_norm, layer.eps),
-            )
+
+        def keep(layer: int, x: Normed) -> Normed:
+            if layer in hidden_layers:
+                states[layer] = x.hidden
+            return x
+
+        x = self.stack.run(
+            ops.embed(
+                *(token_ids, batch.positions, self.embedding, self.cos, self.sin),
+                *(first.attention_norm, first.eps, self.embedding_scale),
+            ),
+            *(batch, cache, keep),
+        )
         hidden = self._hidden(x, states, hidden_layers) if hidden_layers else None
         if batch.logit_rows is not None:
             x = x.take(batch.logit_rows)
-        logits = self.split.logits(x, self.head, self.head_bias)
+        logits = self.stack.split.logits(x, self.head, self.head_bias)
         if self.logit_softcap is not None:
             logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
         return logits, hidden
 
-    def _mixture(self, x: Normed, layer: FusedLayer) -> Normed:
-        """The second half of a layer with experts."""
-        assert layer.experts is not None
-        shared = None
-        if layer.shared_gate_up is not None and layer.shared_down is not None:
-            inner = ops.norm_gate_up(x, layer.shared_gate_up, layer.activation)
-            shared = inner, layer.shared_down
-        norm = layer.following_norm, layer.eps
-        return self.split.mixture_add_norm(x, layer.experts, shared, *norm)
-
     def _hidden(self, x: Normed, states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:
         """[T, L * H] of `layers`, from the inputs of layers and what the last of them gives."""
-        count, last = len(self.layers), self.layers[-1]
+        count, last = len(self.stack.layers), self.stack.layers[-1]
         if count in layers and x.squares is None:
             states[count] = x.scaled
         elif count in layers:
@@ -164,15 +139,6 @@ def busy_width(module: Any) -> int:
     return width_busy_with(numbers / len(layers))
 
 
-def storages_of(held: list[Any]) -> dict[int, int]:
-    """Bytes of each block of memory that `held` holds, by its address or another number."""
-    packed = [weight for weight in held if isinstance(weight, ops.PackedWeight)]
-    plain = [*held, *(weight.plain for weight in packed)]
-    pieces = [tensor.untyped_storage() for tensor in plain if isinstance(tensor, Tensor)]
-    found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
-    return found | {id(weight): weight.num_bytes for weight in packed}
-
-
 def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
     """The fused form of a loaded model, or None where it has none.
 
@@ -183,64 +149,24 @@ def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedFo
     return FusedForward(module, max_len, parallel) if is_fusable(module) else None
 
 
-# Rotates, stores keys and values, and attends: qkv [T, (H + 2 Hkv) * D] to [T, H * D].
-Attend = Callable[[FusedLayer, Tensor, KVCache, ForwardBatch], Tensor]
-
-
-def attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int) -> Attend:
-    """The attention of a pass's fused layers.
-
-    cos, sin: [T, R * D], rows of the rotary tables, R = num_turns embeddings side by side. On a CPU
-    rotations and gather plan are prepared once for all layers.
-    """
-    turns = list(zip(cos.chunk(num_turns, 1), sin.chunk(num_turns, 1), strict=True))
-
-    def attend(layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch) -> Tensor:
-        lengths = batch.block_tables, batch.query_start, batch.context_lens
-        return ops.rope_attention(
-            *(qkv, *turns[layer.turn], *cache.layers[layer.index], batch.slots, *lengths),
-            max_query_len=batch.max_query_len,
-            query_norm=layer.query_norm,
-            key_norm=layer.key_norm,
-            eps=layer.eps,
-            chunks=batch.chunks,
-            **layer.call,
-        )
-
-    if (plan := batch.plan) is None:
-        return attend
-    rotations = [Rotation.of(*turn) for turn in turns]
-
-    def attend_by_plan(
-        layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch
-    ) -> Tensor:
-        caches = key_cache, _ = cache.layers[layer.index]
-        _, _, kv_heads, head_dim = key_cache.shape
-        norms = layer.query_norm, layer.key_norm, layer.eps
-        query, key, value = split_heads_reference(
-            qkv, rotations[layer.turn], kv_heads, head_dim, *norms
-        )
-        ops.write_kv(key, value, *caches, batch.slots)
-        return ops.gather_attention(query, *caches, plan, **layer.call).view(qkv.shape[0], -1)
-
-    return attend_by_plan
-
-
 def bytes_held_twice(module: Any) -> int:
     """Bytes of the weights that `fuse` keeps in two forms on a CPU; needs no weights."""
-    merged = [sum(p.numel() for p in m) for layer in module.model.layers for m in matrices(layer)]
+    groups = [group for layer in module.model.layers for group in matrices(layer)]
+    merged = [sum(p.numel() for p in m) for m in groups if not isinstance(m[0], StoredParameter)]
     twice = [n for n in merged if all(ops.forms_of(n, module.dtype))]
-    head = module.lm_head.weight.numel()
-    twice += [head] * ops.forms_of(head, module.dtype).packed
+    head = module.lm_head.weight
+    is_packed = ops.forms_of(head.numel(), module.dtype).packed
+    twice += [head.numel()] * (is_packed and not isinstance(head, StoredParameter))
     return sum(twice) * int(module.dtype.itemsize)
 
 
 @torch.inference_mode()
-def _recorded_calls(module: Any) -> list[Call]:
+def _recorded_calls(module: Any) -> list[ops.AttentionCall]:
     """The arguments of the original layers' calls; attributes of their modules may be stale."""
     recorder = Recorder()
     attach(module, recorder)
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)
-    module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1)
+    with batched_experts(module):
+        module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1)
     calls = {layer: call for layer, _, call in recorder.calls}
     return [calls[layer] for layer in range(len(calls))]

@@ -12,8 +12,8 @@ from specdec_kernels import ops
 from specdec_kernels.experts.reference import CLAMPED
 from torch import Tensor
 
-from specdec_cli.models.attention import Call
 from specdec_cli.models.gate import rope_settings
+from specdec_cli.models.held import StoredParameter, weight_of
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -112,7 +112,7 @@ class ExpertSizes(NamedTuple):
         return cls(int(count), int(config.num_experts_per_tok), int(features))
 
 
-def _experts(layer: Any, config: Any, family: Family, read: Tensor) -> ops.Experts:
+def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> ops.Experts:
     """A layer's experts, which share the module's weights. read: [1], counts those of each pass."""
     if family.clamps_experts:
         return _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
@@ -132,8 +132,8 @@ def _experts(layer: Any, config: Any, family: Family, read: Tensor) -> ops.Exper
         )
     return ops.Experts(
         router=router.weight.data,
-        gate_up=layer.mlp.experts.gate_up_proj.data,
-        down=layer.mlp.experts.down_proj.data,
+        gate_up=weight_of(layer.mlp.experts.gate_up_proj),
+        down=weight_of(layer.mlp.experts.down_proj),
         routing=routing,
         activation=_ACTIVATIONS[getattr(config, family.activation)],
         choice_bias=choice_bias,
@@ -141,7 +141,7 @@ def _experts(layer: Any, config: Any, family: Family, read: Tensor) -> ops.Exper
     )
 
 
-def _clamped_experts(router: Any, experts: Any, config: Any, read: Tensor) -> ops.Experts:
+def _clamped_experts(router: Any, experts: Any, config: Any, read: Tensor | None) -> ops.Experts:
     """The experts of gpt-oss; the module's weights become views of these."""
     return ops.Experts(
         router=router.weight.data,
@@ -179,7 +179,7 @@ class FusedLayer:
     """
 
     index: int
-    call: Call
+    call: ops.AttentionCall
     turn: int
     activation: str
     eps: float
@@ -196,31 +196,38 @@ class FusedLayer:
     output_bias: Tensor | None
     gate_up: ops.Weight
     down: ops.Weight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
     experts: ops.Experts | None = None
     shared_gate_up: ops.Weight | None = None
     shared_down: ops.Weight | None = None
     all_heads_norms: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(
-        cls, module: Any, family: Family, index: int, call: Call, turn: int, read: Tensor
+    def of_layer(
+        cls,
+        layer: Any,
+        config: Any,
+        family: Family,
+        index: int,
+        turn: int,
+        call: ops.AttentionCall,
+        following_norm: Any,
+        read: Tensor | None = None,
     ) -> Self:
-        """Layer `index` of a model, whose matrices become views of the merged ones.
+        """The fused form of a transformers layer, whose matrices become views of the merged ones.
 
-        read: int32 [1], gets the number of experts that a pass reads, if the layer has experts.
+        index: of its entry in the cache. call: its arguments to attention. following_norm: the norm
+        module that comes after it. read: int32 [1], gets the number of experts that a pass reads,
+        for a layer with experts.
         """
-        layers, config = module.model.layers, module.config
-        layer = layers[index]
-        is_last = index + 1 == len(layers)
         attention = layer.self_attn
-        biases = [p.bias for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         before_mlp = layer.post_attention_layernorm
         post_attention = post_mlp = None
         if family.has_post_norms:
             before_mlp = layer.pre_feedforward_layernorm
             post_attention = _norm(layer.post_attention_layernorm, family)
             post_mlp = _norm(layer.post_feedforward_layernorm, family)
-        following = module.model.norm if is_last else layers[index + 1].input_layernorm
         head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         query_norm, key_norm = (n if n is None else _norm(n, family) for n in head_norms)
         all_heads_norms = None
@@ -241,16 +248,18 @@ class FusedLayer:
             post_attention_norm=post_attention,
             mlp_norm=_norm(before_mlp, family),
             post_mlp_norm=post_mlp,
-            following_norm=_norm(following, family),
+            following_norm=_norm(following_norm, family),
             query_norm=query_norm,
             key_norm=key_norm,
             all_heads_norms=all_heads_norms,
             qkv=qkv,
-            qkv_bias=None if biases[0] is None else torch.cat(biases),
+            qkv_bias=_bias(attention.q_proj, attention.k_proj, attention.v_proj),
             output=output,
             output_bias=attention.o_proj.bias,
             gate_up=gate_up,
             down=down,
+            gate_up_bias=None if experts else _bias(layer.mlp.gate_proj, layer.mlp.up_proj),
+            down_bias=None if experts else layer.mlp.down_proj.bias,
             experts=experts,
             shared_gate_up=shared_gate_up,
             shared_down=shared_down,
@@ -279,6 +288,12 @@ def numbers_multiplied(layer: Any, config: Any, family: Family) -> int:
     return found
 
 
+def _bias(*products: Any) -> Tensor | None:
+    """The bias of merged products, if they have one."""
+    found = [product.bias for product in products]
+    return None if found[0] is None else torch.cat(found)
+
+
 def _norm(norm: Any, family: Family) -> Tensor:
     """The factors that a norm multiplies by."""
     weight: Tensor = norm.weight.data
@@ -304,6 +319,8 @@ def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weig
     A packed weight has no plain form to view: the parameters then keep only their shapes, or with
     `keep` stay as they are.
     """
+    if isinstance(parameters[0], StoredParameter):
+        return _joined([p for p in parameters if isinstance(p, StoredParameter)])
     whole = parameters[0].data
     if len(parameters) > 1:
         whole = torch.cat([parameter.data for parameter in parameters])
@@ -316,3 +333,13 @@ def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weig
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.data = part
     return weight
+
+
+def _joined(parameters: list[StoredParameter]) -> ops.Stored:
+    """The stored weights of parameters as one, of which they become views."""
+    parts = [parameter.value for parameter in parameters if parameter.value is not None]
+    whole, start = parts[0] if len(parts) == 1 else ops.Stored.joined(parts), 0
+    for parameter in parameters:
+        parameter.value = whole.rows(start, start + len(parameter))
+        start += len(parameter)
+    return whole

@@ -4,6 +4,8 @@ A model passes when every layer asks our attention function for plain causal or 
 attention. Most models that fail it would not crash but write wrong text.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import NotPlainAttention, Recorder, attach
+from specdec_cli.models.quantised import FORMATS
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import first_line
 
@@ -18,8 +21,6 @@ _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Tables of these depend on the longest position in the batch, so a sequence's logits would depend
 # on its neighbours.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# Quantisation methods that transformers can undo with torch alone.
-_DEQUANTISED = {"fp8", "mxfp4"}
 _PROBE_TOKENS = 3
 
 
@@ -42,12 +43,12 @@ def check_config(config: Any, name: str) -> None:
         if "mrope_section" in rope:
             raise Unsupported(name, "it uses multimodal rotary embedding (M-RoPE)")
     method = quantisation(config)
-    if method is not None and method not in _DEQUANTISED:
+    if method is not None and method not in FORMATS:
         raise Unsupported(
             name,
             f"its weights are quantised ({method})",
             "take the checkpoint that it was made from; of quantised ones, those stored as "
-            f"{' or '.join(sorted(_DEQUANTISED))} work, and run in the model's dtype",
+            f"{' or '.join(sorted(FORMATS))} work, and run in the model's dtype",
         )
 
 
@@ -115,11 +116,9 @@ def _trial_pass(model: Any, name: str) -> None:
     device = next(model.parameters()).device
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
-    # The only expert implementation whose shapes do not depend on the routing.
-    chosen = model.get_experts_implementation()
-    model.set_experts_implementation(dict.fromkeys(chosen, "batched_mm"))
     try:
-        model(input_ids=ids, position_ids=positions, use_cache=False)
+        with batched_experts(model):
+            model(input_ids=ids, position_ids=positions, use_cache=False)
     except NotPlainAttention as problem:
         raise Unsupported(name, str(problem)) from None
     except NotImplementedError as problem:
@@ -130,5 +129,15 @@ def _trial_pass(model: Any, name: str) -> None:
     except Exception as problem:
         reason = (first_line(problem) or type(problem).__name__)[:200]
         raise Unsupported(name, f"a trial pass through {kind} fails ({reason})") from problem
+
+
+@contextmanager
+def batched_experts(model: Any) -> Iterator[None]:
+    """Let experts run by the one implementation whose shapes do not depend on the routing, and that
+    takes weights without numbers."""
+    chosen = model.get_experts_implementation()
+    model.set_experts_implementation(dict.fromkeys(chosen, "batched_mm"))
+    try:
+        yield
     finally:
         model.set_experts_implementation(chosen)

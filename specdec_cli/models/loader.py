@@ -1,7 +1,7 @@
-"""Loading a transformers model for the engine: config, gate, weights, buffers.
+"""Filling a transformers module with its weights and buffers.
 
-The module is built on the meta device, so that refusing a model costs nothing. It is then filled
-tensor by tensor from safetensors or GGUF, or with random numbers for `load_format: dummy`.
+A module on meta is filled tensor by tensor from safetensors or GGUF, or with random numbers for
+`load_format: dummy`.
 """
 
 import hashlib
@@ -10,154 +10,52 @@ import math
 import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, initialization
+from specdec_kernels.linear.stored import Stored
+from transformers import initialization
 
-from specdec_cli.core.kv_cache import LayerShape, block_bytes
-from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError
-from specdec_cli.models.attention import ATTENTION_NAME
-from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
+from specdec_cli.models.config import line_of
 from specdec_cli.models.conversion import converted
-from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
+from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
-from specdec_cli.models.gguf.tensors import kinds_of
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
-from specdec_cli.models.quantised import dequantised
-from specdec_cli.models.refusals import Unsupported
-from specdec_cli.models.resolve import model_place
-from specdec_cli.models.tp import WHOLE, Shards, shard
-from specdec_cli.models.weights import Part, Read, WrongShape, layers_held, open_checkpoint
+from specdec_cli.models.held import StoredParameter
+from specdec_cli.models.quantised import dequantised, fields_of, scheme_of
+from specdec_cli.models.spec import ModelSpec
+from specdec_cli.models.stored import part_of, stored_parameters, stored_reader
+from specdec_cli.models.tp import Shards
+from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_checkpoint, same
 from specdec_cli.text import one_line
 
 _log = logging.getLogger("specdec")
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """The model to load and how to; `role` ("target", "draft") names it in messages."""
-
-    role: str
-    name: str
-    revision: str | None
-    dtype: str  # auto | float32 | bfloat16 | float16
-    load_format: str  # auto | dummy
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
-    file: str | None = None  # of several GGUF files
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A model that passed the gate and holds no weights yet (its tensors are on meta).
-
-    With several ranks, module and layers are those of this rank: its part of the matrices and its
-    heads. hidden_layers: those whose hidden states the run needs, see `PagedModel`.
-    """
-
-    spec: ModelSpec
-    place: Path  # a folder, or a GGUF file
-    module: Any
-    layers: list[LayerShape]
-    dtype: torch.dtype
-    max_len: int
-    eos_ids: frozenset[int]
-    parallel: TensorParallel = ALONE
-    shards: Shards = field(default=WHOLE)
-    hidden_layers: tuple[int, ...] = ()
+class Unfilled(Protocol):
+    """A model on meta, as far as its weights follow from it; see `models.description`."""
 
     @property
-    def vocab_size(self) -> int:
-        return int(self.module.config.vocab_size)
-
+    def spec(self) -> ModelSpec: ...
     @property
-    def has_experts(self) -> bool:
-        return "grouped_mm" in self.module.get_experts_implementation().values()
-
+    def place(self) -> Path: ...
     @property
-    def notes(self) -> dict[str, str]:
-        """Facts for the record of a run, by a word for each."""
-        stored = quantisation(self.module.config)  # undone on loading
-        if is_gguf(self.place):
-            stored = f"GGUF ({kinds_of(read_model(self.place))})"
-        return {} if stored is None else {"weights": f"dequantised from {stored}"}
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its cache on this rank."""
-        return block_bytes(self.layers, block_size, self.dtype)
-
+    def module(self) -> Any: ...
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the parameters on this rank's device; tied ones count once."""
-        own = (p for n, p in self.module.named_parameters() if n not in self.shards.tied)
-        return sum(p.numel() * p.element_size() for p in own)
-
-
-def describe(
-    spec: ModelSpec, device: torch.device, parallel: TensorParallel = ALONE
-) -> Description:
-    """Read the config, build the module on meta, pass it through the gate and take this rank's
-    part of it.
-
-    Raises `SetupError` for a model that cannot be found or read, or is not supported.
-    """
-    place = model_place(
-        spec.name,
-        spec.revision,
-        spec.file,
-        weights=spec.load_format != "dummy",
-        allow_pickle=spec.allow_pickle,
-    )
-    config = read_config(spec.name, place, trust_remote_code=spec.trust_remote_code)
-    try:
-        check_config(config, spec.name)
-        if spec.load_format != "dummy" and (held := layers_held(place)) is not None:
-            check_layers(config, spec.name, held)
-        dtype = dtype_of(spec.dtype, config, device)
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=ATTENTION_NAME,
-                dtype=dtype,
-                trust_remote_code=spec.trust_remote_code,
-            )
-        # gpt2 searches every input for a padding id if it has one, which waits for the device. This
-        # assignment bypasses the config's own check, since some families require a number.
-        vars(module.config)["pad_token_id"] = None
-        module.eval()
-        layers, shards = probe(module, spec.name), WHOLE
-        if parallel.size > 1:
-            shards, layers = shard(module, layers, parallel, spec.name)
-    except SetupError:
-        raise
-    except Exception as problem:
-        # Families with attention classes of their own look them up by name.
-        is_own = isinstance(problem, KeyError) and ATTENTION_NAME in problem.args
-        reason = f"transformers cannot build it ({line_of(problem)})"
-        if is_own:
-            reason = f"{config.model_type} has attention code of its own"
-        raise Unsupported(spec.name, reason) from problem
-    return Description(
-        spec=spec,
-        place=place,
-        module=module,
-        layers=layers,
-        dtype=dtype,
-        max_len=max_len_of(config),
-        eos_ids=eos_ids_of(config, place),
-        parallel=parallel,
-        shards=shards,
-    )
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shards(self) -> Shards: ...
+    @property
+    def draft_tensors(self) -> re.Pattern[str] | None: ...
 
 
 def load(
-    description: Description,
+    description: Unfilled,
     device: torch.device,
     borrowed: dict[str, torch.nn.Parameter] | None = None,
 ) -> Any:
@@ -180,35 +78,68 @@ def load(
 
 
 @contextmanager
-def _opened(description: Description) -> Iterator[tuple[dict[str, Read], list[str]]]:
+def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
+    """Readers of every tensor in a model's files, by its name there, in plain form: for a draft
+    that lies in the target's files.
+
+    Raises `SetupError` for a GGUF file, which holds no such draft, and for damaged files.
+    """
+    spec, config = description.spec, description.module.config
+    if is_gguf(description.place):
+        raise SetupError(f"{spec.name} is a GGUF file, which holds no draft")
+    with open_checkpoint(description.place, spec.allow_pickle) as tensors:
+        if quantisation(config) is not None:
+            settings = config.quantization_config
+            tensors = dequantised(tensors, settings, description.dtype, spec.name)
+        yield tensors
+
+
+ReadWeight = Callable[[Part | None], torch.Tensor | Stored]
+
+
+@contextmanager
+def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list[str]]]:
     """Readers of the module's tensors by its names, and the stored names without a use.
 
     Raises `SetupError` for damaged files and quantised tensors that cannot be undone.
     """
     module, spec, place = description.module, description.spec, description.place
     if is_gguf(place):
-        yield gguf_readers(module, read_model(place), description.dtype)
+        readers, unused = gguf_readers(module, read_model(place), description.dtype)
+        yield dict(readers), unused
         return
     with open_checkpoint(place, spec.allow_pickle) as tensors:
+        stored, fields = stored_parameters(module), Fields(tensors, {}, {})
         if quantisation(module.config) is not None:
             settings = module.config.quantization_config
-            tensors = dequantised(tensors, settings, description.dtype, spec.name)
+            scheme = scheme_of(settings, spec.name)
+            if scheme is not None and stored:
+                fields = fields_of(tensors, scheme)
+            else:
+                plain = dequantised(tensors, settings, description.dtype, spec.name)
+                fields = Fields(plain, {}, {})
         try:
-            found = converted(module, tensors)
+            (readers, unused), *others = [converted(module, f) if f else ({}, []) for f in fields]
         except Exception as problem:
             raise SetupError(
                 f"the weights of {spec.name} cannot be read as config.json describes them "
                 f"({line_of(problem)})",
                 "config.json and the weights do not belong together",
             ) from problem
-        yield found
+        own = Fields(readers, *(found for found, _ in others))
+        kept = {
+            name: stored_reader(name, own, parameter.stored_as, spec.name)
+            for name, parameter in stored.items()
+            if name in readers
+        }
+        yield {**readers, **kept}, unused
 
 
-Source = Callable[[str, torch.Tensor, Part | None], torch.Tensor | None]
+Source = Callable[[str, torch.Tensor, Part | None], torch.Tensor | Stored | None]
 
 
 def _fill(
-    description: Description,
+    description: Unfilled,
     device: torch.device,
     source: Source,
     borrowed: dict[str, torch.nn.Parameter],
@@ -237,16 +168,21 @@ def _fill(
                 is_zero = name in shards.zero
                 value = torch.zeros(()) if is_zero else source(origin, meta, part)
                 kind = torch.float32 if exact is not None and exact.search(name) else meta.dtype
-                filled = _placed(value, meta.shape, kind, device)
-                if leaf in owner._parameters:
-                    filled = torch.nn.Parameter(filled, requires_grad=False)
+                filled: torch.Tensor
+                if isinstance(value, Stored):
+                    filled = StoredParameter.like(meta, value.storage, value.copied(device))
+                else:
+                    filled = _placed(value, meta.shape, kind, device)
+                    if leaf in owner._parameters:
+                        filled = torch.nn.Parameter(filled, requires_grad=False)
                 if value is not None:
                     filled._is_hf_initialized = True  # type: ignore[attr-defined]
                 done[id(meta)] = filled
-                if value is not None and value.is_cuda and value.data_ptr() != filled.data_ptr():
+                came = value.codes if isinstance(value, Stored) else value
+                if came is not None and came.is_cuda and came.data_ptr() != filled.data_ptr():
                     # Otherwise later weights lie in fragments of the source's buffers and keep
                     # those reserved: 17 GiB with a 70B model on two GPUs.
-                    del value
+                    del value, came
                     torch.cuda.empty_cache()
             held = owner._parameters if leaf in owner._parameters else owner._buffers
             held[leaf] = by_name[name] = done[id(meta)]
@@ -291,11 +227,12 @@ def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 
 
 def _checkpoint_source(
-    description: Description, readers: dict[str, Read], unused: list[str], borrowed: Set[str]
+    description: Unfilled, readers: dict[str, ReadWeight], unused: list[str], borrowed: Set[str]
 ) -> Source:
     """Tensors from a checkpoint. Raises `SetupError` where it lacks some of the module's."""
     module, spec, tied = description.module, description.spec, description.shards.tied
-    method = quantisation(module.config)
+    method, lent = quantisation(module.config), description.draft_tensors
+    unused = [name for name in unused if lent is None or not lent.search(name)]
     if unused and method is None:
         _log.warning(
             "%d tensors in the weights of %s are not used, first %s: config.json describes a model "
@@ -308,7 +245,7 @@ def _checkpoint_source(
     for name in identity:
         names.setdefault(identity[tied.get(name, name)], []).append(name)
     missing = []
-    found: dict[str, Read] = {}
+    found: dict[str, ReadWeight] = {}
     for aliases in names.values():
         held = [name for name in aliases if name in readers]
         if held:
@@ -321,7 +258,7 @@ def _checkpoint_source(
             "its config and the weights do not belong together, or a file is missing",
         )
 
-    def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor:
+    def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor | Stored:
         shape = list(meta.shape if part is None else part.shape)
         try:
             value = found[name](part)
@@ -334,8 +271,10 @@ def _checkpoint_source(
                 "its config and the weights do not belong together, or a file is missing",
             ) from None
         # Quantised numbers would be copied as if they were the weights themselves.
-        is_code = value.element_size() == 1 or not value.is_floating_point()
-        if is_code and meta.is_floating_point():
+        is_plain = isinstance(value, Stored) or (
+            value.element_size() > 1 and value.is_floating_point()
+        )
+        if meta.is_floating_point() and not is_plain:
             lacks = "config.json does not say how" if method is None else "its scales are missing"
             raise SetupError(
                 f"{name} of {spec.name} is quantised, and {lacks}",
@@ -348,7 +287,7 @@ def _checkpoint_source(
     return source
 
 
-def _same(names: list[str], readers: dict[str, Read], spec: ModelSpec) -> Read:
+def _same(names: list[str], readers: dict[str, ReadWeight], spec: ModelSpec) -> ReadWeight:
     """The reader of one tensor that the weights hold under these names.
 
     Raises `SetupError` if the weights differ although config.json ties them: with either one alone
@@ -357,14 +296,16 @@ def _same(names: list[str], readers: dict[str, Read], spec: ModelSpec) -> Read:
     if len(names) == 1:
         return readers[names[0]]
     first = readers[names[0]](None)  # kept, since not every tensor can be read twice
+    assert isinstance(first, torch.Tensor), "tied weights are plain"
     for name in names[1:]:
-        if not torch.equal(first, readers[name](None)):
+        again = readers[name](None)
+        if not (isinstance(again, torch.Tensor) and torch.equal(first, again)):
             raise SetupError(
                 f"{names[0]} and {name} of {spec.name} differ, and config.json says that they are "
                 "one",
                 "if they were trained apart, set tie_word_embeddings to false in config.json",
             )
-    return lambda part=None: first if part is None else part.of(first)
+    return partial(same, first)
 
 
 def _wrong_shape(name: str, spec: ModelSpec, stored: list[int], wanted: list[int]) -> SetupError:
@@ -383,7 +324,7 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
     """
     std = float(getattr(module.config, "initializer_range", 0.02))
 
-    def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor | None:
+    def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor | Stored | None:
         is_vector = meta.dim() < 2 and not name.endswith(".sinks")
         if is_vector or "norm" in name or "bias" in name:
             return None
@@ -399,6 +340,9 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
         else:
             value = torch.empty(shape, dtype=meta.dtype, device=device)
             value.normal_(0.0, std, generator=generator)
+        if isinstance(meta, StoredParameter):
+            stored = meta.stored_as.quantised(value)
+            return stored if part is None else part_of(stored, part)
         return value if part is None else part.of(value)
 
     return source

@@ -36,7 +36,8 @@ class PaddedBatches:
         query_start, last_rows = self._rectangle(count, width, state.device)
         plan = None
         if state.device.type == "cpu":
-            plan = ops.gather_plan(state.block_tables, query_start, context_lens, block_size)
+            where = state.block_tables, query_start, context_lens
+            plan = ops.gather_plan(*where, block_size, kv_slots)
         return ForwardBatch(
             token_ids=ids,
             positions=positions,

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec_cli.models.held import StoredParameter
+
 
 def turn_whole_heads(module: Any, turned: int) -> None:
     """Reorder queries and keys of a loaded model, whose rotary embedding then turns whole heads.
@@ -27,6 +29,10 @@ def turn_whole_heads(module: Any, turned: int) -> None:
         for projection in (attention.q_proj, attention.k_proj):
             for rows in (projection.weight, projection.bias):
                 if rows is None:
+                    continue
+                if isinstance(rows, StoredParameter):
+                    assert rows.value is not None
+                    rows.value = rows.value.reordered(order)
                     continue
                 heads = rows.data.unflatten(0, (-1, head_dim))
                 rows.data = heads[:, order].flatten(0, 1)

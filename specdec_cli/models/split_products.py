@@ -117,8 +117,8 @@ class SplitProducts:
         peers = None if self.shared is None else self.shared.logits
         num_rows = len(x.hidden)
         if peers is not None and num_rows:
-            assert isinstance(head, Tensor), "ranks that share memory are on CUDA"
-            room = peers.take(0, num_rows, len(head))
+            assert not isinstance(head, ops.PackedWeight), "ranks that share memory are on CUDA"
+            room = peers.take(0, num_rows, head.shape[0])
             if room is not None:
                 ops.norm_linear(x, head, bias, into=room)
                 return ops.gather_columns(peers, num_rows)

@@ -110,12 +110,7 @@ def shard(
             "gpt_oss and glm4_moe",
         )
     tied = _tied_head(module)
-    parts: dict[str, Part] = {}
-    for path, style in styles.items():
-        linear = module.get_submodule(path)
-        assert isinstance(linear, nn.Linear), f"{path} is planned as {style}"
-        share = _share(module.config, layers, path, linear, style, parallel, name)
-        parts |= _split(path, linear, style, share, parallel)
+    parts = _split_products(module, styles, module.config, layers, parallel, name)
     zero: set[str] = set()
     for path in experts:
         held = module.get_submodule(path)
@@ -136,6 +131,36 @@ def shard(
         raise Unsupported(name, reason, "tensor_parallel_size: 1 works") from problem
     tied = tied if tied.keys() <= parts.keys() else {}
     return Shards(parts, tied, frozenset(zero)), local
+
+
+def shard_layers(
+    body: nn.Module, config: Any, layers: list[LayerShape], parallel: TensorParallel, name: str
+) -> dict[str, Part]:
+    """Reduce a head's decoder layers, on meta, to this rank's part; returns the parts.
+
+    body: has them as `layers`. config: theirs. layers, name: as in `shard`. Raises `Indivisible`.
+    """
+    plan = config.base_model_tp_plan
+    styles = {n: s for n in _names(body) if (s := plan.get(_pattern(n))) in _SPLIT}
+    return _split_products(body, styles, config, layers, parallel, name)
+
+
+def _split_products(
+    module: nn.Module,
+    styles: dict[str, str],
+    config: Any,
+    layers: list[LayerShape],
+    parallel: TensorParallel,
+    name: str,
+) -> dict[str, Part]:
+    """Cut products of a module down to this rank's share. styles: of each, by the plan."""
+    parts: dict[str, Part] = {}
+    for path, style in styles.items():
+        linear = module.get_submodule(path)
+        assert isinstance(linear, nn.Linear), f"{path} is planned as {style}"
+        share = _share(config, layers, path, linear, style, parallel, name)
+        parts |= _split(path, linear, style, share, parallel)
+    return parts
 
 
 def _pattern(name: str) -> str:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,6 +69,17 @@ class Read(Protocol):
     """Reads one tensor, or only a part of it where the file's format can."""
 
     def __call__(self, part: Part | None = None) -> torch.Tensor: ...
+
+
+class Fields(NamedTuple):
+    """Readers of what a checkpoint holds of its weights, by the weights' names.
+
+    codes: of plain tensors too. scales, zeros: of those that are stored, as in `ops.Stored`.
+    """
+
+    codes: dict[str, Read]
+    scales: dict[str, Read]
+    zeros: dict[str, Read]
 
 
 @contextmanager
@@ -174,7 +185,7 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, Read]:
             try:
                 tensor: torch.Tensor
                 if part is None or part.blocks > 1:
-                    tensor = _same(handle.get_tensor(name), part)
+                    tensor = same(handle.get_tensor(name), part)
                 else:
                     stored = handle.get_slice(name)
                     if tuple(stored.get_shape()) != part.shape:
@@ -200,10 +211,11 @@ def _open_pickle(file: Path) -> dict[str, Read]:
         raise _damaged(file, problem) from None
     if not isinstance(loaded, dict):
         raise _damaged(file, ValueError("not a dictionary of tensors"))
-    return {name: partial(_same, tensor) for name, tensor in loaded.items()}
+    return {name: partial(same, tensor) for name, tensor in loaded.items()}
 
 
-def _same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
+def same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
+    """`Read` of a tensor that is there."""
     return tensor if part is None else part.of(tensor)
 
 

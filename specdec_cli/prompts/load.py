@@ -49,7 +49,7 @@ _log = logging.getLogger("specdec")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedPrompts:
     """Prompts in order, with `index` counted from 0, and warnings about their choice."""
 
     prompts: list[Prompt]
@@ -65,7 +65,7 @@ def load_prompts(
 
 def load_noted(
     data: DataSection, *, skip_bad: bool = False, is_file: bool = False, seed: int = 0
-) -> Loaded:
+) -> LoadedPrompts:
     """The prompts that a recipe's `data` names.
 
     `data.path` is a file (`EXTENSIONS`), `demo:prompts`, or the folder or id of a Hugging Face
@@ -99,9 +99,9 @@ def load_noted(
         named = subtask if data.categories == "spec_bench" else _same
         found = [replace(prompt, category=named(prompt.category)) for prompt in found]
         if choice.sample is not None:
-            return Loaded(_numbered(sampled(found, choice)))
+            return LoadedPrompts(_numbered(sampled(found, choice)))
         notices = _unevenness(found, rows, named) if len(found) == limit else []
-    return Loaded(_numbered(found), notices)
+    return LoadedPrompts(_numbered(found), notices)
 
 
 def _same(category: str | None) -> str | None:

@@ -28,7 +28,7 @@ from specdec_cli.recipe.choices.registry import (
     RULES,
     MethodAndRuleKeys,
     PolicyKeys,
-    needs_draft,
+    weights_from,
     without_draft,
 )
 from specdec_cli.recipe.fields import (
@@ -72,6 +72,10 @@ class ModelSection(Section):
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="dummy draws random weights of the model's shape (for timing)"
+    )
+    weights: Literal["auto", "stored", "dequantise"] = Field(
+        default="auto",
+        description="of fp8 checkpoints: stored keeps codes, dequantise (auto) makes plain ones",
     )
 
 
@@ -270,7 +274,7 @@ class Recipe(Section):
             return data
         written = speculation.get("method")
         is_plain = speculation.get("num_speculative_tokens") == 0
-        if "method" not in speculation or (needs_draft(written) and is_plain):
+        if "method" not in speculation or (weights_from(written) == "draft" and is_plain):
             return {**data, "speculation": {**speculation, "method": NONE}}
         return data
 
@@ -315,8 +319,8 @@ class Recipe(Section):
     @classmethod
     def _has_its_draft(cls, value: SpeculationSection, info: ValidationInfo) -> SpeculationSection:
         lacks_draft = "draft" in info.data and info.data["draft"] is None
-        needs_draft = METHODS[value.method].needs_draft and value.num_speculative_tokens > 0
-        if lacks_draft and needs_draft:
+        is_needed = weights_from(value.method) == "draft" and value.num_speculative_tokens > 0
+        if lacks_draft and is_needed:
             raise PydanticCustomError(
                 "draft",
                 "{method} needs a draft section, and draft is null",

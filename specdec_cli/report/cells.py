@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from specdec_cli.experiment.folders.records import Point
-from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.report.folder import ReportedRun
-
-Value = str | float | int | None
+from specdec_cli.report.point_cells import BATCH, DRAFT_TP, TARGET_TP, Cell, K, Value, span_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,47 +50,35 @@ def cell(value: Value, column: Column) -> str:
     return str(value)
 
 
-Cell = tuple[Column, Callable[[Point], Value]]  # a column, and its value for a point
-
-
 def by_point(
-    texts: tuple[str, str, str], run: ReportedRun, points: Iterable[Point], cells: Iterable[Cell]
+    texts: tuple[str, str, str],
+    run: ReportedRun,
+    points: Iterable[Point],
+    cells: Sequence[Cell],
+    strong: frozenset[int] = frozenset(),
 ) -> Table:
-    """A table with a row for each point, after the columns that name it.
+    """A table with a row for each point, after the cells that name it. A figure with an interval
+    takes two columns.
 
     texts: the table's name, title and note.
     """
-    setting: list[Cell]
-    if run.is_comparison:
-        setting = [
-            (Column("target TP"), lambda p: p.target_tp),
-            (Column("draft TP"), lambda p: None if p.is_baseline else p.draft_tp),
-        ]
-    else:
-        setting = [(Column("draft"), lambda p: run.labels[p.draft])]
-    setting += [(Column("batch"), lambda p: p.batch_size), (Column("k"), lambda p: p.k)]
-    columns, values = zip(*setting, *cells, strict=True)
+    draft = Cell("draft", lambda p: run.labels[p.draft])
+    setting = (TARGET_TP, DRAFT_TP) if run.is_comparison else (draft,)
+    columns: list[Column] = []
+    values: list[Callable[[Point], Value]] = []
+    for one in (*setting, BATCH, K, *cells):
+        columns.append(Column(one.title, one.digits, one.unit))
+        values.append(one.of)
+        if one.interval is not None:
+            columns.append(Column("95 % interval"))
+            values.append(partial(_interval, one.interval))
     rows = tuple(tuple(value(point) for value in values) for point in points)
     name, title, note = texts
-    return Table(name, title, columns, rows, note)
+    return Table(name, title, tuple(columns), rows, note, strong)
 
 
-def figure(title: str, digits: int, unit: str, name: str, part: str | None = None) -> Cell:
-    return Column(title, digits, unit), lambda p: p.number(name, part)
-
-
-def percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
-
-
-def span_of(point: Point, interval: Sequence[float] | None) -> str | None:
-    if interval is None and point.is_ok and (point.number("num_prompts") or FEWEST) < FEWEST:
-        return "too few prompts"
-    return span(interval)
-
-
-def span(interval: Sequence[float] | None) -> str | None:
-    return None if interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}"
+def _interval(of: Callable[[Point], Sequence[float] | None], point: Point) -> str | None:
+    return span_of(point, of(point))
 
 
 def is_ok(point: Point) -> bool:

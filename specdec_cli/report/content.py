@@ -7,7 +7,7 @@ from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.statistics.promise import lossless_in_words
 from specdec_cli.report import findings, tables
 from specdec_cli.report.cells import Table
-from specdec_cli.report.findings import Best
+from specdec_cli.report.findings import Finding
 from specdec_cli.report.first_tokens import first_tokens
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.vllm import deployment
@@ -54,7 +54,7 @@ class Content:
         self.deployment = deployment(run, self.bests)
 
 
-def _point_for_categories(run: ReportedRun, bests: list[Best]) -> Point | None:
+def _point_for_categories(run: ReportedRun, bests: list[Finding]) -> Point | None:
     """The best point, or the fastest with proposals if no speculation is best."""
     for best in bests:
         if best.point is not None and best.point.is_ok and not best.point.is_baseline:

@@ -4,11 +4,11 @@ For a run that was cut short they are computed from its points. Knows nothing of
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from specdec_cli.errors import Notice
+from specdec_cli.experiment.folders.conclusions import Best, BestPair, Fastest
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.statistics.disturbed import disturbances, off_points
 from specdec_cli.recipe.choices.registry import is_given
@@ -19,24 +19,31 @@ _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """The best point at a batch size.
+class Finding:
+    """The finding at a batch size.
 
-    point: None if nothing could be measured; k = 0 means no speculation. tied: other points that do
-    not differ statistically from the fastest, in words. is_recorded: the run recorded it; else it
-    is the fastest of the points there are. is_disturbed: the run says that times were disturbed.
-    fastest: the fastest point, with which a recommended one is tied; None where nothing was
-    recorded. by_category: the run's own records of the best for each category's prompts.
+    point: the best; None if nothing could be measured; k = 0 means no speculation. recorded: the
+    run's own record of it; without one it is the fastest of the points there are. tied: other
+    points that do not differ statistically from the fastest, in words. is_disturbed: the run says
+    that times were disturbed. fastest: the fastest point, with which a recommended one is tied;
+    None where nothing was recorded.
     """
 
-    batch_size: int | None
+    batch_size: int
     point: Point | None
-    tied: tuple[str, ...]
-    reason: str
-    is_recorded: bool
+    recorded: Best | BestPair | None = None
+    tied: tuple[str, ...] = ()
     is_disturbed: bool = False
     fastest: Point | None = None
-    by_category: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reason(self) -> str:
+        return self.recorded.reason if self.recorded is not None else ""
+
+    @property
+    def by_category(self) -> Mapping[str, Best]:
+        """The run's own records of the best for each category's prompts."""
+        return self.recorded.per_category if isinstance(self.recorded, Best) else {}
 
 
 def residual(point: Point) -> float | None:
@@ -68,65 +75,48 @@ def residuals_in_words(run: ReportedRun) -> str:
     return f" Predictions are {mean:+.1f} % off on average ({low:+.1f} to {high:+.1f} %).{chance}"
 
 
-def best_by_batch_size(run: ReportedRun) -> list[Best]:
+def best_by_batch_size(run: ReportedRun) -> list[Finding]:
     """The best point at each batch size, in order."""
-    sizes = sorted({p.batch_size for p in run.points})
-    recorded = (run.summary or {}).get("best_by_batch_size")
     found = []
-    for size in sizes:
-        entry = recorded.get(str(size)) if isinstance(recorded, Mapping) else None
-        if entry is None and len(sizes) == 1:
-            entry = (run.summary or {}).get("best")
-        best = _recorded(run, size, entry) if isinstance(entry, Mapping) else None
-        found.append(best or _fastest(run, size))
+    for size in sorted({p.batch_size for p in run.points}):
+        best = run.summary.best_by_batch_size.get(str(size)) if run.summary is not None else None
+        named = _recorded(run, size, best) if best is not None else None
+        found.append(named or _fastest(run, size))
     return found
 
 
-def _recorded(run: ReportedRun, size: int, entry: Mapping[str, Any]) -> Best | None:
-    keys = [key for key in ("k", "draft", "target_tp", "draft_tp") if key in entry]
+def _recorded(run: ReportedRun, size: int, best: Best | BestPair) -> Finding | None:
     points = [p for p in run.points if (p.is_ok or p.is_predicted) and p.batch_size == size]
-
-    def matches(point: Point) -> bool:
-        if entry.get("k") == 0:
-            return point.is_baseline
-        return all(getattr(point, key) == entry[key] for key in keys)
-
-    matching = [p for p in points if matches(p)]
-    if not matching:
+    chosen = next((p for p in points if _is_named(p, best)), None)
+    if run.summary is None or chosen is None:
         return None
-    chosen = matching[0]
     drafts = {p.draft for p in points if p.draft is not None}
-    # With several drafts, `tied` lists only ks of the chosen one.
-    tied = entry.get("tied_points") if len(drafts) > 1 else None
-    tied = tied or entry.get("tied")
-    others = [_tied_in_words(one) for one in tied] if isinstance(tied, list) else []
-    own = [_tied_in_words({"k": chosen.k} | named) for named in ({}, {"draft": chosen.draft})]
-    others = [one for one in dict.fromkeys(others) if one and one not in own]
-    reason = entry.get("reason")
-    told = (run.summary or {}).get("warnings")
-    notices = map(Notice.read, told if isinstance(told, list) else ())
-    leader = entry.get("fastest")
-    named = [p for p in points if isinstance(leader, Mapping) and _is_named(p, leader)]
-    if not named and not run.is_comparison:
-        known = [(_gain(p), p) for p in points]
-        named = [max(known, key=lambda item: item[0])[1]]
-    categories = entry.get("per_category")
-    return Best(
+    if isinstance(best, BestPair):
+        tied = [f"target TP {one.target_tp} draft TP {one.draft_tp}" for one in best.tied]
+        fastest = None
+    else:
+        # With several drafts, `tied` lists only ks of the chosen one.
+        of_drafts = best.tied_points if len(drafts) > 1 else ()
+        tied = [_named(one.k, one.draft) for one in of_drafts] or [f"k = {k}" for k in best.tied]
+        leader = best.fastest
+        fastest = next((p for p in points if leader and _is_named(p, leader)), None)
+        fastest = fastest or max(points, key=_gain)
+    own = (f"k = {chosen.k}", _named(chosen.k, chosen.draft))
+    return Finding(
         size,
         chosen,
-        tuple(others),
-        reason if isinstance(reason, str) else "",
-        True,
-        bool(disturbances(notices)),
-        named[0] if named else None,
-        categories if isinstance(categories, Mapping) else {},
+        best,
+        tuple(one for one in dict.fromkeys(tied) if one not in own),
+        bool(disturbances(run.summary.warnings)),
+        fastest,
     )
 
 
-def _is_named(point: Point, entry: Mapping[str, Any]) -> bool:
-    return point.k == entry.get("k") and (
-        point.is_baseline or point.draft == entry.get("draft") or entry.get("draft") is None
-    )
+def _is_named(point: Point, best: Best | BestPair | Fastest) -> bool:
+    if isinstance(best, BestPair):
+        degrees = (best.k, best.target_tp, best.draft_tp)
+        return (point.k, point.target_tp, point.draft_tp) == degrees
+    return point.k == best.k and (point.is_baseline or point.draft == best.draft)
 
 
 def _gain(point: Point) -> float:
@@ -135,25 +125,12 @@ def _gain(point: Point) -> float:
     return found or 0.0
 
 
-def _tied_in_words(one: object) -> str:
-    if isinstance(one, Mapping):
-        words = {
-            "k": "k =",
-            "draft": "with draft",
-            "target_tp": "target TP",
-            "draft_tp": "draft TP",
-        }
-        said = [
-            f"{word} {one[key]}"
-            for key, word in words.items()
-            # At k = 0 the draft plays no part.
-            if one.get(key) is not None and not (key == "draft" and one.get("k") == 0)
-        ]
-        return " ".join(said)
-    return f"k = {one}" if isinstance(one, int) else str(one)
+def _named(k: int, draft: str | None) -> str:
+    """A point in words; at k = 0 the draft plays no part."""
+    return f"k = {k} with draft {draft}" if k and draft is not None else f"k = {k}"
 
 
-def _fastest(run: ReportedRun, size: int) -> Best:
+def _fastest(run: ReportedRun, size: int) -> Finding:
     points = [p for p in run.points if p.is_ok and p.batch_size == size]
     # Speed-ups at different target TPs have different baselines.
     name = "decode_tokens_per_second"
@@ -161,9 +138,7 @@ def _fastest(run: ReportedRun, size: int) -> Best:
     speeds = [
         (s, -p.k, p) for p in points if (s := p.number(name) if by_speed else p.speedup) is not None
     ]
-    if not speeds:
-        return Best(size, None, (), "", False)
-    return Best(size, max(speeds, key=lambda item: item[:2])[2], (), "", False)
+    return Finding(size, max(speeds, key=lambda item: item[:2])[2] if speeds else None)
 
 
 def setting_in_words(run: ReportedRun, point: Point) -> str:
@@ -186,7 +161,7 @@ def interval_in_words(interval: Sequence[float] | None) -> str:
     return f" (95 % interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
 
 
-def answer(run: ReportedRun, best: Best) -> str:
+def answer(run: ReportedRun, best: Finding) -> str:
     """The finding at one batch size, a sentence or two."""
     point = best.point
     at = f"at batch size {best.batch_size}"
@@ -208,7 +183,7 @@ def answer(run: ReportedRun, best: Best) -> str:
         fast += interval_in_words(point.speedup_ci)
     if measured is not None and measured < 1 and run.is_comparison:
         fast += ", so no speculation would be faster still"
-    if not best.is_recorded:
+    if best.recorded is None:
         least = "This is the fastest point so far, without a test of ties."
         return f"Fastest {at}: {what}{fast}. {least}"
     tied = f"{_against_fastest(run, best)}{_tied_of(run, best)}"
@@ -217,7 +192,7 @@ def answer(run: ReportedRun, best: Best) -> str:
     return f"{'Best' if run.is_comparison else 'Recommended'} {at}: {what}{fast}.{tied}"
 
 
-def _against_fastest(run: ReportedRun, best: Best) -> str:
+def _against_fastest(run: ReportedRun, best: Finding) -> str:
     """The fastest point in words, and why another one is recommended."""
     point, leader = best.point, best.fastest
     if leader is None or point is None:
@@ -232,11 +207,11 @@ def _against_fastest(run: ReportedRun, best: Best) -> str:
     return f" It is tied with the fastest, {setting_in_words(run, leader)} at {gain}, {why}."
 
 
-def _tied_of(run: ReportedRun, best: Best) -> str:
+def _tied_of(run: ReportedRun, best: Finding) -> str:
     leader = best.fastest
     own = set()
     if leader is not None:
-        own = {_tied_in_words({"k": leader.k} | d) for d in ({}, {"draft": leader.draft})}
+        own = {f"k = {leader.k}", _named(leader.k, leader.draft)}
     tied = [one for one in best.tied if one not in own]
     if not tied:
         return ""
@@ -244,7 +219,7 @@ def _tied_of(run: ReportedRun, best: Best) -> str:
     return f" {'Also' if is_also else 'Statistically'} tied: {'; '.join(tied)}."
 
 
-def _with_proposals(run: ReportedRun, best: Best) -> list[tuple[float, Point]]:
+def _with_proposals(run: ReportedRun, best: Finding) -> list[tuple[float, Point]]:
     """The measured points with proposals at a batch size, each after its speed-up."""
     return [
         (s, p)
@@ -253,13 +228,13 @@ def _with_proposals(run: ReportedRun, best: Best) -> list[tuple[float, Point]]:
     ]
 
 
-def _is_within_chance(run: ReportedRun, best: Best) -> bool:
+def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
     """Whether plain decoding was chosen because faster points may be faster by chance."""
     faster = [s for s, _ in _with_proposals(run, best) if s > 1]
-    return bool(faster) and best.is_recorded and not run.is_comparison
+    return bool(faster) and best.recorded is not None and not run.is_comparison
 
 
-def _runner_up(run: ReportedRun, best: Best) -> str:
+def _runner_up(run: ReportedRun, best: Finding) -> str:
     """The best point with proposals in words, if plain decoding won."""
     rest = _with_proposals(run, best)
     if not rest:
@@ -270,7 +245,7 @@ def _runner_up(run: ReportedRun, best: Best) -> str:
     return f"The best with proposals, {what}."
 
 
-def headline(run: ReportedRun, bests: list[Best]) -> str:
+def headline(run: ReportedRun, bests: list[Finding]) -> str:
     """The answer of the whole run, in a line."""
     found = [best for best in bests if best.point is not None]
     if not found:
@@ -298,10 +273,8 @@ def headline(run: ReportedRun, bests: list[Best]) -> str:
 def warnings(run: ReportedRun) -> list[Notice]:
     """Warnings for readers of the figures."""
     found = [Notice("report", told) for told in _own_warnings(run)]
-    recorded = (run.summary or {}).get("warnings")
-    if isinstance(recorded, list):
-        told = map(Notice.read, recorded)
-        found += [one for one in told if not one.message.startswith(_SAID_ABOVE)]
+    recorded = run.summary.warnings if run.summary is not None else []
+    found += [one for one in recorded if not one.message.startswith(_SAID_ABOVE)]
     return [*found, *(Notice("damaged", note) for note in run.notes)]
 
 
@@ -312,7 +285,7 @@ def _own_warnings(run: ReportedRun) -> list[str]:
             "This run did not come to its end: there is no summary. What is shown was computed "
             "from the points that were finished."
         )
-        if not run.is_comparison and run.samples:
+        if not run.is_comparison and run.has_samples:
             found[-1] += f" `specdec merge {run.path} -o NEW` makes points of all its samples."
     if is_given(run.setting("speculation", "acceptance")):
         found.append("Acceptance was given, not measured: the text is not the target's.")

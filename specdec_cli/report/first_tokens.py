@@ -4,8 +4,9 @@ from functools import partial
 
 from specdec_cli.core.figures import TTFT_PARTS
 from specdec_cli.experiment.folders.records import Point
-from specdec_cli.report.cells import Cell, Column, Table, Value, by_point
+from specdec_cli.report.cells import Table, by_point
 from specdec_cli.report.folder import ReportedRun
+from specdec_cli.report.point_cells import Cell, Value, number
 
 _NOTE = (
     "Means over prompts. The queue is the wait for a slot, which the time to the first token does "
@@ -15,13 +16,13 @@ _NOTE = (
 
 
 def first_tokens(run: ReportedRun) -> Table | None:
-    """The parts of the time to the first token; None for folders of earlier versions."""
+    """The parts of the time to the first token; None where no prompt has them."""
     points = [p for p in run.points if p.metrics is not None and p.metrics.ttft_parts_ms]
     if not points:
         return None
-    cells: list[Cell] = [
-        (Column("first token", 1, "ms"), lambda p: p.number("ttft_ms", "mean")),
-        *((Column(title, 1, "ms"), partial(_part, name)) for name, title in TTFT_PARTS.items()),
+    cells = [
+        Cell("first token", number("ttft_ms", "mean"), "ms", 1),
+        *(Cell(title, partial(_part, name), "ms", 1) for name, title in TTFT_PARTS.items()),
     ]
     return by_point(("first_tokens", "The first token", _NOTE), run, points, cells)
 

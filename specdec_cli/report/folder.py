@@ -11,21 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from specdec_cli.core.figures import Record
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.disk import refuse_special_files
-from specdec_cli.experiment.folders.records import (
+from specdec_cli.experiment.folders.conclusions import (
     Comparison,
-    Key,
-    Point,
-    R,
-    Sample,
-    checked,
-    json_of,
-    parsed,
+    ComparisonSummary,
+    SweepSummary,
+    refuse_other_version,
 )
-from specdec_cli.experiment.statistics.stats import FEWEST
+from specdec_cli.experiment.folders.records import Point, R, Sample, described, json_of, parsed
 
 _LABEL_LENGTH = 32
 
@@ -35,21 +32,19 @@ class ReportedRun:
     """A run as read from its folder.
 
     points: with a speed-up each, if there is a baseline. labels: a short name for each draft.
-    samples: finished prompts by point and category, as (drafts, accepted tokens, prompts).
-    comparisons: arm against arm, in runs that came to their end.
+    has_samples: whether any prompt is finished.
     """
 
     path: Path
     is_comparison: bool
     points: tuple[Point, ...]
     labels: Mapping[str | None, str]
-    summary: Mapping[str, Any] | None
+    summary: SweepSummary | ComparisonSummary | None
     recipe: Mapping[str, Any]
     recipe_text: str
     environment: Mapping[str, Any]
-    samples: Mapping[Key, Mapping[str, tuple[int, int, int]]]
+    has_samples: bool
     notes: tuple[str, ...]
-    comparisons: tuple[Comparison, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -61,15 +56,15 @@ class ReportedRun:
         """Whether the run did not come to its end: it has no summary."""
         return self.summary is None
 
+    @property
+    def comparisons(self) -> Sequence[Comparison]:
+        """Arm against arm, in sweeps that came to their end."""
+        return self.summary.comparisons if isinstance(self.summary, SweepSummary) else ()
+
     def method_of(self, draft: str | None) -> Any:
         """The method that proposed with a draft: its own in a sweep of several, or the recipe's."""
-        sections: Any = self.summary or {}
-        for key in ("sweep", "recipe", "drafts"):
-            sections = sections.get(key) if isinstance(sections, Mapping) else None
-        for section in sections if isinstance(sections, list) else ():
-            if isinstance(section, Mapping) and section.get("model") == draft:
-                return section.get("method", self.setting("speculation", "method"))
-        return self.setting("speculation", "method")
+        found = self.summary.method_of(draft) if isinstance(self.summary, SweepSummary) else None
+        return found or self.setting("speculation", "method")
 
     def setting(self, section: str, key: str) -> Any:
         """A key of the recipe, or None."""
@@ -88,56 +83,73 @@ def read_folder(path: Path) -> ReportedRun:
         raise UsageError(f"{path}: {what}", "name a run folder (what -o was given)")
     refuse_special_files(path)
     notes: list[str] = []
-    summary = _document(path / "summary.json", notes)
-    schema = str((summary or {}).get("schema", ""))
+    document = _document(path / "summary.json", notes) or {}
+    schema = str(document.get("schema", ""))
     if "generate" in schema or "profile" in schema:
         raise UsageError(
             f"{path}: holds the results of {schema.removeprefix('specdec.').partition('/')[0]}",
             "a report is about a run of sweep-k or compare-tp",
         )
-    has_points = (path / "points.jsonl").exists()
-    if summary is None and not has_points:
-        _refuse_unfinished(path)
+    settings = _document(path / "settings.json", [])
+    if not document and not (path / "points.jsonl").exists():
+        _refuse_unfinished(path, settings)
         raise UsageError(
             f"{path}: neither points.jsonl nor summary.json in it",
             "name a run folder of sweep-k or compare-tp",
         )
+    if settings is not None or not document:
+        refuse_other_version(path / "settings.json", settings or {})
+    else:
+        refuse_other_version(path / "summary.json", document)
     records = list(_lines(path / "points.jsonl", Point, notes))
-    listed = (summary or {}).get("points")
-    if isinstance(listed, list) and listed:
-        numbered = enumerate((checked(point, Point) for point in listed), start=1)
-        records = list(_good("summary.json, point", numbered, notes))
-    points = _latest(records)
-    is_comparison = "compare-tp" in schema or any(p.target_tp is not None for p in points)
+    is_comparison = "compare-tp" in schema or any(p.target_tp is not None for p in records)
+    summary: SweepSummary | ComparisonSummary | None = None
+    if document:
+        summary = _intact(document, ComparisonSummary if is_comparison else SweepSummary, notes)
+    points = _latest(summary.points if summary is not None and summary.points else records)
     text, recipe = _recipe(path / "recipe.yaml", notes)
-    if not recipe and isinstance((summary or {}).get("recipe"), dict):
-        recipe = (summary or {})["recipe"]
-    environment = _document(path / "environment.json", notes)
-    compared = (summary or {}).get("comparisons")
-    pairs = [checked(one, Comparison) for one in compared] if isinstance(compared, list) else []
-    paired = tuple(_good("summary.json, comparison", enumerate(pairs, start=1), notes))
     return ReportedRun(
         path=path,
         is_comparison=is_comparison,
         points=points,
         labels=_labels(points),
         summary=summary,
-        recipe=recipe,
+        recipe=recipe or (summary.recipe if summary is not None else {}),
         recipe_text=text,
-        environment=environment or {},
-        comparisons=paired,
-        samples=_count(path / "samples.jsonl", notes),
+        environment=_document(path / "environment.json", notes) or {},
+        has_samples=any([True for _ in _lines(path / "samples.jsonl", Sample, notes)]),
         notes=tuple(notes),
     )
 
 
-def _refuse_unfinished(path: Path) -> None:
+def _intact(
+    found: dict[str, Any], kind: type[SweepSummary | ComparisonSummary], notes: list[str]
+) -> SweepSummary | ComparisonSummary:
+    """The summary in a document, without what is damaged: each such part gets a note."""
+    while True:
+        try:
+            return kind.model_validate(found)
+        except ValidationError as problem:
+            errors = problem.errors(include_url=False)
+        for key in {str(error["loc"][0]) for error in errors}:
+            own = [error for error in errors if error["loc"][0] == key]
+            entries = {at: e for e in own for at in e["loc"][1:2] if isinstance(at, int)}
+            for place, error in sorted(entries.items(), reverse=True):
+                told = described(error | {"loc": error["loc"][2:]})
+                notes.append(
+                    f"summary.json, {key[:-1]} {place + 1} is no record ({told}): left out"
+                )
+                del found[key][place]
+            if not entries:
+                notes.append(f"summary.json, {key} is damaged: left out")
+                del found[key]
+
+
+def _refuse_unfinished(path: Path, settings: Mapping[str, Any] | None) -> None:
     """Raise `UsageError` if a run was begun but has no finished point."""
-    begun = _document(path / "settings.json", [])
-    if begun is None:
+    if settings is None:
         return
-    settings = begun.get("settings")
-    is_sweep = isinstance(settings, Mapping) and "ks" in settings
+    is_sweep = "ks" in (settings.get("settings") or ())
     has_samples = next(_lines(path / "samples.jsonl", Record, []), None) is not None
     hint = "go on with the command that began it, and --resume"
     if is_sweep and has_samples:
@@ -158,29 +170,12 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
 
 def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
     """The point with its speed-up, from decoding speeds if the run ended before computing it."""
-    if point.metrics is None or point.impossible_speedup is not None:
+    if point.metrics is None or point.speedup is not None or point.impossible_speedup is not None:
         return point
-    if point.speedup is not None:
-        return _without_vague_intervals(point)
     base = baseline_of(points, point)
     plain = base.number("decode_tokens_per_second") if base is not None else None
     found = point.metrics.decode_tokens_per_second / plain if plain else None
     return point.model_copy(update={"speedup": 1.0 if point.is_baseline else found})
-
-
-def _without_vague_intervals(point: Point) -> Point:
-    """The point without intervals over too few prompts, which earlier versions recorded."""
-    assert point.metrics is not None
-    if point.is_baseline:
-        return point
-    kept = {
-        name: row.model_copy(update={"speedup_ci": None}) if row.num_prompts < FEWEST else row
-        for name, row in point.per_category.items()
-    }
-    update: dict[str, Any] = {"per_category": kept} if kept else {}
-    if point.metrics.num_prompts < FEWEST:
-        update |= {"speedup_ci": None, "mean_acceptance_length_ci": None}
-    return point.model_copy(update=update)
 
 
 def baseline_of(points: Sequence[Point], point: Point) -> Point | None:
@@ -265,14 +260,3 @@ def _recipe(path: Path, notes: list[str]) -> tuple[str, Mapping[str, Any]]:
         notes.append(f"{path.name} is damaged")
         return text, {}
     return text, found
-
-
-def _count(path: Path, notes: list[str]) -> dict[Key, dict[str, tuple[int, int, int]]]:
-    """Drafts, accepted tokens and prompts of samples.jsonl, by point, then by category."""
-    found: dict[Key, dict[str, tuple[int, int, int]]] = {}
-    for sample in _lines(path, Sample, notes):
-        point = found.setdefault(Key.of(sample), {})
-        category, accepted = sample.category or "(none)", sample.accepted_per_round
-        drafts, tokens, prompts = point.get(category, (0, 0, 0))
-        point[category] = (drafts + len(accepted), tokens + sum(accepted), prompts + 1)
-    return found

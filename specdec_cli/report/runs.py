@@ -13,10 +13,11 @@ from typing import Any
 from specdec_cli.experiment.folders.records import Point, Sample
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
-from specdec_cli.report.cells import Column, Table, Value
+from specdec_cli.report.cells import Column, Table
 from specdec_cli.report.findings import setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 from specdec_cli.report.page import rows_of
+from specdec_cli.report.point_cells import Value, span
 
 Prompt = tuple[tuple[int, ...], int]  # its ids, and which of the prompts with these ids
 _SEED = 0
@@ -281,10 +282,6 @@ def _differing(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 
-def _span(ends: Sequence[float] | None) -> str | None:
-    return None if ends is None else f"{ends[0]:.2f} – {ends[1]:.2f}"
-
-
 def _side_by_side(whole: SideBySide) -> Table:
     rows: list[tuple[Value, ...]] = []
     for one in whole.shown:
@@ -293,12 +290,12 @@ def _side_by_side(whole: SideBySide) -> Table:
         if ratio is not None:
             same = "same" if not ratio.parted else f"{ratio.parted} of {ratio.num_prompts} differ"
             tied = " (tied)" if ratio.verdict == "tied" else ""
-            span = _span(ratio.ends)
-            against = (ratio.value, f"{span}{tied}" if span else ratio.verdict, same)
+            ends = span(ratio.ends)
+            against = (ratio.value, f"{ends}{tied}" if ends else ratio.verdict, same)
         rows.append(
             (
                 *(one.run, one.setting, point.batch_size, len(one.timed)),
-                *(_speed(point), point.speedup, _span(point.speedup_ci)),
+                *(_speed(point), point.speedup, span(point.speedup_ci)),
                 *(point.number("mean_acceptance_length"), *against),
             )
         )
@@ -323,7 +320,7 @@ def _pairs(whole: SideBySide) -> Table | None:
     rows = [
         (
             *(one.run, one.setting, other.run, other.setting, one.point.batch_size),
-            *(ratio.num_prompts, ratio.value, _span(ratio.ends), ratio.verdict),
+            *(ratio.num_prompts, ratio.value, span(ratio.ends), ratio.verdict),
         )
         for one, other, ratio in whole.pairs
         if ratio is not None

@@ -1,78 +1,59 @@
 """The tables of a report, for HTML, markdown and CSV alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.folders.records import (
+from specdec_cli.core.figures import stages_in
+from specdec_cli.experiment.folders.conclusions import (
     Arm,
-    BreakEven,
+    Best,
     CategoryComparison,
-    CategoryMetrics,
     Comparison,
-    Key,
+    ComparisonSummary,
+    Decision,
+    Fastest,
+)
+from specdec_cli.experiment.folders.records import (
+    BreakEven,
     Point,
-    blocks_in_words,
 )
-from specdec_cli.experiment.statistics.stats import FEWEST, proposing_rate
-from specdec_cli.report.cells import (
-    Cell,
-    Column,
-    Table,
-    Value,
-    by_point,
-    figure,
-    is_ok,
-    percent,
-    span,
-    span_of,
-)
-from specdec_cli.report.findings import Best, residual, residuals_in_words
+from specdec_cli.experiment.statistics.stats import FEWEST
+from specdec_cli.report import point_cells as cell
+from specdec_cli.report.cells import Column, Table, by_point, is_ok
+from specdec_cli.report.findings import Finding, residual, residuals_in_words, times
 from specdec_cli.report.folder import ReportedRun
+from specdec_cli.report.point_cells import Cell, Value, percent, span, speedup
 
-PERCENTILES = ("p50", "p90", "p99")
 
-
-def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
+def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
     """Speed and acceptance of every point, including failed ones."""
-    cells: list[Cell] = [
-        (Column("speed-up", 2, "×"), _speedup),
-        (Column("95 % interval"), lambda p: span_of(p, p.speedup_ci)),
-        figure("decoding", 1, "tokens/s", "decode_tokens_per_second"),
-        figure("tokens a round", 2, "", "mean_acceptance_length"),
-        (Column("95 % interval"), lambda p: span_of(p, p.mean_acceptance_length_ci)),
-        (Column("accepted", 1, "%"), lambda p: percent(p.number("draft_acceptance_rate"))),
-    ]
-    if any(_proposing(point) is not None for point in run.points):
-        cells.insert(-1, (Column("proposing", 0, "% of rounds"), _proposing))
-        cells.insert(-1, figure("tokens a round, all rounds", 2, "", "tokens_per_round"))
+    cells = [cell.SPEEDUP, cell.SPEED, cell.LENGTH, cell.ACCEPTED]
+    if any(cell.PROPOSING.of(point) is not None for point in run.points):
+        cells[-1:-1] = [cell.PROPOSING, cell.OVERALL]
     if run.is_comparison:
-        cells.append(figure("against equal TP", 2, "×", "speedup_vs_equal_tp"))
-        cells.append((Column("blocks"), lambda p: blocks_in_words(p.blocks_per_rank) or None))
-    cells.append((Column("status"), lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
+        cells += [cell.EQUAL, cell.BLOCKS]
+    cells.append(Cell("status", lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
     shown = [p for p in run.points if not (run.is_comparison and p.status == "skipped")]
-    table = by_point(("results", "Every point", note), run, shown, cells)
     best = {id(b.point) for b in bests if b.point is not None}
-    return replace(table, strong=frozenset(i for i, p in enumerate(shown) if id(p) in best))
-
-
-def _speedup(found: Point | CategoryMetrics) -> Value:
-    return "impossible" if found.impossible_speedup is not None else found.speedup
+    strong = frozenset(i for i, p in enumerate(shown) if id(p) in best)
+    return by_point(("results", "Every point", note), run, shown, cells, strong)
 
 
 def break_even(run: ReportedRun) -> Table | None:
-    """The acceptance at which each point is as fast as plain decoding; None for old folders."""
+    """The acceptance at which each point is as fast as plain decoding; None without one."""
     points = [p for p in run.points if p.break_even is not None]
     if not points:
         return None
-    cells: list[Cell] = [
-        (Column("tokens a round, all rounds", 2), tokens_over_all_rounds),
-        (Column("breaks even at", 2), lambda p: _even(p).tokens_per_round),
-        (Column("95 % interval"), lambda p: span_of(p, _even(p).tokens_per_round_ci)),
-        (Column("accepted", 0, "%"), lambda p: percent(p.number("draft_acceptance_rate"))),
-        (Column("needs accepted", 0, "%"), lambda p: _needed(_even(p).draft_acceptance_rate)),
-        (Column("needs a chance of", 0, "% each"), lambda p: _needed(_even(p).alpha)),
+    cells = [
+        Cell("tokens a round, all rounds", tokens_over_all_rounds, "", 2),
+        Cell(
+            *("breaks even at", lambda p: _even(p).tokens_per_round, "", 2),
+            interval=lambda p: _even(p).tokens_per_round_ci,
+        ),
+        replace(cell.ACCEPTED, digits=0),
+        Cell("needs accepted", lambda p: _needed(_even(p).draft_acceptance_rate), "%", 0),
+        Cell("needs a chance of", lambda p: _needed(_even(p).alpha), "% each", 0),
     ]
     note = (
         "Breaks even at: tokens a round, over all rounds, at which the costs measured here give "
@@ -113,25 +94,18 @@ def pairs_not_run(run: ReportedRun) -> list[str]:
 
 def degrees(run: ReportedRun) -> Table | None:
     """The best draft TP for each target TP, as the run recorded it, and what decided."""
-    recorded = (run.summary or {}).get("best_by_target_tp")
-    rows: list[tuple[Value, ...]] = []
-    for target, row in recorded.items() if isinstance(recorded, Mapping) else ():
-        for size, best in row.items() if isinstance(row, Mapping) else ():
-            if not isinstance(best, Mapping) or not isinstance(best.get("draft_tp"), int):
-                continue
-            speed, tied = best.get("decode_tokens_per_second"), best.get("tied")
-            ties = [
-                str(one.get("draft_tp"))
-                for one in (tied if isinstance(tied, list) else ())
-                if isinstance(one, Mapping)
-            ]
-            rows.append(
-                (
-                    *(str(target), str(size), best["draft_tp"], ", ".join(ties) or None),
-                    _decision_in_words(best.get("decided_by")),
-                    speed if isinstance(speed, float) else None,
-                )
-            )
+    if not isinstance(run.summary, ComparisonSummary):
+        return None
+    rows = tuple(
+        (
+            *(target, size, best.draft_tp, ", ".join(str(d.draft_tp) for d in best.tied) or None),
+            _decision_in_words(best.decided_by),
+            best.decode_tokens_per_second,
+        )
+        for target, row in run.summary.best_by_target_tp.items()
+        for size, best in row.items()
+        if best.draft_tp is not None
+    )
     if not rows:
         return None
     columns = (
@@ -139,32 +113,25 @@ def degrees(run: ReportedRun) -> Table | None:
         *(Column("decided by"), Column("decoding", 1, "tokens/s")),
     )
     note = "Decided by: the stage in which a round saves most against the next best draft TP."
-    return Table("degrees", "The best draft TP", columns, tuple(rows), note)
+    return Table("degrees", "The best draft TP", columns, rows, note)
 
 
-def _decision_in_words(decided: object) -> str | None:
-    if not isinstance(decided, Mapping) or not isinstance(decided.get("saved_ms"), float):
+def _decision_in_words(decided: Decision | None) -> str | None:
+    if decided is None:
         return None
-    stage, rival = decided.get("stage"), decided.get("draft_tp")
-    return f"{stage}: {decided['saved_ms']:.2f} ms less than with draft TP {rival}"
-
-
-def _proposing(point: Point) -> float | None:
-    if (m := point.metrics) is None:
-        return None
-    return percent(proposing_rate(m.num_drafts, m.num_rounds_without_proposal))
+    less = f"{decided.saved_ms:.2f} ms less than with draft TP {decided.draft_tp}"
+    return f"{decided.stage}: {less}"
 
 
 def times_of_a_round(run: ReportedRun) -> Table:
     """The time of a round by stage."""
-    shown = [s for s in STAGES if any((p.number(f"{s}_ms") or 0.0) > 0 for p in run.points)]
-    cells = [figure(part, 3, "ms", f"{part}_ms") for part in (*shown, "round")]
-    cells.append((Column("95 % interval", 0), lambda p: span_of(p, p.round_ms_ci)))
-    cells.append(figure("prefill", 2, "ms", "prefill_ms"))
+    cells = [cell.TIMES[stage] for stage in stages_in(p.metrics for p in run.points)]
+    cells += [replace(cell.TIMES["round"], interval=lambda p: p.round_ms_ci), cell.PREFILL]
     if counts_experts(run):
-        cells.append(figure("experts", 1, "a layer", "distinct_experts"))
+        cells.append(cell.EXPERTS)
     note = "Means per engine round; prefill is per prompt. What the stages leave is the host's."
-    return by_point(("rounds", "Time of a round", note), run, filter(is_ok, run.points), cells)
+    points = [p for p in run.points if p.is_ok]
+    return by_point(("rounds", "Time of a round", note), run, points, cells)
 
 
 def counts_experts(run: ReportedRun) -> bool:
@@ -173,10 +140,8 @@ def counts_experts(run: ReportedRun) -> bool:
 
 def latencies(run: ReportedRun) -> Table:
     """Time to the first token and per token after it, over prompts."""
-    cells = [figure(f"first token {p}", 1, "ms", "ttft_ms", p) for p in PERCENTILES]
-    cells += [figure(f"per token {p}", 2, "ms", "tpot_ms", p) for p in PERCENTILES]
     note = "Percentiles over prompts: to the first token (TTFT), and per token after it (TPOT)."
-    return by_point(("latencies", "Latency", note), run, filter(is_ok, run.points), cells)
+    return by_point(("latencies", "Latency", note), run, filter(is_ok, run.points), cell.LATENCIES)
 
 
 def predictions(run: ReportedRun) -> Table | None:
@@ -184,15 +149,12 @@ def predictions(run: ReportedRun) -> Table | None:
     points = [p for p in run.points if not p.is_baseline and p.predicted_speedup is not None]
     if not points:
         return None
-    cells: list[Cell] = [
-        figure("predicted", 3, "×", "predicted_speedup"),
-        (
-            Column("95 % interval"),
-            lambda p: span(p.prediction.speedup_ci) if p.prediction else None,
+    cells = [
+        replace(
+            cell.PREDICTED, interval=lambda p: p.prediction.speedup_ci if p.prediction else None
         ),
-        figure("measured", 3, "×", "speedup"),
-        (Column("95 % interval"), lambda p: span(p.speedup_ci)),
-        (Column("residual", 1, "%"), lambda p: percent(residual(p))),
+        Cell("measured", lambda p: p.speedup, "×", 3, interval=lambda p: p.speedup_ci),
+        Cell("residual", lambda p: percent(residual(p)), "%", 1),
     ]
     note = (
         f"Predicted from the run at the largest k{_method(points)}; the residual is predicted over "
@@ -217,8 +179,8 @@ def _method(points: Sequence[Point]) -> str:
     )
 
 
-def categories(run: ReportedRun, point: Point, best: Best | None = None) -> Table | None:
-    """One point by category of prompt, from its record, else from its samples.
+def categories(run: ReportedRun, point: Point, best: Finding | None = None) -> Table | None:
+    """One point by category of prompt.
 
     best: at the point's batch size, with the run's own recommendation for each category.
     """
@@ -234,20 +196,13 @@ def categories(run: ReportedRun, point: Point, best: Best | None = None) -> Tabl
             (
                 *(name, row.num_prompts, row.mean_acceptance_length, lengths),
                 percent(row.draft_acceptance_rate),
-                *(row.decode_tokens_per_second, _speedup(row), gains),
-                *(_named(run, own.get(name), fastest) for fastest in (True, False)),
+                *(row.decode_tokens_per_second, speedup(row), gains),
+                *_recommended(run, own.get(name)),
             )
         )
-    note = ""
-    if not found:
-        counts = run.samples.get(Key.of(point), {})
-        found = [
-            (name, prompts, 1 + tokens / drafts if drafts else None, *[None] * 7)
-            for name, (drafts, tokens, prompts) in counts.items()
-        ]
-        note = "Counted from samples.jsonl."
     if not found:
         return None
+    note = ""
     if own:
         note = (
             "Fastest here, recommended here: over the prompts of a category alone. The smallest k "
@@ -276,18 +231,21 @@ def categories(run: ReportedRun, point: Point, best: Best | None = None) -> Tabl
     )
 
 
-def _named(run: ReportedRun, best: object, fastest: bool) -> str | None:
-    """The point that a category's record names, in words."""
-    entry = best.get("fastest") if fastest and isinstance(best, Mapping) else best
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("k"), int):
+def _recommended(run: ReportedRun, best: Best | None) -> tuple[str | None, str | None]:
+    """The fastest point and the recommended one of a category's record, in words."""
+    if best is None:
+        return None, None
+    return _named(run, best.fastest), _named(run, best)
+
+
+def _named(run: ReportedRun, one: Best | Fastest | None) -> str | None:
+    if one is None or one.k is None:
         return None
-    if entry["k"] == 0:
+    if one.k == 0:
         return "no speculation"
     several = len({p.draft for p in run.points if p.draft is not None}) > 1
-    draft = entry.get("draft")
-    named = f" with {run.labels.get(draft, draft)}" if several and draft is not None else ""
-    speed = entry.get("speedup")
-    return f"k = {entry['k']}{named}{f', {speed:.2f}×' if isinstance(speed, float) else ''}"
+    named = f" with {run.labels.get(one.draft, one.draft)}" if several and one.draft else ""
+    return f"k = {one.k}{named}{f', {times(one.speedup)}' if one.speedup is not None else ''}"
 
 
 def comparisons(run: ReportedRun) -> Table | None:
@@ -323,9 +281,3 @@ def _tie_in_words(tied: bool | None) -> str:
     if tied is None:
         return "too few prompts for an interval"
     return "tied" if tied else "differ"
-
-
-def position_interval(point: Point, name: str, position: int) -> Sequence[float] | None:
-    """The interval of a rate at a position from 1 on; None in folders of earlier versions."""
-    found: Sequence[Sequence[float] | None] = getattr(point, f"{name}_ci")
-    return found[position - 1] if position <= len(found) else None

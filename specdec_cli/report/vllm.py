@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.recipe.choices.registry import METHODS, is_given, without_draft
-from specdec_cli.report.findings import Best, answer
+from specdec_cli.report.findings import Finding, answer
 from specdec_cli.report.folder import ReportedRun
 
 
@@ -31,7 +31,7 @@ class Deployment:
     recommendation: list[str] = field(default_factory=list)
 
 
-def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
+def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     """The config for the best point, by batch size if k changes with it; None without a point."""
     found = _deployment(run, bests)
     if found is None:
@@ -39,7 +39,7 @@ def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
     return replace(found, recommendation=[answer(run, b) for b in bests if b.point is not None])
 
 
-def _deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
+def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     found = [b for b in bests if b.point is not None]
     if not found:
         return None
@@ -67,7 +67,7 @@ def _deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
         )
     if largest.is_predicted:
         notes.append("This k was predicted and not measured: sweep it before relying on it.")
-    if not all(best.is_recorded for best in found):
+    if not all(best.recorded is not None for best in found):
         notes.append("The run did not come to its end: this is the fastest of what was measured.")
     if len({p.draft for p in speculating}) > 1:
         notes.append(
@@ -84,7 +84,7 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
     if choice is None or choice.to_vllm is None:
         return None, [f"vLLM has no method {own}: this k cannot be put into its config."]
     model = None
-    if choice.needs_draft:
+    if choice.weights_from == "draft":
         model = point.draft or run.setting("draft", "model")
     found = choice.to_vllm(run.setting, model)
     config, notes = {**found.config, "num_speculative_tokens": point.k}, []
@@ -111,7 +111,7 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
     return config, notes
 
 
-def _schedule(bests: Sequence[Best], draft: str | None) -> list[list[int]]:
+def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
     """The schedule as [first batch size, last, k] in order; empty if k is constant."""
     ks = [
         (best.batch_size, best.point.k)

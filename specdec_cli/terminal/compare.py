@@ -5,6 +5,7 @@ Computes only running means; `comparison_records` and `verdict` compute the resu
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic
 
@@ -12,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.core.figures import STAGES
+from specdec_cli.core.figures import stages_in
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import summary_lines
@@ -21,27 +22,27 @@ from specdec_cli.experiment.folders.records import (
     Point,
     R,
     Sample,
-    blocks_in_words,
     parsed,
 )
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.statistics.promise import tokens_line
+from specdec_cli.report import point_cells as cell
+from specdec_cli.report.point_cells import Cell
 from specdec_cli.terminal import render
 
 _SETTING = ("target TP", "draft TP", "batch")
-_SPEED = ("tokens/s", "x k = 0", "x equal TP", "tokens a round")
-_TIMES = tuple(f"{stage} ms" for stage in (*STAGES, "round"))
+_SPEEDS = (cell.SPEED, cell.SPEEDUP, cell.EQUAL, replace(cell.LENGTH, interval=None))
 
 
-class PlainLines(Watcher):
+class ComparisonLines(Watcher):
     """Prints failed points on stderr; rank 0 prints the others itself."""
 
     def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
         render.say(f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}")
 
 
-class LiveTable(Watcher):
+class ComparisonTable(Watcher):
     """A live table and a progress bar on a terminal, from the records in the run folder."""
 
     def __init__(self, folder: Path, records: ComparisonRecords, total: int) -> None:
@@ -120,7 +121,7 @@ def watcher(folder: Path, records: ComparisonRecords, total: int, *, quiet: bool
     """The progress display for this stderr."""
     if quiet:
         return Watcher()
-    return LiveTable(folder, records, total) if sys.stderr.isatty() else PlainLines()
+    return ComparisonTable(folder, records, total) if sys.stderr.isatty() else ComparisonLines()
 
 
 def point_line(point: Point) -> str:
@@ -133,7 +134,7 @@ def point_line(point: Point) -> str:
     line = f"{name}: {metrics.decode_tokens_per_second:.1f} tokens/s"
     if point.k and point.speedup is not None:
         line += f", {point.speedup:.2f}x k = 0"
-    stages = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in STAGES)
+    stages = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in stages_in([metrics]))
     return f"{line}, round {metrics.round_ms:.2f} ms ({stages})"
 
 
@@ -160,25 +161,31 @@ def results_tables(points: Sequence[Point], width: int) -> list[Table]:
     The times of rounds get a table of their own if one table would be wider than `width`.
     """
     shown = [point for point in points if point.status != "skipped"]
-    whole = _table(shown, (*_SETTING, *_SPEED, *_TIMES, "blocks"))
+    timed = [point for point in shown if point.metrics is not None]
+    times = [cell.TIMES[part] for part in (*stages_in(p.metrics for p in timed), "round")]
+    whole = _table(shown, (*_SPEEDS, *times, cell.BLOCKS))
     if render.table_width(whole).maximum <= width:
         return [whole]
-    timed = [point for point in shown if point.metrics is not None]
-    speeds = _table(shown, (*_SETTING, *_SPEED, "blocks"), is_narrow=True)
-    return [speeds, *([_table(timed, (*_SETTING, *_TIMES), is_narrow=True)] if timed else [])]
+    speeds = _table(shown, (*_SPEEDS, cell.BLOCKS), is_narrow=True)
+    return [speeds, *([_table(timed, times, is_narrow=True)] if timed else [])]
 
 
-def _table(points: Sequence[Point], headings: Sequence[str], *, is_narrow: bool = False) -> Table:
+def _table(points: Sequence[Point], cells: Sequence[Cell], *, is_narrow: bool = False) -> Table:
+    columns = cell.columns_of((cell.TARGET_TP, cell.DRAFT_TP, cell.BATCH, *cells), points)
+    for place, point in enumerate(points):
+        if not point.k:
+            columns["draft TP"][place] = "none"
+        if point.metrics is None and "tokens/s" in columns:
+            columns["tokens/s"][place] = point.status
+        if is_narrow and "blocks" in columns and len(set(point.blocks_per_rank or ())) > 1:
+            columns["blocks"][place] = columns["blocks"][place].replace(" ", "\n")
     said = [
         "\n".join(heading.split(" ", 1)) if is_narrow and "=" not in heading else heading
-        for heading in headings
+        for heading in columns
     ]
     table = render.plain_table(*said, no_wrap=True)
-    for point in points:
-        cells = _cells(point)
-        if is_narrow and len(set(point.blocks_per_rank or ())) > 1:
-            cells["blocks"] = cells["blocks"].replace(" ", "\n")
-        table.add_row(*(Text(cells.get(heading, "")) for heading in headings))
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -192,26 +199,3 @@ def _without_results(points: Sequence[Point]) -> list[str]:
 def _pair_of(point: Point) -> str:
     of = f", draft TP {point.draft_tp}" if point.draft_tp is not None else " alone"
     return f"target TP {point.target_tp}{of}"
-
-
-def _cells(point: Point) -> dict[str, str]:
-    """A point's cells by heading."""
-    found = {
-        "target TP": str(point.target_tp),
-        "draft TP": str(point.draft_tp) if point.k else "none",
-        "batch": str(point.batch_size),
-    }
-    m = point.metrics
-    if m is None:
-        return found | {"tokens/s": str(point.status)}
-    equal = point.speedup_vs_equal_tp
-    return found | {
-        "tokens/s": f"{m.decode_tokens_per_second:.1f}",
-        "x k = 0": "impossible"
-        if point.impossible_speedup is not None
-        else render.with_interval(point.speedup, point.speedup_ci),
-        "x equal TP": f"{equal:.2f}" if equal is not None else "",
-        "tokens a round": f"{m.mean_acceptance_length:.2f}",
-        **{f"{stage} ms": f"{m.stage_ms(stage):.2f}" for stage in (*STAGES, "round")},
-        "blocks": blocks_in_words(point.blocks_per_rank),
-    }

@@ -26,10 +26,11 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.core.figures import STAGES, TTFT_PARTS, Metrics
+from specdec_cli.core.figures import TTFT_PARTS, Metrics, stages_in
 from specdec_cli.experiment.folders.records import Sample
 from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.statistics.stats import among_rounds
+from specdec_cli.report.point_cells import span_after
 from specdec_cli.text import inert
 
 _WORD = 20  # columns
@@ -163,16 +164,9 @@ class Sums:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def interval(bounds: Sequence[float] | None) -> str:
-    """An interval to follow a value: ` (1.20–1.31)`; empty without one or without width."""
-    if bounds is None or bounds[0] == bounds[1]:
-        return ""
-    return f" ({bounds[0]:.2f}–{bounds[1]:.2f})"
-
-
 def with_interval(value: float | None, bounds: Sequence[float] | None) -> str:
     """`1.25 (1.20–1.31)`; empty for no value."""
-    return "" if value is None else f"{value:.2f}{interval(bounds)}"
+    return "" if value is None else f"{value:.2f}{span_after(bounds)}"
 
 
 class TintedText:
@@ -227,12 +221,11 @@ def summary_table(
     *,
     tinted: bool,
     remarks: Sequence[str] = (),
-    is_split: bool = False,
 ) -> Table:
     """A small table of acceptance and times, with k = 0 if it was measured.
 
     tinted: whether accepted tokens were tinted in the text above. remarks: notes on the text and
-    the figures. is_split: whether the target has several ranks, so that there are broadcasts.
+    the figures.
     """
     table = plain_table(show_header=False)
     table.add_column(style="bold")
@@ -261,8 +254,7 @@ def summary_table(
         )
         by_place = " ".join(f"{100 * r:.0f}" for r in metrics.acceptance_rate_per_pos)
         table.add_row("by position", "", f"{by_place} % accepted")
-    stages = [stage for stage in STAGES if is_split or stage != "broadcast"]
-    times = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in stages)
+    times = ", ".join(f"{s} {metrics.stage_ms(s):.2f}" for s in stages_in([metrics]))
     table.add_row("round", f"{metrics.round_ms:.2f}", f"ms: {times}")
     if metrics.ttft_ms.p50 is not None:
         parts = first_token_parts(metrics)

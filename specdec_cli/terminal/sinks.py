@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from specdec_cli.engine.detokenize import TextStream
-from specdec_cli.engine.run import Emission
+from specdec_cli.core.detokenize import TextStream
+from specdec_cli.core.types import Emission
 from specdec_cli.experiment.folders.generate_folder import SAMPLES, key_of
 from specdec_cli.experiment.folders.results import Output
 from specdec_cli.experiment.folders.run_folder import RunFolder

@@ -7,59 +7,42 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.folders.records import (
+from specdec_cli.core.figures import stages_in
+from specdec_cli.experiment.folders.conclusions import (
     Arm,
+    Best,
     CategoryComparison,
-    CategoryMetrics,
     Comparison,
-    Key,
-    Point,
-    Sample,
+    Fastest,
 )
+from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Point, Sample
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.statistics.promise import check_line, tokens_line
 from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
-from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds, proposing_rate
+from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
+from specdec_cli.report import point_cells as cell
 from specdec_cli.terminal import render
 from specdec_cli.text import inert, one_line
 
-_TIMES = {stage: f"{stage} ms" for stage in (*STAGES, "round")}
-_PROPOSING, _OVERALL, _EVEN = "proposing", "all rounds", "break-even"
-_HEADINGS = (
-    "k",
-    "tokens a round",
-    _PROPOSING,
-    _OVERALL,
-    "accepted",
-    "tokens/s",
-    "x k = 0",
-    "predicted",
-    _EVEN,
-    *_TIMES.values(),
-)
+_EVEN = "break-even"
 # Columns that a narrow terminal leaves out, in this order.
 _SPARE = (
-    *(_TIMES[part] for part in ("sample", "broadcast", "verify", "draft", "round")),
-    _EVEN,
-    "predicted",
-    "accepted",
-    _OVERALL,
-    _PROPOSING,
-    "tokens a round",
+    *(cell.TIMES[p].heading for p in ("sample", "broadcast", "commit", "verify", "draft", "round")),
+    *(_EVEN, "predicted", "accepted", "all rounds", "proposing", "tokens a round"),
 )
 _NO_DRAFT = "–"
 _LINE_EVERY = 0.1  # share of the samples between lines without a terminal
 
 
-class PlainLines(Watcher):
+class SweepLines(Watcher):
     """Prints each point on stderr, and the time left after every tenth of the samples."""
 
     def __init__(self, total: int) -> None:
@@ -86,7 +69,7 @@ class PlainLines(Watcher):
             render.say(point_line(point))
 
 
-class LiveTable(Watcher):
+class SweepTable(Watcher):
     """A live table and a progress bar with the time left, on a terminal.
 
     Each finished point leaves a line above them.
@@ -157,7 +140,7 @@ def watcher(total: int, *, quiet: bool) -> Watcher:
     """The progress display for this stderr."""
     if quiet:
         return Watcher()
-    return LiveTable(total) if sys.stderr.isatty() else PlainLines(total)
+    return SweepTable(total) if sys.stderr.isatty() else SweepLines(total)
 
 
 def point_line(point: Point) -> str:
@@ -172,7 +155,7 @@ def point_line(point: Point) -> str:
     if point.impossible_speedup is not None:
         line += ", an impossible speed-up"
     elif point.speedup is not None:
-        line += f", {point.speedup:.2f}x{render.interval(point.speedup_ci)}"
+        line += f", {point.speedup:.2f}x{cell.span_after(point.speedup_ci)}"
     among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
     return f"{line}, {metrics.mean_acceptance_length:.2f} tokens a round{among}"
 
@@ -180,8 +163,7 @@ def point_line(point: Point) -> str:
 def print_results(document: Mapping[str, Any]) -> None:
     """Print the table of points and the recommendation on stdout."""
     out = render.console_of_results()
-    is_split = document["recipe"]["target"]["tensor_parallel_size"] > 1
-    table, left_out = results_table(document["points"], out.width, is_split=is_split)
+    table, left_out = results_table(document["points"], out.width)
     out.print(table, soft_wrap=False)
     if left_out:
         render.say(f"left out on this narrow terminal: {', '.join(left_out)}", out)
@@ -198,8 +180,8 @@ def print_results(document: Mapping[str, Any]) -> None:
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
         tied = _tied(best, with_draft=with_draft)
-        which = "recommended: " if best["k"] else ""
-        render.say(f"{where}{which}{best['reason']}{tied}", out)
+        which = "recommended: " if best.k else ""
+        render.say(f"{where}{which}{best.reason}{tied}", out)
         line = _first_token_line(document["points"], int(batch_size), best, with_draft=with_draft)
         if line is not None:
             render.say(f"{where}{line}", out)
@@ -210,14 +192,14 @@ def print_results(document: Mapping[str, Any]) -> None:
 
 
 def _first_token_line(
-    points: Sequence[Point], batch_size: int, best: Mapping[str, Any], *, with_draft: bool
+    points: Sequence[Point], batch_size: int, best: Best, *, with_draft: bool
 ) -> str | None:
     """The time to the first token by its parts, at k = 0 and at the recommended or else the fastest
-    point; None for folders of earlier versions."""
-    arm = best if best["k"] else best.get("fastest") or best
+    point; None where not all prompts have one."""
+    arm = best if best.k else best.fastest or best
     shown = []
     for p in points:
-        is_named = p.is_baseline or (p.k, p.draft) == (arm["k"], arm["draft"])
+        is_named = p.is_baseline or (p.k, p.draft) == (arm.k, arm.draft)
         if p.batch_size != batch_size or not is_named or (m := p.metrics) is None:
             continue
         if (parts := render.first_token_parts(m)) and m.ttft_ms.mean is not None:
@@ -226,68 +208,49 @@ def _first_token_line(
     return f"first token, means: {'; '.join(shown)}" if shown else None
 
 
-def results_table(
-    points: Sequence[Point], width: int, *, is_split: bool = False
-) -> tuple[Table, list[str]]:
+def results_table(points: Sequence[Point], width: int) -> tuple[Table, list[str]]:
     """The table of points, and the columns that were left out.
 
-    Draft and batch size are columns only if there are several. is_split: whether the target has
-    several ranks, so that there are broadcasts.
+    Draft and batch size are columns only if there are several, see `stages_in` for stages.
     """
     columns: dict[str, list[str]] = {}
     if has_several_drafts(points):
         columns["draft"] = [one_line(p.draft or _NO_DRAFT) for p in points]
     if len({p.batch_size for p in points}) > 1:
-        columns["batch"] = [str(p.batch_size) for p in points]
-    cells = [_cells(point) for point in points]
-    columns |= {heading: [row.get(heading, "") for row in cells] for heading in _HEADINGS}
-    if not is_split:
-        del columns[_TIMES["broadcast"]]
-    if not any(columns[_PROPOSING]):
-        del columns[_PROPOSING], columns[_OVERALL]
+        columns |= cell.columns_of([cell.BATCH], points)
+    speeds = [cell.K, cell.LENGTH, cell.PROPOSING, cell.OVERALL, cell.ACCEPTED, cell.SPEED]
+    columns |= cell.columns_of([*speeds, cell.SPEEDUP, _PREDICTED], points)
+    columns[_EVEN] = [_break_even(point) for point in points]
+    stages = stages_in(p.metrics for p in points)
+    columns |= cell.columns_of([cell.TIMES[part] for part in (*stages, "round")], points)
+    for place, point in enumerate(points):
+        if point.metrics is None:
+            why = point.status if point.status == "skipped" else f"{point.status}: "
+            reason = "" if point.status == "skipped" else inert(point.reason or "")[:60]
+            columns["tokens/s"][place] = f"{why}{reason}"
+            if (prediction := point.prediction) is not None:
+                length = f"~{prediction.mean_acceptance_length:.2f}"
+                columns["tokens a round"][place] = length
+    if not any(columns["proposing"]):
+        del columns["proposing"], columns["all rounds"]
     if not any(columns[_EVEN]):  # of k = 0 alone
         del columns[_EVEN]
     return render.table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
 
 
-def _cells(point: Point) -> dict[str, str]:
-    """A point's cells by heading."""
-    predicted = f"{point.predicted_speedup:.2f}" if point.predicted_speedup else ""
-    found = {"k": str(point.k), "predicted": predicted, _EVEN: _break_even(point)}
-    m = point.metrics
-    if m is None:
-        prediction = point.prediction
-        ends = prediction.speedup_ci if prediction is not None else None
-        if predicted:
-            found["predicted"] = render.with_interval(point.predicted_speedup, ends)
-        why = point.status if point.status == "skipped" else f"{point.status}: "
-        reason = "" if point.status == "skipped" else inert(point.reason or "")[:60]
-        return found | {
-            "tokens a round": f"~{prediction.mean_acceptance_length:.2f}" if prediction else "",
-            "tokens/s": f"{why}{reason}",
-        }
-    rate = m.draft_acceptance_rate
-    proposing = proposing_rate(m.num_drafts, m.num_rounds_without_proposal)
-    return found | {
-        "tokens a round": render.with_interval(
-            m.mean_acceptance_length, point.mean_acceptance_length_ci
-        ),
-        _PROPOSING: f"{100 * proposing:.0f}%" if proposing else "",
-        _OVERALL: f"{m.tokens_per_round:.2f}" if m.tokens_per_round is not None else "",
-        "accepted": f"{100 * rate:.0f}%" if rate is not None else "",
-        "tokens/s": f"{m.decode_tokens_per_second:.1f}",
-        "x k = 0": _speedup(point),
-        **{heading: f"{m.stage_ms(part):.2f}" for part, heading in _TIMES.items()},
-    }
+def _predicted_interval(point: Point) -> Sequence[float] | None:
+    """Where nothing was measured; else the table would be too wide."""
+    return point.prediction.speedup_ci if point.metrics is None and point.prediction else None
 
 
-def _speedup(found: Point | CategoryMetrics) -> str:
-    if found.impossible_speedup is not None:
-        return "impossible"
-    few = isinstance(found, CategoryMetrics) and found.num_prompts < FEWEST
-    if few and found.speedup is not None:
-        return f"{found.speedup:.2f} (too few prompts)"
-    return render.with_interval(found.speedup, found.speedup_ci)
+_PREDICTED = replace(cell.PREDICTED, interval=_predicted_interval)
+
+
+def _speedup(row: CategoryMetrics) -> str:
+    if row.impossible_speedup is None and row.num_prompts < FEWEST and row.speedup is not None:
+        return f"{row.speedup:.2f} (too few prompts)"
+    value = cell.speedup(row)
+    return value if isinstance(value, str) else render.with_interval(value, row.speedup_ci)
 
 
 def _break_even(point: Point) -> str:
@@ -346,11 +309,11 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
 
     At the fastest point if no speculation is recommended.
     """
-    best = document["best"]
-    shown = best if best["k"] else best.get("fastest")
+    best: Best = document["best"]
+    shown = best if best.k else best.fastest
     if shown is None:
         return None
-    point = next(p for p in document["points"] if (p.k, p.draft) == (shown["k"], shown["draft"]))
+    point = next(p for p in document["points"] if (p.k, p.draft) == (shown.k, shown.draft))
     rows = point.per_category
     if len(rows) < 2 or point.k == 0:
         return None
@@ -366,14 +329,14 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
         "tokens/s": [f"{row.decode_tokens_per_second or 0:.1f}" for row in rows.values()],
         "x k = 0": [_speedup(row) for row in rows.values()],
     }
-    own = best.get("per_category", {})
+    own = best.per_category
     if all(category in own for category in rows):
         columns |= {
-            "fastest here": [_fastest_here(own[c], with_draft=with_draft) for c in rows],
+            "fastest here": [_fastest_here(own[c].fastest, with_draft=with_draft) for c in rows],
             "recommended": [
-                one_line(in_words(own[c]["k"], own[c]["draft"], with_draft=with_draft))
-                if own[c]["k"] is not None
-                else ""
+                ""
+                if (k := own[c].k) is None
+                else one_line(in_words(k, own[c].draft, with_draft=with_draft))
                 for c in rows
             ],
         }
@@ -381,20 +344,18 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     return render.table_within(width, columns, spare=spare, names=[name])[0]
 
 
-def _fastest_here(best: Mapping[str, Any], *, with_draft: bool) -> str:
-    fastest = best.get("fastest")
-    if fastest is None:
+def _fastest_here(fastest: Fastest | None, *, with_draft: bool) -> str:
+    if fastest is None or fastest.speedup is None:
         return ""
-    name = in_words(fastest["k"], fastest["draft"], with_draft=with_draft)
-    return one_line(f"{name}, {fastest['speedup']:.2f}x")
+    name = in_words(fastest.k, fastest.draft, with_draft=with_draft)
+    return one_line(f"{name}, {fastest.speedup:.2f}x")
 
 
-def _tied(best: Mapping[str, Any], *, with_draft: bool) -> str:
+def _tied(best: Best, *, with_draft: bool) -> str:
     """The fastest point and all points tied with it, in words; k = 0 is listed once."""
     if with_draft:
-        points = best.get("tied_points", ())
-        tied = dict.fromkeys(in_words(**point, with_draft=True) for point in points)
+        tied = dict.fromkeys(in_words(p.k, p.draft, with_draft=True) for p in best.tied_points)
         return f" (tied: {', '.join(tied)})" if len(tied) > 1 else ""
-    if len(best["tied"]) < 2:
+    if len(best.tied) < 2:
         return ""
-    return f" (tied: k = {', '.join(map(str, best['tied']))})"
+    return f" (tied: k = {', '.join(map(str, best.tied))})"

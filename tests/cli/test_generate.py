@@ -64,6 +64,7 @@ METRIC_KEYS = (
         "broadcast_ms",
         "verify_ms",
         "sample_ms",
+        "commit_ms",
         "round_ms",
         "prefill_ms",
         "decode_seconds",

@@ -296,6 +296,16 @@ def test_bad_files_get_one_line(
     assert "\n" not in message
 
 
+def test_where_a_method_s_weights_are() -> None:
+    """needs_draft is the older word for a draft's."""
+    plugin.method("bare")(object)
+    plugin.method("older", needs_draft=True)(object)
+    plugin.method("newer", weights_from="draft")(object)
+    assert [METHODS[n].weights_from for n in ("bare", "older", "newer")] == ["none"] + 2 * ["draft"]
+    with pytest.raises(ValueError, match="has weights in the target's files and no describe"):
+        plugin.method("lost", weights_from="target")(object)
+
+
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", tmp_path / "gone.py")
     assert found.code == 2

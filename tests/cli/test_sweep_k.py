@@ -19,12 +19,12 @@ from rich.table import Table
 
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.loop import Engine
+from specdec_cli.experiment.folders.conclusions import Best
 from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.records import Sample as Record
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.report.folder import read_folder
-from specdec_cli.terminal.sweep import LiveTable, _first_token_line
-from specdec_cli.text import digest
+from specdec_cli.terminal.sweep import SweepTable, _first_token_line
 from tests.cli.generate_helpers import Result, on_terminal
 from tests.cli.sweep_helpers import (
     Sample,
@@ -187,7 +187,8 @@ def test_json_and_table(capsys: Capture) -> None:
     assert all(re.search(f"batch size {size}: {line}", result.out) for size in (1, 2))
     # Which of two prompts' points is the fastest is chance; k = 1 is shown where it is.
     points = [Point.model_validate(point) for point in document["points"]]
-    of_draft = _first_token_line(points, 2, {"k": 1, "draft": points[1].draft}, with_draft=False)
+    best = Best(k=1, draft=points[1].draft, tied=[1], reason="")
+    of_draft = _first_token_line(points, 2, best, with_draft=False)
     its_parts = r"at k = 1 \(.*draft's prefill .*first round .*\)"
     assert of_draft is not None and re.fullmatch(rf"{line}; .* {its_parts}", of_draft)
     # Without a warm-up a first run may be so slow that others look impossibly fast.
@@ -207,7 +208,7 @@ def test_live_table() -> None:
 
 
 def test_live_speeds_are_over_the_prompts_that_both_had() -> None:
-    view = LiveTable(9)
+    view = SweepTable(9)
     for k, index, seconds in ((0, 0, 1.0), (0, 1, 3.0), (2, 0, 0.5), (2, 5, 9.0)):
         record = sample_record(k=k, index=index, batch_size=4, decode_seconds=[seconds])
         view.sample(Key("d", 4, k), Record.model_validate(record))
@@ -544,21 +545,20 @@ def test_resuming_what_fails_again_opens_nothing_else(
 
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each k is captured once, in any order; a batch size is freed before the next is measured."""
-    from specdec_cli.engine import rounds
+    from specdec_cli.engine import graphs
     from specdec_cli.experiment.sweep import runner
 
     captured: list[tuple[int, int]] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
-    make = rounds.Rounds
 
-    def counted(*arguments: Any) -> Any:
-        nonlocal most
-        made = make(*arguments)
-        captured.append((arguments[2][-1], arguments[1].num_slots))
-        alive.add(made)
-        most = max(most, len(alive))
-        return made
+    class Counted(graphs.Rounds):
+        def __init__(self, *arguments: Any) -> None:
+            nonlocal most
+            super().__init__(*arguments)
+            captured.append((self.ks[-1], self.num_slots))
+            alive.add(self)
+            most = max(most, len(alive))
 
     late, cost = 0.0, runner.Sweep._cost
 
@@ -572,14 +572,14 @@ def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.M
     )
     monkeypatch.setattr(runner, "time", clock)
     monkeypatch.setattr(runner.Sweep, "_cost", slow_cost)
-    monkeypatch.setattr(rounds, "Rounds", counted)
+    monkeypatch.setattr(graphs, "Rounds", Counted)
     result = specdec(capsys, *SWEEP, *ONCE, "--batch-size", "4,2", "--json")
     assert result.code == 0
     measuring = json.loads(result.out)["measuring"]["measuring"]
     assert 0 < measuring < 1000 <= late, "the time curve does not count as measuring"
-    slots = rounds.slot_counts(4) + rounds.slot_counts(2)
+    slots = graphs.slot_counts(4) + graphs.slot_counts(2)
     assert sorted(captured) == sorted((k, n) for k in range(3) for n in slots)
-    assert most == 3 * len(rounds.slot_counts(4))
+    assert most == 3 * len(graphs.slot_counts(4))
 
 
 @pytest.mark.parametrize("error, code", [(MemoryError("no more"), 5), (RuntimeError("gone"), 1)])
@@ -680,13 +680,15 @@ def test_where_no_point_can_be_measured_the_result_has_an_error(
 def test_several_drafts_load_the_target_once(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specdec_cli.engine import build as module
+    from specdec_cli.engine import build
+    from specdec_cli.models import description
 
     loaded: list[str] = []
-    load = module.load
-    monkeypatch.setattr(
-        module, "load", lambda d, *rest: loaded.append(d.spec.role) or load(d, *rest)
-    )
+    load = build.load
+    for module in (build, description):
+        monkeypatch.setattr(
+            module, "load", lambda d, *rest: loaded.append(d.spec.role) or load(d, *rest)
+        )
     drafts = ["--draft", "demo:draft", "--draft", "demo:draft-distilled"]
     options = [*ONCE, *drafts, "--k", "2", "--check-lossless"]
     result = specdec(capsys, *SWEEP, *options, *SAMPLED, "--json")
@@ -859,16 +861,6 @@ def test_ngrams_beside_a_draft(capsys: Capture, tmp_path: Path) -> None:
     assert [s["index"] for s in before] == [0] * 3 + [1] * 3 + [2] * 3
     assert all(sorted(turn, key=str) == sorted(arms, key=str) for turn in by_prompt)
     assert len({tuple(turn) for turn in by_prompt}) > 1
-    # What an earlier version began, drafts one after another, is not continued like this.
-    earlier = json.loads((tmp_path / "run" / "settings.json").read_text())
-    del earlier["settings"]["shares_baseline"]
-    earlier["hash"] = digest(earlier["settings"])
-    (tmp_path / "run" / "settings.json").write_text(json.dumps(earlier))
-    again = specdec(
-        capsys, "sweep-k", tmp_path / "run" / "recipe.yaml", *QUICK, *ONCE, *drafts, "--k", "0,2",
-        "--limit", "3", "--json", "--resume", "-o", tmp_path / "run",
-    )  # fmt: skip
-    assert again.code == 2 and "one draft after another" in again.document["error"]["message"]
 
 
 def test_arms_that_do_not_fit_together_take_turns(
@@ -1107,8 +1099,8 @@ def test_an_edited_sample_is_refused(
         ("", 5, "cannot read"),
         pytest.param("[" * 100_000, 5, "cannot read", id="deep"),
         ("[]", 5, "no settings"),
-        ('{"settings": {"ks": 1}}', 5, "no settings of a sweep"),
-        ('{"settings": {"target_tps": [1]}}', 2, "is another command's"),
+        ('{"version": 1, "settings": {"ks": 1}}', 5, "no settings of a sweep"),
+        ('{"version": 1, "settings": {"target_tps": [1]}}', 2, "is another command's"),
     ],
 )
 def test_damaged_settings(

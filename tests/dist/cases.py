@@ -1,5 +1,6 @@
 """Functions that run on the ranks of the world. All ranks call each of them, in the same order."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,10 @@ from specdec_cli.core import peers
 from specdec_cli.engine.build import build
 from specdec_cli.engine.memory.measured import Models, weight_bytes
 from specdec_cli.methods.draft_model import DraftModel
-from specdec_cli.methods.eagle3 import Eagle3
-from specdec_cli.models.loader import Description
+from specdec_cli.methods.step_head import StepHead
+from tests.inside import register
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
+from specdec_cli.core.types import Request
 from specdec_cli.core.parallel import make_groups
 from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
@@ -114,6 +115,44 @@ def decode(
     return told(engine, prompts, runs)
 
 
+def arriving(
+    rank: int,
+    pair: tuple[Path, Path],
+    tps: tuple[int, int],
+    prompts: list[list[int]],
+    due: list[float],
+    **settings: Any,
+) -> dict[str, Any] | None:
+    """Run prompts that are due later, k = 3, where all ranks but the first have wrong clocks.
+
+    With the running sequences of each step, and the numbers that rank 0 sent.
+    """
+    members = MEMBERS[tps[0]] if dist.get_world_size() == 4 else None
+    groups = make_groups(*tps, device(rank), members)
+    if groups.target is None:
+        return None
+    engine = make_engine(*pair, groups=groups, device=device(rank), **settings)
+    sent: list[int] = []
+    told = engine._arrivals.told
+    engine._arrivals.told = lambda number: sent.append(told(number)) or sent[-1]  # type: ignore
+    clock, wrong = time.perf_counter, 1e4 * groups.target.rank
+    time.perf_counter = lambda: clock() + wrong * (clock() % 2 - 1)  # type: ignore[assignment]
+    try:
+        params = SamplingParams(max_new_tokens=9)
+        requests = [
+            Request(i, tuple(p), None, at)
+            for i, (p, at) in enumerate(zip(prompts, due, strict=True))
+        ]
+        run, steps = engine.start(requests, 3, params), []
+        while not run.scheduler.is_done:
+            engine.step(run)
+            if not steps or steps[-1] != [s.index for s in run.scheduler.running]:
+                steps.append([s.index for s in run.scheduler.running])
+    finally:
+        time.perf_counter = clock
+    return {"seqs": [seq_told(s) for s in run.seqs], "steps": steps, "sent": sent}
+
+
 def told(
     engine: Engine, prompts: list[list[int]], runs: list[tuple[int, dict[str, Any]]]
 ) -> dict[str, Any]:
@@ -157,6 +196,10 @@ def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str
         "outputs": [s.output_ids for s in result.seqs],
         "accepted": [sum(s.accepted_per_round) for s in result.seqs],
         "rounds": [(s.proposed_per_round, s.accepted_per_round) for s in result.seqs],
+        "forecasts": [
+            engine.forecast(request, s.output_ids, found.k, found.params)
+            for request, s in zip(requests, result.seqs, strict=True)
+        ],
         "execution": found.execution,
         "num_blocks": engine.allocator.num_usable + 1,
         "held": [m.spec.role for m in found.held],
@@ -166,12 +209,18 @@ def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str
     }
 
 
+def inside(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
+    """`built` with a draft that lies in the target's files."""
+    register()
+    return built(rank, sets | {"speculation.method": "inside"}, prompts)
+
+
 def draft_bytes(found: Plan, engine: Engine) -> int:
     """Bytes of the draft's weights on this rank."""
-    if isinstance(found.draft, Description):
-        held = found.draft.module.parameters()
+    if (module := getattr(found.draft, "module", None)) is not None:
+        held = module.parameters()
         return sum(p.numel() * p.element_size() for p in held if not p.is_meta)
-    assert isinstance(engine.proposer, Eagle3)
+    assert isinstance(engine.proposer, StepHead)
     head = engine.proposer.head
     return 0 if head is None else weight_bytes(Models(engine.target, head))[1]
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from specdec_cli.recipe.choices.registry import METHODS
 from tests.dist import cases
 from tests.dist.world import World
 from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, save_pair
-from tests.support import greedy_reference, reference
+from tests.inside import save_inside
+from tests.support import greedy_reference, reference, save_noised
 
 pytestmark = pytest.mark.dist
 K = 4
@@ -61,6 +63,9 @@ def checked(
     found = world.run(cases.built, sets_of(pair, world.size, more), PROMPTS)
     assert [x["outputs"] for x in found] == [one["outputs"]] * world.size
     assert [x["rounds"] for x in found] == [one["rounds"]] * world.size
+    for alone, split in zip(one["forecasts"], found[0]["forecasts"], strict=True):
+        assert alone.overlap == pytest.approx(split.overlap, abs=1e-4)
+        assert [pytest.approx(row, abs=1e-4) for row in alone.ahead] == list(split.ahead)
     assert sum(one["accepted"]) >= 3, "nothing stands, so rounds could not differ"
     holders = found[:draft_tp]
     assert [x["draft_bytes"] > 0 for x in found] == [x in holders for x in found]
@@ -128,3 +133,16 @@ def test_a_copy_of_the_target_s_head_is_counted(two: World, pairs: dict[str, Pai
     assert split["execution"]["draft_borrows"] == told
     assert split["draft_bytes"] == split["draft_planned"]
     assert one["draft_bytes"] == one["draft_planned"]
+
+
+def test_ranks_share_a_draft_in_the_target_s_files(two: World, tmp_path: Path) -> None:
+    pair = save_pair(tmp_path / "pair")
+    save_inside(pair.target, save_noised(tmp_path / "draft", pair.target))
+    sets = sets_of(pair, 1, GREEDY)
+    del sets["draft.model"]
+    one = cases.inside(0, sets, PROMPTS)
+    found = two.run(cases.inside, sets | {"target.tensor_parallel_size": 2}, PROMPTS)
+    assert [x["rounds"] for x in found] == [one["rounds"]] * 2 and sum(one["accepted"]) > 10
+    assert [x["outputs"] for x in found] == [one["outputs"]] * 2
+    assert all(0 < x["draft_bytes"] == x["draft_planned"] < one["draft_bytes"] for x in found)
+    del METHODS["inside"]

@@ -116,6 +116,22 @@ def test_output_does_not_depend_on_degrees(
     assert all(sent) if tps[0] > 1 else max(sent) < 0.5
 
 
+@pytest.mark.parametrize(("tps", "rounds"), [((2, 1), "at once"), ((4, 2), "ahead")], ids=str)
+def test_arrivals_are_those_of_the_first_ranks_clock(
+    world: World, pairs: dict[str, Pair], tps: tuple[int, int], rounds: str
+) -> None:
+    """Each rank admits the same sequences in the same step, and texts are those of one process."""
+    more = {"batch_size": 2, "runs_ahead": ROUNDS[rounds]}
+    due = [0.0, *[0.02 * i for i in range(1, len(PROMPTS) - 1)], 0.6]
+    found = world.run(cases.arriving, pairs["llama"], tps, PROMPTS, due, **more)
+    first = agreed(found, tps[0])
+    members = [x for x in found if x is not None]
+    assert all(x["steps"] == first["steps"] and x["sent"] == first["sent"] for x in members)
+    assert sum(first["sent"]) == len(PROMPTS) - 1 and first["sent"].count(0) > 0
+    closed = cases.told(make_engine(*pairs["llama"], **more), PROMPTS, [(3, {"max_new_tokens": 9})])
+    assert first["seqs"] == closed["seqs"][0]
+
+
 @pytest.mark.parametrize("rounds", [pytest.param("at once", marks=SLOW), "ahead"])
 def test_plain_decoding_and_single_proposals(
     world: World, pairs: dict[str, Pair], rounds: str

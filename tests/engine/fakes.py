@@ -18,8 +18,7 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.kv_cache import TRASH_BLOCK, BlockAllocator
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Run
+from specdec_cli.engine.loop import Engine, Run
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.models.paged import PassOutput
@@ -219,9 +218,9 @@ def fake_engine(
     eos_ids: frozenset[int] = frozenset(),
 ) -> Engine:
     return Engine(
-        cast(Any, FakeModel(target)),
-        None if draft is None else FakeDraft(draft, draft_max_len),
-        BlockAllocator(num_blocks, BLOCK),
+        target=cast(Any, FakeModel(target)),
+        proposer=None if draft is None else FakeDraft(draft, draft_max_len),
+        allocator=BlockAllocator(num_blocks, BLOCK),
         batch_size=batch_size,
         max_model_len=max_model_len,
         prefill_chunk=prefill_chunk,

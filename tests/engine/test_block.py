@@ -13,9 +13,8 @@ import torch
 from specdec_cli.acceptance.base import AcceptanceRule
 from specdec_cli.acceptance.block import Block
 from specdec_cli.acceptance.rejection import Rejection
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine import round as round_module
-from specdec_cli.engine.run import Request
 from tests import lossless
 from tests.engine.test_pipeline import PROMPTS, told
 from tests.support import decode, make_engine, ngram_engine, save_noised, save_tiny

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.demo import demo_path
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
@@ -53,6 +54,14 @@ def test_size() -> None:
 
 def test_acceptance() -> None:
     assert accepted() > FLOOR
+
+
+def test_the_head_s_pass_over_decided_rows_is_a_commit() -> None:
+    """It is a pass of a model; to decide a greedy round is an argmax over 5 rows."""
+    engine = eagle_engine(demo_path("demo:target"), HEAD, 8, num_blocks=600)
+    requests = [Request(0, tuple(ids()[0]))]
+    metrics = engine.run(requests, 4, SamplingParams(max_new_tokens=NEW_TOKENS)).metrics
+    assert metrics.commit_ms > metrics.sample_ms > 0 and metrics.commit_ms > metrics.draft_ms / 4
 
 
 @pytest.mark.parametrize(
@@ -110,11 +119,11 @@ def test_rounds_are_the_references() -> None:
         target_hidden=config.target_hidden_size,
         vocab=config.vocab_size,
         draft_vocab=config.vocab_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        inner=config.intermediate_size,
-        eps=config.eps,
+        heads=config.body.num_attention_heads,
+        kv_heads=config.body.num_key_value_heads,
+        head_dim=config.body.head_dim,
+        inner=config.body.intermediate_size,
+        eps=config.body.rms_norm_eps,
         outputs=tuple(i - 1 for i in config.aux_ids),
         tensors=tensors,
     )

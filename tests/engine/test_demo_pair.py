@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specdec_cli.core.types import Request
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
+from specdec_cli.engine.loop import RunResult
 from specdec_cli.engine.plan import plan
-from specdec_cli.engine.run import Request, RunResult
 from specdec_cli.recipe import load_recipe
 from tests.support import greedy_reference
 

@@ -15,12 +15,16 @@ import torch
 from scipy import stats
 
 from specdec_cli.acceptance.base import AcceptanceRule
-from specdec_cli.core.candidates import Noise
+from specdec_cli.acceptance.block import Block
+from specdec_cli.core.batch import Rectangle
+from specdec_cli.core.candidates import Candidates, Noise
+from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.sampling import round_noise
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.state import BatchState
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine import round as round_module
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
+from specdec_cli.methods.draft_model import DraftModel
 from tests import lossless
 from tests.lossless import (
     CORRECT,
@@ -218,6 +222,72 @@ def test_fault_in_the_engine_with_prompt_lookup_is_caught(
 def test_fault_in_the_engine_is_caught(tiny: tuple[Path, Path], fault: Rule) -> None:
     found = engine_p(tiny, ENGINE_PARAMS["all"], 2, rule=Planted(fault))
     assert lossless.adjusted(found) < SIGNIFICANT
+
+
+class Blocks(DraftModel):
+    """Draws from one pass's logits, rolled by a token a place, and ends blocks by `how`.
+
+    Nothing that it proposes is fed: the next round lacks up to k + 1 tokens of its cache.
+    """
+
+    tail = 4
+    how = ""
+
+    def propose(self, state: BatchState, draft: Drafting) -> Candidates:
+        assert self.model is not None
+        what = Rectangle(state.tail, draft.caps, -4, 2, self.max_len, True, state.draft_kv)
+        logits = self.model.forward_slots(what, state).logits[:, 0]
+        block = torch.stack([logits.roll(place, 1) for place in range(draft.k)], dim=1)
+        is_sure = block.softmax(dim=2).amax(dim=2) > 0.25
+        if "singly" in self.how:
+            for place in range(draft.k):
+                draft.draw(block[:, place])
+            tokens = draft.candidates().token_ids
+        else:
+            tokens = draft.draw_all(block)
+        before = tokens.roll(1, dims=1)
+        before[:, 0] = state.tail[:, -1]
+        if "before" in self.how:  # what is known of a place before its token
+            draft.end_before(is_sure & (before % 3 != 0))
+        if "after" in self.how:
+            draft.end_after(tokens % 3 == 0)
+        if "fault: its own draw" in self.how:
+            draft.end_before(tokens % 3 == 0)
+        if "fault: a later draw" in self.how:
+            draft.end_before(before.roll(-2, dims=1) % 3 == 0)
+        if "fault: not as drawn" in self.how:
+            draft._logits[0] = draft._logits[0].roll(1, dims=1)
+        return draft.candidates()
+
+    def kv_after(self, n: int, k: int, accepted: int) -> int:
+        return n
+
+
+def blocks_p(
+    tiny: tuple[Path, Path], how: str, rule: AcceptanceRule | None = None, name: str = "all"
+) -> float:
+    engine = make_engine(*tiny, batch_size=400, num_blocks=1000, rule=rule)
+    assert isinstance(engine.proposer, DraftModel)
+    engine.proposer = Blocks(engine.proposer.model, engine.proposer.max_len)
+    engine.proposer.how = how
+    found = lossless.engine_trial(engine, tiny[0], PROMPT, 3, ENGINE_PARAMS[name], 4000)
+    return lossless.adjusted(found)
+
+
+@pytest.mark.parametrize("rule", [None, Block()], ids=["rejection", "block"])
+@pytest.mark.parametrize("how", ["", "before", "after", "before, after", "singly, before, after"])
+def test_blocks_drawn_at_once_follow_transformers(
+    tiny: tuple[Path, Path], how: str, rule: AcceptanceRule | None
+) -> None:
+    """An end may rest on a token that stays, or on what is known before its place is drawn."""
+    assert blocks_p(tiny, how, rule) > SIGNIFICANT
+
+
+@pytest.mark.parametrize(
+    "how", ["fault: its own draw", "fault: a later draw", "after, fault: not as drawn"]
+)
+def test_a_fault_in_a_block_is_caught(tiny: tuple[Path, Path], how: str) -> None:
+    assert blocks_p(tiny, how) < SIGNIFICANT
 
 
 def test_noise_of_another_round_in_the_engine_is_caught(

@@ -1,7 +1,6 @@
 """EAGLE-3 heads over a paged cache against a plain reference: rows, logits and rounds."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,14 @@ from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.sampling import to_probs
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.methods.eagle3 import Eagle3
+from specdec_cli.methods.step_head import StepHead
+from specdec_cli.models.heads.checkpoint import read_weights
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
-from specdec_cli.models.heads.eagle3.weights import read_weights
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.padded import PaddedBatches
 from tests.conftest import NEEDS_CUDA
-from tests.eagle3 import DIALECTS, Head, Reference, save_head
+from tests.eagle3 import DIALECTS, Head, Reference, changed, save_head
 from tests.support import CPU
 
 BLOCK = 4
@@ -84,9 +83,9 @@ def paged_head(
     folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU, **changes: Any
 ) -> PagedHead:
     """A saved head over a poisoned cache; changes: to its settings as they were read."""
-    config = replace(read_head_config("head", folder), **changes)
+    config = changed(read_head_config("head", folder), **changes)
     weights = read_weights(config, folder, dtype, device)
-    cache = KVCache(config.cache_layers, 80, BLOCK, dtype, device)
+    cache = KVCache(config.cache_layers(), 80, BLOCK, dtype, device)
     for pair in cache.layers:
         for tensor in pair:
             tensor.fill_(POISON)
@@ -100,7 +99,7 @@ class Rounds:
 
     def __init__(self, head: Head, paged: PagedHead, lengths: list[int]) -> None:
         self.head, self.paged, self.target = head, paged, FakeTarget(head)
-        self.proposer = Eagle3(paged, (1, 2, 3), MAX_LEN)
+        self.proposer = StepHead(paged, (1, 2, 3), MAX_LEN)
         self.allocator = BlockAllocator(paged.cache.num_blocks, BLOCK)
         made = torch.Generator().manual_seed(3)
         self.seqs = []
@@ -396,7 +395,7 @@ def test_planted_faults_change_the_chains(tmp_path: Path, monkeypatch: pytest.Mo
     shares["d2t"] = _share(head, forgetful)
     with monkeypatch.context() as planted:
         # Rows of proposals stay as guessed, but for the last one, which is carried.
-        planted.setattr(Eagle3, "commit", commit_last_row_alone)
+        planted.setattr(StepHead, "commit", commit_last_row_alone)
         shares["stale rows"] = _share(head, paged_head(folder))
     with monkeypatch.context() as planted:
         planted.setattr(PagedHead, "carry_on", stale)
@@ -422,7 +421,7 @@ def _share(head: Head, paged: PagedHead, target: type[FakeTarget] = FakeTarget) 
 
 
 def commit_last_row_alone(
-    self: Eagle3, state: BatchState, verdict: Verdict, target: TargetOutput
+    self: StepHead, state: BatchState, verdict: Verdict, target: TargetOutput
 ) -> None:
     """A commit that does not write over the rows of accepted guesses."""
     assert self.head is not None and target.features is not None

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.budget import CacheNeed
 from specdec_cli.engine.memory.estimate import estimate_passes, estimate_rank, this_machine
 from specdec_cli.engine.memory.measured import weight_bytes
 from specdec_cli.engine.plan import Permissions, Plan, block_bytes_of, plan, plan_all_ranks
-from specdec_cli.engine.run import Request
 from specdec_cli.errors import ExitCode, SetupError, SpecdecError
 from specdec_cli.methods.base import RoundSize
-from specdec_cli.methods.eagle3 import METHOD, Eagle3
+from specdec_cli.methods.eagle3 import METHOD
+from specdec_cli.methods.step_head import StepHead
+from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import load_recipe
 from tests.eagle3 import Head, save_head
@@ -153,7 +154,7 @@ def test_plain_decoding_runs_no_head(pair: Pair, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("called")
 
     for name in ("prefill", "propose", "commit"):
-        monkeypatch.setattr(Eagle3, name, fail)
+        monkeypatch.setattr(StepHead, name, fail)
     kept = Counter[bool]()
     run_pass = PagedModel._run
 
@@ -211,7 +212,7 @@ def test_the_recipe_s_layers_are_read(pair: Pair) -> None:
     assert found.target.hidden_layers == (0, 1, 3)
     assert found.execution["draft_features"] == "hidden states 0, 1, 3 of the target"
     told = "speculation.eagle3_layers: in place of the config's, which names [1, 2, 3] as inputs"
-    assert [told in remark for remark in found.draft_remarks] == [True]
+    assert [told in reading.told for reading in found.readings] == [True]
     assert told in found.execution["draft_conventions"]
     seqs = run(build(found, 11), 4, found.params)
     assert [s.output_ids for s in seqs] == texts_of(pair.target)
@@ -222,6 +223,35 @@ def test_the_recipe_s_layers_are_read(pair: Pair) -> None:
     assert list(map(rounds_of, seqs)) == rounds
     accepted = [sum(a for seq in each for _, a in seq) for each in (rounds, right)]
     assert accepted[0] < 0.8 * accepted[1]
+
+
+def test_readings_are_drafts_that_can_be_loaded(pair: Pair, tmp_path: Path) -> None:
+    """The layers by the config's own word, and steps fed before the norm; and none where the
+    target has no such layers."""
+    ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    lent = ("embed_tokens.weight",)
+    folder = save_head(
+        tmp_path / "head", pair.head, "model-optimizer", lent, norm_output=True, **ids
+    )
+    found = planned(pair.target, folder)
+    counted, fed = found.readings
+    assert "read as outputs" in counted.told and "norm_output" in fed.told
+    assert found.execution["draft_conventions"] == f"{counted.told}; {fed.told}"
+    assert found.draft is not None and found.draft.feature_layers == (1, 2, 3)
+    assert counted.draft is not None and counted.draft.feature_layers == (0, 1, 2)
+    assert fed.draft is not None and fed.draft.feature_layers == (1, 2, 3)
+    target = load_models(found).target
+    heads = [
+        draft.load(target, found.groups, 4) for draft in (found.draft, counted.draft, fed.draft)
+    ]
+    feeds = [head.head.config.feeds_norm for head in heads if isinstance(head, PagedHead)]
+    assert feeds == [True, True, False]
+    seqs = run(build(replace(found, draft=counted.draft), 11), 4, found.params)
+    assert [s.output_ids for s in seqs] == texts_of(pair.target)
+    deep = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
+    folder = save_head(tmp_path / "deep", pair.head, "model-optimizer", lent, **deep)
+    (own,) = planned(pair.target, folder, speculation__eagle3_counting="inputs").readings
+    assert own.draft is None and "names [1, 2, 3] as outputs" in own.told
 
 
 @pytest.mark.parametrize(
@@ -348,7 +378,7 @@ def test_blocks_and_weights_by_hand(pair: Pair) -> None:
     assert guess.draft_weight_bytes == 4 * (own + tables) + 4 * 60  # ids are int64
     assert found.draft is not None
     engine = build(found, 11)
-    assert isinstance(engine.proposer, Eagle3) and engine.proposer.head is not None
+    assert isinstance(engine.proposer, StepHead) and engine.proposer.head is not None
     carry, cache = engine.proposer.head.carry, engine.proposer.head.cache
     num_bytes = carry.numel() * carry.element_size() + cache.num_bytes
     assert num_bytes == block_bytes_of(found)[1] * cache.num_blocks
@@ -395,7 +425,7 @@ def test_what_a_round_holds_is_counted(pair: Pair) -> None:
     assert with_head.graphs - without.graphs > 2 * 2 * (features + q)
     assert with_head.activation - without.activation > 2 * 3 * 99 * (3 * 64 + 3 * 64)
     # Greedy decoding keeps no distributions, and draws from one step's logits at a time.
-    size = RoundSize(3, 5, 100, 99, 97, False, True, True, found.draft)
-    drawn, greedy = (METHOD.forecast_bytes(size._replace(is_greedy=g)) for g in (False, True))
+    size = RoundSize(3, 5, 100, 97, False, True, True, found.draft)
+    drawn, greedy = (METHOD.estimate_bytes(size._replace(is_greedy=g)) for g in (False, True))
     assert found.draft is not None
     assert drawn.in_round - greedy.in_round == 2 * (2 * 3 * 5 * 97 - 2 * 3 * found.draft.vocab_size)

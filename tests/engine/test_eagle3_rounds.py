@@ -1,6 +1,5 @@
 """The engine with an EAGLE-3 head: the target's own text, and the reference's accepted counts."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +7,18 @@ import pytest
 import torch
 
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
 from specdec_cli.experiment.predict import with_recorded
-from specdec_cli.methods.eagle3 import Eagle3
+from specdec_cli.methods.step_head import StepHead
+from specdec_cli.models.heads.base import EMBEDDING, HEAD
+from specdec_cli.models.heads.checkpoint import read_weights
+from specdec_cli.models.heads.description import check_target
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
-from specdec_cli.models.heads.eagle3.weights import Borrowed, check_target, read_weights
 from specdec_cli.models.heads.paged import PagedHead
 from tests import lossless
-from tests.eagle3 import Head, Reference, save_head
+from tests.eagle3 import Head, Reference, changed, save_head
 from tests.eagle3_pair import (
     NEW_TOKENS,
     PROMPTS,
@@ -49,21 +49,23 @@ def eagle_engine(
 ) -> Engine:
     """An engine over a saved target and head; changes: to the head's settings."""
     num_blocks, max_len = options.pop("num_blocks", 200), options.pop("max_len", 256)
-    config = replace(read_head_config("head", folder), **(changes or {}))
+    config = changed(read_head_config("head", folder), **(changes or {}))
     layers = config.feature_layers(num_layers)
     model = paged_model(target, num_blocks, 4, fused=True, hidden_layers=layers)
     check_target(config, model.module.config.hidden_size, model.vocab_size, num_layers)
-    lent = Borrowed(
-        model.module.get_input_embeddings().weight.data,
-        model.module.get_output_embeddings().weight.data,
-    )
+    lent = {
+        EMBEDDING: model.module.get_input_embeddings().weight.data,
+        HEAD: model.module.get_output_embeddings().weight.data,
+    }
     weights = read_weights(config, folder, torch.float32, CPU, lent)
-    cache = KVCache(config.cache_layers, num_blocks, 4, torch.float32, CPU)
+    cache = KVCache(config.cache_layers(), num_blocks, 4, torch.float32, CPU)
     head = PagedHead(Eagle3Head(config, weights, 256), cache)
     settings = {"batch_size": 1, "max_model_len": 256, "prefill_chunk": 2048} | options
     allocator = BlockAllocator(num_blocks, 4)
-    proposer = Eagle3(head, layers, max_len)
-    return Engine(model, proposer, allocator, eos_ids=frozenset(), **settings)
+    proposer = StepHead(head, layers, max_len)
+    return Engine(
+        target=model, proposer=proposer, allocator=allocator, eos_ids=frozenset(), **settings
+    )
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

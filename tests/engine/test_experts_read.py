@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.engine.run import Request
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from tests.support import make_engine, reference, save_tiny
 
 PROMPTS = [[5, 17, 31, 60, 8], [9, 44, 3]]

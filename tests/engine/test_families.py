@@ -155,8 +155,9 @@ def test_an_argument_that_is_ignored_is_noticed(
     """Otherwise the comparison above would prove less than it claims."""
     attend = PagedAttention.attend
 
-    def forgetful(self: PagedAttention, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return attend(self, *args, **(kwargs | {argument: PLANTED[argument][0]}))
+    def forgetful(self: PagedAttention, *args: Any) -> torch.Tensor:
+        *states, call = args
+        return attend(self, *states, call._replace(**{argument: PLANTED[argument][0]}))
 
     folder = save_tiny(tmp_path, family)
     driver = Driver(paged_model(folder, 120, BLOCK), plain_reference(folder), [19, 6, 33])

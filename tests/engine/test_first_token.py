@@ -12,9 +12,8 @@ import torch
 
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.core.state import BatchState
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.types import Emission, Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Emission, Request
 from specdec_cli.errors import RunError
 from tests.engine.fakes import (
     FakeModel,
@@ -119,7 +118,7 @@ def test_the_first_round_is_launched_before_the_token_is_read() -> None:
     engine = plain_engine(True, batch_size=2)
     requests = [Request(i, tuple(random_prompt(5, i))) for i in range(2)]
     run = engine.start(requests, 0, SamplingParams(max_new_tokens=5))
-    assert engine.step(run) == [] and run.drawn is not None
+    assert engine.step(run) == [] and run.prefill.drawn is not None
     emissions = engine.step(run)
     assert [len(e.token_ids) for e in emissions] == [1, 1]
     assert run.rounds.in_flight == 1 and run.clock.num_rounds == 0

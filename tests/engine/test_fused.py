@@ -153,7 +153,7 @@ def test_fusing_keeps_every_weight_once(tmp_path: Path) -> None:
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, before[name]), name
     held = [form.head]
-    for layer in form.layers:
+    for layer in form.stack.layers:
         held += [layer.qkv, layer.output, layer.gate_up, layer.down]
     storages = {t.untyped_storage().data_ptr() for t in held}
     matrices = [p for p in module.parameters() if p.dim() == 2]

@@ -16,10 +16,12 @@ from specdec_cli.core.types import Sequence
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.models import attention
 from specdec_cli.models.attention import ATTENTION_NAME
+from specdec_cli.models.description import describe
 from specdec_cli.models.gate import check_config, probe
-from specdec_cli.models.loader import ModelSpec, describe, load
+from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.refusals import Unsupported
+from specdec_cli.models.spec import ModelSpec
 from tests.support import CPU, FAMILIES, TINY, VOCAB, description, save_tiny, tiny_config
 
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
@@ -256,7 +258,7 @@ class Shapes:
         self.layers = [LayerShape(4, 16, 16)] * 2
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: object
     ) -> torch.Tensor:
         self.layers[layer] = LayerShape(key.shape[0], key.shape[-1], value.shape[-1])
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])

@@ -11,9 +11,11 @@ import transformers
 from gguf import dequantize
 from gguf.constants import GGML_QUANT_SIZES
 
+from specdec_cli.models.description import describe
 from specdec_cli.models.gguf.header import Stored
 from specdec_cli.models.gguf.tensors import FROM_GGUF, is_undone, read_stored
-from specdec_cli.models.loader import ModelSpec, describe, load
+from specdec_cli.models.loader import load
+from specdec_cli.models.spec import ModelSpec
 from tests.engine.test_families import TOLERANCE, Driver
 from tests.gguf_files import TYPES, gguf_reference, random_blocks, save_gguf, tiny_model
 from tests.support import CPU, decode, greedy_reference, make_engine, paged_model

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from specdec_cli.models.loader import ModelSpec, describe, load
+from specdec_cli.models.description import describe
+from specdec_cli.models.loader import load
 from specdec_cli.models.resolve import model_place
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tokenizer import load_tokenizer
 from tests.gguf_files import gguf_reference
 from tests.support import CPU, decode, greedy_reference, make_engine, ngram_engine

@@ -13,11 +13,10 @@ from specdec_kernels.attention import chunks, decode_triton
 
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import plan
-from specdec_cli.engine.run import Request
 from specdec_cli.recipe import load_recipe
 from tests.conftest import NEEDS_CUDA
 from tests.engine.test_pipeline import engines, pair, told  # noqa: F401

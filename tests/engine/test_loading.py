@@ -15,14 +15,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
-from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.engine.run import Request
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.errors import ExitCode, RunError, SetupError
 from specdec_cli.models.config import dtype_of
-from specdec_cli.models.loader import ModelSpec, describe, load
+from specdec_cli.models.description import describe
+from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import local_place, model_place
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tokenizer import ByteTokenizer, check_same_vocabulary, load_tokenizer
 from tests.support import (
     CPU,

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from specdec_cli.core.live_bytes import LiveBytes
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.memory.budget import CacheNeed, RankMemory, Split
 from specdec_cli.engine.memory.chunk_bytes import chunk_bytes
 from specdec_cli.engine.memory.estimate import (
-    _pass_bytes,
     empty_gpu,
     estimate_passes,
     estimate_rank,
@@ -28,7 +27,6 @@ from specdec_cli.engine.memory.measured import (
     weight_bytes,
 )
 from specdec_cli.engine.plan import Permissions, block_bytes_of, plan, plan_all_ranks
-from specdec_cli.engine.run import Request
 from specdec_cli.errors import SetupError
 from specdec_cli.models.fused import bytes_held_twice
 from specdec_cli.recipe import Recipe, load_recipe
@@ -399,5 +397,5 @@ def test_logits_are_held_three_times_where_ranks_gather_them(tmp_path: Path) -> 
         plan_all_ranks(pair(tmp_path, "llama", None, (size, 1)), Permissions(), CPU)[0]
         for size in (1, 2)
     )
-    one, both = (_pass_bytes(p.target, False, 1, 4096) for p in (alone, split))
+    one, both = (p.target.pass_bytes(1, 4096, gathers=False) for p in (alone, split))
     assert both > 2.9 * one

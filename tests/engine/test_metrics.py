@@ -2,6 +2,8 @@
 
 import json
 import math
+import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,13 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec_cli.core.candidates import Verdict
 from specdec_cli.core.figures import Acceptance, Spread
-from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.metrics import Moments, RunClock, summarise
-from specdec_cli.engine.run import Request, RunResult
+from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.core.types import Request, SamplingParams, Sequence
+from specdec_cli.engine.loop import Engine, RunResult
+from specdec_cli.engine.moments import Moments
+from specdec_cli.engine.round import RoundRecord
 from tests.engine.fakes import fake_engine, first, random_prompt, sometimes, wrong
-from tests.support import CPU
 
 # The names that scripts may rely on.
 ACCEPTANCE_NAMES = {
@@ -34,6 +37,7 @@ TIME_NAMES = {
     "broadcast_ms",
     "verify_ms",
     "sample_ms",
+    "commit_ms",
     "round_ms",
     "prefill_ms",
     "decode_seconds",
@@ -219,12 +223,49 @@ def test_a_rounds_time_is_shared_by_its_sequences(k: int, num_blocks: int) -> No
     assert (metrics.num_preemptions > 0) == (num_blocks == 14)
     assert all((s.ttft_ms or 0.0) > 0.0 for s in result.seqs), "from the first admission"
     assert metrics.round_ms == pytest.approx(metrics.decode_seconds * 1e3 / metrics.num_rounds)
-    stages = metrics.draft_ms + metrics.broadcast_ms + metrics.verify_ms + metrics.sample_ms
-    assert 0 < stages <= metrics.round_ms
+    stages = [metrics.draft_ms, metrics.verify_ms, metrics.sample_ms]
+    assert 0 < sum(stages) <= metrics.round_ms
+    assert metrics.broadcast_ms == metrics.commit_ms == 0, "one rank, a draft without commits"
     total = metrics.prefill_seconds + metrics.decode_seconds
     assert metrics.output_tokens_per_second == pytest.approx(metrics.num_output_tokens / total)
     decoded = metrics.num_output_tokens - metrics.num_tokens_from_prefill
     assert metrics.decode_tokens_per_second == pytest.approx(decoded / metrics.decode_seconds)
+
+
+@pytest.mark.parametrize(
+    ("stamps", "expected"),
+    {
+        "one rank": ([10, 13, 0, 20, 21, 0, 25, 26], (3, 0, 7, 1 + 1, 4)),
+        "plain decoding": ([10, 11, 0, 18, 0, 0, 0, 21], (1, 0, 7, 3, 0)),
+        "several ranks": ([10, 13, 15, 22, 23, 27, 30, 36], (3, 2 + 4, 7, 1 + 6, 3)),
+        "several, plain": ([10, 11, 13, 20, 21, 25, 0, 27], (1, 2 + 4, 7, 1 + 2, 0)),
+    }.values(),
+)
+def test_a_stage_ends_at_each_stamp(stamps: list[int], expected: tuple[int, ...]) -> None:
+    record = RoundRecord.empty(2, 3, torch.device("cpu"))
+    record.stamps.copy_(torch.tensor(stamps) * 1_000_000)
+    record.rows.fill_(-1)
+    stages = ("draft", "broadcast", "verify", "sample", "commit")
+    assert record.stage_ms() == dict(zip(stages, expected, strict=True))
+
+
+def test_work_after_the_decision_is_the_stage_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no part of sampling, and adds up over prompts as all stages do."""
+    engine = fake_engine(sometimes, batch_size=2)
+    decide = engine.rule.decide
+
+    def slow(*parts: Any) -> Verdict:
+        time.sleep(0.1)
+        return decide(*parts)
+
+    monkeypatch.setattr(type(engine.rule), "decide", lambda _, *parts: slow(*parts))
+    monkeypatch.setattr(type(engine.proposer), "commit", lambda *_: time.sleep(0.01))
+    requests = [Request(i, tuple(random_prompt(n))) for i, n in enumerate((5, 9))]
+    result = engine.run(requests, 3, SamplingParams(max_new_tokens=9))
+    metrics = result.metrics
+    assert 10 <= metrics.commit_ms < 100 <= metrics.sample_ms
+    shared = sum(seq.stage_ms["commit"] for seq in result.seqs)
+    assert shared == pytest.approx(metrics.commit_ms * metrics.num_rounds)
 
 
 def test_shares_of_a_round_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +298,7 @@ def test_latencies_over_prompts() -> None:
         finished(2, 11, 10.0, 12.0, 13.0),
     ]
     broken = Sequence(3, [1], 1, 9, finish_reason="error", error="too long")
-    clock = RunClock(CPU, num_rounds=4, prefill_seconds=1.0, decode_seconds=2.0)
+    clock = RunClock(num_rounds=4, prefill_seconds=1.0, decode_seconds=2.0)
     metrics = summarise([*seqs, broken], clock, 2, 1)
     ttft, tpot = [500.0, 100.0, 2000.0], [500.0, 100.0]
     assert metrics.ttft_ms.as_dict() == pytest.approx(Spread.of(ttft).as_dict())
@@ -303,8 +344,13 @@ def test_rounds_that_overlap_count_no_time_twice(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("specdec_cli.engine.loop.time.perf_counter", lambda: float(next(ticks)))
     engine = fake_engine(None)
     ahead = Engine(
-        *(engine.target, None, engine.allocator),
-        **dict(batch_size=1, max_model_len=99, prefill_chunk=9, eos_ids=frozenset()),
+        target=engine.target,
+        proposer=None,
+        allocator=engine.allocator,
+        batch_size=1,
+        max_model_len=99,
+        prefill_chunk=9,
+        eos_ids=frozenset(),
         runs_ahead=True,
     )
     (seq,) = ahead.run([Request(0, (5,))], 0, SamplingParams(max_new_tokens=5)).seqs

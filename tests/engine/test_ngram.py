@@ -20,11 +20,10 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.figures import Acceptance
 from specdec_cli.core.kv_cache import block_bytes
 from specdec_cli.core.state import BatchState, Texts
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
-from specdec_cli.engine.run import Request
 from specdec_cli.methods.ngram import Ngram
 from specdec_cli.models import loader
 from specdec_cli.recipe import load_recipe

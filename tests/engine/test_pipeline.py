@@ -11,9 +11,8 @@ import torch
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.core.figures import Acceptance
 from specdec_cli.core.state import slot_counts
-from specdec_cli.core.types import SamplingParams
-from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request, RunResult
+from specdec_cli.core.types import Request, SamplingParams
+from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.errors import RunError
 from tests.oracle import with_oracle
 from tests.support import VOCAB, make_engine, save_noised, save_tiny

@@ -97,10 +97,32 @@ def test_what_cannot_be_had_is_refused(what: str, tmp_path: Path) -> None:
             plan(load_recipe(None, sets | dummy | more))
 
 
+def test_a_rank_needs_a_process_and_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = {"target.model": "demo:target", "run.device": "cpu"}
+    split = load_recipe(None, sets | {"target.tensor_parallel_size": 2})
+    with pytest.raises(UsageError, match="tensor_parallel_size is 2, and 1 process runs"):
+        plan(split)
+    monkeypatch.setattr("specdec_cli.engine.devices.world_size", lambda: 2)
+    named = load_recipe(None, sets | {"target.tensor_parallel_size": 2, "run.device": "cuda:0"})
+    with pytest.raises(UsageError, match="cuda:0 is one device, and 2 ranks need their own"):
+        plan(named)
+
+
 def test_no_text_is_longer_than_the_model_allows() -> None:
     for wanted, found in ((None, 2048), (100, 100), (10**6, 2048)):
         sets = {"cache.max_model_len": wanted, "run.device": "cpu"}
         assert plan(load_recipe("demo", sets)).max_model_len == found
+
+
+def test_rotary_tables_reach_as_far_as_texts() -> None:
+    """Two of a head's width for each position, in a fused form alone."""
+    sets = {"target.model": "demo:target", "run.device": "cpu", "cache.max_model_len": 300}
+    target = plan(load_recipe(None, sets)).target
+    width = target.layers[0].key_dim * target.dtype.itemsize
+    bytes_of = {n: target.within(n).loaded_bytes(is_compiled=False) for n in (0, 300)}
+    assert bytes_of[300] - bytes_of[0] == 2 * 300 * width
+    assert target.reach == 300 and target.loaded_bytes(is_compiled=False) == bytes_of[300]
+    assert target.loaded_bytes(is_compiled=True) == target.weight_bytes
 
 
 def test_plain_decoding_proposes_nothing() -> None:
@@ -166,7 +188,7 @@ def test_the_same_tokenizer_is_read_once(tmp_path: Path, monkeypatch: pytest.Mon
         read.append(place.name)
         return ByteTokenizer(97)
 
-    monkeypatch.setattr("specdec_cli.engine.plan.load_tokenizer", note)
+    monkeypatch.setattr("specdec_cli.engine.pairing.load_tokenizer", note)
     models = dict(zip(("target.model", "draft.model"), map(str, folders), strict=True))
     recipe = load_recipe(None, models | {"run.device": "cpu"})
     for name in (None, *names):

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.packed import PackedInputs, Tokens
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
 from specdec_cli.models import prompt_passes
 from specdec_cli.models.prompt_passes import (
     WIDTHS,

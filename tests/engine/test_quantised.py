@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec_cli.errors import ExitCode, SetupError
-from specdec_cli.models.loader import ModelSpec, describe, load
+from specdec_cli.models.description import describe
+from specdec_cli.models.loader import load
 from specdec_cli.models.quantised import dequantised
+from specdec_cli.models.spec import ModelSpec
 from tests.support import CPU, decode, greedy_reference, make_engine, reference, save_tiny
 
 BLOCK = 128

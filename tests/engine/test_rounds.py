@@ -9,9 +9,8 @@ from specdec_cli.acceptance.base import draw_next
 from specdec_cli.core.batch import Span
 from specdec_cli.core.candidates import Noise, TargetOutput
 from specdec_cli.core.drafting import Drafting
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine import loop
-from specdec_cli.engine.run import Request
 from specdec_cli.models.paged import PagedModel
 from tests.engine.fakes import (
     FakeDraft,

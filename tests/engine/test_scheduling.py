@@ -9,9 +9,8 @@ import pytest
 
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
 from specdec_cli.engine.scheduler import Scheduler
 from tests.engine.fakes import (
     BLOCK,

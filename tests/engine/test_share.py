@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specdec_cli.engine.plan
+from specdec_cli.core.types import Request
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
-from specdec_cli.engine.run import Request
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.recipe import load_recipe
@@ -25,8 +25,13 @@ ONE_MATRIX = VOCAB * 64 * 4  # bytes
 @pytest.fixture(autouse=True)
 def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models have no tokenizer; tests give ids directly."""
-    monkeypatch.setattr(specdec_cli.engine.plan, "_tokenizer", lambda model: None)
-    monkeypatch.setattr(specdec_cli.engine.plan, "check_same_vocabulary", lambda *given: None)
+    monkeypatch.setattr(specdec_cli.engine.plan, "tokenizer_of", lambda model: None)
+    monkeypatch.setattr(specdec_cli.engine.plan, "check_vocabulary", lambda *given: None)
+
+
+def shared(found: Plan) -> tuple[list[str], int]:
+    assert found.draft is not None
+    return list(found.draft.shared), found.draft.shared_bytes
 
 
 def planned(target: Path, draft: Path, share: list[str], **more: object) -> Plan:
@@ -97,11 +102,11 @@ def test_a_draft_borrows_what_its_checkpoint_does_not_hold(
     for name in lacking:
         rewrite(draft, name)
     found = planned(target, draft, [])
-    assert list(found.shared) == borrowed
+    assert shared(found)[0] == borrowed
     if borrowed:
         assert found.execution["shared"].startswith(", ".join(borrowed))
         said = planned(target, draft, borrowed)
-        assert (found.shared, found.shared_bytes) == (said.shared, said.shared_bytes)
+        assert shared(found) == shared(said)
     theirs, ours = (weights(module) for module in modules(build(found, 8)))
     for what in BOTH:
         assert (ours[what] is theirs[what]) == (what in borrowed)
@@ -114,8 +119,10 @@ def test_borrowed_weights(family: str, tied: bool, share: list[str], tmp_path: P
     target = save_tiny(tmp_path / "target", family, seed=0)
     draft = save_tiny(tmp_path / "draft", family, seed=1, tie_word_embeddings=tied)
     own = weights(reference(draft))
-    alone = build(planned(target, draft, []), 8)
-    found = planned(target, draft, share)
+    bare, found = planned(target, draft, []), planned(target, draft, share)
+    assert bare.draft is not None and found.draft is not None
+    less = bare.draft.weight_bytes - found.draft.weight_bytes
+    alone = build(bare, 8)
     engine = build(found, 8)
     ours, theirs = weights(modules(engine)[1]), weights(modules(engine)[0])
     for what in BOTH:
@@ -125,7 +132,7 @@ def test_borrowed_weights(family: str, tied: bool, share: list[str], tmp_path: P
             assert torch.equal(ours[what], own[what]), "untied: its own weight, as it was"
     # A tied matrix is still needed if only one of its two uses is borrowed.
     saved = (len(share) // 2 if tied else len(share)) * ONE_MATRIX
-    assert found.shared_bytes == saved == bytes_on_device(alone) - bytes_on_device(engine)
+    assert shared(found)[1] == saved == less == bytes_on_device(alone) - bytes_on_device(engine)
     said = f"{', '.join(share)}: {saved / 2**20:.1f} MiB not loaded for the draft"
     assert found.execution["shared"] == said
     oracle = reference(target)
@@ -179,7 +186,7 @@ def test_dummy_weights_borrow_too(tmp_path: Path) -> None:
     dummy = {"target.load_format": "dummy", "draft.load_format": "dummy"}
     found = planned(tmp_path / "target", tmp_path / "draft", BOTH, **dummy)
     target, draft = modules(build(found, 8))
-    assert found.shared_bytes == 2 * ONE_MATRIX
+    assert shared(found)[1] == 2 * ONE_MATRIX
     for what in BOTH:
         assert weights(draft)[what] is weights(target)[what]
         assert float(weights(target)[what].detach().std()) > 0
@@ -223,4 +230,4 @@ def test_nothing_is_borrowed_without_a_draft(method: str, tmp_path: Path) -> Non
     target = save_tiny(tmp_path / "target", "llama")
     absent = tmp_path / "absent"
     found = planned(target, absent, BOTH, **{"speculation.method": method})
-    assert found.shared_bytes == 0 and "shared" not in found.execution
+    assert found.draft is None and "shared" not in found.execution

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.engine.detokenize import Decoder, StopFinder, cut_at_stop
-from specdec_cli.engine.run import Emission, Request
+from specdec_cli.core.detokenize import Decoder, StopFinder, cut_at_stop
+from specdec_cli.core.types import Emission, Request, SamplingParams, Sequence
 from tests.engine.fakes import Rule, fake_engine
 
 EOS = 2

@@ -11,17 +11,16 @@ from rich.console import Console
 
 from specdec_cli.acceptance.registry import for_k
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.metrics import RunClock, summarise
-from specdec_cli.engine.run import Request
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.preparing import for_engine
 from specdec_cli.recipe import SpeculationSection, load_recipe
 from specdec_cli.terminal.render import summary_table
 from tests.cli.generate_helpers import PROMPTS, generate, prompt_options
 from tests.engine.fakes import rounds_of
-from tests.support import CPU, make_engine, ngram_engine, save_tiny
+from tests.support import make_engine, ngram_engine, save_tiny
 
 RATES = (0.8, 0.64, 0.4, 0.1)
 
@@ -130,7 +129,7 @@ def test_the_text_is_labelled(
 
 
 def test_the_table_is_labelled() -> None:
-    clock = RunClock(CPU)
+    clock = RunClock()
     clock.num_rounds, clock.decode_seconds = 1, 1.0
     seq = Sequence(0, [1, 2, 3], 1, 3, proposed_per_round=[1], accepted_per_round=[1])
     metrics = summarise([seq], clock, 1, 1)

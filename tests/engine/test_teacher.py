@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import plan
-from specdec_cli.engine.run import Request
 from specdec_cli.experiment.predict import expected_rounds, with_recorded
 from specdec_cli.prompts import read_prompts
 from specdec_cli.recipe import load_recipe

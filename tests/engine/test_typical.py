@@ -11,8 +11,7 @@ import torch
 from specdec_cli.acceptance.base import AcceptanceRule
 from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.acceptance.typical import Typical
-from specdec_cli.core.types import SamplingParams
-from specdec_cli.engine.run import Request
+from specdec_cli.core.types import Request, SamplingParams
 from tests import lossless
 from tests.engine.test_pipeline import PROMPTS, told
 from tests.support import decode, make_engine, ngram_engine, save_noised, save_tiny

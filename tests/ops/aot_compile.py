@@ -47,7 +47,8 @@ def attention(
     block_m, block_n = paged_tiles(max_query_len, 4, dim * itemsize)
     sizes = {"DK": dim, "DV": dim, "BLOCK_DK": dim, "BLOCK_DV": dim, "BLOCK_SIZE": 16, "GROUP": 4}
     sizes |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLITS": splits}
-    flags = {"WINDOW": 0, "HAS_SOFTCAP": False, "sinks_ptr": None, "PACKED": False}
+    flags = {"WINDOW": 0, "HAS_SOFTCAP": False, "CAUSAL": True, "PACKED": False}
+    flags |= absent("sinks", "slots")
     constants = {**sizes, **flags, **extra}
     return {name: value for name, value in constants.items() if value != PRESENT}
 
@@ -125,7 +126,7 @@ def rope_attention(
     constants = {name.upper(): value for name, value in cut._asdict().items()}
     constants |= {"num_warps": cut.num_warps, "num_stages": cut.num_stages, "maxnreg": cut.maxnreg}
     constants |= {"KV_HEADS": 8, "GROUP": 4, "D": dim, "BLOCK_HALF": cut.block_d // 2}
-    constants |= {"BLOCK_SIZE": 16, "WINDOW": 0, "HAS_SOFTCAP": False}
+    constants |= {"BLOCK_SIZE": 16, "WINDOW": 0, "HAS_SOFTCAP": False, "CAUSAL": True}
     constants |= absent("sinks", "query_norm", "key_norm")
     if cut.splits == 1:
         constants |= absent("partial", "stats", "epochs")
@@ -239,13 +240,16 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"WIDTH": 6, "BY_ROUND": True, "BLOCK": 128},
         {"out_ptr": "*fp32"},
     ),
-    "padded_pass": (
-        "round.steps_triton",
-        "padded_pass_kernel",
-        "*i64",
-        {"WIDTH": 6, "MARGIN": 1, "BLOCK_SIZE": 16, "BLOCK": 128},
-        {"lens_ptr": "*i64", "active_ptr": "*i1"},
-    ),
+    **{
+        name: (
+            "round.steps_triton",
+            "padded_pass_kernel",
+            "*i64",
+            {"WIDTH": 6, "MARGIN": 1, "BLOCK_SIZE": 16, "BLOCK": 128} | lens,
+            {"lens_ptr": "*i64", "active_ptr": "*i1"},
+        )
+        for name, lens in (("padded_pass", {}), ("padded_pass-whole", absent("lens")))
+    },
     **{
         f"accept-{name}": (
             "round.steps_triton",
@@ -264,13 +268,17 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             "round.steps_triton",
             "advance_kernel",
             "*i64",
-            {"WIDTH": 6, "BLOCK": 8} | history,
+            {"WIDTH": 6, "BLOCK": 8} | more,
             {
                 **{"lens_ptr": "*i64", "accepted_ptr": "*i64", "active_ptr": "*i1"},
                 "history_ptr": "*i32",
             },
         )
-        for name, history in (("advance", absent("history", "rows")), ("advance-history", {}))
+        for name, more in (
+            ("advance", {"TAIL": 2, "TAIL_BLOCK": 2} | absent("history", "rows")),
+            ("advance-tail", {"TAIL": 7, "TAIL_BLOCK": 8} | absent("history", "rows")),
+            ("advance-history", {"TAIL": 2, "TAIL_BLOCK": 2}),
+        )
     },
     **{
         f"ngram_lookup-{longest}": (
@@ -357,6 +365,11 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
                 "*bf16",
                 attention(4096, WINDOW=512, HAS_SOFTCAP=True, sinks_ptr=PRESENT),
                 {"scale": "fp64", "softcap": "fp64"},
+            ),
+            (
+                *("bidirectional", "*bf16"),
+                attention(16, splits=8, WINDOW=512, CAUSAL=False, slots_ptr=PRESENT),
+                {"out_ptr": "*fp32"},
             ),
         ]
     },
@@ -579,6 +592,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("batch-32", "*bf16", rope_attention(1, 32), {}),
             ("D256", "*bf16", rope_attention(6, 8, dim=256), {}),
             ("fp32-D128", "*fp32", rope_attention(1, 8, itemsize=4), {}),
+            ("bidirectional", "*bf16", rope_attention(16, WINDOW=512, CAUSAL=False), {}),
             (
                 *("everything-fp64-scalars", "*bf16", rope_attention(6, 8, **EVERYTHING)),
                 {"scale": "fp64", "softcap": "fp64", "eps": "fp64"},
@@ -590,6 +604,11 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         "rope_kv_kernel",
         "*bf16",
         rope_attention(1, **EVERYTHING) | {"HEADS": 32, "BLOCK_HEADS": 8},
+        {},
+    ),
+    "rope_kv-without-queries": (
+        *("attention.rope_triton", "rope_kv_kernel", "*bf16"),
+        rope_attention(1, key_norm_ptr=PRESENT) | {"HEADS": 0, "BLOCK_HEADS": 8},
         {},
     ),
     "greedy_argmax": (

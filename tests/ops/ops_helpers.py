@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from specdec_kernels.attention.call import AttentionCall
 from torch import Tensor
 
 CUDA = torch.cuda.is_available()
@@ -54,6 +55,9 @@ class Shape:
     sinks: bool = False
     padding: int = 0
     """Tokens of the query past the last sequence."""
+    causal: bool = True
+    dead: tuple[int, ...] = ()
+    """Queries at each sequence's end that are padding; none where empty."""
 
     def __str__(self) -> str:
         numbers = ",".join(f"{q}of{c}" for q, c in zip(self.queries, self.contexts, strict=True))
@@ -61,6 +65,8 @@ class Shape:
         text += f"-W{self.window}" if self.window else ""
         text += f"-cap{self.softcap:g}" if self.softcap else ""
         text += "-sinks" if self.sinks else ""
+        text += "" if self.causal else "-bidirectional"
+        text += "-dead" + ",".join(map(str, self.dead)) if self.dead else ""
         return text + (f"-pad{self.padding}" if self.padding else "")
 
 
@@ -74,21 +80,22 @@ class Problem:
     block_tables: Tensor
     query_start: Tensor
     context_lens: Tensor
-    scale: float
     max_query_len: int
-    sliding_window: int
-    softcap: float
-    sinks: Tensor | None
+    call: AttentionCall
+    slots: Tensor
 
     def double(self) -> "Problem":
         """The same values in fp64, for a reference without rounding."""
         caches = {"key_cache": self.key_cache.double(), "value_cache": self.value_cache.double()}
-        sinks = None if self.sinks is None else self.sinks.double()
-        return replace(self, query=self.query.double(), sinks=sinks, **caches)
+        sinks = None if self.call.sinks is None else self.call.sinks.double()
+        call = self.call._replace(sinks=sinks)
+        return replace(self, query=self.query.double(), call=call, **caches)
 
 
 def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
     """Random keys and values in shuffled blocks, with NaN in every slot that no query may read.
+
+    Padding has slots of the trash block, as in a padded pass.
 
     Table entries past a sequence's blocks point at the trash block, which holds NaN too.
     """
@@ -106,18 +113,26 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Prob
         for dim in (shape.dk, shape.dv)
     ]
     tables = torch.zeros(len(counts), columns, dtype=torch.int32)
-    used = 0
+    tokens = sum(shape.queries) + shape.padding
+    slots = torch.zeros(tokens, dtype=torch.int64)
+    dead = shape.dead or (0,) * len(counts)
+    used = done = 0
     for b, count in enumerate(counts):
         tables[b, :count] = order[used : used + count]
         used += count
         oldest = 0
         if shape.window:
             oldest = max(0, shape.contexts[b] - shape.queries[b] - shape.window + 1)
-        position = torch.arange(oldest, shape.contexts[b])
+        position = torch.arange(oldest, shape.contexts[b] - dead[b])
         block = tables[b, position // bs].long()
         for cache in caches:
             cache[block, position % bs] = normal(len(position), *cache.shape[2:])
-    tokens = sum(shape.queries) + shape.padding
+        new = torch.arange(
+            max(0, shape.contexts[b] - shape.queries[b]), shape.contexts[b] - dead[b]
+        )
+        done += shape.queries[b]
+        begin = done - dead[b] - len(new)
+        slots[begin : begin + len(new)] = tables[b, new // bs].long() * bs + new % bs
     return Problem(
         query=normal(tokens, shape.heads, shape.dk).to(device, dtype),
         key_cache=caches[0].to(device, dtype),
@@ -125,12 +140,22 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Prob
         block_tables=tables.to(device),
         query_start=starts_of(list(shape.queries), device),
         context_lens=torch.tensor(shape.contexts, dtype=torch.int32, device=device),
-        scale=shape.dk**-0.5,
         max_query_len=max(shape.queries),
-        sliding_window=shape.window,
-        softcap=shape.softcap,
-        sinks=normal(shape.heads).to(device, dtype) if shape.sinks else None,
+        call=AttentionCall(
+            scale=shape.dk**-0.5,
+            sliding_window=shape.window,
+            softcap=shape.softcap,
+            sinks=normal(shape.heads).to(device, dtype) if shape.sinks else None,
+            causal=shape.causal,
+        ),
+        slots=slots.to(device),
     )
+
+
+def with_meaning(problem: Problem) -> Tensor:
+    """bool [T]: tokens that are no padding, and those past the last sequence, which give zeros."""
+    place = torch.arange(len(problem.slots), device=problem.slots.device)
+    return (problem.slots >= problem.key_cache.shape[1]) | (place >= problem.query_start[-1])
 
 
 def paged_attention_reference(
@@ -140,21 +165,27 @@ def paged_attention_reference(
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
+    slots: Tensor,
 ) -> Tensor:
-    """`ops.paged_attention`, one dot product at a time, in fp64."""
+    """`ops.paged_attention`, one dot product at a time, in fp64; zeros for padding."""
+    scale, window, softcap, sinks, causal = call
     num_heads, block_size = query.shape[1], key_cache.shape[1]
     group = num_heads // key_cache.shape[2]
     out = query.new_zeros((query.shape[0], num_heads, value_cache.shape[3]))
     starts, contexts = query_start.tolist(), context_lens.tolist()
+    is_live = (slots >= block_size).tolist()
     for b, context in enumerate(contexts):
+        padding = [t for t in range(starts[b], starts[b + 1]) if not is_live[t]]
+        hidden = {context - starts[b + 1] + token for token in padding}
         for token in range(starts[b], starts[b + 1]):
             position = context - starts[b + 1] + token
-            first = max(0, position - sliding_window + 1) if sliding_window else 0
-            seen = torch.arange(first, position + 1, device=query.device)
+            if not is_live[token]:
+                continue
+            visible = [p for p in range(context) if p not in hidden]
+            visible = [p for p in visible if not window or abs(p - position) < window]
+            visible = [p for p in visible if not causal or p <= position]
+            seen = torch.tensor(visible, device=query.device)
             block, inside = block_tables[b, seen // block_size].long(), seen % block_size
             for head in range(num_heads):
                 keys = key_cache[block, inside, head // group].double()

@@ -5,6 +5,7 @@ import torch
 from ops_helpers import TOLERANCE, Problem, Shape, assert_close, make_problem, needs_cuda
 from specdec_kernels import ops
 from specdec_kernels.attention import chunks, decode_triton
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.chunks import (
     BOUNDS,
     Bound,
@@ -43,7 +44,7 @@ def plan_of(shape: Shape, device: torch.device, bound: Bound | None = SMALL) -> 
 def run(problem: Problem, plan: ChunkPlan) -> Tensor:
     lengths = problem.block_tables, problem.context_lens
     caches = problem.key_cache, problem.value_cache
-    return attend_chunks(problem.query, *caches, *lengths, plan, problem.scale)
+    return attend_chunks(problem.query, *caches, *lengths, plan, problem.call)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -77,18 +78,18 @@ def test_only_chunks_over_the_bound_are_planned():
 def test_layers_that_need_more_than_a_causal_mask_are_left_alone():
     plan = plan_of(SHAPES[3], CPU)
     cache = torch.zeros(4, 8, 2, 64, dtype=torch.bfloat16)
-    plain = {"sliding_window": 0, "softcap": 0.0, "sinks": None}
-    assert takes_chunks(plan, cache, cache, **plain)
-    assert takes_chunks(plan, cache, cache, **(plain | {"sliding_window": 21}))
-    assert not takes_chunks(plan, cache, cache, **(plain | {"sliding_window": 20}))
-    assert not takes_chunks(plan, cache, cache, **(plain | {"softcap": 30.0}))
-    assert not takes_chunks(plan, cache, cache, **(plain | {"sinks": torch.zeros(4)}))
-    assert not takes_chunks(None, cache, cache, **plain)
-    assert not takes_chunks(plan, cache.float(), cache.float(), **plain)
+    plain = AttentionCall(1.0)
+    assert takes_chunks(plan, cache, cache, plain)
+    assert takes_chunks(plan, cache, cache, plain._replace(sliding_window=21))
+    assert not takes_chunks(plan, cache, cache, plain._replace(sliding_window=20))
+    assert not takes_chunks(plan, cache, cache, plain._replace(softcap=30.0))
+    assert not takes_chunks(plan, cache, cache, plain._replace(sinks=torch.zeros(4)))
+    assert not takes_chunks(None, cache, cache, plain)
+    assert not takes_chunks(plan, cache.float(), cache.float(), plain)
     for dim in (80, 256):
         other = torch.zeros(4, 8, 2, dim, dtype=torch.bfloat16)
-        assert not takes_chunks(plan, other, other, **plain)
-        assert not takes_chunks(plan, cache, other, **plain)
+        assert not takes_chunks(plan, other, other, plain)
+        assert not takes_chunks(plan, cache, other, plain)
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -105,7 +106,8 @@ def test_a_layer_s_attention_with_chunks(device, norms, monkeypatch):
     out = layer.run(chunks=plan_of(shape, device))
     assert len(calls) == 1
     assert_close("out", layer.expected, out, TOLERANCE[torch.float16])
-    layer.run(chunks=plan_of(shape, device), softcap=30.0, sliding_window=0)
+    capped = layer.arguments["call"]._replace(softcap=30.0)
+    layer.run(chunks=plan_of(shape, device), call=capped)
     assert len(calls) == 1
 
 

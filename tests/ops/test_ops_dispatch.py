@@ -37,7 +37,8 @@ key_cache, value_cache = torch.zeros(2, 2, 4, 1, 8)
 x = torch.randn(2, 1, 8)
 ops.write_kv(x, x, key_cache, value_cache, slots)
 context = torch.tensor([2], dtype=torch.int32)
-out = ops.paged_attention(x, key_cache, value_cache, tables, start, context, 1.0, 2)
+call = ops.AttentionCall(1.0)
+out = ops.paged_attention(x, key_cache, value_cache, tables, start, context, 2, call)
 assert torch.equal(out[0], x[0])
 x = torch.tensor([[[-9.0, 9.0], [9.0, -9.0]]])
 u = torch.zeros(1, 2)
@@ -77,6 +78,9 @@ def test_the_first_tensor_decides_whatever_its_place(monkeypatch):
     here, there = torch.zeros(1), torch.zeros(1).as_subclass(OnDevice)
     assert kernel(there, here) == kernel(2, there) == kernel(2, x=there) == "triton"
     assert kernel(here, there) == kernel(2, x=here) == kernel() == "torch"
+    stored = object()  # a weight that is no tensor
+    normed = [ops.Normed(x, x, None, 0.0) for x in (here, there)]
+    assert [kernel(x, stored) for x in normed] == ["torch", "triton"]
 
 
 def test_attention_on_cpu():

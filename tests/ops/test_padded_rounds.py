@@ -48,9 +48,11 @@ both_passes = pytest.mark.parametrize(
 @both_passes
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(
-    ("width", "offset", "margin"), [(2, -2, 2), (1, 0, 2), (1, 3, 2), (1, -1, 1), (5, -1, 1)]
+    ("width", "offset", "margin"),
+    [(2, -2, 2), (1, 0, 2), (1, 3, 2), (1, -1, 1), (5, -1, 1), (7, -1, None), (3, -3, None)],
 )
 def test_padded_pass_by_hand(padded_pass, batch, width, offset, margin, device):
+    """Without a margin a token is fed whatever the lengths of proposals are."""
     generator = torch.Generator().manual_seed(width)
     block_size, columns, max_len, num_ids = 4, 6, 21, 50
     tokens = torch.randint(-1, 60, (batch, 2 * width), generator=generator).to(device)[:, ::2]
@@ -60,7 +62,8 @@ def test_padded_pass_by_hand(padded_pass, batch, width, offset, margin, device):
     tables = torch.randint(1, 90, (batch, columns + 3), generator=generator, dtype=torch.int32)
     tables = tables.to(device)[:, :columns]
     ids, positions, slots, contexts = padded_pass(
-        *(tokens, length, lens, active, tables, offset, margin, block_size, max_len, num_ids)
+        *(tokens, length, None if margin is None else lens, active, tables, offset, margin or 0),
+        *(block_size, max_len, num_ids),
     )
     assert contexts.dtype == torch.int32
     for b in range(batch):
@@ -68,7 +71,7 @@ def test_padded_pass_by_hand(padded_pass, batch, width, offset, margin, device):
             at = int(length[b]) + offset + j
             inside = min(max(at, 0), max_len - 1)
             live = bool(active[b]) and 0 <= at < max_len
-            live = live and int(lens[b]) >= offset + j + margin
+            live = live and (margin is None or int(lens[b]) >= offset + j + margin)
             block = int(tables[b, inside // block_size]) if live else 0
             lane = b * width + j
             assert int(ids[lane]) == min(max(int(tokens[b, j]), 0), num_ids - 1)
@@ -124,8 +127,11 @@ def test_accept_by_hand(accept, with_rates, width, batch, device):
 @pytest.mark.parametrize("eos", [[], [4], [4, 9, 2]], ids=len)
 @pytest.mark.parametrize("width", [1, 2, 6])
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("has_history", [False, True], ids=["plain", "history"])
-def test_advance_by_hand(advance, eos, width, batch, has_history, device):
+@pytest.mark.parametrize(
+    ("kept", "has_history"), [(2, False), (2, True), (1, False), (3, True), (7, False)]
+)
+def test_advance_by_hand(advance, eos, width, batch, kept, has_history, device):
+    """kept: tokens of the tail, fewer and more than a round may append."""
     if advance is ops.advance.reference:
         device = "cpu"  # it writes through numpy
     generator = torch.Generator().manual_seed(width + len(eos))
@@ -135,7 +141,7 @@ def test_advance_by_hand(advance, eos, width, batch, has_history, device):
 
     tokens, accepted = ints(-1, 12, batch, width), ints(-2, width, batch)
     lens, tail, length, limit = (
-        *(ints(0, width, batch), ints(20, 30, batch, 2)),
+        *(ints(0, width, batch), ints(20, 30, batch, kept)),
         *(ints(1, 9, batch), ints(6, 14, batch)),
     )
     active = torch.rand(batch, generator=generator) < 0.7
@@ -158,7 +164,7 @@ def test_advance_by_hand(advance, eos, width, batch, has_history, device):
         want = (tail[b].tolist(), int(length[b]), bool(active[b]))
         if active[b]:
             total = int(length[b]) + len(new)
-            want = ((tail[b].tolist() + new)[-2:], total, not ends and total < int(limit[b]))
+            want = ((tail[b].tolist() + new)[-kept:], total, not ends and total < int(limit[b]))
             if has_history:
                 place = slice(int(length[b]), total)
                 expected[int(rows[b]), place] = torch.tensor(new, dtype=torch.int32)

@@ -12,7 +12,7 @@ from ops_helpers import (
     needs_cuda,
     paged_attention_reference,
 )
-from specdec_kernels.attention.paged import gather_attention, gather_plan
+from specdec_kernels.attention.paged import View, gather_attention, gather_plan
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from specdec_kernels.attention.tiles import paged_splits
 from torch import Tensor
@@ -131,9 +131,7 @@ def test_number_of_splits_fills_the_device():
 def gathered(problem: Problem) -> Tensor:
     p = problem
     plan = gather_plan(p.block_tables, p.query_start, p.context_lens, p.key_cache.shape[1])
-    return gather_attention(
-        p.query, p.key_cache, p.value_cache, plan, p.scale, p.sliding_window, p.softcap, p.sinks
-    )
+    return gather_attention(p.query, p.key_cache, p.value_cache, plan, p.call)
 
 
 # Softcap and sinks are computed in fp32, so fp64 would show no more there.
@@ -171,7 +169,7 @@ def test_a_sequence_in_one_piece_of_the_cache(shape, window):
     tables = run.to(torch.int32)[None]
     moved = replace(problem, key_cache=caches[0], value_cache=caches[1], block_tables=tables)
     plan = gather_plan(tables, problem.query_start, problem.context_lens, 8)
-    assert all(isinstance(part.slots, slice) for part in plan.parts(window))
+    assert all(isinstance(part.slots, slice) for part in plan.parts(View(window)))
     assert_close("out", expected_of(problem), gathered(moved), 1e-12)
 
 
@@ -180,10 +178,9 @@ def test_one_plan_serves_layers_of_several_kinds():
     p = problem
     plan = gather_plan(p.block_tables, p.query_start, p.context_lens, p.key_cache.shape[1])
     for window, heads in [(0, 4), (7, 4), (0, 2), (7, 4)]:
-        layer = replace(problem, sliding_window=window, query=p.query[:, :heads])
-        out = gather_attention(
-            layer.query, p.key_cache, p.value_cache, plan, p.scale, sliding_window=window
-        )
+        call = p.call._replace(sliding_window=window)
+        layer = replace(problem, call=call, query=p.query[:, :heads])
+        out = gather_attention(layer.query, p.key_cache, p.value_cache, plan, call)
         assert_close(f"window {window}, {heads} heads", expected_of(layer), out, 1e-5)
 
 

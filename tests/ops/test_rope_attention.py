@@ -13,6 +13,7 @@ from ops_helpers import (
     make_problem,
     needs_cuda,
     paged_attention_reference,
+    with_meaning,
 )
 from specdec_kernels import ops
 from specdec_kernels.attention.decode_triton import rope_attention_triton
@@ -30,8 +31,8 @@ class Layer:
     """Arguments of `ops.rope_attention`, by name, and the expected results."""
 
     arguments: dict[str, object]
-    live: int
-    """Tokens before the padding."""
+    compared: Tensor
+    """bool [T], as from `with_meaning`."""
     expected: Tensor
     expected_key_cache: Tensor
     expected_value_cache: Tensor
@@ -55,22 +56,18 @@ def make_layer(
     """A problem with NaN in the slots of new tokens; padding tokens write to the trash block."""
     problem = make_problem(shape, dtype, device)
     generator = torch.Generator().manual_seed(sum(shape.contexts) + shape.dk)
-    heads, bs, dim = shape.heads + 2 * shape.kv_heads, shape.block_size, shape.dk
+    heads, dim = shape.heads + 2 * shape.kv_heads, shape.dk
     tokens = sum(shape.queries) + shape.padding
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device, dtype)
 
-    slots = torch.zeros(tokens, dtype=torch.int64)
+    slots = problem.slots
     positions = torch.zeros(tokens)
     done = 0
-    for b, (queries, context) in enumerate(zip(shape.queries, shape.contexts, strict=True)):
-        at = torch.arange(context - queries, context)
-        blocks = problem.block_tables[b].cpu()[at // bs].long()
-        slots[done : done + queries] = blocks * bs + at % bs
-        positions[done : done + queries] = at.float()
+    for queries, context in zip(shape.queries, shape.contexts, strict=True):
+        positions[done : done + queries] = torch.arange(context - queries, context).float()
         done += queries
-    slots = slots.to(device)
     for cache in (problem.key_cache, problem.value_cache):
         cache.view(-1, *cache.shape[2:])[slots] = float("nan")
     angles = positions[:, None] * 100 ** -(torch.arange(dim // 2) * 2 / dim)
@@ -97,15 +94,14 @@ def make_layer(
         wide.block_tables,
         wide.query_start,
         wide.context_lens,
-        wide.scale,
-        wide.sliding_window,
-        wide.softcap,
-        wide.sinks,
+        wide.call,
+        slots,
     )
-    arguments = {**vars(problem), "qkv": qkv, "cos": cos, "sin": sin, "slots": slots, "eps": EPS}
+    arguments = {**vars(problem), "qkv": qkv, "cos": cos, "sin": sin, "eps": EPS}
     arguments |= {"query_norm": query_norm, "key_norm": key_norm}
     del arguments["query"]
-    return Layer(arguments, done, expected.view(tokens, -1), wide.key_cache, wide.value_cache)
+    expected = expected.view(tokens, -1)
+    return Layer(arguments, with_meaning(problem), expected, wide.key_cache, wide.value_cache)
 
 
 SHAPES = [

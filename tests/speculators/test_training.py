@@ -18,10 +18,10 @@ from scripts.speculators.kinds.base import Options
 from scripts.speculators.loss import Candidates, SoftLoss
 from scripts.speculators.target import Target
 from scripts.speculators.train import weights_at
+from specdec_cli.core.types import Request
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
-from specdec_cli.engine.run import Request
 from specdec_cli.recipe import load_recipe
 
 CPU = torch.device("cpu")

@@ -119,14 +119,17 @@ def loaded(seq: Sequence) -> BatchState:
 def fed(
     seq: Sequence,
     tokens: list[int],
-    length: int,
+    length: int | None,
     offset: int,
     margin: int,
     cached: int = 0,
-    **more: Any,
+    max_len: int = 20,
+    last_only: bool = False,
 ) -> tuple[ForwardBatch, LiveRows]:
-    ids, lens = torch.tensor([tokens, tokens]), torch.tensor([length, length])
-    what = Rectangle(ids, lens, offset, margin, 20, more.get("last_only", False), lens * 0 + cached)
+    ids = torch.tensor([tokens, tokens])
+    lens = None if length is None else torch.tensor([length, length])
+    held = torch.tensor([cached, cached])
+    what = Rectangle(ids, lens, offset, margin, max_len, last_only, held)
     return live_batch(what, loaded(seq), 4, 95)
 
 
@@ -158,6 +161,28 @@ def test_a_draft_step_feeds_the_token_just_drawn(seq: Sequence) -> None:
     assert batch.context_lens.tolist() == [7, 0]
     assert len(fed(seq, [90], 1, 0, 2, last_only=True)[0].token_ids) == 0, "one token was wanted"
     assert len(fed(seq, [14, 15], 0, -2, 2, last_only=True)[0].token_ids) == 0, "none was"
+
+
+@pytest.mark.parametrize(("max_len", "count"), [(20, 5), (8, 3)])
+@pytest.mark.parametrize("last_only", [False, True])
+def test_a_block_is_fed_whatever_is_proposed(
+    seq: Sequence, max_len: int, count: int, last_only: bool
+) -> None:
+    batch, live = fed(seq, [15, 90, 91, 92, 93], None, -1, 0, 0, max_len, last_only)
+    assert batch.token_ids.tolist() == [15, 90, 91, 92, 93][:count]
+    assert batch.positions.tolist() == [5, 6, 7, 8, 9][:count]
+    assert batch.context_lens.tolist() == [5 + count, 0]
+    assert live.tokens.tolist() == list(range(count))
+    assert live.logits.tolist() == ([0] if last_only else list(range(count)))
+
+
+@pytest.mark.parametrize("tail", [1, 2, 5])
+def test_a_state_holds_the_last_tokens(seq: Sequence, tail: int) -> None:
+    state = BatchState(3, 3, CPU, tail=tail)
+    state.load([seq, Sequence(1, [7, 8], 2, 9, block_table=[4])], 0)
+    want = [[0] * 5 + row for row in (seq.tokens, [7, 8], [0])]
+    assert state.tail.tolist() == [row[-tail:] for row in want]
+    assert state.length.tolist() == [6, 2, 1] and state.limit.tolist() == [20, 9, 0]
 
 
 def test_dtypes_are_what_the_kernels_take(seq: Sequence) -> None:

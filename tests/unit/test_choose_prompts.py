@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.errors import UsageError
-from specdec_cli.prompts import Loaded, load_noted, read_prompts
+from specdec_cli.prompts import LoadedPrompts, load_noted, read_prompts
 from specdec_cli.prompts.choose import Choice, sampled
 from specdec_cli.recipe import DataSection
 
@@ -27,11 +27,11 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def read(path: Path, seed: int = 0, **keys: object) -> Loaded:
+def read(path: Path, seed: int = 0, **keys: object) -> LoadedPrompts:
     return load_noted(DataSection.model_validate({"path": str(path), **keys}), seed=seed)
 
 
-def counts(loaded: Loaded) -> dict[str | None, int]:
+def counts(loaded: LoadedPrompts) -> dict[str | None, int]:
     return dict(Counter(prompt.category for prompt in loaded.prompts))
 
 

@@ -26,6 +26,7 @@ from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.parent import exit_code, run_pairs
 from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
 from specdec_cli.experiment.compare.worker import PairTask, with_degrees
+from specdec_cli.experiment.folders.conclusions import Degrees, Diverging, Tokens
 from specdec_cli.experiment.folders.records import Key, PairFacts, Point, Sample
 from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.folders.settings_file import (
@@ -148,7 +149,7 @@ def test_points(tmp_path: Path) -> None:
 
 def test_where_the_best_degree_flips(tmp_path: Path) -> None:
     found = verdict(filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0)), tmp_path)
-    assert (found["best"]["draft_tp"], found["best_by_batch_size"]["8"]["draft_tp"]) == (1, 2)
+    assert (found["best"].draft_tp, found["best_by_batch_size"]["8"].draft_tp) == (1, 2)
     assert found["flips"] == [
         {"target_tp": 2, "batch_size": 8, "from": 1, "to": 2, "is_tied": False}
     ]
@@ -214,20 +215,20 @@ def test_why_the_best_is_the_best(best: Round, rival: Round, why: str, tmp_path:
             for k, taken in ((0, plain), (2, found)):
                 records.samples[pair, Key("a-draft", 1, k)][index] = taken
     found = verdict(records, tmp_path)["best"]
-    assert found["draft_tp"] == 1 and found["reason"].endswith(f"; {why}")
+    assert found.draft_tp == 1 and found.reason.endswith(f"; {why}")
 
 
 def test_equal_pairs_are_tied(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 2.0), tp2=(2.0, 2.0))
     records.update_points(RunFolder(tmp_path))
     best = best_of(records, [2], 1)
-    assert best["tied"] == [{"target_tp": 2, "draft_tp": 3 - best["draft_tp"]}]
+    assert best.tied == [Degrees(target_tp=2, draft_tp=3 - (best.draft_tp or 0))]
 
 
 def test_plain_decoding_that_is_faster_is_said(tmp_path: Path) -> None:
     best = verdict(filled(tp1=(50.0, 50.0), tp2=(60.0, 60.0)), tmp_path)["best"]
-    assert best["draft_tp"] == 1 and best["speedup"] == pytest.approx(0.5)
-    assert "no speculation at target TP 2 is faster still" in best["reason"]
+    assert best.draft_tp == 1 and best.speedup == pytest.approx(0.5)
+    assert "no speculation at target TP 2 is faster still" in best.reason
 
 
 def test_what_failed_is_a_row_and_no_baseline(
@@ -275,13 +276,13 @@ def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> N
         assert plain.num_output_tokens == 300
         speed = metrics_of(before[None, batch_size]).decode_tokens_per_second
         assert plain.decode_tokens_per_second == pytest.approx(speed, rel=0.01)
-    assert tokens_of(records)["identical"], "of prompts that could run"
+    assert tokens_of(records).identical, "of prompts that could run"
     spoil(records, Pair(2, 1), 1, range(10))
     spoil(records, Pair(2, 1), 8, range(10))
     spoil(records, Pair(2, 2), 1, range(10))
     records.update_points(RunFolder(tmp_path))
     assert {p.status for p in records.points} == {"failed"}
-    assert tokens_of(records)["identical"] is None and tokens_line(tokens_of(records)) is None
+    assert tokens_of(records).identical is None and tokens_line(tokens_of(records)) is None
     assert exit_code(planned({}), records, [], tokens_of(records)) == 3, (
         "as where some prompts could run"
     )
@@ -388,34 +389,34 @@ def test_a_pair_without_all_prompts_is_no_point(tmp_path: Path) -> None:
 
 def test_diverging_tokens_are_found(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
-    assert tokens_of(records)["identical"]
+    assert tokens_of(records).identical
     other = records.samples[Pair(2, 2), Key("a-draft", 8, 2)]
     other[3] = changed(other[3], token_ids=[*WRITTEN[:-1], 99])
     found = tokens_of(records)
-    assert found["must_be_identical"] and not found["identical"]
-    (only,) = found["diverging"]
-    assert (only["draft_tp"], only["batch_size"], only["k"]) == (2, 8, 2)
-    assert (only["num_diverging"], only["num_prompts"], only["first"]) == (1, 10, 3)
+    assert found.must_be_identical and not found.identical
+    (only,) = found.diverging
+    assert (only.draft_tp, only.batch_size, only.k) == (2, 8, 2)
+    assert (only.num_diverging, only.num_prompts, only.first) == (1, 10, 3)
     assert "which in float32 they must not: 1 of 10 prompts" in (tokens_line(found) or "")
     records.update_points(RunFolder(tmp_path))
     assert exit_code(planned({}), records, [], tokens_of(records)) == 4
 
     records.settings = replace(SETTINGS, dtype="bfloat16")
     narrow = tokens_of(records)
-    assert not narrow["must_be_identical"] and "at most in 1 of 10" in (tokens_line(narrow) or "")
+    assert not narrow.must_be_identical and "at most in 1 of 10" in (tokens_line(narrow) or "")
     assert exit_code(planned({}), records, [], narrow) == 0
     sampled = SETTINGS.recipe | {"sampling": {"temperature": 0.7}}
     records.settings = replace(SETTINGS, recipe=sampled)
-    assert tokens_of(records)["compared"] is False and tokens_line(tokens_of(records)) is None
+    assert tokens_of(records).compared is False and tokens_line(tokens_of(records)) is None
 
 
 def test_the_point_at_which_the_largest_part_of_its_prompts_diverges_is_told() -> None:
     """Points may have different numbers of prompts, as batch sizes do."""
-    many = {"batch_size": 8, "k": 2, "num_diverging": 3, "num_prompts": 10, "first": 1}
-    most = {"batch_size": 1, "k": 2, "num_diverging": 2, "num_prompts": 2, "first": 0}
-    for diverging in ([many, most], [most, many]):
-        tokens = {"identical": False, "must_be_identical": False, "diverging": diverging}
-        line = tokens_line(tokens)
+    many = Diverging(batch_size=8, k=2, num_diverging=3, num_prompts=10, first=1)
+    most = Diverging(batch_size=1, k=2, num_diverging=2, num_prompts=2, first=0)
+    for points in ([many, most], [most, many]):
+        found = Tokens(compared=True, must_be_identical=False, identical=False, diverging=points)
+        line = tokens_line(found)
         assert line is not None and line.endswith("in 2 of 2 prompts at batch size 1, k = 2")
 
 
@@ -654,17 +655,17 @@ def test_what_is_faster_still_is_the_fastest_plain_decoding(tmp_path: Path) -> N
     slow = {Pair(1, 1): 70.0, Pair(2, 1): 60.0, Pair(2, 2): 80.0}
     for verify, fastest in (({1: 12.0, 2: 10.0}, 2), ({1: 10.0, 2: 12.0}, 1)):
         found = verdict(two_targets(slow, verify), tmp_path)["best"]
-        assert f"no speculation at target TP {fastest} is faster still, 99.9" in found["reason"]
+        assert f"no speculation at target TP {fastest} is faster still, 99.9" in found.reason
 
 
 def test_the_best_is_held_against_its_own_targets_other_degrees(tmp_path: Path) -> None:
     spent = {Pair(1, 1): 2.2, Pair(2, 1): 2.0, Pair(2, 2): 9.0}
     found = verdict(two_targets(spent, {1: 10.0, 2: 10.0}), tmp_path)["best"]
-    assert (found["target_tp"], found["draft_tp"]) == (2, 1)
-    assert found["decided_by"] == {
+    assert (found.target_tp, found.draft_tp) == (2, 1)
+    assert found.decided_by.as_dict() == {
         "stage": "draft", "saved_ms": pytest.approx(7.0, rel=0.01), "draft_tp": 2,
     }  # fmt: skip
-    assert "than with draft TP 2" in found["reason"]
+    assert "than with draft TP 2" in found.reason
 
 
 def test_pairs_are_compared_on_the_prompts_of_both(tmp_path: Path) -> None:
@@ -675,4 +676,4 @@ def test_pairs_are_compared_on_the_prompts_of_both(tmp_path: Path) -> None:
         slow[index] = sample(Pair(2, 2), 1, 2, index, draft=40.0, verify=10.0)
     spoil(records, Pair(2, 1), 1, range(5))
     records.update_points(RunFolder(tmp_path))
-    assert best_of(records, [2], 1)["draft_tp"] == 2
+    assert best_of(records, [2], 1).draft_tp == 2

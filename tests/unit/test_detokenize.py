@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specdec_cli.engine.detokenize import Decoder, StopFinder, TextStream, cut_at_stop
+from specdec_cli.core.detokenize import Decoder, StopFinder, TextStream, cut_at_stop
 
 CORPUS = ["the cat sat on the mat", "naïve café, 日本語 テキスト", "emoji 😀😃 and ünïcödé"] * 3
 # Characters of 1, 2, 3 and 4 bytes, some in the corpus and some not.

@@ -13,7 +13,7 @@ from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
 from specdec_cli.report.drawings.speeds import draw_speeds
 from specdec_cli.report.drawings.speedup import draw_speedup
-from specdec_cli.report.findings import Best
+from specdec_cli.report.findings import Finding
 from specdec_cli.report.folder import ReportedRun, read_folder
 from specdec_cli.report.memory import write_memory_picture
 from tests.report_helpers import comparison_points, sweep_points, write_folder
@@ -50,7 +50,7 @@ def test_lines_of_a_sweep(sweep: ReportedRun) -> None:
     own = sorted((p for p in sweep.points if p.draft and "1b" in p.draft), key=lambda p: p.k)
     figure = Figure()
     ring, square = own
-    assert draw_speedup(figure, sweep, [Best(1, ring, (), "", True, fastest=square)])
+    assert draw_speedup(figure, sweep, [Finding(1, ring, fastest=square)])
     (axis,) = figure.axes
     places, values = lines_of(axis)["draft-1b"]
     assert [round(x) for x in places] == [0, 1, 3]

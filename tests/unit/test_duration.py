@@ -10,10 +10,11 @@ import torch
 from specdec_cli.engine.plan import plan
 from specdec_cli.experiment.compare.comparison_plan import comparison_seconds
 from specdec_cli.experiment.compare.pairs import Pair
-from specdec_cli.experiment.duration import Forecaster, Speeds, in_words
+from specdec_cli.experiment.duration import DurationEstimate, Speeds, in_words
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.sweep.sweep_plan import sweep_seconds
+from specdec_cli.models.draft import Passes
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
 
@@ -31,7 +32,7 @@ def test_rounds_take_what_was_measured() -> None:
     """8B and 1B shapes on one H200 (docs/performance.md): milliseconds a round."""
     job = job_of("bench-8b-1b-dummy", 32)
     job = replace(job, plan=replace(job.plan, device=torch.device("cuda", 0)))
-    found = Forecaster(job, H200)
+    found = DurationEstimate(job, H200)
     for k, batch, measured in ((0, 1, 3.83), (5, 1, 7.70), (5, 8, 9.1), (5, 32, 12.5)):
         forecast = 1e3 * found.round_seconds(Key("d", batch, k))
         assert forecast == pytest.approx(measured, rel=0.15)
@@ -44,7 +45,7 @@ def test_rounds_take_what_was_measured() -> None:
 
 def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
     job = job_of("bench-30b-a3b-dummy", 1)
-    found = Forecaster(job, Speeds(4.3e12, 1e18))
+    found = DurationEstimate(job, Speeds(4.3e12, 1e18))
     one, eight, many = (found.pass_seconds(job.plan.target, n) for n in (1, 8, 4096))
     layers = 48 * 250e-6  # of a CPU's plan
     floors = 1.42e-3, 6.0e-3
@@ -55,6 +56,27 @@ def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
     )
 
 
+def test_a_draft_takes_the_passes_that_it_says() -> None:
+    job = job_of("bench-8b-1b-dummy", 4)
+    draft: Any = job.plan.draft
+
+    class OnePass:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(draft, name)
+
+        def passes(self, k: int) -> Passes:
+            return Passes(1, k + 1)
+
+    one: Any = OnePass()
+    block = replace(job, plan=replace(job.plan, draft=one))
+    for found, seconds in (
+        (DurationEstimate(job, H200), lambda f: 5 * f.pass_seconds(draft, 4)),
+        (DurationEstimate(block, H200), lambda f: f.pass_seconds(draft, 4 * 6)),
+    ):
+        rest = found.pass_seconds(job.plan.target, 4 * 6)
+        assert found.round_seconds(Key("d", 4, 5)) == pytest.approx(rest + seconds(found))
+
+
 def test_degrees_share_what_is_read_and_add_sums() -> None:
     """Ranks on CPUs divide the machine's speed; each GPU has its own."""
     cpu = job_of("bench-8b-1b-dummy", 1)
@@ -62,7 +84,7 @@ def test_degrees_share_what_is_read_and_add_sums() -> None:
     for job, ranks, one_sum in ((cpu, 4, 400e-6), (gpu, 1, 6e-6)):
         target, draft = job.plan.target, job.plan.draft
         assert draft is not None
-        alone, split = Forecaster(job, H200), Forecaster(job, H200, (4, 2))
+        alone, split = DurationEstimate(job, H200), DurationEstimate(job, H200, (4, 2))
         for model, degree, layer_count in ((target, 4, 32), (draft, 2, 16)):
             layers = layer_count * (250e-6 if job is cpu else 11e-6)
             work = alone.pass_seconds(model, 1) - layers
@@ -76,7 +98,7 @@ def test_a_sweep_takes_its_repeats_warm_up_and_curve(monkeypatch: pytest.MonkeyP
     job = job_of("demo", 8, run__repeats=2, run__warmup=0)
     keys = {Key("d", 1, 0): job, Key("d", 1, 2): job}
     start = 3.0 + sum(m.weight_bytes for m in job.plan.models) / 1e9
-    found, params = Forecaster(job, H200), job.plan.params
+    found, params = DurationEstimate(job, H200), job.plan.params
     once = sum(found.run_seconds(key, 8, params) for key in keys)
     curve = sum(found.run_seconds(key, 4, params) for key in keys)
     assert sweep_seconds(keys, has_curve=False) == pytest.approx(start + 2 * once)
@@ -85,7 +107,7 @@ def test_a_sweep_takes_its_repeats_warm_up_and_curve(monkeypatch: pytest.MonkeyP
     pairs = [Pair(1, 1), Pair(2, 1)]
     values = {"batch_sizes": (1,), "draft": "d", "k": 2, "num_prompts": lambda _: 8}
     compared: Any = SimpleNamespace(to_run=pairs, job=job, settings=SimpleNamespace(**values))
-    ranks = [Forecaster(job, H200, (pair.target_tp, pair.draft_tp)) for pair in pairs]
+    ranks = [DurationEstimate(job, H200, (pair.target_tp, pair.draft_tp)) for pair in pairs]
     rounds = 2 * sum(one.run_seconds(key, 8, params) for one in ranks for key in keys)
     assert comparison_seconds(compared) == pytest.approx(2 * start + rounds)
     assert [in_words(s) for s in (8.4, 600, 9000)] == ["8 s", "10 min", "2.5 h"]

@@ -11,18 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.draft_form import with_method
-from specdec_cli.models.heads.eagle3.config import HeadConfig, read_head_config
-from specdec_cli.models.heads.eagle3.weights import (
-    EMBEDDING,
-    HEAD,
-    Borrowed,
-    HeadWeights,
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadWeights
+from specdec_cli.models.heads.checkpoint import (
     borrowed_by,
-    check_target,
     dummy_weights,
     read_weights,
-    shapes_of,
 )
+from specdec_cli.models.heads.description import check_target
+from specdec_cli.models.heads.eagle3.config import Eagle3Config, read_head_config
 from specdec_cli.recipe import Recipe, dump_recipe, load_recipe
 from tests.eagle3 import DIALECTS, Head, head_config, save_head
 from tests.support import CPU, save_tiny
@@ -35,7 +31,7 @@ WRITTEN = [
 ]
 
 
-def config_of(folder: Path, dialect: str = "safeailab", **changes: Any) -> HeadConfig:
+def config_of(folder: Path, dialect: str = "safeailab", **changes: Any) -> Eagle3Config:
     return read_head_config("a head", save_head(folder, Head(), dialect, **changes))
 
 
@@ -55,7 +51,7 @@ def test_a_head_is_the_same_in_every_dialect(
     config = read_head_config("a head", folder)
     assert config.feature_layers(6) == (1, 2, 3, 4, 5)
     first = read_head_config("a head", save_head(tmp_path / "first", head, "speculators"))
-    apart = ("dialect", "aux_ids", "counting", "remarks", "is_wide")
+    apart = ("aux_ids", "counting", "others", "is_wide")
     ours, theirs = asdict(config), asdict(first)
     assert {k: v for k, v in ours.items() if k not in apart} == {
         k: v for k, v in theirs.items() if k not in apart
@@ -85,26 +81,33 @@ def test_published_forms(tmp_path: Path) -> None:
         "draft_vocab_size": 32000,
     }
     found = _read(tmp_path, llama)
-    assert found.rope == {"rope_type": "default", "rope_theta": 10000.0}
+    assert found.body.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
     assert (found.num_aux, found.feature_layers(32)) == (3, (2, 16, 29))
-    assert (found.head_dim, found.dtype, found.feeds_norm) == (128, torch.float16, False)
+    assert (found.body.head_dim, found.feeds_norm) == (128, False)
     scaled = {
         "rope_theta": 500000.0,
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+        "rope_scaling": {
+            **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
     }
     found = _read(tmp_path, llama | scaled)
-    assert found.rope["rope_theta"] == 500000.0 and found.rope["rope_type"] == "llama3"
+    assert (
+        found.body.rope_parameters["rope_theta"] == 500000.0
+        and found.body.rope_parameters["rope_type"] == "llama3"
+    )
     older = {"rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert _read(tmp_path, llama | older).rope["rope_type"] == "linear"
+    assert _read(tmp_path, llama | older).body.rope_parameters["rope_type"] == "linear"
     # SpecForge, for QwQ: the target's type beside a class whose layers are llama's.
     specforge = llama | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "qwen2"}
-    assert not _read(tmp_path, specforge).has_head_norms
+    assert _read(tmp_path, specforge).body.model_type == "llama"
     with pytest.raises(SetupError, match=r"model_type is .qwen2"):
         _read(tmp_path, llama | {"model_type": "qwen2"})
     # nebius, for gpt-oss 20B.
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "beta_fast": 32.0}
     nebius = {"truncated_vocab_size": 32000, "rope_theta": 150000, "rope_scaling": yarn}
-    assert _read(tmp_path, llama | nebius).rope == yarn | {"rope_theta": 150000.0}
+    rope = _read(tmp_path, llama | nebius).body.rope_parameters
+    assert yarn.items() <= rope.items() and rope["rope_theta"] == 150000.0
     # Model-Optimizer: the base inside rope_scaling, and ids of layers' outputs.
     nested = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -113,8 +116,10 @@ def test_published_forms(tmp_path: Path) -> None:
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]},
     }
     found = _read(tmp_path, llama | nested)
-    assert found.feature_layers(32) == (2, 16, 29) and found.rope["rope_theta"] == 20000.0
-    assert found.remarks and "eagle_config" in found.remarks[0]
+    assert found.feature_layers(32) == (2, 16, 29)
+    assert found.body.rope_parameters["rope_theta"] == 20000.0
+    (other,) = found.others
+    assert "eagle_config" in other.told and other.changes == {"counting": "inputs"}
     deepspec = {
         "architectures": ["Qwen3Eagle3Model"],
         "model_type": "qwen3",
@@ -125,11 +130,11 @@ def test_published_forms(tmp_path: Path) -> None:
     }
     found = _read(tmp_path, llama | deepspec)
     assert found.feature_layers(36) == (2, 10, 18, 26, 34)
-    assert found.draft_vocab_size == 128256 and found.has_head_norms
+    assert found.draft_vocab_size == 128256 and found.body.model_type == "qwen3"
     assert found.num_target_layers == 36
 
 
-def _read(folder: Path, config: dict[str, Any]) -> HeadConfig:
+def _read(folder: Path, config: dict[str, Any]) -> Eagle3Config:
     (folder / "config.json").write_text(json.dumps(config))
     return read_head_config("a head", folder)
 
@@ -143,12 +148,12 @@ def test_windows_of_qwen3_have_to_be_switched_on(tmp_path: Path) -> None:
 
 
 def test_conventions_that_tools_read_differently_are_told(tmp_path: Path) -> None:
-    told = config_of(tmp_path, norm_output=True).remarks
-    assert len(told) == 1 and "norm_output" in told[0]
+    (other,) = config_of(tmp_path, norm_output=True).others
+    assert "norm_output" in other.told and other.changes == {"feeds_norm": False}
     config = head_config(Head(), "speculators")
     del config["norm_before_residual"]
-    told = _read(tmp_path, config).remarks
-    assert len(told) == 1 and "norm_before_residual" in told[0]
+    (other,) = _read(tmp_path, config).others
+    assert "norm_before_residual" in other.told and other.changes == {"norm_before_residual": True}
 
 
 @pytest.mark.parametrize(
@@ -238,6 +243,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "no features": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
     "parallel": ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step is 4"),
+    "half a rope": ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "cannot read .*rope_par"),
     "settings in a list": ({"eagle_config": [1]}, "cannot read config.json of the EAGLE-3 head"),
     "activation in a list": ({"hidden_act": [1]}, "cannot read config.json of the EAGLE-3 head"),
 }
@@ -318,25 +324,25 @@ def test_what_training_leaves_behind_is_no_harm(tmp_path: Path) -> None:
 def test_embedding_and_head_of_the_target(tmp_path: Path) -> None:
     """A head without its own takes the target's, itself and not a copy."""
     head = Head()
-    lent = Borrowed(torch.randn(97, 48), torch.randn(97, 48))
+    lent = {EMBEDDING: torch.randn(97, 48), HEAD: torch.randn(97, 48)}
     folder = save_head(tmp_path, head, "speculators", without=(EMBEDDING, HEAD))
-    found = weights_of(folder, head, borrowed=lent)
-    assert found.tensors[EMBEDDING].data_ptr() == lent.embedding.data_ptr()
-    assert found.tensors[HEAD].data_ptr() == lent.head.data_ptr()
+    found = weights_of(folder, head, lent=lent)
+    assert found.tensors[EMBEDDING].data_ptr() == lent[EMBEDDING].data_ptr()
+    assert found.tensors[HEAD].data_ptr() == lent[HEAD].data_ptr()
     config = read_head_config("a head", folder)
     assert borrowed_by(config, folder, torch.float32, lent) == {EMBEDDING, HEAD}
     with pytest.raises(SetupError, match="first embed_tokens"):
         weights_of(folder, head)
-    narrow = Borrowed(torch.randn(97, 40), torch.randn(97, 48))
+    narrow = lent | {EMBEDDING: torch.randn(97, 40)}
     with pytest.raises(SetupError, match=r"embed_tokens.weight is missing, and the target's, \[97"):
-        weights_of(folder, head, borrowed=narrow)
+        weights_of(folder, head, lent=narrow)
     # Own ones are taken, and the head of a reduced vocabulary has to be its own.
-    own = weights_of(save_head(tmp_path, head, "speculators"), head, borrowed=lent)
+    own = weights_of(save_head(tmp_path, head, "speculators"), head, lent=lent)
     assert torch.equal(own.tensors[HEAD], head.tensors[HEAD])
     reduced = Head(draft_vocab=31)
     save_head(tmp_path, reduced, "speculators", without=(HEAD,))
     with pytest.raises(SetupError, match="first lm_head"):
-        weights_of(folder, reduced, borrowed=lent)
+        weights_of(folder, reduced, lent=lent)
 
 
 def test_a_tied_head_is_its_embedding(tmp_path: Path) -> None:
@@ -361,7 +367,7 @@ def test_pickled_weights_only_if_allowed(tmp_path: Path) -> None:
 def test_dummy_weights_have_every_shape(tmp_path: Path) -> None:
     config = read_head_config("a head", save_head(tmp_path, Head(draft_vocab=31), "safeailab"))
     one, other = (dummy_weights(config, torch.bfloat16, CPU) for _ in range(2))
-    assert {n: tuple(t.shape) for n, t in one.tensors.items()} == shapes_of(config)
+    assert {n: tuple(t.shape) for n, t in one.tensors.items()} == config.shapes()
     assert all(torch.equal(t, other.tensors[n]) for n, t in one.tensors.items())
     assert one.ids is not None and one.ids.unique().shape == (31,)
     assert 0 <= int(one.ids.min()) and int(one.ids.max()) < 97

@@ -1,14 +1,16 @@
 """Texts that part are told by how nearly tied the target's tokens were."""
 
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from scripts.proofs.margins import Parting, partings
 from specdec_cli.engine.loop import Engine
+from specdec_cli.experiment.folders.conclusions import CheckResult, Diverging, Summary, Tokens
 from specdec_cli.experiment.folders.records import Key
-from specdec_cli.experiment.lossless_check import LosslessCheck, Text, failed_check
+from specdec_cli.experiment.lossless_check import LosslessCheck, TextPair, failed_check
 from specdec_cli.experiment.statistics.promise import check_line, lossless_in_words
 
 NOISE = 0.1  # of a logit between passes of one token and of several
@@ -26,12 +28,12 @@ class Fixed:
         return torch.tensor([2.0, 2.0 - self.gap, -5.0 + NOISE * (width > 1)])
 
 
-def checked(dtype: str, gap: float, *tokens: list[int]) -> tuple[dict[str, Any], Fixed]:
+def checked(dtype: str, gap: float, *tokens: list[int]) -> tuple[CheckResult, Fixed]:
     """The check of texts that are [0, 0, 0] of the target alone, at k = 3."""
     engine, check = Fixed(gap), LosslessCheck(dtype)
-    texts = {i: Text((7, 8), own, (0, 0, 0)) for i, own in enumerate(tokens)}
+    texts = {i: TextPair((7, 8), own, (0, 0, 0)) for i, own in enumerate(tokens)}
     check.compare(cast(Engine, engine), Key("d", 1, 3), texts)
-    return check.as_dict(), engine
+    return check.result, engine
 
 
 @pytest.mark.parametrize(
@@ -45,30 +47,30 @@ def checked(dtype: str, gap: float, *tokens: list[int]) -> tuple[dict[str, Any],
 def test_twice_the_rounding_is_a_near_tie(dtype: str, gap: float, passed: bool, words: str) -> None:
     found, engine = checked(dtype, gap, [0, 0, 0], [0, 1, 0])
     assert engine.asked == [([7, 8, 0], 1), ([7, 8, 0], 4)]
-    assert found["passed"] is passed and check_line(found).startswith(words)
-    assert found["diverging"][0] | {"gap": None} == {
+    assert found.passed is passed and check_line(found).startswith(words)
+    assert found.diverging[0] | {"gap": None} == {
         "draft": "d", "batch_size": 1, "k": 3, "index": 1, "position": 1, "gap": None
     }  # fmt: skip
-    assert found["largest_gap"] == pytest.approx(gap) and found["noise"] == pytest.approx(NOISE)
+    assert found.largest_gap == pytest.approx(gap) and found.noise == pytest.approx(NOISE)
     assert bool(failed_check(found)) is not passed
 
 
 @pytest.mark.parametrize(("length", "width"), [(2, 4), (99, 99), (999, 256)])
 def test_a_first_token_is_compared_with_a_pass_over_the_prompt(length: int, width: int) -> None:
     engine, check, prompt = Fixed(0.1), LosslessCheck("bfloat16"), [7] * length
-    check.compare(cast(Engine, engine), Key("d", 1, 3), {0: Text(prompt, [1, 0], [0, 0])})
+    check.compare(cast(Engine, engine), Key("d", 1, 3), {0: TextPair(prompt, [1, 0], [0, 0])})
     assert engine.asked == [(prompt, 1), (prompt, width)]
 
 
 def test_divergences_of_every_point_are_looked_at() -> None:
     """Each of two points has 20 divergences, and 16 of each are looked at."""
     engine, check = Fixed(0.1), LosslessCheck("bfloat16")
-    texts = {i: Text([7], [0, 1], [0, 0]) for i in range(20)}
+    texts = {i: TextPair([7], [0, 1], [0, 0]) for i in range(20)}
     for draft in ("one", "other"):
         check.compare(cast(Engine, engine), Key(draft, 2, 1), texts)
-    found = check.as_dict()
-    assert (found["num_diverging"], found["num_near_ties"]) == (40, 32)
-    gaps = [one["gap"] for one in found["diverging"] if one["draft"] == "other"]
+    found = check.result
+    assert (found.num_diverging, found.num_near_ties) == (40, 32)
+    gaps = [one["gap"] for one in found.diverging if one["draft"] == "other"]
     assert [gap is None for gap in gaps] == [False] * 16 + [True] * 4
 
 
@@ -84,29 +86,30 @@ def test_margins_are_asked_where_two_texts_part() -> None:
 
 def test_the_same_texts_need_no_logits_and_no_texts_are_no_proof() -> None:
     found, engine = checked("bfloat16", 1.0, [0, 0, 0])
-    assert found["passed"] and engine.asked == []
+    assert found.passed and engine.asked == []
     assert check_line(found).startswith(
         "lossless: the same greedy tokens in bfloat16 (1 prompt, 1 "
     )
-    assert not checked("float32", 1.0)[0]["passed"]
+    assert not checked("float32", 1.0)[0].passed
     short, _ = checked("float32", 1.0, [0, 0])  # a text that ended early parts there
-    assert short["diverging"][0]["position"] == 2 and not short["passed"]
+    assert short.diverging[0]["position"] == 2 and not short.passed
 
 
 def test_a_report_says_the_promise_and_how_it_was_kept() -> None:
-    tokens: dict[str, Any] = {"compared": True, "must_be_identical": True, "identical": True}
-    told = lossless_in_words({"tokens": tokens | {"diverging": []}})
+    same = Tokens(compared=True, must_be_identical=True, identical=True, diverging=[])
+    told = lossless_in_words(Summary(tokens=same))
     assert told is not None and told.startswith("Losslessness: the same text at every point")
-    where = {"k": 3, "num_prompts": 12, "num_diverging": 7, "first": 0}
-    narrow = tokens | {"must_be_identical": False, "identical": False, "diverging": [where]}
-    told = lossless_in_words({"tokens": narrow})
-    assert told is not None and "7 of 12 prompts at k = 3" in told
+    where = Diverging(batch_size=1, k=3, num_prompts=12, num_diverging=7, first=0)
+    narrow = Tokens(compared=True, must_be_identical=False, identical=False, diverging=[where])
+    told = lossless_in_words(Summary(tokens=narrow))
+    assert told is not None and "7 of 12 prompts at batch size 1, k = 3" in told
     assert "nearly tied" in told and "`--check-lossless` says" in told
     check, _ = checked("bfloat16", 0.19, [0, 1, 0])
-    told = lossless_in_words({"tokens": narrow, "lossless_check": check})
+    told = lossless_in_words(Summary(tokens=narrow, lossless_check=check))
     assert told is not None and "all near-ties" in told and "`--check-lossless`" not in told
-    sampled = {"compared": False, "must_be_identical": False, "identical": None, "diverging": []}
-    told = lossless_in_words({"tokens": sampled})
+    sampled = Tokens(compared=False, must_be_identical=False, identical=None, diverging=[])
+    told = lossless_in_words(Summary(tokens=sampled))
     assert told is not None and "was not checked" in told and "distribution" in told
-    assert lossless_in_words(None) is None and lossless_in_words({"tokens": {}}) is None
-    assert lossless_in_words({"tokens": {"identical": False}}) is None  # a damaged document
+    assert lossless_in_words(None) is None and lossless_in_words(Summary()) is None
+    with pytest.raises(ValidationError, match="it names no point that differs"):
+        Tokens(compared=True, must_be_identical=True, identical=False, diverging=[])

@@ -2,12 +2,16 @@
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from specdec_cli.engine.metrics import RunClock, summarise
+from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.experiment.folders.conclusions import Best
+from specdec_cli.report.folder import read_folder
+from specdec_cli.report.tables import results
 from specdec_cli.terminal import compare as compare_view
 from specdec_cli.terminal import sweep as view
 from specdec_cli.terminal.memory import cells
@@ -19,8 +23,8 @@ from tests.report_helpers import (
     as_points,
     comparison_points,
     sweep_points,
+    write_folder,
 )
-from tests.support import CPU
 
 
 def lines_of(table: Table, width: int) -> list[str]:
@@ -52,16 +56,26 @@ def test_sweep(width: int) -> None:
 def test_broadcasts_are_a_column_where_the_target_has_ranks() -> None:
     """The column stands before verifying, as in a round, and is the second to be left out."""
     points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
-    for point in points:
-        point["draft"] = DRAFT
-        point["metrics"]["broadcast_ms"] = 7.25
     for is_split in (False, True):
-        table, left_out = view.results_table(as_points(points), 200, is_split=is_split)
+        for point in points:
+            point["draft"] = DRAFT
+            point["metrics"]["broadcast_ms"] = 7.25 * is_split
+        table, left_out = view.results_table(as_points(points), 200)
         heading, *rows = lines_of(table, 200)
         assert ("draft ms  broadcast ms  verify ms" in heading) == is_split and not left_out
         assert all(("7.25" in row) == is_split for row in rows)
-        _, left_out = view.results_table(as_points(points), 100, is_split=is_split)
+        _, left_out = view.results_table(as_points(points), 100)
         assert ("broadcast ms" in left_out) == is_split and left_out[0] == "sample ms"
+
+
+def test_commits_are_a_column_where_one_point_has_them() -> None:
+    """It stands after sampling, as in a round."""
+    points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
+    for spent, is_shown in ((0.0, False), (3.75, True)):
+        points[1]["metrics"]["commit_ms"] = spent
+        heading, plain, row = lines_of(view.results_table(as_points(points), 200)[0], 200)
+        assert ("sample ms  commit ms  round ms" in heading) == is_shown
+        assert ("3.75" in row) == (plain.split()[-2:] == ["0.00", "4.40"]) == is_shown
 
 
 def test_rounds_that_proposed_are_a_column_where_many_did_not() -> None:
@@ -77,14 +91,29 @@ def test_rounds_that_proposed_are_a_column_where_many_did_not() -> None:
     assert lines[2].endswith("tokens a round in the 80% that proposed")
 
 
+def test_an_impossible_speedup_is_a_word_on_terminals_and_in_reports(tmp_path: Path) -> None:
+    points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
+    points[1] |= {"speedup": None, "speedup_ci": None, "impossible_speedup": 5.5}
+    heading, *rows = lines_of(view.results_table(as_points(points), 200)[0], 200)
+    assert "x k = 0" in heading
+    assert ["impossible" in row.split() for row in rows] == [False, True]
+    run = read_folder(write_folder(tmp_path, points))
+    table = results(run, [])
+    assert [row[3] for row in table.rows] == [1.0, "impossible"]
+
+
 def test_a_summary_has_broadcasts_where_the_target_has_ranks() -> None:
-    clock = RunClock(CPU, num_rounds=2, decode_seconds=0.1)
-    clock.add_stages({"draft": 12.0, "broadcast": 8.0, "verify": 40.0, "sample": 2.0})
-    metrics = summarise([], clock, 2, 1)
-    for is_split, sent in ((False, ""), (True, "broadcast 4.00, ")):
-        table = summary_table(metrics, None, tinted=False, is_split=is_split)
-        stages = f"ms: draft 6.00, {sent}verify 20.00, sample 1.00"
-        assert any(line.endswith(stages) for line in lines_of(table, 100))
+    clock = RunClock(num_rounds=2, decode_seconds=0.1)
+    clock.add_stages({"draft": 12.0, "verify": 40.0, "sample": 2.0})
+    for stage, expected in (
+        (None, "ms: draft 6.00, verify 20.00, sample 1.00"),
+        ("broadcast", "ms: draft 6.00, broadcast 4.00, verify 20.00, sample 1.00"),
+        ("commit", "ms: draft 6.00, broadcast 4.00, verify 20.00, sample 1.00, commit 4.00"),
+    ):
+        clock.add_stages({stage: 8.0} if stage else {})
+        metrics = summarise([], clock, 2, 1)
+        table = summary_table(metrics, None, tinted=False)
+        assert any(line.endswith(expected) for line in lines_of(table, 100))
     fast, slow = (metrics.model_copy(update={"decode_tokens_per_second": s}) for s in (60.0, 40.0))
     table = summary_table(fast, slow, tinted=False)
     assert any(line.endswith("decoding (40.0 without a draft)") for line in lines_of(table, 100))
@@ -118,8 +147,8 @@ def test_hostile_categories_keep_to_their_row() -> None:
     figures["speedup_ci"] = None
     names = ["one\nk = 9 is the fastest", "two\ttabs", "long " * 90, "\x1b[31mred"]
     point["per_category"] = {name: figures for name in names}
-    fastest = {"k": 4, "draft": DRAFT}
-    document = {"points": as_points([plain, point]), "best": {**fastest, "fastest": fastest}}
+    best = Best(k=4, draft=DRAFT, tied=[4], reason="")
+    document = {"points": as_points([plain, point]), "best": best}
     for width in (40, 200):
         table = view._category_table(document, width)
         assert table is not None

@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from specdec_cli.core.figures import Metrics
+from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.core.types import Sequence
+from specdec_cli.experiment.folders.conclusions import Arm, Best, Tokens
 from specdec_cli.experiment.folders.records import (
     CategoryMetrics,
     CurvePart,
@@ -21,8 +22,8 @@ from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.measure import MeasuringLoop, sample_of
 from specdec_cli.experiment.points import Failure, arm_points, measured
 from specdec_cli.experiment.predict import Text, iid_length
-from specdec_cli.experiment.statistics.disturbed import DISTURBED
-from specdec_cli.experiment.statistics.noise import impossible_speeds
+from specdec_cli.experiment.statistics.disturbed import DISTURBED, off_points
+from specdec_cli.experiment.statistics.noise import impossible_speeds, proposals_of_another_k
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
@@ -76,12 +77,13 @@ def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
     for known in (plain, plain.per_category["all"]):  # by definition
         assert (known.speedup, known.speedup_ci) == (1.0, [1.0, 1.0])
     best = recommend([plain, point], measured_gains([plain, point], samples), seed=0)
-    assert (best["k"], best["tied"]) == (2, [2])
-    assert "share a batch and end together, and so it has no interval" in best["reason"]
+    assert (best.k, best.tied) == (2, [2])
+    assert "share a batch and end together, and so it has no interval" in best.reason
 
 
 def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
-    stages = {"draft": 60.0, "broadcast": 12.0, "verify": 120.0, "sample": 24.0}
+    stages = {"draft": 60.0, "broadcast": 12.0, "verify": 120.0, "sample": 24.0, "commit": 9.0}
+    assert (*stages,) == STAGES
     found = {}
     for index, memory in ((0, 9), (1, 7)):
         found[index] = sample(
@@ -368,6 +370,20 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     assert plain.prediction.speedup == 1.0 and plain.prediction.speedup_error == 0.0
 
 
+def test_predictions_from_the_proposals_of_another_k_are_marked() -> None:
+    rounds: dict[int, list[tuple[int, int]]] = {0: [], 1: [(1, 1)] * 6, 3: [(3, 3)] * 3}
+    samples = {Key("d", 1, k): {i: sample(i, r, 9.0) for i in range(4)} for k, r in rounds.items()}
+    text = Text(limit=12, draft_limit=99, ahead=((1.0,) * 3,) * 12, only_k=3)
+    parts = {k: {0: 0.1, 1: 0.1} for k in rounds}
+    forecasts = Forecasts(3, dict.fromkeys(range(4), text), parts, is_exact=True)
+    points = arm_points(samples, list(samples), {}, forecasts, seed=0)
+    told = [(p.prediction.is_exact, p.prediction.drafts_of_k) for p in points if p.prediction]
+    assert told == [(True, None), (False, 3), (True, None)]
+    (notice,) = proposals_of_another_k(points)
+    assert notice.evidence["points"] == [{"draft": "d", "batch_size": 1, "k": 1}]
+    assert {point.k for point, _ in off_points(points)} <= {3}
+
+
 def test_a_forecast_has_the_same_gain_as_its_prediction_and_an_interval_around_it() -> None:
     """Prompts have their first half or two thirds accepted: two of those a round, then one."""
     accepted = [6 + 2 * (i % 2) for i in range(9)]
@@ -389,13 +405,15 @@ def test_a_forecast_has_the_same_gain_as_its_prediction_and_an_interval_around_i
 
 
 def test_the_stages_of_the_time_curve() -> None:
-    """Stages are means per round over the curve's parts; older folders have no broadcasts."""
+    """Stages are means per round over the curve's parts; a commit counts as the method's time."""
     part: dict[str, Any] = dict(draft="d", batch_size=1, k=3, part=0)
     part |= dict(rounds=2, sequence_rounds=2, decode_seconds=0.1)
     part |= dict(draft_ms=12.0, verify_ms=40.0, sample_ms=2.0)
-    parts = {0: CurvePart(**part, broadcast_ms=3.0), 1: CurvePart(**part, broadcast_ms=5.0)}
+    first, second = (dict(part=i, broadcast_ms=3.0 + 2 * i, commit_ms=4.0 * i) for i in (0, 1))
+    parts = {i: CurvePart(**part | own) for i, own in enumerate((first, second))}
     found = curve_point(Key("d", 1, 3), parts)
-    assert (found["draft_ms_per_step"], found["broadcast_ms"]) == (2.0, 2.0)
+    assert found["draft_ms_per_step"] == (2 * 12.0 + 4.0) / 4 / 3
+    assert (found["broadcast_ms"], found["commit_ms"]) == (2.0, 1.0)
     assert (found["verify_ms"], found["sample_ms"], found["round_ms"]) == (20.0, 1.0, 50.0)
     old = curve_point(Key("d", 1, 3), {0: CurvePart(**part)})
     assert old["broadcast_ms"] == 0.0 and "distinct_experts" not in old
@@ -417,7 +435,7 @@ NOISE = [0.97, 1.01, 1.0, 0.98, 1.03, 0.99, 1.02, 1.0, 0.96, 1.04]  # of prompts
 
 def with_drafts(
     speeds: dict[tuple[str, int], float], noise: dict[tuple[str, int], float]
-) -> tuple[list[Point], dict[str, Any], dict[str, Any]]:
+) -> tuple[list[Point], Best, dict[str, Any]]:
     """Points at batch size 1 with these speed-ups by (draft, k); the recommendation and document.
 
     noise: a point's factor on the variation of its prompts' times, by default 1.
@@ -452,14 +470,14 @@ def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
     """A smaller k with another draft is no gain; with the same draft it proposes less."""
     speeds = {("a", 1): 1.995, ("a", 2): 1.5, ("b", 2): 1.99, ("b", 3): 2.0, ("b", 4): 1.7}
     points, best, document = with_drafts(speeds, {})
-    assert (best["k"], best["draft"], best["tied"]) == (2, "b", [2, 3])
-    assert best["fastest"]["draft"] == "b" and best["fastest"]["k"] == 3
-    assert best["tied_points"] == [{"k": k, "draft": d} for d, k in [("a", 1), ("b", 2), ("b", 3)]]
+    assert (best.k, best.draft, best.tied) == (2, "b", [2, 3])
+    assert best.fastest and (best.fastest.draft, best.fastest.k) == ("b", 3)
+    assert best.tied_points == [Arm(k=k, draft=d) for d, k in [("a", 1), ("b", 2), ("b", 3)]]
     reason = (
         "k = 2 with draft b at 1.99x cannot be told from the fastest, k = 3 with draft b at 2.00x "
         "the speed of k = 0 over 10 prompts, and proposes less"
     )
-    assert best["reason"] == reason
+    assert best.reason == reason
     # Each draft at its fastest k against each other one, and against plain decoding.
     found = {
         (one.arm.draft, one.arm.k, one.against.draft, one.against.k): one
@@ -474,8 +492,8 @@ def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
     for place, point in enumerate(points):
         categories = {name: point.per_category["all"] for name in ("x", "y")}
         points[place] = point.model_copy(update={"per_category": categories})
-    recipe = {"target": {"tensor_parallel_size": 1}}
-    view.print_results(document | {"tokens": {"identical": None}, "recipe": recipe})
+    tokens = Tokens(compared=False, must_be_identical=False, identical=None, diverging=[])
+    view.print_results(document | {"tokens": tokens})
     shown = capsys.readouterr().out
     tied = "k = 1 with draft a, k = 2 with draft b, k = 3 with draft b"
     assert f"{reason} (tied: {tied})" in shown
@@ -490,8 +508,8 @@ def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
 def test_a_draft_whose_gain_may_be_chance_is_not_the_choice() -> None:
     speeds = {("a", 1): 1.25, ("a", 2): 1.27, ("b", 1): 1.3}
     _, best, _ = with_drafts(speeds, {("b", 1): 24.0})
-    assert (best["k"], best["draft"]) == (1, "a")
-    assert best["reason"].endswith(
+    assert (best.k, best.draft) == (1, "a")
+    assert best.reason.endswith(
         "the fastest, k = 1 with draft b at 1.30x the speed of k = 0 over 10 prompts, "
         "which is not faster beyond chance"
     )
@@ -499,11 +517,11 @@ def test_a_draft_whose_gain_may_be_chance_is_not_the_choice() -> None:
 
 def test_no_speculation_with_several_drafts() -> None:
     _, best, _ = with_drafts({("a", 1): 0.9, ("b", 1): 1.02}, {("b", 1): 5.0})
-    assert (best["k"], best["draft"], best["tied"]) == (0, None, [0, 1])
-    assert best["reason"].startswith("no speculation: the fastest, k = 1 with draft b at 1.02x")
+    assert (best.k, best.draft, best.tied) == (0, None, [0, 1])
+    assert best.reason.startswith("no speculation: the fastest, k = 1 with draft b at 1.02x")
 
 
-def predicted(speeds: dict[tuple[str, int], float], spread: float) -> dict[str, Any]:
+def predicted(speeds: dict[tuple[str, int], float], spread: float) -> Best:
     """The recommendation for predicted points with these speed-ups by (draft, k).
 
     Nothing is accepted, so that speed-ups are those of rounds. spread: factor on the variation of
@@ -527,12 +545,12 @@ def predicted(speeds: dict[tuple[str, int], float], spread: float) -> dict[str, 
 def test_predictions_pass_the_same_test_of_chance() -> None:
     speeds = {("a", 1): 1.995, ("b", 2): 1.99, ("b", 3): 2.0, ("b", 4): 1.9}
     best = predicted(speeds, 0.5)
-    assert (best["k"], best["draft"], best["tied"]) == (2, "b", [2, 3])
+    assert (best.k, best.draft, best.tied) == (2, "b", [2, 3])
     said = "predicted from the texts of the largest k and 10 parts of the time curve: k = 2 with"
-    assert best["reason"].startswith(f"{said} draft b at 1.99x cannot be told from the fastest")
+    assert best.reason.startswith(f"{said} draft b at 1.99x cannot be told from the fastest")
     chance = predicted({("a", 1): 1.02, ("b", 2): 0.9}, 4.0)
-    assert (chance["k"], chance["draft"]) == (0, None)
-    assert chance["reason"].endswith("is not faster beyond chance")
+    assert (chance.k, chance.draft) == (0, None)
+    assert chance.reason.endswith("is not faster beyond chance")
 
 
 def test_speeds_are_held_against_the_same_prompts() -> None:

@@ -35,7 +35,7 @@ def settings(target: str, weights: str | None, draft: str = "d") -> dict[str, An
         (settings("t", "1"), settings("/a/t", "1"), None),
         (settings("t", "1"), settings("t", "2"), Difference("target.model", "t", "t", True)),
         (settings("t", "1"), settings("u", "2"), Difference("target.model", "t", "u")),
-        # A folder of an earlier version only has names.
+        # Weights without a fingerprint only have names.
         (settings("t", None), settings("t", "1"), None),
         (settings("t", None), settings("u", "1"), Difference("target.model", "t", "u")),
         # Records are labelled with the draft's name.

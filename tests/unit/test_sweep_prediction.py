@@ -12,14 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
-from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.metrics import RunClock, summarise
+from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.core.types import Emission, Request, SamplingParams, Sequence
+from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.engine.plan import Permissions
-from specdec_cli.engine.run import Emission, Request, RunResult
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.sweep.document import forecasts_of
@@ -90,7 +88,7 @@ class KnownEngine:
             for r in requests
         ]
         waiting, running = deque(seqs), list[Sequence]()
-        clock = RunClock(torch.device("cpu"))
+        clock = RunClock()
         while waiting or running:
             while waiting and len(running) < self.batch_size:
                 running.append(waiting.popleft())

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.paged import paged_attention
 from specdec_kernels.dispatch import kernel
 from specdec_kernels.gpu import capability
@@ -100,12 +101,7 @@ def plan_chunks(
 
 
 def takes_chunks(
-    plan: ChunkPlan | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    sliding_window: int,
-    softcap: float,
-    sinks: Tensor | None,
+    plan: ChunkPlan | None, key_cache: Tensor, value_cache: Tensor, call: AttentionCall
 ) -> bool:
     """Whether a layer's chunks can be gathered: 16 bits, and no mask but the causal one."""
     return (
@@ -113,9 +109,10 @@ def takes_chunks(
         and key_cache.dtype.itemsize == 2
         and key_cache.shape[3] in HEAD_DIMS
         and value_cache.shape == key_cache.shape
-        and (sliding_window == 0 or sliding_window >= plan.longest)
-        and not softcap
-        and sinks is None
+        and (call.sliding_window == 0 or call.sliding_window >= plan.longest)
+        and call.causal
+        and not call.softcap
+        and call.sinks is None
     )
 
 
@@ -126,8 +123,7 @@ def attend_chunks(
     block_tables: Tensor,
     context_lens: Tensor,
     plan: ChunkPlan,
-    scale: float,
-    sliding_window: int = 0,
+    call: AttentionCall,
 ) -> Tensor:
     """`ops.paged_attention` of a layer that `takes_chunks`.
 
@@ -137,8 +133,7 @@ def attend_chunks(
         block_tables: [B, MB] int32.
         context_lens: [B] int32.
         plan: Of the pass; every token belongs to one of its sequences.
-        scale: Factor on the scores, positive.
-        sliding_window: As in `ops.paged_attention`.
+        call: The layer's.
 
     Returns:
         [T, H, D], contiguous.
@@ -147,12 +142,11 @@ def attend_chunks(
     for run in plan.runs:
         out[run.tokens] = paged_attention(
             *(query[run.tokens], key_cache, value_cache, block_tables[run.sequences]),
-            *(run.query_start, context_lens[run.sequences], scale, run.max_query_len),
-            sliding_window,
+            *(run.query_start, context_lens[run.sequences], run.max_query_len, call),
         )
     for sequence, tokens, context in plan.chunks:
         kv = gather_kv(key_cache, value_cache, block_tables[sequence], context)
-        dense_attention(query[tokens], *kv, scale, out[tokens])
+        dense_attention(query[tokens], *kv, call.scale, out[tokens])
     return out
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.chunks import ChunkPlan, attend_chunks, takes_chunks
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from specdec_kernels.attention.rope_triton import (
@@ -112,6 +113,7 @@ def rope_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SPLITS: tl.constexpr,
     FEW_PARTS: tl.constexpr,  # at most SPLITS
     FEW_ROWS: tl.constexpr,  # combined at a time, of at most FEW_PARTS parts
@@ -186,6 +188,8 @@ def rope_attention_kernel(
     fresh_mask = fresh_live[:, None] & half_live[None, :]
     new_turn = load_turn(cos_ptr, sin_ptr, fresh_token, half, fresh_mask, rope_stride)
     slot = tl.load(slots_ptr + fresh_token, mask=fresh_live, other=0)
+    if not CAUSAL:
+        fresh_live = fresh_live & (slot >= BLOCK_SIZE)  # rows do not see padding after them either
     after_predecessor(DEPENDENT)
 
     if split == 0:
@@ -219,7 +223,7 @@ def rope_attention_kernel(
         store_heads(
             key_cache, value_cache, new_key, new_value, slot, fresh_live, half, dim, D, BLOCK_SIZE
         )
-        new = new_tile(new_key, new_value, fresh, fresh_live, token, early, WINDOW)
+        new = new_tile(new_key, new_value, fresh, fresh_live, token, early, WINDOW, CAUSAL)
         if first < high:
             row_max, sums, fresh_weights, acc = attend_both(
                 query, tile, new, scale, softcap, HAS_SOFTCAP
@@ -309,11 +313,8 @@ def rope_attention_triton(
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
-    scale: float,
     max_query_len: int,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -336,32 +337,19 @@ def rope_attention_triton(
     assert slots.shape == (num_tokens,) and cos.shape[1] == head_dim
     assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
     assert all(t is None or t.shape == (head_dim,) for t in (query_norm, key_norm))
-    assert sinks is None or sinks.shape == (heads,)
+    assert call.sinks is None or call.sinks.shape == (heads,)
     tensors = (qkv, cos, sin, key_cache, value_cache, block_tables)
     assert all(t.stride(-1) == 1 for t in tensors)
     # Wider heads leave space for fewer rows.
     if max_query_len * group > min(MAX_ROWS, 2**15 // (head_dim * qkv.element_size())):
         query = rope_kv(qkv, cos, sin, key_cache, value_cache, slots, query_norm, key_norm, eps)
-        if takes_chunks(chunks, key_cache, value_cache, sliding_window, softcap, sinks):
+        where = query, key_cache, value_cache, block_tables
+        if takes_chunks(chunks, key_cache, value_cache, call):
             assert chunks is not None
-            out = attend_chunks(
-                *(query, key_cache, value_cache, block_tables, context_lens),
-                *(chunks, scale, sliding_window),
-            )
-            return out.view(num_tokens, heads * head_dim)
-        out = paged_attention_triton(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            query_start,
-            context_lens,
-            scale,
-            max_query_len,
-            sliding_window,
-            softcap,
-            sinks,
-        )
+            out = attend_chunks(*where, context_lens, chunks, call)
+        else:
+            lengths = query_start, context_lens, max_query_len
+            out = paged_attention_triton(*where, *lengths, call, slots)
         return out.view(num_tokens, heads * head_dim)
 
     device = qkv.device
@@ -392,9 +380,9 @@ def rope_attention_triton(
         counts = epochs(device)
     rope_attention_kernel[(parts, kv_heads, num_sequences)](
         *(qkv, cos, sin, query_norm, key_norm, key_cache, value_cache, slots),
-        *(block_tables, query_start, context_lens, sinks, out, partial, stats, counts),
-        float(scale),
-        float(softcap),
+        *(block_tables, query_start, context_lens, call.sinks, out, partial, stats, counts),
+        float(call.scale),
+        float(call.softcap),
         float(eps),
         num_tokens,
         num_sequences,
@@ -410,8 +398,9 @@ def rope_attention_triton(
         D=head_dim,
         BLOCK_HALF=cut.block_d // 2,
         BLOCK_SIZE=block_size,
-        WINDOW=sliding_window,
-        HAS_SOFTCAP=softcap > 0,
+        WINDOW=call.sliding_window,
+        HAS_SOFTCAP=call.softcap > 0,
+        CAUSAL=call.causal,
         **constants_of(cut),
         **dependence(qkv),
     )

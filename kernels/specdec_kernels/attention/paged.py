@@ -11,16 +11,25 @@ a row share one), NB blocks of BS slots, MB block-table columns, C context posit
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.dispatch import kernel
 
 # A batch with at most this many queries a sequence (decoding, scoring) is padded and attended in
 # one call. Longer ones (prefill) go one sequence at a time, since padding would waste more.
 FEW_QUERIES = 16
+
+
+class View(NamedTuple):
+    """The keys that a layer's rows see, as in `AttentionCall`."""
+
+    window: int
+    causal: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,22 +62,25 @@ class GatherPlan:
     query_lens: list[int]
     context_lens: list[int]
     block_size: int
-    parts_by_window: dict[int, list[GatherPart]] = field(default_factory=dict)
-    masks: dict[tuple[int, int, int, torch.dtype], Tensor | None] = field(default_factory=dict)
+    ends: list[int] | None = None
+    """Where the keys end that rows see if they are not causal: what follows in the context is
+    padding. None: `context_lens`."""
+    parts_by_view: dict[View, list[GatherPart]] = field(default_factory=dict)
+    masks: dict[tuple[View, int, int, torch.dtype], Tensor | None] = field(default_factory=dict)
 
-    def parts(self, sliding_window: int) -> list[GatherPart]:
-        found = self.parts_by_window.get(sliding_window)
+    def parts(self, view: View) -> list[GatherPart]:
+        found = self.parts_by_view.get(view)
         if found is None:
-            sees_all = sliding_window > 0 and sliding_window >= max(self.context_lens, default=0)
-            found = self.parts(0) if sees_all else self._build_parts(sliding_window)
-            self.parts_by_window[sliding_window] = found
+            sees_all = view.window > 0 and view.window >= max(self.context_lens, default=0)
+            found = self.parts(View(0, view.causal)) if sees_all else self._build_parts(view)
+            self.parts_by_view[view] = found
         return found
 
-    def mask(self, sliding_window: int, part: int, group: int, dtype: torch.dtype) -> Tensor | None:
+    def mask(self, view: View, part: int, group: int, dtype: torch.dtype) -> Tensor | None:
         """[n, 1, group * Q, C] additive mask of one part, in the dtype the attention runs in."""
-        key = (sliding_window, part, group, dtype)
+        key = (view, part, group, dtype)
         if key not in self.masks:
-            self.masks[key] = self._build_mask(self.parts(sliding_window)[part], group, dtype)
+            self.masks[key] = self._build_mask(self.parts(view)[part], group, dtype)
         return self.masks[key]
 
     def _build_mask(self, part: GatherPart, group: int, dtype: torch.dtype) -> Tensor | None:
@@ -78,7 +90,7 @@ class GatherPlan:
         mask = mask.masked_fill_(~part.mask, float("-inf"))
         return mask.repeat(1, group, 1)[:, None]
 
-    def _build_parts(self, sliding_window: int) -> list[GatherPart]:
+    def _build_parts(self, view: View) -> list[GatherPart]:
         indices = [b for b, length in enumerate(self.query_lens) if length > 0]
         if max(self.query_lens, default=0) <= FEW_QUERIES:
             batches = [indices] if indices else []
@@ -88,12 +100,12 @@ class GatherPlan:
         for batch in batches:
             part = None
             if len(batch) == 1:
-                part = self._in_one_piece(batch[0], first_token, sliding_window)
-            parts.append(part or self._build_part(batch, first_token, sliding_window))
+                part = self._in_one_piece(batch[0], first_token, view)
+            parts.append(part or self._build_part(batch, first_token, view))
             first_token += sum(self.query_lens[b] for b in batch)
         return parts
 
-    def _in_one_piece(self, b: int, first_token: int, sliding_window: int) -> GatherPart | None:
+    def _in_one_piece(self, b: int, first_token: int, view: View) -> GatherPart | None:
         """The part of a sequence whose keys are contiguous in the cache, else None.
 
         A sequence that is alone in the cache is such a case. Its rounds are so short that the dozen
@@ -101,9 +113,9 @@ class GatherPlan:
         """
         num_queries, context = self.query_lens[b], self.context_lens[b]
         older = context - num_queries
-        if older < 0:
+        if older < 0 or self._ends(view)[b] < context:
             return None
-        first = max(0, older - sliding_window + 1) if sliding_window else 0
+        first = max(0, older - view.window + 1) if view.window else 0
         begin, end = first // self.block_size, -(-context // self.block_size)
         blocks = self.block_tables[b, begin:end].tolist()
         if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
@@ -111,43 +123,43 @@ class GatherPlan:
         first_slot = blocks[0] * self.block_size + first % self.block_size
         num_keys = context - first
         mask = None
-        if num_queries > 1:
+        if num_queries > 1 and (view.causal or view.window):
             device = self.block_tables.device
             mask = torch.ones(1, num_queries, num_keys, dtype=torch.bool, device=device)
-            mask = mask.tril_(older - first)
-            if sliding_window:
-                mask = mask.triu_(older - first - sliding_window + 1)
+            mask = mask.tril_(older - first + (0 if view.causal else view.window - 1))
+            if view.window:
+                mask = mask.triu_(older - first - view.window + 1)
         return GatherPart(
             first_token=first_token,
             num_sequences=1,
             num_queries=num_queries,
             slots=slice(first_slot, first_slot + num_keys),
             mask=mask,
-            causal=older == 0 and not sliding_window,
+            causal=view.causal and older == 0 and not view.window,
             padded=None,
             unpadded=None,
         )
 
-    def _build_part(self, batch: list[int], first_token: int, sliding_window: int) -> GatherPart:
+    def _build_part(self, batch: list[int], first_token: int, view: View) -> GatherPart:
         device = self.block_tables.device
         lens = [self.query_lens[b] for b in batch]
         contexts = [self.context_lens[b] for b in batch]
+        ends = [self._ends(view)[b] for b in batch]
         firsts = [0] * len(batch)
-        if sliding_window:
-            firsts = [
-                max(0, c - n - sliding_window + 1) for c, n in zip(contexts, lens, strict=True)
-            ]
+        if view.window:
+            firsts = [max(0, c - n - view.window + 1) for c, n in zip(contexts, lens, strict=True)]
         num_queries = max(lens)
-        num_keys = max(c - first for c, first in zip(contexts, firsts, strict=True))
+        num_keys = max(end - first for end, first in zip(ends, firsts, strict=True))
 
         table = self.block_tables
         if len(batch) < table.shape[0]:
             table = table[torch.tensor(batch, device=device)]
         context = torch.tensor(contexts, device=device)[:, None]
+        last = torch.tensor(ends, device=device)[:, None] - 1
         key_position = torch.tensor(firsts, device=device)[:, None] + torch.arange(
             num_keys, device=device
         )
-        stored = key_position.clamp(max=context - 1)
+        stored = key_position.clamp(max=last)
         slots = table.gather(1, stored // self.block_size).long()
         slots = slots * self.block_size + stored % self.block_size
 
@@ -155,10 +167,12 @@ class GatherPlan:
         length = torch.tensor(lens, device=device)[:, None]
         # A padding query sees the keys of the sequence's last query; a query before the sequence's
         # beginning sees the first key. A row without keys would be NaN.
-        query_position = (context - length + torch.minimum(query, length - 1)).clamp(min=0)
-        mask = key_position[:, None] <= query_position[:, :, None]
-        if sliding_window:
-            mask &= key_position[:, None] > query_position[:, :, None] - sliding_window
+        query_position = context - length + torch.minimum(query, length - 1)
+        query_position = torch.minimum(query_position, last).clamp(min=0)
+        ahead = 0 if view.causal else (view.window or num_keys) - 1
+        mask = key_position[:, None] <= torch.minimum(query_position + ahead, last)[:, :, None]
+        if view.window:
+            mask &= key_position[:, None] > query_position[:, :, None] - view.window
 
         padded = unpadded = None
         if min(lens) < num_queries:
@@ -171,23 +185,37 @@ class GatherPlan:
             num_queries=num_queries,
             slots=slots.reshape(-1),
             mask=None if bool(mask.all()) else mask,
-            causal=firsts == [0] and num_queries == num_keys and not sliding_window,
+            causal=view.causal and firsts == [0] and num_queries == num_keys and not view.window,
             padded=padded,
             unpadded=unpadded,
         )
 
+    def _ends(self, view: View) -> list[int]:
+        return self.context_lens if view.causal or self.ends is None else self.ends
+
 
 def gather_plan(
-    block_tables: Tensor, query_start: Tensor, context_lens: Tensor, block_size: int
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    slots: Tensor | None = None,
 ) -> GatherPlan:
-    """Precompute the indices and masks of `gather_attention`; shapes as in `paged_attention`.
+    """Precompute the indices and masks of `gather_attention`; arguments as in `paged_attention`.
 
     The lengths are read on the host, which synchronises on CUDA. The plan describes the block
     tables as they are now, and is valid for one forward pass.
     """
     starts = query_start.tolist()
     query_lens = [end - start for start, end in pairwise(starts)]
-    return GatherPlan(block_tables, query_lens, context_lens.tolist(), block_size)
+    contexts, ends = context_lens.tolist(), list[int]()
+    if slots is not None:
+        is_live = (slots >= block_size).tolist()
+        for start, end, context in zip(starts, starts[1:], contexts, strict=False):
+            padding = [*reversed(is_live[start:end]), True].index(True)
+            # Rows of padding alone see the first of them: without a key a result would be NaN.
+            ends.append(max(1, context - min(padding, max(0, end - start - 1))))
+    return GatherPlan(block_tables, query_lens, contexts, block_size, ends or None)
 
 
 def gather_attention(
@@ -195,10 +223,7 @@ def gather_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     plan: GatherPlan,
-    scale: float,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
 ) -> Tensor:
     """`ops.paged_attention` by gathering keys and values through the slots of a plan.
 
@@ -210,7 +235,8 @@ def gather_attention(
     values = value_cache.view(1, -1, kv_heads, dv)
     outs = []
     done = 0
-    for index, part in enumerate(plan.parts(sliding_window)):
+    view = View(call.sliding_window, call.causal)
+    for index, part in enumerate(plan.parts(view)):
         n, q_len = part.num_sequences, part.num_queries
         taken = n * q_len if part.unpadded is None else part.unpadded.shape[0]
         q = query
@@ -222,17 +248,17 @@ def gather_attention(
             q = q.reshape(n, q_len, kv_heads, group, dk).permute(0, 2, 3, 1, 4)
         q = q.reshape(n, kv_heads, group * q_len, dk)
         k, v = _visible(keys, part), _visible(values, part)
-        if softcap or sinks is not None:
-            mask = plan.mask(sliding_window, index, group, torch.float32)
-            out = _explicit_attention(q, k, v, mask, scale, softcap, sinks)
+        if call.softcap or call.sinks is not None:
+            mask = plan.mask(view, index, group, torch.float32)
+            out = _explicit_attention(q, k, v, mask, call)
         elif part.causal:
             # Torch skips the upper triangle, which is worth more than repeating the group's keys.
             q = q.view(n, num_heads, q_len, dk)
             k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale)
         else:
-            mask = plan.mask(sliding_window, index, group, q.dtype)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+            mask = plan.mask(view, index, group, q.dtype)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
         if q_len > 1:
             out = out.reshape(n, kv_heads, group, q_len, dv).permute(0, 3, 1, 2, 4)
         out = out.reshape(n * q_len, num_heads, dv)
@@ -255,29 +281,23 @@ def _visible(pool: Tensor, part: GatherPart) -> Tensor:
 
 
 def _explicit_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall
 ) -> Tensor:
     """Attention with softcap and sinks, which torch's own function lacks, in fp32.
 
-    q [n, Hkv, G * Q, Dk], k [n, Hkv, C, Dk], v [n, Hkv, C, Dv], mask [n, 1, G * Q, C], sinks [H].
+    q [n, Hkv, G * Q, Dk], k [n, Hkv, C, Dk], v [n, Hkv, C, Dv], mask [n, 1, G * Q, C].
     """
     n, kv_heads, rows, _ = q.shape
-    scores = q.float() @ k.float().transpose(2, 3) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = q.float() @ k.float().transpose(2, 3) * call.scale
+    if call.softcap:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
     if mask is not None:
         scores = scores + mask
-    if sinks is None:
+    if call.sinks is None:
         weights = torch.softmax(scores, dim=3)
     else:
-        group = sinks.shape[0] // kv_heads
-        sink = sinks.float().view(1, kv_heads, group, 1).expand(n, -1, -1, rows // group)
+        group = call.sinks.shape[0] // kv_heads
+        sink = call.sinks.float().view(1, kv_heads, group, 1).expand(n, -1, -1, rows // group)
         scores = torch.cat([scores, sink.reshape(n, kv_heads, rows, 1)], dim=3)
         weights = torch.softmax(scores, dim=3)[..., :-1]
     return (weights @ v.float()).to(q.dtype)
@@ -291,13 +311,11 @@ def paged_attention(
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
-    scale: float,
     max_query_len: int,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
+    slots: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of ragged queries over a paged KV cache, with grouped query heads.
+    """Attention of ragged queries over a paged KV cache, with grouped query heads.
 
     Sequence b's queries are its last `query_start[b + 1] - query_start[b]` context positions, and
     their own keys are already in the cache. fp32, fp16 or bf16, accumulated in fp32.
@@ -309,16 +327,14 @@ def paged_attention(
         block_tables: [B, MB] int32.
         query_start: [B + 1] int32, where each sequence begins in `query`.
         context_lens: [B] int32, tokens in the cache, those of this pass included.
-        scale: Factor on the scores.
         max_query_len: At least the longest sequence's number of queries; known on the host.
-        sliding_window: A key is visible iff its position > the query's - window; 0 for no window.
-        softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2; 0 for none.
-        sinks: [H], per-head logits that join the softmax and carry no value, as in GPT-OSS.
+        call: The layer's.
+        slots: [T] int64, where the queries' keys were written. Those in block 0 (the trash block)
+            belong to padding at the beginning or the end of a sequence's queries, which rows that
+            are not causal do not see. Causal rows do not need them.
 
     Returns:
         [T, H, Dv], contiguous.
     """
-    plan = gather_plan(block_tables, query_start, context_lens, key_cache.shape[1])
-    return gather_attention(
-        query, key_cache, value_cache, plan, scale, sliding_window, softcap, sinks
-    )
+    plan = gather_plan(block_tables, query_start, context_lens, key_cache.shape[1], slots)
+    return gather_attention(query, key_cache, value_cache, plan, call)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.paged import FEW_QUERIES
 from specdec_kernels.attention.softmax_triton import LOG2E, finite, weighted_mean
 from specdec_kernels.attention.tiles import paged_splits, paged_tiles
@@ -47,6 +48,7 @@ def joined(
     table,  # pointer to the sequence's blocks
     start,  # position of the first key
     limits,  # the key positions' end, the number of older keys, and the queries' positions [M]
+    slots_ptr,  # of the tokens after the older ones, or None
     scale,
     softcap,
     DK: tl.constexpr,
@@ -57,6 +59,7 @@ def joined(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,  # False if every query sees every key of the tile
 ):
     """Add a tile of keys and values to the softmax."""
@@ -103,9 +106,17 @@ def joined(
     else:
         unit = scale * LOG2E
     if MASKED:
-        visible = stored[None, :] & (position[None, :] <= query_position[:, None])
+        visible = stored[None, :]
+        if CAUSAL:
+            visible = visible & (position[None, :] <= query_position[:, None])
+        elif slots_ptr is not None:
+            is_new = stored & (position >= num_old)
+            slot = tl.load(slots_ptr + position - num_old, mask=is_new, other=BLOCK_SIZE)
+            visible = visible & (slot >= BLOCK_SIZE)[None, :]  # else padding
         if WINDOW > 0:
             visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
+            if not CAUSAL:
+                visible = visible & (position[None, :] < query_position[:, None] + WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
     base = finite(new_max)
@@ -125,6 +136,7 @@ def paged_attention_kernel(
     block_tables_ptr,  # [B, MB] int32
     query_start_ptr,  # [B + 1] int32
     context_lens_ptr,  # [B] int32
+    slots_ptr,  # [T] int64, or None
     sinks_ptr,  # [H], or None
     out_ptr,  # [T, H, DV], out; with SPLITS > 1 [T, H, SPLITS, DV] fp32
     row_max_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1, in units of log2
@@ -151,6 +163,7 @@ def paged_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -213,7 +226,15 @@ def paged_attention_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(first_position - WINDOW + 1, 0)
-    high = tl.minimum(context, first_position + TILE)
+    high = context
+    certain = context - query_len  # before here every query sees every key, if there is no window
+    if CAUSAL:
+        high = tl.minimum(context, first_position + TILE)
+        certain = first_position + 1
+    elif WINDOW > 0:
+        high = tl.minimum(context, first_position + TILE + WINDOW - 1)
+    if slots_ptr is not None:
+        slots_ptr += query_begin
     if SPLITS > 1:
         share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), SPLITS) * BLOCK_N
         low += split * share
@@ -233,7 +254,7 @@ def paged_attention_kernel(
     whole = low
     if WINDOW == 0:
         if query_ptr.dtype.element_ty.primitive_bitwidth == 16:
-            whole += tl.maximum(tl.minimum(first_position + 1, high) - low, 0) // BLOCK_N * BLOCK_N
+            whole += tl.maximum(tl.minimum(certain, high) - low, 0) // BLOCK_N * BLOCK_N
             for start in range(low, whole, BLOCK_N):
                 softmax = joined(
                     softmax,
@@ -243,6 +264,7 @@ def paged_attention_kernel(
                     table,
                     start,
                     limits,
+                    slots_ptr,
                     scale,
                     softcap,
                     DK,
@@ -253,6 +275,7 @@ def paged_attention_kernel(
                     BLOCK_N,
                     WINDOW,
                     HAS_SOFTCAP,
+                    CAUSAL,
                     False,
                 )
     for start in range(whole, high, BLOCK_N):
@@ -264,6 +287,7 @@ def paged_attention_kernel(
             table,
             start,
             limits,
+            slots_ptr,
             scale,
             softcap,
             DK,
@@ -274,6 +298,7 @@ def paged_attention_kernel(
             BLOCK_N,
             WINDOW,
             HAS_SOFTCAP,
+            CAUSAL,
             True,
         )
     row_max, row_sum, acc = softmax
@@ -346,11 +371,9 @@ def paged_attention_triton(
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
-    scale: float,
     max_query_len: int,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
+    slots: Tensor | None = None,
     splits: int | None = None,
     tiles: tuple[int, int] | None = None,
 ) -> Tensor:
@@ -361,8 +384,10 @@ def paged_attention_triton(
     num_tokens, num_heads, dk = query.shape
     _, block_size, kv_heads, dv = value_cache.shape
     num_sequences, num_columns = block_tables.shape
+    sinks = call.sinks
     assert key_cache.shape == (*value_cache.shape[:3], dk) and num_heads % kv_heads == 0
     assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
+    assert slots is None or slots.shape == (num_tokens,)
     assert sinks is None or sinks.shape == (num_heads,)
     assert all(t.stride(-1) == 1 for t in (query, key_cache, value_cache, block_tables))
 
@@ -390,10 +415,11 @@ def paged_attention_triton(
     else:
         partial, row_stats = out, out.new_empty((2, 0))
     paged_attention_kernel[(kv_heads, min(by_sequence, by_token), splits)](
-        *(query, key_cache, value_cache, block_tables, query_start, context_lens, sinks),
+        *(query, key_cache, value_cache, block_tables, query_start, context_lens),
+        *(None if call.causal else slots, sinks),
         *(partial, row_stats[0], row_stats[1]),
-        float(scale),
-        float(softcap),
+        float(call.scale),
+        float(call.softcap),
         num_tokens,
         num_sequences,
         num_heads,
@@ -407,8 +433,9 @@ def paged_attention_triton(
         BLOCK_DK=block_dk,
         BLOCK_DV=block_dv,
         BLOCK_SIZE=block_size,
-        WINDOW=sliding_window,
-        HAS_SOFTCAP=softcap > 0,
+        WINDOW=call.sliding_window,
+        HAS_SOFTCAP=call.softcap > 0,
+        CAUSAL=call.causal,
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_N=block_n,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.attention.cache import write_kv
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.chunks import ChunkPlan
 from specdec_kernels.attention.paged import gather_attention, gather_plan
 from specdec_kernels.dispatch import kernel
@@ -61,6 +62,34 @@ def split_heads_reference(
     return rotation.rotate(query), rotation.rotate(key), value
 
 
+@kernel("specdec_kernels.attention.rope_triton:write_kv_turned_triton")
+def write_kv_turned(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Store rotated keys and values of tokens that have no queries, in place.
+
+    Args:
+        kv: [T, 2 Hkv D], rows contiguous: key and value heads of every token.
+        cos, sin: [T, D], in the layout of transformers' Llama.
+        key_cache, value_cache: [NB, BS, Hkv, D].
+        slots: [T] int64, as in `write_kv`.
+        key_norm: [D], weight of a per-head RMS norm before the rotation.
+        eps: Of this norm.
+    """
+    _, _, kv_heads, head_dim = key_cache.shape
+    _, key, value = split_heads_reference(
+        kv, Rotation.of(cos, sin), kv_heads, head_dim, None, key_norm, eps
+    )
+    write_kv.reference(key, value, key_cache, value_cache, slots)
+
+
 @kernel("specdec_kernels.attention.decode_triton:rope_attention_triton")
 def rope_attention(
     qkv: Tensor,
@@ -72,11 +101,8 @@ def rope_attention(
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
-    scale: float,
     max_query_len: int,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -94,10 +120,9 @@ def rope_attention(
         key_cache, value_cache: [NB, BS, Hkv, D], written at `slots`.
         slots: [T] int64: the slots of a sequence's last positions, or slots of block 0 (the trash
             block), whose contents are then undefined. If a sequence has more queries than context
-            tokens, the first queries are padding.
-        block_tables, query_start, context_lens, scale, max_query_len, sliding_window, softcap,
-            sinks: As in `paged_attention`; tokens at or past `query_start[B]` give zeros. The scale
-            is positive.
+            tokens, the first queries are padding, and lie there.
+        block_tables, query_start, context_lens, max_query_len, call: As in `paged_attention`;
+            tokens at or past `query_start[B]` give zeros.
         query_norm, key_norm: [D], weights of per-head RMS norms before the rotation.
         eps: Of these norms.
         chunks: The pass's long chunks, which on CUDA go to another kernel where that is faster.
@@ -111,8 +136,5 @@ def rope_attention(
         qkv, Rotation.of(cos, sin), kv_heads, head_dim, query_norm, key_norm, eps
     )
     write_kv.reference(key, value, key_cache, value_cache, slots)
-    plan = gather_plan(block_tables, query_start, context_lens, block_size)
-    out = gather_attention(
-        query, key_cache, value_cache, plan, scale, sliding_window, softcap, sinks
-    )
-    return out.view(qkv.shape[0], -1)
+    plan = gather_plan(block_tables, query_start, context_lens, block_size, slots)
+    return gather_attention(query, key_cache, value_cache, plan, call).view(qkv.shape[0], -1)

@@ -163,9 +163,10 @@ def rope_kv_kernel(
     slot = tl.load(slots_ptr + token)
     block = slot // BLOCK_SIZE
     inside = slot % BLOCK_SIZE
-    to = query_ptr + (token * HEADS + head)[:, None] * D + half[None, :]
-    tl.store(to, rotated, mask=mask & is_query[:, None])
-    tl.store(to + HALF, turned, mask=mask & is_query[:, None])
+    if HEADS > 0:
+        to = query_ptr + (token * HEADS + head)[:, None] * D + half[None, :]
+        tl.store(to, rotated, mask=mask & is_query[:, None])
+        tl.store(to + HALF, turned, mask=mask & is_query[:, None])
     to = key_cache_ptr + block * key_stride_b + inside * key_stride_s
     to += (head - HEADS)[:, None] * key_stride_h + half[None, :]
     tl.store(to, rotated, mask=mask & is_key[:, None])
@@ -210,3 +211,20 @@ def rope_kv(
         **dependence(qkv),
     )
     return query
+
+
+def write_kv_turned_triton(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """See `ops.write_kv_turned`."""
+    num_tokens, head_dim = cos.shape
+    assert kv.shape == (num_tokens, 2 * key_cache.shape[2] * head_dim)
+    assert slots.shape == (num_tokens,)
+    rope_kv(kv, cos, sin, key_cache, value_cache, slots, None, key_norm, eps)

@@ -180,15 +180,22 @@ def cached_tile(
 
 
 @triton.jit
-def new_tile(key, value, fresh, fresh_live, token, early, WINDOW: tl.constexpr):
+def new_tile(
+    key, value, fresh, fresh_live, token, early, WINDOW: tl.constexpr, CAUSAL: tl.constexpr
+):
     """The tile of new keys, given as rows of halves [N, D / 2], and values.
 
-    A query of `token` [M] sees the new tokens up to itself, within its window, except the first
-    `early`.
+    A query of `token` [M] sees the new tokens within its window, and up to itself if it is causal,
+    except the first `early`.
     """
-    seen = fresh_live[None, :] & (fresh[None, :] <= token[:, None]) & (fresh[None, :] >= early)
+    seen = fresh_live[None, :]
+    if CAUSAL:
+        seen = seen & (fresh[None, :] <= token[:, None])
+    seen = seen & (fresh[None, :] >= early)
     if WINDOW > 0:
         seen = seen & (fresh[None, :] > token[:, None] - WINDOW)
+        if not CAUSAL:
+            seen = seen & (fresh[None, :] < token[:, None] + WINDOW)
     key_first, key_second = key
     return (tl.trans(key_first), tl.trans(key_second)), value, seen
 

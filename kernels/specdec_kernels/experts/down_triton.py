@@ -151,7 +151,8 @@ def down_add_norm_triton(
     width = experts.num_features
     assert x.shape == (len(plan.experts), num_rows, width) and x.is_contiguous()
     assert experts.down.shape == (experts.num_experts, num_features, width)
-    assert experts.down.is_contiguous() and norm_weight.shape == (num_features,)
+    assert isinstance(experts.down, Tensor) and experts.down.is_contiguous()
+    assert norm_weight.shape == (num_features,)
     assert num_rows <= tiles.block_m and residual.stride(1) == 1
     blocks = triton.cdiv(num_features, tiles.block_n)
     partial = counts = None

@@ -145,7 +145,7 @@ def gate_up_triton(x: Tensor, plan: Plan, experts: Experts, tiles: ExpertTiles) 
     (num_rows, width), num_features = x.shape, experts.num_features
     slots = len(plan.experts)
     assert num_rows <= tiles.block_m and x.stride(1) == 1 and tiles.splits == 1
-    assert experts.gate_up.is_contiguous()
+    assert isinstance(experts.gate_up, Tensor) and experts.gate_up.is_contiguous()
     assert experts.gate_up.shape == (experts.num_experts, 2 * num_features, width)
     out = torch.empty((slots, num_rows, num_features), dtype=x.dtype, device=x.device)
     gate_up_kernel[(triton.cdiv(num_features, tiles.block_n), slots)](

@@ -140,7 +140,7 @@ def _grouped(
         weight, bias = experts.gate_up, experts.gate_up_bias
     num_features = experts.num_features if is_gate else weight.shape[1]
     assert weight.shape == (experts.num_experts, num_features * (1 + is_gate), width)
-    assert weight.is_contiguous() and x.stride(1) == 1
+    assert isinstance(weight, Tensor) and weight.is_contiguous() and x.stride(1) == 1
     out = torch.empty((num_rows * num_chosen, num_features), dtype=x.dtype, device=x.device)
     grouped_linear_kernel[(triton.cdiv(num_features, tiles.block_n), experts.num_experts)](
         *(x, groups.sizes, groups.pairs, groups.factors, weight, bias, out),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_kernels.linear.reference import gate
+from specdec_kernels.linear.stored import Stored, plain_of
 
 CLAMPED = "clamped"  # an activation of experts alone, see `activated`
 TINY = 1e-20  # added to the sum of sigmoids that weights are divided by
@@ -50,9 +51,9 @@ class Experts(NamedTuple):
 
     router: Tensor
     """[E, K]."""
-    gate_up: Tensor
+    gate_up: Tensor | Stored
     """[E, 2F, K], the gate's rows first; with `interleaved` gate and up in turn."""
-    down: Tensor
+    down: Tensor | Stored
     """[E, N, F]."""
     routing: Routing
     activation: str = "silu"
@@ -167,9 +168,9 @@ def mixture_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
             None if bias is None else bias[expert]
             for bias in (experts.gate_up_bias, experts.down_bias)
         )
-        inner = F.linear(x[rows[start:stop]], experts.gate_up[expert], gate_up_bias)
-        inner = activated(inner, experts)
-        out[order[start:stop]] = F.linear(inner, experts.down[expert], down_bias)
+        gate_up, down = (plain_of(w[expert], x.dtype) for w in (experts.gate_up, experts.down))
+        inner = activated(F.linear(x[rows[start:stop]], gate_up, gate_up_bias), experts)
+        out[order[start:stop]] = F.linear(inner, down, down_bias)
         start = stop
     parts = out.view(num_rows, count, -1) * routes.weights[:, :, None]
     return parts.sum(dim=1).to(x.dtype)

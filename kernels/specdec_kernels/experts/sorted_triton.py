@@ -101,6 +101,7 @@ def sorted_parts(x: Tensor, routes: Routes, experts: Experts) -> tuple[Tensor, T
     chosen, order = routes.experts.flatten().sort(stable=True)
     all_experts = torch.arange(experts.num_experts, device=x.device)
     ends = torch.searchsorted(chosen, all_experts, right=True).to(torch.int32)
+    assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     inner = _products(x[order // count], experts.gate_up, experts.gate_up_bias, chosen, ends)
     if experts.interleaved or experts.activation not in ("silu", "gelu_tanh"):
         inner = activated(inner, experts)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specdec_kernels.dispatch import kernel
 from specdec_kernels.linear.reference import Normed, gate, rms_norm_reference
+from specdec_kernels.linear.stored import Stored
 
 SMALL = 3 << 15  # weights of at most this many numbers are not packed: faster for 1 to 5 rows
 BOTH = 1 << 19  # fp32 weights of at most this many numbers are kept plain too, for single rows
@@ -43,7 +44,7 @@ class PackedWeight:
         return self.blocks.numel() * self.blocks.dtype.itemsize
 
 
-Weight = Tensor | PackedWeight
+Weight = Tensor | PackedWeight | Stored
 
 
 def pays_to_pack(dtype: torch.dtype) -> bool:
@@ -79,7 +80,7 @@ def forms_of(numel: int, dtype: torch.dtype) -> Forms:
     return Forms(packed, not packed or (numel <= BOTH and dtype == torch.float32))
 
 
-def pack_weight(weight: Tensor) -> Weight:
+def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
     """The form in which products take a weight [N, K]; call it once, at load.
 
     On CUDA this is the contiguous tensor. A CPU has orders of its own, see `PackedWeight`.
@@ -88,7 +89,7 @@ def pack_weight(weight: Tensor) -> Weight:
 
 
 @torch.no_grad()
-def _packed(weight: Tensor) -> Weight:
+def _packed(weight: Tensor) -> Tensor | PackedWeight:
     """A weight [N, K] on a CPU: packed, unless it is small.
 
     The plain form's columns are contiguous, which makes MKL's products of few rows up to twice as
@@ -250,6 +251,8 @@ def _plain(weight: Weight, x: Tensor) -> Tensor | None:
     """The weight as a plain tensor if the product with x uses that form, else None."""
     if isinstance(weight, Tensor):
         return weight
+    if isinstance(weight, Stored):
+        return weight.plain(x.dtype)
     return weight.plain if x.shape[0] == 1 else None
 
 

@@ -14,6 +14,7 @@ from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.norm_triton import add_norm_triton, gate_triton
 from specdec_kernels.linear.one_row_triton import one_row_linear
 from specdec_kernels.linear.reference import Normed, linear_reference, norm_linear_reference
+from specdec_kernels.linear.stored import Stored
 from specdec_kernels.linear.tiles import FEW_ROWS, choose_row_tiles, choose_tiles
 
 Product = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -28,11 +29,19 @@ def kernel_for(kind: str, x: Tensor, weight: Tensor) -> Product | None:
     return None if tiles is None else partial(few_rows_linear, tiles=tiles)
 
 
+def chosen(kind: str, x: Tensor, weight: Tensor | Stored) -> tuple[Product | None, Tensor]:
+    """As `kernel_for`, and the weight as that kernel reads it."""
+    if not isinstance(weight, Tensor):
+        weight = weight.plain(x.dtype)
+    return kernel_for(kind, x, weight), weight
+
+
 def norm_linear_triton(
-    x: Normed, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+    x: Normed, weight: Tensor | Stored, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
     """See `ops.norm_linear`."""
-    return norm_linear_by(kernel_for("norm", x.scaled, weight), x, weight, bias, into)
+    product, plain = chosen("norm", x.scaled, weight)
+    return norm_linear_by(product, x, plain, bias, into)
 
 
 def norm_linear_by(
@@ -48,9 +57,10 @@ def norm_linear_by(
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, bias=bias, into=into)[0]
 
 
-def norm_gate_up_triton(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
+def norm_gate_up_triton(x: Normed, weight: Tensor | Stored, activation: str = "silu") -> Tensor:
     """See `ops.norm_gate_up`."""
-    return norm_gate_up_by(kernel_for("gate", x.scaled, weight), x, weight, activation)
+    product, plain = chosen("gate", x.scaled, weight)
+    return norm_gate_up_by(product, x, plain, activation)
 
 
 def norm_gate_up_by(
@@ -64,26 +74,26 @@ def norm_gate_up_by(
 
 
 def linear_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+    x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
     """See `ops.linear`."""
-    product = kernel_for("add", x, weight)
+    product, plain = chosen("add", x, weight)
     if product is None:
-        return linear_reference(x, weight, bias, into)
-    return product(x, weight, bias=bias, into=into)[0]
+        return linear_reference(x, plain, bias, into)
+    return product(x, plain, bias=bias, into=into)[0]
 
 
 def linear_add_norm_triton(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Stored,
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
     bias: Tensor | None = None,
 ) -> Normed:
     """See `ops.linear_add_norm`."""
-    product = kernel_for("add", x, weight)
-    return linear_add_norm_by(product, x, weight, residual, norm_weight, eps, bias)
+    product, plain = chosen("add", x, weight)
+    return linear_add_norm_by(product, x, plain, residual, norm_weight, eps, bias)
 
 
 def linear_add_norm_by(

@@ -16,7 +16,7 @@ from specdec_kernels.dispatch import kernel
 def padded_pass(
     tokens: Tensor,
     length: Tensor,
-    lens: Tensor,
+    lens: Tensor | None,
     active: Tensor,
     block_tables: Tensor,
     offset: int,
@@ -28,11 +28,12 @@ def padded_pass(
     """Inputs of a pass that feeds Q tokens of each of B sequences, from length + offset on.
 
     Token j of a sequence is live iff the sequence is active, its position is within the model,
-    and lens >= offset + j + margin; the others are padding, whose keys go to the trash block.
+    and, where lens are given, lens >= offset + j + margin; the others are padding, whose keys go to
+    the trash block.
 
     Args:
         tokens: [B, Q] int64; clamped into 0..num_ids - 1.
-        length, lens: [B] int64.
+        length, lens: [B] int64; lens may be None.
         active: [B] bool.
         block_tables: [B, MB] int32.
         offset, margin: See above.
@@ -46,7 +47,9 @@ def padded_pass(
     """
     place = offset + torch.arange(tokens.shape[1], device=tokens.device)
     at = length[:, None] + place
-    live = (at >= 0) & (at < max_len) & (lens[:, None] >= place + margin) & active[:, None]
+    live = (at >= 0) & (at < max_len) & active[:, None]
+    if lens is not None:
+        live &= lens[:, None] >= place + margin
     position = at.clamp(0, max_len - 1)
     column = (position // block_size).clamp(max=block_tables.shape[1] - 1)
     block = block_tables.gather(1, column).long() * live
@@ -121,7 +124,7 @@ def advance(
 
     Args:
         tokens: [B, K + 1] int64. accepted, lens: [B] int64.
-        tail: [B, 2] int64, the last two tokens.
+        tail: [B, W] int64, the last W tokens.
         length, limit: [B] int64, a sequence's number of tokens, and the number at which it ends.
         active: [B] bool.
         eos_ids: [E] int64, or empty.
@@ -145,7 +148,7 @@ def advance(
             history[rows[b], at : at + len(new)] = history.new_tensor(new)
         lengths.append(at + len(new))
         still.append(is_active and end is None and lengths[-1] < most)
-        tails.append([*last, *new][-2:])
+        tails.append([*last, *new][-len(last) :])
     for held, values in ((record, noted), (length, lengths), (active, still), (tail, tails)):
         held.numpy()[...] = values  # a copy by torch takes three times as long
 

@@ -55,7 +55,7 @@ def advance_kernel(
     tokens_ptr,  # [B, K + 1] int64
     accepted_ptr,  # [B] int64
     lens_ptr,  # [B] int64
-    tail_ptr,  # [B, 2] int64, in and out
+    tail_ptr,  # [B, TAIL] int64, in and out
     length_ptr,  # [B] int64, in and out
     limit_ptr,  # [B] int64
     active_ptr,  # [B] bool, in and out
@@ -66,7 +66,9 @@ def advance_kernel(
     num_eos,
     history_stride,
     WIDTH: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -85,25 +87,25 @@ def advance_kernel(
         first = tl.minimum(first, tl.min(tl.where(is_eos, place, WIDTH), axis=0))
     count = tl.minimum(count, first.to(tl.int64) + 1)
 
-    # The last two tokens of the old tail and the accepted ones. A -1 becomes a valid id, since the
-    # next round may start before the host has read the record.
-    tokens = tl.maximum(tokens, 0)
-    last = tl.sum(tl.where(place == count - 1, tokens, 0), axis=0)
-    before = tl.sum(tl.where(place == count - 2, tokens, 0), axis=0)
-    old = tl.load(tail_ptr + row * 2 + 1)
-    before = tl.where(count >= 2, before, old)
+    # The last tokens of the old tail and the accepted ones. A -1 becomes a valid id, since the next
+    # round may start before the host has read the record.
+    at = tl.arange(0, TAIL_BLOCK) + count
+    old = tl.load(tail_ptr + row * TAIL + at, mask=at < TAIL, other=0)
+    is_new = (at >= TAIL) & (at < TAIL + count)
+    new = tl.load(tokens_ptr + row * WIDTH + at - TAIL, mask=is_new, other=0)
+    tl.debug_barrier()  # the old tail is read before it is written over
     active = tl.load(active_ptr + row) != 0
     before_round = tl.load(length_ptr + row)
     length = before_round + count
     stays = (first == WIDTH) & (length < tl.load(limit_ptr + row))
     if active:
-        tl.store(tail_ptr + row * 2, before)
-        tl.store(tail_ptr + row * 2 + 1, last)
+        tail = tl.where(at < TAIL, old, tl.maximum(new, 0))
+        tl.store(tail_ptr + row * TAIL + at - count, tail, mask=at < TAIL + count)
         tl.store(length_ptr + row, length)
         tl.store(active_ptr + row, stays)
         if history_ptr is not None:
             end_ptr = history_ptr + tl.load(rows_ptr + row) * history_stride + before_round
-            tl.store(end_ptr + place, tokens.to(tl.int32), mask=place < count)
+            tl.store(end_ptr + place, tl.maximum(tokens, 0).to(tl.int32), mask=place < count)
 
 
 def accept_triton(
@@ -146,7 +148,7 @@ def advance_triton(
 ) -> None:
     """See `ops.advance`."""
     batch, width = tokens.shape
-    assert tail.shape == (batch, 2) and record.shape == (batch, width + 2)
+    assert len(tail) == batch and record.shape == (batch, width + 2)
     assert accepted.shape == lens.shape == length.shape == limit.shape == active.shape == (batch,)
     assert all(t.is_contiguous() for t in (tokens, tail, record))
     assert (history is None) == (rows is None)
@@ -156,7 +158,9 @@ def advance_triton(
         eos_ids.numel(),
         0 if history is None else history.stride(0),
         WIDTH=width,
+        TAIL=tail.shape[1],
         BLOCK=triton.next_power_of_2(width),
+        TAIL_BLOCK=triton.next_power_of_2(tail.shape[1]),
         num_warps=1,
         **launch_options(),
     )
@@ -166,7 +170,7 @@ def advance_triton(
 def padded_pass_kernel(
     tokens_ptr,  # [B, Q] int64
     length_ptr,  # [B] int64
-    lens_ptr,  # [B] int64
+    lens_ptr,  # [B] int64, or None
     active_ptr,  # [B] bool
     block_tables_ptr,  # [B, MB] int32
     ids_ptr,  # [B * Q] int64, out
@@ -195,9 +199,10 @@ def padded_pass_kernel(
 
     place = offset + column
     at = tl.load(length_ptr + row, mask=here, other=0) + place
-    lens = tl.load(lens_ptr + row, mask=here, other=-1)
     active = tl.load(active_ptr + row, mask=here, other=0) != 0
-    live = here & active & (at >= 0) & (at < max_len) & (lens >= place + MARGIN)
+    live = here & active & (at >= 0) & (at < max_len)
+    if lens_ptr is not None:
+        live &= tl.load(lens_ptr + row, mask=here, other=-1) >= place + MARGIN
     position = tl.minimum(tl.maximum(at, 0), max_len - 1)
     entry = tl.minimum(position // BLOCK_SIZE, columns - 1)
     block = tl.load(
@@ -213,7 +218,7 @@ def padded_pass_kernel(
 def padded_pass_triton(
     tokens: Tensor,
     length: Tensor,
-    lens: Tensor,
+    lens: Tensor | None,
     active: Tensor,
     block_tables: Tensor,
     offset: int,
@@ -224,7 +229,7 @@ def padded_pass_triton(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `ops.padded_pass`."""
     rows, width = tokens.shape
-    assert length.shape == lens.shape == active.shape == (rows,)
+    assert length.shape == active.shape == (rows,) and (lens is None or lens.shape == (rows,))
     assert block_tables.shape[0] == rows and block_tables.stride(1) == 1
     total = rows * width
     out = torch.empty((3, total), dtype=torch.int64, device=tokens.device)

@@ -7,8 +7,7 @@ from specdec_kernels.gpu import CAPABILITY
 
 from specdec_cli.engine.memory.budget import CacheNeed
 from specdec_cli.engine.plan import Plan
-from specdec_cli.models.fused import is_fusable
-from specdec_cli.models.loader import Description
+from specdec_cli.models.draft import Draft
 
 
 class ChunkBytes(NamedTuple):
@@ -28,13 +27,13 @@ def chunk_bytes(plan: Plan, need: CacheNeed) -> ChunkBytes:
     tokens = min(prefill_tokens(plan, need), need.longest - 1)
     found = [
         _bytes_of(model, tokens, need.longest - 1)
-        for model in plan.modules
-        if model in plan.held and model.spec.role not in plan.compiled and is_fusable(model.module)
+        for model in plan.held
+        if model.spec.role not in plan.compiled and model.captured_width
     ]
     return ChunkBytes(*map(sum, zip(*found, strict=True))) if found else ChunkBytes()
 
 
-def _bytes_of(model: Description, tokens: int, context: int) -> ChunkBytes:
+def _bytes_of(model: Draft, tokens: int, context: int) -> ChunkBytes:
     shape, itemsize = model.layers[0], model.dtype.itemsize
     fits = itemsize == 2 and shape.key_dim == shape.value_dim and shape.key_dim in HEAD_DIMS
     if not fits or tokens < BOUNDS[CAPABILITY].queries:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec_cli.core.live_bytes import LiveBytes
+from specdec_cli.core.types import Request
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.budget import CacheNeed, Overhead, RankMemory, on_host
 from specdec_cli.engine.memory.chunk_bytes import chunk_bytes
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
-from specdec_cli.engine.run import Request
-from specdec_cli.methods.base import Loaded
+from specdec_cli.models.draft import Loaded
 from specdec_cli.models.paged import PagedModel
 
 SEGMENT = 2 * 2**20  # torch rounds a large allocation on CUDA up to a multiple of this

@@ -17,7 +17,7 @@ from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.worker import WARM_UP_TOKENS, with_degrees
 from specdec_cli.experiment.disk import refuse_special_files
-from specdec_cli.experiment.duration import Forecaster, forecast, speeds_of, start_seconds
+from specdec_cli.experiment.duration import DurationEstimate, estimated, speeds_of, start_seconds
 from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.folders.results import environment
@@ -31,10 +31,10 @@ from specdec_cli.experiment.preparing import (
     warnings_of_texts,
     with_weights,
 )
-from specdec_cli.models.loader import describe
+from specdec_cli.models.description import describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
-from specdec_cli.recipe.choices.registry import needs_draft
+from specdec_cli.recipe.choices.registry import weights_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def plan_comparison(
     legal, `SetupError` where this machine has too few GPUs for each of them, and what
     `generation.tokenised` raises.
     """
-    if recipe.draft is None or not needs_draft(recipe.speculation.method):
+    if recipe.draft is None or weights_from(recipe.speculation.method) != "draft":
         raise UsageError(
             "compare-tp needs a draft model: its degrees are compared",
             "pass --draft and --set speculation.method=draft_model, or give the recipe both",
@@ -151,12 +151,13 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
         ("draft", d): _cannot_split(lambda part: draft_at(job.plan, part), d)
         for d in settings.draft_tps
     }
+    shared = job.plan.draft.shared if job.plan.draft is not None else ()
     for pair in settings.pairs:
         why = unsplit["target", pair.target_tp] or unsplit["draft", pair.draft_tp]
         if not pair.divides:
             reason = f"draft TP {pair.draft_tp} does not divide target TP {pair.target_tp}"
             found[pair] = Skip(reason, expected=True)
-        elif "lm_head" in job.plan.shared and pair.draft_tp != pair.target_tp:
+        elif "lm_head" in shared and pair.draft_tp != pair.target_tp:
             reason = f"draft TP {pair.draft_tp} cannot borrow lm_head at target TP {pair.target_tp}"
             found[pair] = Skip(reason, expected=True)
         elif why is not None:
@@ -217,13 +218,13 @@ def comparison_seconds(plan: ComparisonPlan) -> float:
     speeds = speeds_of(job.plan.device, job.plan.target.dtype)
     found = 0.0
     for pair in plan.to_run:
-        forecaster = Forecaster(job, speeds, (pair.target_tp, pair.draft_tp))
+        estimate = DurationEstimate(job, speeds, (pair.target_tp, pair.draft_tp))
         found += start_seconds([job.plan])
         for batch_size in s.batch_sizes:
             count = s.num_prompts(batch_size)
             for k in (0, s.k):
                 key = Key(s.draft, batch_size, k)
-                found += forecaster.point_seconds(key, count, WARM_UP_TOKENS)
+                found += estimate.point_seconds(key, count, WARM_UP_TOKENS)
     return found
 
 
@@ -249,7 +250,7 @@ def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str,
         f"prompts: {prompts}; the longest of {plan.job.longest_prompt} tokens",
         f"samples: {plan.num_samples}, k = 0 included, each measured {run.repeats} times",
     ]
-    line, seconds = forecast(comparison_seconds(plan))
+    line, seconds = estimated(comparison_seconds(plan))
     text.append(line)
     return {
         "schema": "specdec.compare-tp.plan/1",

@@ -26,7 +26,10 @@ from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.text import digest
 
-_OF_REPEATS = ("seconds", "decode_seconds", "round_share", "ttft_ms", "tpot_ms")
+_OF_REPEATS = (
+    *("seconds", "decode_seconds", "round_share", "stage_ms", "ttft_ms", "tpot_ms"),
+    *("ttft_parts_ms", "distinct_experts"),
+)
 
 
 @dataclass(slots=True)
@@ -211,25 +214,22 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
                 merged[index] = sample
             elif index in could_run:
                 update = {
-                    name: getattr(known, name) + getattr(sample, name) for name in _OF_REPEATS
+                    name: _joined(getattr(known, name), getattr(sample, name))
+                    for name in _OF_REPEATS
                 }
-                update["stage_ms"] = {
-                    stage: spent + sample.stage_ms.get(stage, [])
-                    for stage, spent in known.stage_ms.items()
-                }
-                if known.ttft_parts_ms is not None:
-                    other = sample.ttft_parts_ms
-                    update["ttft_parts_ms"] = other and {
-                        part: spent + other.get(part, [])
-                        for part, spent in known.ttft_parts_ms.items()
-                    }
-                if known.distinct_experts and sample.distinct_experts:
-                    update["distinct_experts"] = known.distinct_experts + sample.distinct_experts
-                elif known.distinct_experts:  # the other world did not count them
-                    update["distinct_experts"] = None
                 update["peak_memory_bytes"] = max(known.peak_memory_bytes, sample.peak_memory_bytes)
                 merged[index] = known.model_copy(update=update)
     return merged
+
+
+def _joined(ours: Any, theirs: Any) -> Any:
+    """The numbers of our repeats, then of theirs, by stage or part; None where one did not count
+    them."""
+    if ours is None or theirs is None:
+        return None
+    if isinstance(ours, dict):
+        return {name: spent + theirs.get(name, []) for name, spent in ours.items()}
+    return ours + theirs
 
 
 def _place(point: Point) -> tuple[Any, ...]:

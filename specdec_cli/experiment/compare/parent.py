@@ -3,7 +3,7 @@
 If a pair's ranks fail, that pair has failed; the others go on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from specdec_cli.errors import ExitCode, Notice
@@ -11,8 +11,9 @@ from specdec_cli.experiment.compare.comparison_plan import ComparisonPlan
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.verdict import verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
+from specdec_cli.experiment.folders.conclusions import VERSION, Tokens
 from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
-from specdec_cli.experiment.lossless import is_broken, tokens_notice
+from specdec_cli.experiment.lossless import tokens_notice
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure, error_of
 from specdec_cli.experiment.statistics.disturbed import disturbances
@@ -112,6 +113,7 @@ def conclusion(
     ]
     document = {
         "schema": "specdec.compare-tp/1",
+        "version": VERSION,
         "recipe": plan.recipe.model_dump(mode="json"),
         "environment": where,
         "comparison": plan.settings.as_dict() | {"settings_hash": plan.settings.digest},
@@ -128,7 +130,7 @@ def exit_code(
     plan: ComparisonPlan,
     records: ComparisonRecords,
     codes: Sequence[int],
-    tokens: Mapping[str, Any],
+    tokens: Tokens,
 ) -> ExitCode:
     """The exit code of a comparison.
 
@@ -142,7 +144,7 @@ def exit_code(
     if "ok" not in statuses:
         alike = set(codes)
         return ExitCode(alike.pop()) if len(alike) == 1 else ExitCode.RUN_FAILED
-    if is_broken(tokens):
+    if tokens.is_broken:
         return ExitCode.LOSSLESSNESS
     missing = any(not skip.expected for skip in plan.skips.values())
     failed = bool({"failed", "oom"} & statuses) or missing

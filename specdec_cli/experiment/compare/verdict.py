@@ -12,6 +12,7 @@ from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair
+from specdec_cli.experiment.folders.conclusions import BestPair, Decision, Degrees, Tokens
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.folders.samples import measured_speed, without_errors
 from specdec_cli.experiment.lossless import compare_tokens
@@ -50,7 +51,7 @@ def verdict_of(records: ComparisonRecords, disturbed: Sequence[Notice] = ()) -> 
 
 def best_of(
     records: ComparisonRecords, target_tps: Iterable[int], batch_size: int, doubt: str = ""
-) -> dict[str, Any]:
+) -> BestPair:
     """The fastest pair at a batch size among some target TPs, the pairs tied with it, and why.
 
     Speeds are compared on the same prompts. A pair is tied if it does not differ from the best at
@@ -66,7 +67,7 @@ def best_of(
     candidates = [p for p in points if p.k > 0]
     if not candidates:
         reason = "no pair was measured"
-        return {"target_tp": None, "draft_tp": None, "k": None, "tied": [], "reason": reason}
+        return BestPair(target_tp=None, draft_tp=None, k=None, tied=[], reason=reason)
     best = max(candidates, key=_speed_of)
     measures = _speeds(records, candidates)
     tied: list[Point] = []
@@ -75,17 +76,17 @@ def best_of(
         best = candidates[choice.best]
         tied = [candidates[i] for i in choice.tied if i != choice.best]
     plain = max((p for p in points if p.k == 0), key=_speed_of, default=None)
-    return {
-        "target_tp": best.target_tp,
-        "draft_tp": best.draft_tp,
-        "k": best.k,
-        "tied": [{"target_tp": p.target_tp, "draft_tp": p.draft_tp} for p in tied],
-        "reason": _reason(best, candidates, plain) + doubt,
-        "decided_by": _decided_by(best, _rival(best, candidates)),
-        "decode_tokens_per_second": _speed_of(best),
-        "speedup": best.speedup,
-        "speedup_vs_equal_tp": best.speedup_vs_equal_tp,
-    }
+    return BestPair(
+        target_tp=best.target_tp,
+        draft_tp=best.draft_tp,
+        k=best.k,
+        tied=[Degrees(target_tp=p.target_tp or 0, draft_tp=p.draft_tp) for p in tied],
+        reason=_reason(best, candidates, plain) + doubt,
+        decided_by=_decided_by(best, _rival(best, candidates)),
+        decode_tokens_per_second=_speed_of(best),
+        speedup=best.speedup,
+        speedup_vs_equal_tp=best.speedup_vs_equal_tp,
+    )
 
 
 def _metrics(point: Point) -> Metrics:
@@ -122,13 +123,13 @@ def _rival(best: Point, candidates: Sequence[Point]) -> Point | None:
     return max(rivals, key=_speed_of, default=None)
 
 
-def _decided_by(best: Point, rival: Point | None) -> dict[str, Any] | None:
+def _decided_by(best: Point, rival: Point | None) -> Decision | None:
     """The stage in which the best saves most of a round against the next best, and milliseconds."""
     if rival is None:
         return None
     parts = _saved(best, rival)
     stage = max(parts, key=lambda name: parts[name])
-    return {"stage": stage, "saved_ms": parts[stage], "draft_tp": rival.draft_tp}
+    return Decision(stage=stage, saved_ms=parts[stage], draft_tp=rival.draft_tp)
 
 
 def _saved(best: Point, rival: Point) -> dict[str, float]:
@@ -175,23 +176,23 @@ def _why_draft(best: Point, rival: Point) -> str:
     return "sharing its weights saves the draft more than exchanges between its ranks cost"
 
 
-def _flips(target_tp: int, row: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _flips(target_tp: int, row: Mapping[int, BestPair]) -> list[dict[str, Any]]:
     """The batch sizes at which the best draft TP of a target TP changes.
 
     is_tied: whether the previous best is still tied there.
     """
     flips = []
-    known = [(b, best) for b, best in sorted(row.items()) if best["draft_tp"] is not None]
+    known = [(b, best) for b, best in sorted(row.items()) if best.draft_tp is not None]
     for (_, before), (batch_size, best) in pairwise(known):
-        if before["draft_tp"] != best["draft_tp"]:
-            earlier = {"target_tp": target_tp, "draft_tp": before["draft_tp"]}
+        if before.draft_tp != best.draft_tp:
+            earlier = Degrees(target_tp=target_tp, draft_tp=before.draft_tp)
             flips.append(
                 {
                     "target_tp": target_tp,
                     "batch_size": batch_size,
-                    "from": before["draft_tp"],
-                    "to": best["draft_tp"],
-                    "is_tied": earlier in best["tied"],
+                    "from": before.draft_tp,
+                    "to": best.draft_tp,
+                    "is_tied": earlier in best.tied,
                 }
             )
     return flips
@@ -199,46 +200,46 @@ def _flips(target_tp: int, row: Mapping[int, Mapping[str, Any]]) -> list[dict[st
 
 def summary_lines(verdict: Verdict) -> list[str]:
     """The findings in words: the best pair by batch size, then that of each target TP."""
-    overall: Mapping[str, Mapping[str, Any]] = verdict["best_by_batch_size"]
+    overall: Mapping[str, BestPair] = verdict["best_by_batch_size"]
     lines = [_line(size, best, overall) for size, best in overall.items()]
     for target_tp, row in verdict["best_by_target_tp"].items():
-        known = {size: best for size, best in row.items() if best["draft_tp"] is not None}
+        known = {size: best for size, best in row.items() if best.draft_tp is not None}
         if target_tp != "1" and known:
             lines.append(_degrees_line(target_tp, known))
             lines += [
                 f"  {_line(size, best, overall)}"
                 for size, best in known.items()
-                if best["target_tp"] != overall[size]["target_tp"]
+                if best.target_tp != overall[size].target_tp
             ]
     return lines
 
 
-def _line(size: str, best: Mapping[str, Any], sizes: Mapping[str, Any]) -> str:
+def _line(size: str, best: BestPair, sizes: Mapping[str, BestPair]) -> str:
     where = f"batch size {size}: " if len(sizes) > 1 else ""
-    return f"{where}{best['reason']}{_tied(best)}"
+    return f"{where}{best.reason}{_tied(best)}"
 
 
-def _degrees_line(target_tp: str, row: Mapping[str, Mapping[str, Any]]) -> str:
+def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:
     """`at target TP 4 the best draft TP is 1 (tied: 2) at batch size 1, 8; 4 at batch size 32`."""
     parts = []
 
-    def degree_of(item: tuple[str, Mapping[str, Any]]) -> str:
+    def degree_of(item: tuple[str, BestPair]) -> str:
         best = item[1]
-        ties = [str(p["draft_tp"]) for p in best["tied"] if str(p["target_tp"]) == target_tp]
+        ties = [str(p.draft_tp) for p in best.tied if str(p.target_tp) == target_tp]
         tied = f" (tied: {', '.join(ties)})" if ties else ""
-        return f"{best['draft_tp']}{tied}"
+        return f"{best.draft_tp}{tied}"
 
     for degree, group in groupby(row.items(), key=degree_of):
         parts.append(f"{degree} at batch size {', '.join(size for size, _ in group)}")
     return f"at target TP {target_tp} the best draft TP is {'; '.join(parts)}"
 
 
-def _tied(best: Mapping[str, Any]) -> str:
-    names = [f"{p['target_tp']} x {p['draft_tp']}" for p in best["tied"]]
+def _tied(best: BestPair) -> str:
+    names = [f"{p.target_tp} x {p.draft_tp}" for p in best.tied]
     return f" (tied: {', '.join(names)})" if names else ""
 
 
-def tokens_of(records: ComparisonRecords) -> dict[str, Any]:
+def tokens_of(records: ComparisonRecords) -> Tokens:
     """The document's `tokens`: whether every pair wrote the same."""
     settings = records.settings
     complete = (

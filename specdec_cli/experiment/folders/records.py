@@ -102,8 +102,7 @@ class Sample(Record):
 class CategoryMetrics(Record):
     """Figures of a point over the prompts of one category.
 
-    mean_acceptance_length_ci: absent in folders of earlier versions. impossible_speedup: as in
-    `Point`.
+    impossible_speedup: as in `Point`.
     """
 
     num_prompts: Count
@@ -139,7 +138,8 @@ class Prediction(Record):
     """Predicted figures of a point, from the run at the largest k; errors are relative.
 
     speedup_ci, speedup_error_ci: 95 % intervals; that of the error is over the same prompts as what
-    was measured. Absent where there is none, as in folders of earlier versions.
+    was measured. drafts_of_k: the k whose proposals stand for this point's, where a method's depend
+    on k. Absent where there is none.
     """
 
     method: Name
@@ -154,16 +154,16 @@ class Prediction(Record):
     analytic_alpha: Figure
     speedup_ci: Interval = None
     speedup_error_ci: Interval = None
+    drafts_of_k: int | None = None
 
 
 class Point(Record):
     """A line of points.jsonl, and an entry of a document's `points`.
 
-    Sweeps have `draft`, predictions and no degrees; comparisons have degrees, `draft_tp` None at
-    k = 0, and what follows `prediction`. *_ci: 95 % intervals of figures of `metrics`; those after
-    break_even are absent in folders of earlier versions. break_even: None at k = 0.
-    impossible_speedup: a ratio of speeds that no speculation reaches, so that times were disturbed;
-    `speedup` is None then.
+    Sweeps have `draft`, predictions and no degrees; comparisons have degrees, `draft_tp` None at k
+    = 0, and what follows `prediction`. *_ci: 95 % intervals of figures of `metrics`. break_even:
+    None at k = 0. impossible_speedup: a ratio of speeds that no speculation reaches, so that times
+    were disturbed; `speedup` is None then.
     """
 
     target_tp: Count | None = None
@@ -225,48 +225,7 @@ class Point(Record):
         return self
 
 
-class Arm(Record):
-    """One side of a comparison; k = 0, whose draft is null, is plain decoding."""
-
-    k: Count
-    draft: Name | None
-
-
-class CategoryComparison(Record):
-    """The figures of a `Comparison` over the prompts of one category."""
-
-    num_prompts: Count
-    speed_ratio: Figure
-    speed_ratio_ci: Interval
-    tied: bool | None
-
-
-class Comparison(Record):
-    """An entry of a sweep's `comparisons`: one arm against another, each at its fastest k.
-
-    num_prompts: those that all arms have. speed_ratio: the arm's decoding speed over the other's,
-    on these. tied: whether the interval contains 1; None without an interval. is_predicted:
-    whether speeds are predicted.
-    """
-
-    batch_size: Count
-    arm: Arm
-    against: Arm
-    is_predicted: bool
-    num_prompts: Count
-    speed_ratio: Figure
-    speed_ratio_ci: Interval
-    tied: bool | None
-    per_category: dict[Name, CategoryComparison] = Field(default_factory=dict)
-
-
-class CurvePart(StageTimes):
-    """A line of curve.jsonl: one part of the time curve at one k.
-
-    shard: the shard that measured the part, in merged folders. Times and distinct_experts are sums
-    over rounds.
-    """
-
+class _PartCounts(Record):
     draft: Name | None
     batch_size: Count
     k: Count
@@ -274,10 +233,15 @@ class CurvePart(StageTimes):
     sequence_rounds: Count
     rounds: Count
     decode_seconds: float
-    draft_ms: float
-    broadcast_ms: float = 0.0  # folders of earlier versions have none
-    verify_ms: float
-    sample_ms: float
+
+
+class CurvePart(StageTimes, _PartCounts):
+    """A line of curve.jsonl: one part of the time curve at one k.
+
+    shard: the shard that measured the part, in merged folders. Times and distinct_experts are sums
+    over rounds.
+    """
+
     distinct_experts: Figure = None
     shard: Count | None = None
 
@@ -356,7 +320,7 @@ def checked(found: object, kind: type[R]) -> R | str:
         return kind.model_validate(found)
     except ValidationError as problem:
         errors = problem.errors(include_url=False)
-        return _described(min(errors, key=lambda error: error["type"] == "missing"))
+        return described(min(errors, key=lambda error: error["type"] == "missing"))
 
 
 def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | None:
@@ -378,7 +342,8 @@ def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
     return None
 
 
-def _described(error: ErrorDetails) -> str:
+def described(error: ErrorDetails) -> str:
+    """A validation error in words."""
     key = ".".join(one_line(part) for part in error["loc"] if isinstance(part, str))
     match error["type"]:
         case "impossible":

@@ -37,7 +37,7 @@ def settings_difference(there: Document, now: Document) -> Difference | None:
     """The first difference between two settings, or None.
 
     Models with equal fingerprints are the same under any name; names count if a fingerprint is
-    missing, as in folders of earlier versions. The drafts' names also count, since they label
+    missing. The drafts' names also count, since they label
     records.
     """
     there, now = copy.deepcopy(there), copy.deepcopy(now)

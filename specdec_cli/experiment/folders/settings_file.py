@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import Notice, SetupError, UsageError
+from specdec_cli.experiment.folders.conclusions import VERSION, refuse_other_version
 from specdec_cli.experiment.folders.records import json_of
 from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
@@ -29,18 +30,25 @@ def reopened(path: Path, load: Callable[[RunFolder], None]) -> RunFolder:
 
 def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[Notice]) -> None:
     """Write settings.json."""
-    found = {"hash": settings.digest, "settings": settings.as_dict(), "warnings": list(warnings)}
+    found = {
+        "version": VERSION,
+        "hash": settings.digest,
+        "settings": settings.as_dict(),
+        "warnings": list(warnings),
+    }
     folder.write(SETTINGS, to_json(found) + "\n")
 
 
 def read_warnings(path: Path) -> list[Notice]:
     """The warnings of the runs that wrote a folder."""
     found = read_settings_file(path).get("warnings")
-    return [Notice.read(one) for one in found] if isinstance(found, list) else []
+    listed = found if isinstance(found, list) else []
+    return [Notice.read(one) for one in listed if isinstance(one, dict)]
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """The content of settings.json. Raises `UsageError` without the file."""
+    """The content of settings.json. Raises `UsageError` without the file, or for another version's
+    folder."""
     try:
         found = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -50,6 +58,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
         raise SetupError(f"cannot read {path / SETTINGS}: {why}") from None
     if not isinstance(found, dict):
         raise SetupError(f"{path / SETTINGS}: no settings", "the file was damaged or edited")
+    refuse_other_version(path / SETTINGS, found)
     return found
 
 

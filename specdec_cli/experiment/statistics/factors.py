@@ -111,7 +111,7 @@ def midmean(values: Sequence[float] | Array) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Ranking:
     """The recommended one of several measures, by places in their list.
 
     best: the largest. tied: those that do not differ from it at 95 %, including the best.
@@ -121,7 +121,7 @@ class Choice:
     tied: tuple[int, ...]
 
 
-def choose(measures: Sequence[Measure], seed: int = 0) -> Choice:
+def choose(measures: Sequence[Measure], seed: int = 0) -> Ranking:
     """The largest of several measures over the same observations, and the ones tied with it.
 
     A measure is tied if the interval of its ratio to the best contains 1; without an interval only
@@ -137,7 +137,7 @@ def choose(measures: Sequence[Measure], seed: int = 0) -> Choice:
         low, high = interval_of(ratio, seed) or (ratio.value, ratio.value)
         if low <= 1.0 <= high:
             tied.append(place)
-    return Choice(best, tuple(sorted(tied)))
+    return Ranking(best, tuple(sorted(tied)))
 
 
 def ratio_of(measure: Measure, other: Measure) -> Measure:

@@ -14,7 +14,7 @@ import numpy as np
 
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.records import Key, Point, Sample
-from specdec_cli.experiment.folders.samples import Samples, measured_speed, without_errors
+from specdec_cli.experiment.folders.samples import Samples, without_errors
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.disturbed import off_points
 from specdec_cli.experiment.statistics.outliers import Outliers
@@ -39,7 +39,7 @@ def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
         if usable := without_errors(of):
             by_size.setdefault(key.batch_size, {})[key] = usable
     for chosen in by_size.values():
-        found += [*_drift(chosen), *_outliers(chosen), *_repeats(chosen), *_baselines(chosen)]
+        found += [*_drift(chosen), *_outliers(chosen), *_repeats(chosen)]
     return found
 
 
@@ -161,28 +161,6 @@ def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
     return []
 
 
-def _baselines(samples: Mapping[Key, Samples]) -> list[Notice]:
-    """A warning if one target's plain decoding has different speeds with different drafts, as in
-    folders of earlier versions, which measured it with each."""
-    plain = {key: of for key, of in samples.items() if key.k == 0}
-    for (one, ours), (other, theirs) in combinations(plain.items(), 2):
-        common = sorted(ours.keys() & theirs.keys())
-        if not common:
-            continue
-        speeds = (measured_speed([of[i] for i in common]) for of in (ours, theirs))
-        ratio = next(speeds).over(next(speeds))
-        ends = stats.interval(ratio)
-        if ends is None or ends[0] <= 1.0 <= ends[1]:
-            continue
-        told = (
-            f"plain decoding was {ratio.value:.2f} times as fast beside {one.draft} as beside "
-            f"{other.draft} ({ends[0]:.2f}–{ends[1]:.2f}), though it does the same"
-        )
-        evidence = {"drafts": [one.draft, other.draft], "ratio": ratio.value, "ratio_ci": ends}
-        return [Notice("baselines_disagree", told, evidence)]
-    return []
-
-
 def impossible_speeds(points: Iterable[Point]) -> list[Notice]:
     """A warning if points were faster than their tokens a round allow."""
     found = [(p.impossible_speedup, p) for p in points if p.impossible_speedup is not None]
@@ -214,6 +192,20 @@ def predictions_off(points: Iterable[Point]) -> list[Notice]:
     more = f" (and {len(large) - 1} more are off)" if len(large) > 1 else ""
     evidence = [asdict(Key.of(p)) | {"error": e} for p, e in large]
     return [Notice("prediction_off", told + more, {"points": evidence})]
+
+
+def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
+    """A warning for predictions that rest on proposals which other lengths would not have."""
+    found = [p for p in points if p.prediction is not None and p.prediction.drafts_of_k is not None]
+    if not found:
+        return []
+    names = ", ".join(sorted({str(point.draft) for point in found}))
+    told = (
+        f"what {names} proposes depends on k, so that predictions of a smaller k are rough: they "
+        "take the proposals of the largest one"
+    )
+    evidence = [asdict(Key.of(point)) for point in found]
+    return [Notice("proposals_of_another_k", told, {"points": evidence})]
 
 
 def _round_seconds(sample: Sample) -> float:

@@ -7,13 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from specdec_cli.experiment.folders.records import (
-    Arm,
-    CategoryComparison,
-    Comparison,
-    Key,
-    Point,
-)
+from specdec_cli.experiment.folders.conclusions import Arm, CategoryComparison, Comparison
+from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.samples import Samples, measured_speed, prompts_by_category
 from specdec_cli.experiment.statistics.factors import Measure, interval_of, ratio_of
 from specdec_cli.experiment.sweep.gains import Gains

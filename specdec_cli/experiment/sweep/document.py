@@ -8,15 +8,21 @@ from dataclasses import asdict
 from typing import Any
 
 from specdec_cli.errors import ExitCode, Notice
+from specdec_cli.experiment.folders.conclusions import VERSION, CheckResult, Tokens
 from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.samples import Samples, why_none
 from specdec_cli.experiment.forecasts import Forecasts
-from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_notice
+from specdec_cli.experiment.lossless import compare_tokens, tokens_notice
 from specdec_cli.experiment.lossless_check import failed_check
 from specdec_cli.experiment.points import Failure, arm_points, error_of
 from specdec_cli.experiment.predict import Text, with_recorded
 from specdec_cli.experiment.statistics.disturbed import disturbances
-from specdec_cli.experiment.statistics.noise import impossible_speeds, noise_in, predictions_off
+from specdec_cli.experiment.statistics.noise import (
+    impossible_speeds,
+    noise_in,
+    predictions_off,
+    proposals_of_another_k,
+)
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import Gains, measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_category
@@ -102,7 +108,7 @@ def sweep_document(
     warnings: Sequence[Notice],
     clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
-    check: Mapping[str, Any] | None = None,
+    check: CheckResult | None = None,
 ) -> dict[str, Any]:
     """The document of `sweep-k --json` and summary.json; with an `error` if no point was measured.
 
@@ -116,21 +122,24 @@ def sweep_document(
         *noise_in(records.samples),
         *impossible_speeds(points),
         *predictions_off(points),
+        *proposals_of_another_k(points),
         *tokens_notice(tokens),
         *failed_check(check),
     ]
     disturbed = disturbances(told)
     best = {
-        b: {
-            **recommend(found, gains[b], settings.seed, disturbed),
-            "per_category": recommend_by_category(
-                gains[b], records.samples, settings.seed, disturbed
-            ),
-        }
+        b: recommend(found, gains[b], settings.seed, disturbed).model_copy(
+            update={
+                "per_category": recommend_by_category(
+                    gains[b], records.samples, settings.seed, disturbed
+                )
+            }
+        )
         for b, found in by_size.items()
     }
     document: dict[str, Any] = {
         "schema": "specdec.sweep-k/1",
+        "version": VERSION,
         "recipe": recipe,
         "environment": where,
         "sweep": settings.as_dict() | {"settings_hash": settings.digest},
@@ -165,7 +174,7 @@ def gains_of(
     return predicted_gains(points, forecasts)
 
 
-def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
+def tokens_of(settings: SweepSettings, records: SweepRecords) -> Tokens:
     """The document's `tokens`: whether every k wrote the same."""
     keys = sorted(records.samples, key=order_of(settings))
     points = ((asdict(key), records.samples[key]) for key in keys)
@@ -207,7 +216,7 @@ def exit_code(
     points = [p for p in document["points"] if p.status != "skipped"]
     statuses = {p.status for p in points}
     check = document.get("lossless_check")
-    if is_broken(document["tokens"]) or (check is not None and not check["passed"]):
+    if document["tokens"].is_broken or (check is not None and not check.passed):
         return ExitCode.LOSSLESSNESS
     if "ok" not in statuses and not all(_has_run(point, records) for point in points):
         codes = {failure.code for failure in failures}

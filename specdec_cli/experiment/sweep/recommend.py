@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from specdec_cli.errors import Notice
+from specdec_cli.experiment.folders.conclusions import Arm, Best, Fastest
 from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.samples import Samples, prompts_by_category
 from specdec_cli.experiment.statistics.disturbed import doubt_in_words
@@ -15,7 +15,7 @@ from specdec_cli.experiment.sweep.gains import Gains
 
 def recommend(
     points: Sequence[Point], gains: Gains, seed: int, disturbed: Sequence[Notice] = ()
-) -> dict[str, Any]:
+) -> Best:
     """The contract's `best` among the points of one batch size, over all drafts.
 
     Candidates are the points that are tied with the fastest and faster than k = 0 beyond chance.
@@ -26,7 +26,7 @@ def recommend(
     """
     candidates = list(gains.points)
     if not candidates:
-        return _nothing(gains.why_none)
+        return Best(k=None, draft=None, tied=[], reason=gains.why_none, significant=False)
     choice = choose([gains.of(p) for p in candidates], seed)
     tied = [candidates[i] for i in choice.tied]
     fastest = candidates[choice.best]
@@ -34,17 +34,25 @@ def recommend(
     chosen = _smallest_with_draft_of(fastest, paying, gains.value)
     if chosen is None:
         chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
-    with_draft = has_several_drafts(points)
-    found = _Choice(chosen, fastest, tied, gains, with_draft).as_dict()
-    ends = gains.interval(chosen)
+    same_draft = {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
+    why = _Choice(chosen, fastest, gains, has_several_drafts(points)).reason(min(same_draft))
+    ends, gain_of = gains.interval(chosen), gains.value
     is_beyond_chance = bool(chosen.k) and ends is not None and ends[0] > 1.0
-    found["reason"] += doubt_in_words(disturbed)
-    return found | {"significant": is_beyond_chance and not disturbed}
+    return Best(
+        k=chosen.k,
+        draft=chosen.draft if chosen.k else None,
+        tied=sorted(same_draft),
+        reason=f"{_basis(gains)}{why}{doubt_in_words(disturbed)}",
+        speedup=gain_of(chosen),
+        fastest=Fastest(k=fastest.k, draft=fastest.draft, speedup=gain_of(fastest)),
+        tied_points=[Arm(k=p.k, draft=p.draft) for p in tied],
+        significant=is_beyond_chance and not disturbed,
+    )
 
 
 def recommend_by_category(
     gains: Gains, samples: Mapping[Key, Samples], seed: int, disturbed: Sequence[Notice] = ()
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Best]:
     """`recommend` for the prompts of each category; nothing for fewer than two, or predictions."""
     if gains.is_predicted or not gains.points:
         return {}
@@ -99,39 +107,25 @@ def _pays(point: Point, gains: Gains) -> bool:
     return point.k > 0 and (ends[0] if ends is not None else gains.value(point)) > 1.0
 
 
+def _basis(gains: Gains) -> str:
+    """The measurements that predictions rest on."""
+    if not gains.is_predicted:
+        return ""
+    parts = gains.num_parts
+    timed = "part" if parts == 1 else "parts"
+    return f"predicted from the texts of the largest k and {parts} {timed} of the time curve: "
+
+
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A recommendation."""
+    """A recommended point, and the fastest."""
 
     chosen: Point
     fastest: Point
-    tied: Sequence[Point]
     gains: Gains
     with_draft: bool
 
-    def as_dict(self) -> dict[str, Any]:
-        chosen, fastest, gain_of = self.chosen, self.fastest, self.gains.value
-        same_draft = {p.k for p in self.tied if p.draft == chosen.draft or p.k == 0}
-        return {
-            "k": chosen.k,
-            "draft": chosen.draft if chosen.k else None,
-            "tied": sorted(same_draft),
-            "reason": self._basis + self._reason(min(same_draft)),
-            "speedup": gain_of(chosen),
-            "fastest": {"k": fastest.k, "draft": fastest.draft, "speedup": gain_of(fastest)},
-            "tied_points": [{"k": p.k, "draft": p.draft} for p in self.tied],
-        }
-
-    @property
-    def _basis(self) -> str:
-        """The measurements that predictions rest on."""
-        if not self.gains.is_predicted:
-            return ""
-        parts = self.gains.num_parts
-        timed = "part" if parts == 1 else "parts"
-        return f"predicted from the texts of the largest k and {parts} {timed} of the time curve: "
-
-    def _reason(self, least_tied: int) -> str:
+    def reason(self, least_tied: int) -> str:
         """The recommendation in words. least_tied: the smallest tied k with the chosen draft."""
         chosen, fastest = self.chosen, self.fastest
         gain_of, count = self.gains.value, len(self.gains.prompts)
@@ -166,7 +160,3 @@ class _Choice:
             f"{which} at {gain_of(chosen):.2f}x cannot be told from the fastest, {leader} at "
             f"{gain}, {why}"
         )
-
-
-def _nothing(reason: str) -> dict[str, Any]:
-    return {"k": None, "draft": None, "tied": [], "reason": reason, "significant": False}

@@ -16,9 +16,9 @@ import torch
 
 from specdec_cli.acceptance.base import NoForecast
 from specdec_cli.core.figures import STAGES
+from specdec_cli.core.types import Request
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.measured import release
-from specdec_cli.engine.run import Request
 from specdec_cli.errors import (
     ExitCode,
     Notice,

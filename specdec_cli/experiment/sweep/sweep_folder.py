@@ -27,7 +27,6 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
     where = _where(plan)
     if resume and (path / settings_file.SETTINGS).exists():
         theirs = read_settings(path)
-        _refuse_one_after_another(path, theirs, plan.settings)
         settings_file.check_same(path, "sweep", theirs.as_dict(), plan.settings.as_dict())
         folder = settings_file.reopened(path, lambda kept: records.load(kept.path, plan.settings))
         records.earlier_clock = _earlier_clock(path)
@@ -44,16 +43,6 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
         settings_file.write_settings(folder, plan.settings, warnings_of(plan))
     records.folder = folder
     return folder
-
-
-def _refuse_one_after_another(path: Path, theirs: SweepSettings, ours: SweepSettings) -> None:
-    """Raise `UsageError` for a folder of an earlier version whose drafts do not share a k = 0."""
-    if ours.shares_baseline and len(theirs.drafts) > 1 and not theirs.shares_baseline:
-        raise UsageError(
-            f"{path} was begun by a version that measured one draft after another, each with a "
-            "k = 0 of its own",
-            "name another folder with -o; `specdec report` and `specdec merge` still read that one",
-        )
 
 
 def read_settings(path: Path) -> SweepSettings:
@@ -107,7 +96,7 @@ def finish(
         warnings,
         clock,
         failures,
-        check.as_dict() if check is not None else None,
+        check.result if check is not None else None,
     )
     if folder is not None:
         folder.write("summary.json", to_json(document) + "\n")

@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec_cli.engine.plan import Permissions, plan
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.experiment.duration import Forecaster, forecast, speeds_of, start_seconds
+from specdec_cli.experiment.duration import DurationEstimate, estimated, speeds_of, start_seconds
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.folders.run_settings import settings_values
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
@@ -22,7 +22,7 @@ from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
-from specdec_cli.recipe.choices.registry import NONE, needs_draft
+from specdec_cli.recipe.choices.registry import NONE, weights_from
 from specdec_cli.text import digest
 
 
@@ -89,7 +89,7 @@ def plan_sweep(
                 told = "nobody proposes: speculation.method is none"
                 raise UsageError(told, "pass --set speculation.method=draft_model, or --k 0")
             raise UsageError("nobody proposes: the recipe has no draft", "pass --draft, or --k 0")
-        if len(recipes) > 1 and recipe.draft is not None and not needs_draft(method):
+        if len(recipes) > 1 and recipe.draft is not None and weights_from(method) != "draft":
             raise UsageError(
                 f"--draft: speculation.method is {method}, which takes no draft",
                 "leave --draft out, or pass --set speculation.method=draft_model",
@@ -118,7 +118,6 @@ def plan_sweep(
         predict_only=predict_only,
         prompts=jobs[0].identity | {"categories": digest([p.category for p in jobs[0].prompts])},
         shard=shard,
-        shares_baseline=len(jobs) > 1,
         **device_settings(jobs[0]),
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
@@ -175,8 +174,8 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
     for job in plan.jobs:
         name = job.plan.proposer
         found += [
-            Notice("draft_checkpoint", f"{name}: {remark}", {"draft": name})
-            for remark in job.plan.draft_remarks
+            Notice("draft_checkpoint", f"{name}: {reading.told}", {"draft": name})
+            for reading in job.plan.readings
         ]
     return [*found, *plan.notices]
 
@@ -186,14 +185,14 @@ def sweep_seconds(jobs: Mapping[Key, Job], *, has_curve: bool) -> float:
     plans = [job.plan for job in jobs.values()]
     speeds = speeds_of(plans[0].device, plans[0].target.dtype)
     found = start_seconds(plans)
-    forecasters = {id(job): Forecaster(job, speeds) for job in jobs.values()}
+    estimates = {id(job): DurationEstimate(job, speeds) for job in jobs.values()}
     for key, job in jobs.items():
-        forecaster, count = forecasters[id(job)], len(job.prompts)
-        found += forecaster.point_seconds(key, count)
+        estimate, count = estimates[id(job)], len(job.prompts)
+        found += estimate.point_seconds(key, count)
         if has_curve:
             parts = curve_parts(job, key.batch_size) / len(units_of(job, key.batch_size))
             some = max(1, round(parts * count))
-            found += forecaster.run_seconds(key, some, job.plan.params)
+            found += estimate.run_seconds(key, some, job.plan.params)
     return found
 
 
@@ -221,7 +220,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
     ]
     jobs = dict(zip(s.drafts, plan.jobs, strict=True))
     by_key = {key: jobs.get(key.draft, plan.jobs[0]) for key in s.measured_keys}
-    line, seconds = forecast(sweep_seconds(by_key, has_curve=max(s.ks) > 0))
+    line, seconds = estimated(sweep_seconds(by_key, has_curve=max(s.ks) > 0))
     text.append(line)
     return {
         "schema": "specdec.sweep-k.plan/1",

@@ -1,7 +1,7 @@
 """The settings of a sweep. Knows no models and no prompts' text."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.experiment.folders.records import Key
@@ -13,9 +13,7 @@ class SweepSettings(RunSettings):
     """The settings that samples depend on; folders with equal settings may be merged.
 
     drafts: the names of the arms. prompts: how many, and digests of their tokens and categories.
-    shard: place and number of shards, or None. shares_baseline: whether all arms have one k = 0,
-    whose records name no draft. A single arm's k = 0 goes by its name, and so does each one's in
-    folders of earlier versions, whose arms followed one another.
+    shard: place and number of shards, or None.
     """
 
     drafts: tuple[str | None, ...]
@@ -26,14 +24,12 @@ class SweepSettings(RunSettings):
     shard: tuple[int, int] | None
     device: str
     dtype: str
-    shares_baseline: bool = False
 
     @property
-    def values(self) -> dict[str, Any]:
-        found = asdict(self)
-        if not self.shares_baseline:  # folders of earlier versions do not have it
-            del found["shares_baseline"]
-        return found
+    def shares_baseline(self) -> bool:
+        """Whether all arms have one k = 0, whose records name no draft; a single arm's goes by its
+        name."""
+        return len(self.drafts) > 1
 
     @property
     def measured_ks(self) -> tuple[int, ...]:

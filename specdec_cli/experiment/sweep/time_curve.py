@@ -33,7 +33,8 @@ def curve_unit(job: Job, batch_size: int, part: int) -> int:
 def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
     """The cost of a round at one point, from the parts of the time curve.
 
-    With `distinct_experts` if all parts counted them.
+    draft_ms_per_step: the method's whole time, `commit_ms` included, over k. With
+    `distinct_experts` if all parts counted them.
     """
     total = sum(part.rounds for part in parts.values())
     rounds = max(1, total)
@@ -41,12 +42,12 @@ def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
         f"{stage}_ms": sum(part.stage_ms(stage) for part in parts.values()) / rounds
         for stage in STAGES
     }
-    draft = stage_ms.pop("draft_ms")
+    drafting = stage_ms.pop("draft_ms") + stage_ms["commit_ms"]
     experts = [p.distinct_experts for p in parts.values() if p.distinct_experts is not None]
     are_counted = bool(experts) and len(experts) == len(parts)
     return asdict(key) | {
         "rounds": total,
-        "draft_ms_per_step": draft / key.k if key.k else None,
+        "draft_ms_per_step": drafting / key.k if key.k else None,
         **stage_ms,
         "round_ms": sum(part.decode_seconds for part in parts.values()) * 1e3 / rounds,
         "seconds_per_sequence_round": seconds_per_round(parts.values()),

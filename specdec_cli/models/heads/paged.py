@@ -1,7 +1,6 @@
-"""An EAGLE-3 head bound to a paged cache: features and token ids in, hidden states out.
+"""A head bound to a paged cache: features and token ids in, hidden states out.
 
-Row t of a head pairs the target's hidden state of token t with the embedding of token t + 1, and
-its output predicts token t + 2. Its keys lie at position t, in the same blocks as the target's.
+Keys and values of row t lie at position t, in the same blocks as the target's.
 Legend: B slots, Q rows of each, H width of the head, F of the features.
 """
 
@@ -20,7 +19,7 @@ from specdec_cli.core.batch import (
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.packed import last_blocks, last_rows
 from specdec_cli.core.state import BatchState
-from specdec_cli.models.heads.eagle3.head import Eagle3Head
+from specdec_cli.models.heads.base import Head
 from specdec_cli.models.padded import PaddedBatches
 from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 
@@ -30,10 +29,10 @@ class PagedHead:
 
     carry: [num_blocks, H], the output of each sequence's last complete row, in the entry of the
     block that holds the row's key. So it follows a sequence through slots, graphs and preemption,
-    and costs one vector a block.
+    and costs one vector a block. Of a head that carries nothing it has no rows.
     """
 
-    def __init__(self, head: Eagle3Head, cache: KVCache) -> None:
+    def __init__(self, head: Head, cache: KVCache) -> None:
         self.head = head
         self._padded = PaddedBatches()
         self.use(cache)
@@ -51,7 +50,8 @@ class PagedHead:
         """Keep keys and values in `cache` from now on; graphs captured over another are void."""
         self.cache = cache
         self._prompts: PromptPasses | None = None
-        shape = (cache.num_blocks, self.head.config.hidden_size)
+        config = self.head.config
+        shape = (cache.num_blocks * config.carries, config.hidden_size)
         self.carry = torch.zeros(shape, dtype=self.head.dtype, device=cache.device)
 
     def capture_prompts(self, graphs: PromptGraphs) -> None:
@@ -65,24 +65,16 @@ class PagedHead:
         self.carry.zero_()
 
     @torch.inference_mode()
-    def forward(
-        self, spans: list[Span], inputs: torch.Tensor, *, fused: bool = False
-    ) -> torch.Tensor:
-        """Write the rows of `spans`, of which each sequence has to hold one token more.
+    def forward(self, spans: list[Span], features: torch.Tensor) -> torch.Tensor:
+        """Write the rows of `spans`. Each sequence has to hold the tokens that its rows embed.
 
-        inputs: features [T, F] of the same tokens, or with `fused` hidden states [T, H]. Returns
-        hidden states [T, H].
+        features: [T, F] of the same tokens. Returns hidden states [T, H].
         """
         batch = make_batch(spans, [0] * len(spans), self.cache.block_size, self.device)
-        shifted = packed_ids(spans, shift=1)
-        assert len(shifted) == len(batch.token_ids), "the token after each row has to be known"
-        batch.token_ids = shifted.to(self.device)
-        hidden = self._run(batch, inputs if fused else self.head.fuse(inputs)).hidden
-        ends = batch.query_start[1:].long() - 1
-        size = self.cache.block_size
-        blocks = torch.tensor([s.seq.block_table[(s.stop - 1) // size] for s in spans])
-        self.carry[blocks.to(self.device)] = hidden[ends]
-        return hidden
+        embedded = packed_ids(spans, self.head.config.shift)
+        assert len(embedded) == len(batch.token_ids), "the tokens that rows embed have to be known"
+        batch.token_ids = embedded.to(self.device)
+        return self._written(batch, features)
 
     @torch.inference_mode()
     def prefill(self, spans: list[Span], features: torch.Tensor) -> None:
@@ -90,19 +82,24 @@ class PagedHead:
         if self._prompts is None or not self._prompts.fits(spans):
             self.forward(spans, features)
         else:
-            self._prompts(spans, given=features, shift=1)
+            self._prompts(spans, given=features, shift=self.head.config.shift)
 
     def prompt_pass(
         self, batch: ForwardBatch, kind: None, features: torch.Tensor | None
     ) -> Results:
-        """The body of `prefill`. The batch's ids are those of the tokens that follow."""
+        """The body of `prefill`. The batch's ids are those of the tokens that the rows embed."""
         assert features is not None
-        hidden = self._run(batch, self.head.fuse(features)).hidden
-        # Block 0 takes what nobody reads, that of rows without a sequence.
-        self.carry.index_copy_(
-            0, last_blocks(batch, self.cache.block_size), hidden[last_rows(batch)]
-        )
+        self._written(batch, features)
         return Results()
+
+    def _written(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, H] of true rows, of which each sequence's last is carried."""
+        hidden = self._run(batch, self.head.fuse(features)).hidden
+        if self.head.config.carries:
+            # Block 0 takes what nobody reads, that of rows without a sequence.
+            blocks = last_blocks(batch, self.cache.block_size)
+            self.carry.index_copy_(0, blocks, hidden[last_rows(batch)])
+        return hidden
 
     @torch.inference_mode()
     def forward_slots(
@@ -111,8 +108,7 @@ class PagedHead:
         """Write rows of every slot, as `what` says; keys and values of padding go to waste.
 
         inputs: features [B, Q, F], or with `fused` hidden states [B, Q, H]. `what.token_ids` are
-        the tokens that follow the rows' positions. Returns B * Q rows; those of padding mean
-        nothing.
+        the tokens that the rows embed. Returns B * Q rows; those of padding mean nothing.
         """
         batch, live = self._batch(what, state)
         rows = inputs.flatten(0, 1)

@@ -4,9 +4,13 @@ The code of a name is in the module of that name in `methods`, `acceptance` or `
 plugin brought it: then the choice holds it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from specdec_cli.recipe.choices.forms import DraftForm
+
+WeightsFrom = Literal["none", "draft", "target"]
 
 Setting = Callable[[str, str], Any]  # a recipe's value by section and key, None where it has none
 
@@ -19,27 +23,36 @@ class VllmConfig:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DraftForm:
-    """A kind of drafts that only one method runs.
+def drafted(
+    method: str, noun: str, setting: Setting, draft: str | None, notes: Sequence[str]
+) -> VllmConfig:
+    """The config of a method of vLLM's with a draft, and notes that hold for all of them.
 
-    noun: names one in messages. fits: whether a config.json describes one.
+    noun: names the draft in a note. notes: of the method itself.
     """
-
-    noun: str
-    fits: Callable[[Mapping[str, Any]], bool]
+    config, found = {"method": method, "model": draft}, [*notes]
+    if any(str(name).startswith("demo:") for name in (draft, setting("target", "model"))):
+        found.append("demo: models come with specdec; vLLM needs a folder or a Hugging Face id.")
+    if setting("sampling", "temperature") not in (None, 0):
+        config["draft_sample_method"] = "probabilistic"
+        found.append(
+            f"Measured with proposals sampled from the {noun}. vLLM drafts greedily by default, "
+            "and accepts less so at this temperature; draft_sample_method asks for the same as "
+            "here (leave it out where a version does not know it)."
+        )
+    return VllmConfig(config, tuple(found))
 
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """what: a few words for the recipe's reference. needs_draft: whether the recipe names a draft
-    model. to_vllm: makes vLLM's config from a recipe and the draft's name; None if vLLM has no such
-    method. form: of its drafts; None for models that transformers knows. code: a plugin's
-    `methods.Method`.
+    """what: a few words for the recipe's reference. weights_from: where the method's weights are:
+    in the draft that the recipe names, or in the target's own files. to_vllm: makes vLLM's config
+    from a recipe and the draft's name; None if vLLM has no such method. form: of its drafts; None
+    for models that transformers knows. code: a plugin's `methods.Method`.
     """
 
     what: str = ""
-    needs_draft: bool = False
+    weights_from: WeightsFrom = "none"
     to_vllm: Callable[[Setting, str | None], VllmConfig] | None = None
     form: DraftForm | None = None
     code: Any = None

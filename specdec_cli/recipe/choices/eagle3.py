@@ -7,7 +7,9 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.base import DraftForm, MethodChoice, Setting, VllmConfig
+from specdec_cli.recipe.choices import forms
+from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted
+from specdec_cli.recipe.choices.forms import DraftForm, first_seen, named, speculator
 from specdec_cli.recipe.fields import CountOrZero, Section
 
 Counting = Literal["inputs", "outputs"]
@@ -49,45 +51,40 @@ class Eagle3Keys(Section):
         return value
 
 
+FORM = DraftForm(
+    "an EAGLE-3 head",
+    (forms.EAGLE3,),
+    (
+        *(forms.MASK, forms.EAGLE, forms.PEAGLE, forms.DSPARK, forms.DFLASH, forms.PARD2),
+        speculator("eagle3", others=True),
+    ),
+)
+
+
 def dialect_of(config: Mapping[str, Any]) -> Dialect | None:
     """The form in which a config.json describes an EAGLE-3 head; None if it describes none."""
-    settings = config.get("speculators_config")
-    algorithm = settings.get("algorithm") if isinstance(settings, dict) else None
-    if (algorithm := config.get("speculators_model_type", algorithm)) is not None:
-        return "speculators" if algorithm == "eagle3" else None
-    architectures = config.get("architectures")
-    names = [str(a) for a in architectures] if isinstance(architectures, list) else []
-    is_named = any("eagle3" in architecture.lower() for architecture in names)
-    if is_named and "target_layer_ids" in config:
+    if FORM.seen(config) is None:
+        return None
+    if first_seen(speculator("eagle3"), config) is not None:
+        return "speculators"
+    if named("eagle3").seen(config) is not None and "target_layer_ids" in config:
         return "deepspec"
-    if isinstance(config.get("eagle_config"), dict):
-        return "model-optimizer"
-    return "flat" if is_named or "draft_vocab_size" in config else None
+    return "model-optimizer" if isinstance(config.get("eagle_config"), Mapping) else "flat"
 
 
 def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
-    config = {"method": "eagle3", "model": draft}
     notes = []
-    if str(draft).startswith("demo:"):
-        notes.append("demo: models come with specdec; vLLM needs a folder or a Hugging Face id.")
     if any(setting("speculation", key) for key in ("eagle3_layers", "eagle3_counting")):
         notes.append(
             "Measured with layers that the recipe chose (speculation.eagle3_layers, "
             "eagle3_counting). vLLM takes them from the head's config.json: change them there."
         )
-    if setting("sampling", "temperature") not in (None, 0):
-        config["draft_sample_method"] = "probabilistic"
-        notes.append(
-            "Measured with proposals sampled from the head. vLLM drafts greedily by default, and "
-            "accepts less so at this temperature; draft_sample_method asks for the same as here "
-            "(leave it out where a version does not know it)."
-        )
-    return VllmConfig(config, tuple(notes))
+    return drafted("eagle3", "head", setting, draft, notes)
 
 
 EAGLE3 = MethodChoice(
     "a head that reads the target's hidden states",
-    needs_draft=True,
+    weights_from="draft",
     to_vllm=_to_vllm,
-    form=DraftForm("EAGLE-3 head", lambda config: dialect_of(config) is not None),
+    form=FORM,
 )

@@ -1,19 +1,22 @@
 """The methods, acceptance rules and length policies that a recipe may name, plugins' too.
 
-A new one has a line here, its code in a module of its name, and its keys, if any, in a module
-beside this one. Imports nothing heavy.
+A new one has a line here, its code in a module of its name, and its keys and the form of its
+drafts, if any, in a module beside this one. Imports nothing heavy.
 """
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from specdec_cli.recipe.choices.adaptive import AdaptiveKeys
-from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice
+from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
 from specdec_cli.recipe.choices.confidence import ConfidenceKeys
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
 from specdec_cli.recipe.choices.eagle3 import EAGLE3, Eagle3Keys
+from specdec_cli.recipe.choices.forms import DraftForm
 from specdec_cli.recipe.choices.ngram import NGRAM, NgramKeys
 from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
 from specdec_cli.recipe.choices.typical import TypicalKeys
+from specdec_cli.recipe.choices.unbuilt import UNBUILT
 
 Choice = TypeVar("Choice", MethodChoice, PolicyChoice, RuleChoice)
 
@@ -53,14 +56,30 @@ def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
     choices[name] = choice
 
 
-def needs_draft(method: object) -> bool:
-    """Whether the method of this name runs a draft model; False for what is no name."""
-    return isinstance(method, str) and method in METHODS and METHODS[method].needs_draft
+class Fitting(NamedTuple):
+    """A form that a config has, what shows it, and the method that runs it, if one is built."""
+
+    form: DraftForm
+    seen: str
+    method: str | None
+
+
+def fitting_forms(config: Mapping[str, Any]) -> list[Fitting]:
+    """The forms of drafts that a config.json has; none for an ordinary model."""
+    forms: list[tuple[DraftForm, str | None]] = [(form, None) for form in UNBUILT]
+    forms += [(choice.form, name) for name, choice in METHODS.items() if choice.form is not None]
+    found = [Fitting(form, form.seen(config) or "", method) for form, method in forms]
+    return [fits for fits in found if fits.seen]
+
+
+def weights_from(method: object) -> WeightsFrom:
+    """Where the weights of the method of this name are; `none` for what is no name."""
+    return METHODS[method].weights_from if isinstance(method, str) and method in METHODS else "none"
 
 
 def without_draft(name: str | None) -> bool:
-    """Whether `name` is that of a method that proposes without a draft model."""
-    return name in METHODS and name != NONE and not needs_draft(name)
+    """Whether `name` is that of a method that proposes without a draft in the recipe."""
+    return name in METHODS and name != NONE and weights_from(name) != "draft"
 
 
 def is_given(rule: object) -> bool:

@@ -6,7 +6,6 @@ from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.drawings import canvas
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, style_of
 from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.tables import position_interval
 
 
 def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
@@ -38,7 +37,8 @@ def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
             if known:
                 xs, ys = zip(*known, strict=True)
                 most = max(most, *xs)
-                ends = [position_interval(point, key, x) for x in xs]
+                intervals = dict(enumerate(getattr(point, f"{key}_ci"), 1))
+                ends = [intervals.get(x) for x in xs]
                 is_hollow = {"mfc": "none"} if dash == "--" else {}
                 shift = canvas.dodged(2 * index + (dash == "--"), 2 * len(longest))
                 canvas.plot_with_intervals(

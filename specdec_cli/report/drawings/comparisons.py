@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specdec_cli.experiment.folders.records import CategoryComparison, Comparison
+from specdec_cli.experiment.folders.conclusions import CategoryComparison, Comparison
 from specdec_cli.report.drawings import canvas
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.tables import arm_in_words, comparisons

@@ -17,7 +17,7 @@ from specdec_cli.report.drawings.panels import MOST_PANELS, placed, x_label
 from specdec_cli.report.folder import ReportedRun, baseline_of
 
 _PARTS = (*STAGES, "other")
-_COLOURS = ("#e69f00", "#cc79a7", "#0072b2", "#009e73", "#999999")
+_COLOURS = ("#e69f00", "#cc79a7", "#0072b2", "#009e73", "#d55e00", "#999999")
 
 
 def draw_rounds(figure: Any, run: ReportedRun) -> bool:

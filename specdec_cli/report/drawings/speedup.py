@@ -5,11 +5,11 @@ from typing import Any
 
 from specdec_cli.report.drawings import canvas
 from specdec_cli.report.drawings.panels import MOST_PANELS, placed, series_of, x_label
-from specdec_cli.report.findings import Best
+from specdec_cli.report.findings import Finding
 from specdec_cli.report.folder import ReportedRun
 
 
-def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
+def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
     """Draw speed-ups by proposal length or draft TP. Returns whether there are any."""
     panels = {
         panel: lines

@@ -6,68 +6,43 @@ target's config and adds `target_layer_ids`. Reads no weights.
 """
 
 import math
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
-import torch
-
-from specdec_cli.core.kv_cache import LayerShape
-from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.config_file import config_file
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, Other
+from specdec_cli.models.heads.layers import CONFIGS
 from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
 from specdec_cli.text import first_line, shown
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_BODIES = ("llama", "qwen3")
+_ACTIVATIONS = {a: a for a in ("silu", "gelu_pytorch_tanh")} | {"swish": "silu"}
 # The tables of other kinds depend on the longest position of a batch.
 _ROPES = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE_BASE = 10000.0  # heads without rope_theta were trained with it, whatever the target's
 _DEFAULT_NUM_AUX = 3
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-_READ_AS_OUTPUTS = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
+_MIDDLE = re.compile("^midlayer[.]")
+# What training leaves behind, and tables that follow from the config.
+_HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]")
 
 
-@dataclass(frozen=True, slots=True)
-class HeadConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config(HeadConfig):
     """A head's settings, by its config unless `overridden`.
 
-    name: of the checkpoint, for messages. has_head_norms: whether queries and keys are normed, as
-    in qwen3. hidden_size: of the head. target_hidden_size: of the target. vocab_size: of the
-    target. draft_vocab_size: number of ids that the head can propose. activation: as
-    `ops.norm_gate_up` names it. rope: transformers' `rope_parameters`; the head's own, never the
-    target's. windows: sliding window of each layer, 0 for none. aux_ids: the config's ids of the
-    target's layers, None where it has none. counting: whether an id means a layer's input or its
-    output. norm_before_residual: whether the first residual is the normed hidden state.
-    norm_before_fc: whether one norm is applied to all features. fc_norm: whether each layer's
-    features have a norm of their own. feeds_norm: whether the next step is fed the hidden state
-    after the final norm. ties_head: whether the embedding serves as the head. is_wide: whether
-    every layer reads the embedding, and not the first one alone. num_target_layers: layers of the
-    target; None where the config does not say. dtype: of the checkpoint, None where it does not
-    say. remarks: conventions that tools read differently, and how they were read here.
+    aux_ids: the config's ids of the target's layers, None where it has none. counting: whether an
+    id means a layer's input or its output. norm_before_residual: whether the first residual is the
+    normed hidden state. norm_before_fc: whether one norm is applied to all features. fc_norm:
+    whether each layer's features have a norm of their own. feeds_norm: whether the next step is fed
+    the hidden state after the final norm. ties_head: whether the embedding serves as the head.
+    is_wide: whether every layer reads the embedding, and not the first one alone.
     """
 
-    name: str
-    dialect: Dialect
-    has_head_norms: bool
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    activation: str
-    eps: float
-    rope: Mapping[str, Any]
-    max_position_embeddings: int
-    windows: tuple[int, ...]
-    attention_bias: bool
-    mlp_bias: bool
+    noun: ClassVar[str] = "EAGLE-3 head"
+
     aux_ids: tuple[int, ...] | None
     counting: Counting
     norm_before_residual: bool
@@ -76,9 +51,6 @@ class HeadConfig:
     feeds_norm: bool
     ties_head: bool
     is_wide: bool
-    num_target_layers: int | None
-    dtype: torch.dtype | None
-    remarks: tuple[str, ...]
 
     @property
     def num_aux(self) -> int:
@@ -86,23 +58,37 @@ class HeadConfig:
         return _DEFAULT_NUM_AUX if self.aux_ids is None else len(self.aux_ids)
 
     @property
-    def cache_layers(self) -> list[LayerShape]:
-        """The entries of the head's cache."""
-        return [LayerShape(self.num_kv_heads, self.head_dim, self.head_dim)] * self.num_layers
+    def numbers_fused(self) -> int:
+        has_norms = self.norm_before_fc or self.fc_norm
+        return self.num_aux * self.target_hidden_size if has_norms else 0
 
-    def on(self, parallel: TensorParallel) -> Self:
-        """The settings of one rank's part: its heads, and its share of the MLP's width."""
-        size = parallel.size
-        return replace(
-            self,
-            num_heads=self.num_heads // size,
-            num_kv_heads=max(1, self.num_kv_heads // size),
-            intermediate_size=self.intermediate_size // size,
-        )
+    def width_read(self, layer: int) -> int:
+        """Twice H for a layer that reads embedding and hidden state."""
+        return self.hidden_size * (2 if layer == 0 or self.is_wide else 1)
 
-    def reads_embedding(self, layer: int) -> bool:
-        """Whether `layer` reads embedding and hidden state, 2 * hidden_size numbers."""
-        return layer == 0 or self.is_wide
+    def renamed(self, name: str) -> str | None:
+        """As speculators and Model-Optimizer name it. SafeAILab and SpecForge call the first layer
+        `midlayer`."""
+        own = _MIDDLE.sub("layers.0.", name.removeprefix("model."))
+        is_tied = own == HEAD and self.ties_head
+        return None if is_tied or _HARMLESS.search(own) else own
+
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        width, features = self.hidden_size, self.num_aux * self.target_hidden_size
+        found: dict[str, tuple[int, ...]] = {
+            "fc.weight": (width, features),
+            EMBEDDING: (self.vocab_size, width),
+        }
+        if not self.ties_head:
+            found[HEAD] = (self.draft_vocab_size, width)
+        if self.norm_before_fc:
+            found["input_norm.weight"] = (features,)
+        for index in range(self.num_aux if self.fc_norm else 0):
+            found[f"fc_norm.{index}.weight"] = (self.target_hidden_size,)
+        for layer in range(len(self.windows)):
+            if self.width_read(layer) > width:
+                found[f"layers.{layer}.hidden_norm.weight"] = (width,)
+        return found
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The hidden states of the target that the head reads, in transformers' counting.
@@ -125,13 +111,13 @@ class HeadConfig:
         return found
 
 
-def overridden(config: HeadConfig, keys: Eagle3Keys, num_target_layers: int) -> HeadConfig:
-    """The config with the layers that a recipe chooses, and a remark that says so.
+def overridden(config: Eagle3Config, keys: Eagle3Keys, num_target_layers: int) -> Eagle3Config:
+    """The config with the layers that a recipe chooses, and its own layers among `others`.
 
     Raises `UsageError`, which names the key, for layers that head or target cannot have.
     """
-    remarks = tuple(remark for remark in config.remarks if remark != _READ_AS_OUTPUTS)
-    ids = config.aux_ids
+    others = tuple(other for other in config.others if "counting" not in other.changes)
+    ids, own = config.aux_ids, {"aux_ids": config.aux_ids, "counting": config.counting}
     named = "no layers" if ids is None else f"{shown(list(ids))} as {config.counting} of layers"
     if keys.eagle3_layers is not None:
         layers, last = keys.eagle3_layers, num_target_layers - 1
@@ -143,8 +129,9 @@ def overridden(config: HeadConfig, keys: Eagle3Keys, num_target_layers: int) -> 
                 f"{told}: the target has {num_target_layers} layers, so hidden states 0 to {last}",
                 "a hidden state's number is that of the layer which reads it",
             )
-        remarks += (f"speculation.eagle3_layers: in place of the config's, which names {named}",)
-        return replace(config, aux_ids=layers, counting="inputs", remarks=remarks)
+        told = f"speculation.eagle3_layers: in place of the config's, which names {named}"
+        others = (*others, Other(told, own))
+        return replace(config, aux_ids=layers, counting="inputs", others=others)
     if keys.eagle3_counting is not None:
         if ids is None:
             raise UsageError(
@@ -154,11 +141,11 @@ def overridden(config: HeadConfig, keys: Eagle3Keys, num_target_layers: int) -> 
             )
         counting = keys.eagle3_counting
         told = f"speculation.eagle3_counting: {counting}, while the config by itself names {named}"
-        return replace(config, counting=counting, remarks=(*remarks, told))
+        return replace(config, counting=counting, others=(*others, Other(told, own)))
     return config
 
 
-def read_head_config(name: str, folder: Path) -> HeadConfig:
+def read_head_config(name: str, folder: Path) -> Eagle3Config:
     """The settings of the head in `folder`.
 
     Raises `SetupError`, which names the key, for a config that is damaged, that describes no
@@ -174,7 +161,7 @@ def read_head_config(name: str, folder: Path) -> HeadConfig:
         )
     try:
         return _Reader(name, dialect, raw).read()
-    except (TypeError, ValueError, AttributeError) as problem:
+    except (TypeError, ValueError, AttributeError, LookupError) as problem:
         raise SetupError(
             f"cannot read config.json of the EAGLE-3 head {name}: {first_line(problem)}",
             "it is damaged or was edited: a key has a value of another kind",
@@ -189,7 +176,7 @@ class _Reader:
     dialect: Dialect
     raw: dict[str, Any]
 
-    def read(self) -> HeadConfig:
+    def read(self) -> Eagle3Config:
         self._refuse_other_kinds()
         body = self._body()
         hidden, heads = self._count(body, "hidden_size"), self._count(body, "num_attention_heads")
@@ -215,26 +202,31 @@ class _Reader:
         if ties_head and draft_vocab != vocab:
             raise self._bad("tie_word_embeddings", True, "the draft's vocabulary is another")
         aux_ids, counting = self._aux_ids()
-        return HeadConfig(
+        # transformers would refuse heads that do not divide the width.
+        layer = CONFIGS[body["model_type"]](
+            hidden_size=heads * head_dim,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=self._count(body, "intermediate_size"),
+            hidden_act=_ACTIVATIONS[activation],
+            rms_norm_eps=self._eps(body),
+            rope_parameters=self._rope(body),
+            max_position_embeddings=self._count(body, "max_position_embeddings", 2048),
+            attention_bias=bool(body.get("attention_bias", False)),
+            mlp_bias=bool(body.get("mlp_bias", False)),
+        )
+        layer.hidden_size = hidden
+        return Eagle3Config(
             name=self.name,
-            dialect=self.dialect,
-            has_head_norms=body["model_type"] == "qwen3",
-            hidden_size=hidden,
+            body=layer,
+            windows=self._windows(body, layers),
             target_hidden_size=self._count(self.raw, "target_hidden_size", hidden),
             vocab_size=vocab,
             draft_vocab_size=draft_vocab,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=self._count(body, "intermediate_size"),
-            activation=_ACTIVATIONS[activation],
-            eps=self._eps(body),
-            rope=self._rope(body),
-            max_position_embeddings=self._count(body, "max_position_embeddings", 2048),
-            windows=self._windows(body, layers),
-            attention_bias=bool(body.get("attention_bias", False)),
-            mlp_bias=bool(body.get("mlp_bias", False)),
+            num_target_layers=self._count(self.raw, "num_target_layers", 0) or None,
+            others=tuple(self._others()),
             aux_ids=aux_ids,
             counting=counting,
             norm_before_residual=self._flag("norm_before_residual"),
@@ -243,9 +235,6 @@ class _Reader:
             feeds_norm=self._flag("norm_output"),
             ties_head=ties_head,
             is_wide=self.dialect == "deepspec",
-            num_target_layers=self._count(self.raw, "num_target_layers", 0) or None,
-            dtype=self._dtype(body),
-            remarks=tuple(self._remarks()),
         )
 
     def _refuse_other_kinds(self) -> None:
@@ -268,10 +257,10 @@ class _Reader:
         kind = body.get("model_type", "llama")
         # SpecForge's configs for phi4 and QwQ give the target's type; the class has llama layers.
         classes = self.raw.get("architectures") or ()
-        if kind not in _BODIES and body is self.raw and "LlamaForCausalLMEagle3" in classes:
+        if kind not in CONFIGS and body is self.raw and "LlamaForCausalLMEagle3" in classes:
             kind = "llama"
-        if kind not in _BODIES:
-            raise self._bad("model_type", kind, f"{' and '.join(_BODIES)} are built")
+        if kind not in CONFIGS:
+            raise self._bad("model_type", kind, f"{' and '.join(CONFIGS)} are built")
         return body | {"model_type": kind}
 
     def _aux_ids(self) -> tuple[tuple[int, ...] | None, Counting]:
@@ -330,25 +319,20 @@ class _Reader:
             raise self._bad("rms_norm_eps", eps, "it has to be a small number")
         return float(eps)
 
-    def _dtype(self, body: dict[str, Any]) -> torch.dtype | None:
-        for settings in (self.raw, body):
-            named = settings.get("dtype") or settings.get("torch_dtype")
-            found = getattr(torch, str(named).removeprefix("torch."), None)
-            if isinstance(found, torch.dtype):
-                return found
-        return None
-
-    def _remarks(self) -> list[str]:
+    def _others(self) -> list[Other]:
         found = []
         if (self.raw.get("eagle_config") or {}).get(_AUX_IDS) and not self.raw.get(_AUX_IDS):
-            found.append(_READ_AS_OUTPUTS)
+            told = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
+            found.append(Other(told, {"counting": "inputs"}))
         if self.dialect == "speculators" and "norm_before_residual" not in self.raw:
-            found.append("norm_before_residual: not given, read as false; vLLM takes true")
+            told = "norm_before_residual: not given, read as false; vLLM takes true"
+            found.append(Other(told, {"norm_before_residual": True}))
         if self.dialect != "speculators" and self.raw.get("norm_output"):
-            found.append(
+            told = (
                 "norm_output: read as vLLM and SGLang do, so steps are fed normed hidden states; "
                 "SpecForge trains on hidden states before the norm"
             )
+            found.append(Other(told, {"feeds_norm": False}))
         return found
 
     def _count(self, settings: dict[str, Any], key: str, default: int | None = None) -> int:

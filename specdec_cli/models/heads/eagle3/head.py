@@ -6,41 +6,20 @@ layout and no rounds. Legend: T packed rows, H width of the head, F of the featu
 can propose, V ids of the target.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import fields as dataclass_fields
 from typing import Any
 
 import torch
 from specdec_kernels import ops
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.models.attention import Call
-from specdec_cli.models.fused import attention_of, storages_of
-from specdec_cli.models.fused_layer import FusedLayer
-from specdec_cli.models.heads.eagle3.config import HeadConfig
-from specdec_cli.models.heads.eagle3.weights import EMBEDDING, HEAD, SUMMED_BIAS, HeadWeights
-from specdec_cli.models.rotary_tables import table_of
+from specdec_cli.models.fused_stack import FusedStack, storages_of
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadWeights
+from specdec_cli.models.heads.eagle3.config import Eagle3Config
+from specdec_cli.models.heads.layers import fused_layers, rotary_table
 from specdec_cli.models.split_products import SplitProducts
-
-
-@dataclass(frozen=True, slots=True)
-class HeadLayer:
-    """One layer of a head.
-
-    hidden_norm: the weight of the norm of the hidden state, [H], in a layer that reads embeddings
-    too; `fused.attention_norm` is then that of the embedding's norm.
-    """
-
-    fused: FusedLayer
-    hidden_norm: Tensor | None
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
 
 
 class Eagle3Head:
@@ -52,7 +31,7 @@ class Eagle3Head:
 
     def __init__(
         self,
-        config: HeadConfig,
+        config: Eagle3Config,
         weights: HeadWeights,
         max_len: int,
         parallel: TensorParallel = ALONE,
@@ -69,13 +48,12 @@ class Eagle3Head:
         self.fc_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(count)]
         rows = slice(*parallel.share(config.draft_vocab_size))
         self.head = ops.pack_weight(tensors[EMBEDDING][rows] if config.ties_head else tensors[HEAD])
-        self.cos, self.sin = _rotary_table(config, dtype, self.embedding.device, max_len)
-        if not parallel.is_first:
-            tensors = {n: t for n, t in tensors.items() if not SUMMED_BIAS.search(n)}
-        self.layers = [_layer(config, tensors, index) for index in range(config.num_layers)]
-        self.split = SplitProducts.over(
-            parallel, config.hidden_size, config.draft_vocab_size, dtype
-        )
+        self.cos, self.sin = rotary_table(config.body, dtype, self.embedding.device, max_len)
+        norms = [f"layers.{index}.hidden_norm.weight" for index in range(len(config.windows))]
+        self.hidden_norms = [tensors.get(name) for name in norms]
+        split = SplitProducts.over(parallel, config.hidden_size, config.draft_vocab_size, dtype)
+        body, _ = config.split(parallel)
+        self.stack = FusedStack(fused_layers(body, config.body, config.windows, tensors), split)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,15 +63,12 @@ class Eagle3Head:
     def storages(self) -> dict[int, int]:
         """Bytes of each block of memory that is held, by its address or another number."""
         held: list[Any] = [self.embedding, self.norm, self.fc, self.input_norm, self.head, self.ids]
-        held += [self.cos, self.sin, *self.fc_norms]
-        for layer in self.layers:
-            held += [getattr(layer.fused, f.name) for f in dataclass_fields(layer.fused)]
-            held += [layer.hidden_norm, layer.gate_up_bias, layer.down_bias]
-        return storages_of(held)
+        held += [self.cos, self.sin, *self.fc_norms, *self.hidden_norms]
+        return storages_of([*held, *self.stack.held])
 
     def fuse(self, features: Tensor) -> Tensor:
         """Hidden states [T, H] from the target's features [T, F]."""
-        eps, features = self.config.eps, features.to(self.dtype)
+        eps, features = self.config.body.rms_norm_eps, features.to(self.dtype)
         if self.input_norm is not None:
             features = ops.rms_norm(features, self.input_norm, eps)
         if self.fc_norms:
@@ -113,139 +88,40 @@ class Eagle3Head:
         token_ids: int64 [T], the token that follows each row's position, in place of the batch's.
         hidden: [T, H], from `fuse`, or from `fed_back` of the row before.
         """
-        first = self.layers[0].fused
+        first = self.stack.layers[0]
         embeds, cos, sin = ops.embed(
             *(token_ids, batch.positions, self.embedding, self.cos, self.sin),
             *(first.attention_norm, first.eps),
         )
-        attend = attention_of(batch, cos, sin, num_turns=1)
-        x = embeds
-        for layer in self.layers:
-            fused, residual = layer.fused, hidden
-            if layer.hidden_norm is not None:
-                own = embeds.scaled
-                if fused.index:
-                    own = ops.rms_norm(embeds.hidden, fused.attention_norm, fused.eps)
-                normed = ops.rms_norm(hidden, layer.hidden_norm, fused.eps)
-                if self.config.norm_before_residual and not fused.index:
-                    residual = normed
-                both = torch.cat((own, normed), dim=1)
-                x = ops.Normed(both, both, None, fused.eps)
-            qkv = ops.norm_linear(x, fused.qkv, fused.qkv_bias)
-            mixed = attend(fused, qkv, cache, batch)
-            x = self.split.add_norm(
-                *(0, mixed, fused.output, fused.output_bias, None),
-                *(residual, fused.mlp_norm, fused.eps),
-            )
-            if layer.gate_up_bias is None:
-                inner = ops.norm_gate_up(x, fused.gate_up, fused.activation)
-            else:
-                gate_up = ops.norm_linear(x, fused.gate_up, layer.gate_up_bias)
-                inner = ops.gate(gate_up, fused.activation)
-            x = self.split.add_norm(
-                *(1, inner, fused.down, layer.down_bias, None),
-                *(x.hidden, fused.following_norm, fused.eps),
-            )
-            hidden = x.hidden
-        return x
+
+        def beside(index: int, x: ops.Normed) -> ops.Normed:
+            """The embedding and the stream `x`, both normed, as the input of a wide layer."""
+            layer, norm = self.stack.layers[index], self.hidden_norms[index]
+            if norm is None:
+                return x
+            own = embeds.scaled
+            if index:
+                own = ops.rms_norm(embeds.hidden, layer.attention_norm, layer.eps)
+            normed = ops.rms_norm(x.hidden, norm, layer.eps)
+            is_residual = self.config.norm_before_residual and not index
+            both = torch.cat((own, normed), dim=1)
+            return ops.Normed(normed if is_residual else x.hidden, both, None, layer.eps)
+
+        start = embeds._replace(hidden=hidden), cos, sin
+        return self.stack.run(start, batch, cache, beside)
 
     def normed(self, hidden: Tensor) -> ops.Normed:
         """The result of `__call__`, made again from its hidden states [T, H]."""
-        return ops.Normed(hidden, ops.rms_norm(hidden, self.norm, self.config.eps), None, 0.0)
+        return ops.Normed(
+            hidden, ops.rms_norm(hidden, self.norm, self.config.body.rms_norm_eps), None, 0.0
+        )
 
     def logits(self, x: ops.Normed) -> Tensor:
         """Logits [T, Vd] of the head's own ids, for the token after the one that each row read."""
-        return self.split.logits(x, self.head)
+        return self.stack.split.logits(x, self.head)
 
     def fed_back(self, x: ops.Normed) -> Tensor:
         """Hidden states [T, H] that the next step reads in place of fused features."""
         if not self.config.feeds_norm:
             return x.hidden
         return x.scaled if x.squares is None else self.normed(x.hidden).scaled
-
-
-# The parts of each product of a layer, in the order in which they are merged.
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_OUTPUT = ("self_attn.o_proj",)
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_DOWN = ("mlp.down_proj",)
-
-
-def products_of(config: HeadConfig) -> list[list[str]]:
-    """The names of the weights that each of a head's products is made of."""
-    found = [["fc.weight"], [EMBEDDING if config.ties_head else HEAD]]
-    for layer in range(config.num_layers):
-        for parts in (_QKV, _OUTPUT, _GATE_UP, _DOWN):
-            found.append([f"layers.{layer}.{part}.weight" for part in parts])
-    return found
-
-
-def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> HeadLayer:
-    """Layer `index`, with its products merged."""
-
-    def own(name: str) -> Tensor | None:
-        return tensors.get(f"layers.{index}.{name}")
-
-    def joined(kind: str, *names: str) -> Tensor | None:
-        found = [tensor for name in names if (tensor := own(f"{name}.{kind}")) is not None]
-        return torch.cat(found) if found else None
-
-    def product(*names: str) -> ops.Weight:
-        weight = joined("weight", *names)
-        assert weight is not None
-        return ops.pack_weight(weight)
-
-    def norm(name: str) -> Tensor:
-        weight = own(f"{name}.weight")
-        assert weight is not None
-        return weight
-
-    following = tensors["norm.weight"]
-    if index + 1 < config.num_layers:
-        following = tensors[f"layers.{index + 1}.input_layernorm.weight"]
-    fused = FusedLayer(
-        index=index,
-        call=Call(
-            scale=config.head_dim**-0.5,
-            sliding_window=config.windows[index],
-            softcap=0.0,
-            sinks=None,
-        ),
-        turn=0,
-        activation=config.activation,
-        eps=config.eps,
-        attention_norm=norm("input_layernorm"),
-        post_attention_norm=None,
-        mlp_norm=norm("post_attention_layernorm"),
-        post_mlp_norm=None,
-        following_norm=following,
-        query_norm=own("self_attn.q_norm.weight"),
-        key_norm=own("self_attn.k_norm.weight"),
-        qkv=product(*_QKV),
-        qkv_bias=joined("bias", *_QKV),
-        output=product(*_OUTPUT),
-        output_bias=own("self_attn.o_proj.bias"),
-        gate_up=product(*_GATE_UP),
-        down=product(*_DOWN),
-    )
-    return HeadLayer(
-        fused=fused,
-        hidden_norm=own("hidden_norm.weight"),
-        gate_up_bias=joined("bias", *_GATE_UP),
-        down_bias=own("mlp.down_proj.bias"),
-    )
-
-
-def _rotary_table(
-    config: HeadConfig, dtype: torch.dtype, device: torch.device, max_len: int
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [max_len, D] of the head's own rotary embedding."""
-    settings = LlamaConfig(
-        hidden_size=config.num_heads * config.head_dim,
-        num_attention_heads=config.num_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope),
-    )
-    rotary = LlamaRotaryEmbedding(settings).to(device)
-    return table_of(rotary, (), dtype, device, max_len)

@@ -1,0 +1,224 @@
+"""The records of a run's conclusions, as in summary.json and the documents of `--json`.
+
+Imports no torch.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, InstanceOf, model_validator
+
+from specdec_cli.core.figures import Count, Figure, Interval, Name, Record, impossible
+from specdec_cli.errors import Notice, UsageError
+from specdec_cli.experiment.folders.records import Point
+from specdec_cli.text import one_line
+
+# The version of settings.json, summary.json and all records. Raise it with a change that earlier
+# code would misread, or whose earlier folders this code would.
+VERSION = 1
+
+
+def refuse_other_version(path: Path, found: Mapping[str, Any]) -> None:
+    """Raise `UsageError` if the document in a run folder's file is of another version."""
+    if (version := found.get("version")) == VERSION:
+        return
+    told = "has no version" if version is None else f"has version {one_line(str(version))[:20]}"
+    raise UsageError(
+        f"{path.parent} is of another version of specdec: its {path.name} {told}, and this one "
+        f"reads version {VERSION}",
+        "read it with the specdec that wrote it, or run again with another folder for -o",
+    )
+
+
+class Arm(Record):
+    """One side of a comparison; k = 0, whose draft is null, is plain decoding."""
+
+    k: Count
+    draft: Name | None
+
+
+class Fastest(Arm):
+    """The fastest point, whose draft counts at k = 0 too. speedup: measured, else predicted."""
+
+    speedup: Figure = None
+
+
+class Best(Record):
+    """The recommended point of one batch size, or of one category's prompts: the contract's `best`.
+
+    k: None if nothing could be compared, 0 for no speculation. draft: None at k = 0. tied: the k of
+    the points with that draft that are tied with the fastest. tied_points: those of every draft.
+    significant: whether it is faster than k = 0 beyond chance, in a run that nothing disturbed.
+    """
+
+    k: Count | None
+    draft: Name | None
+    tied: list[Count]
+    reason: Name
+    speedup: Figure = None
+    fastest: Fastest | None = None
+    tied_points: list[Arm] = Field(default_factory=list)
+    significant: bool = False
+    per_category: dict[Name, "Best"] = Field(default_factory=dict)
+
+
+class Degrees(Record):
+    """A pair of a comparison."""
+
+    target_tp: Count
+    draft_tp: Count | None
+
+
+class Decision(Record):
+    """The stage in which a round of the best pair saves most, and milliseconds saved, against the
+    next best draft TP. stage: `host` for the rest of a round."""
+
+    stage: Name
+    saved_ms: float
+    draft_tp: Count | None
+
+
+class BestPair(Record):
+    """The fastest pair of one batch size. target_tp: None if no pair was measured."""
+
+    target_tp: Count | None
+    draft_tp: Count | None
+    k: Count | None
+    tied: list[Degrees]
+    reason: Name
+    decided_by: Decision | None = None
+    decode_tokens_per_second: Figure = None
+    speedup: Figure = None
+    speedup_vs_equal_tp: Figure = None
+
+
+class CategoryComparison(Record):
+    """The figures of a `Comparison` over the prompts of one category."""
+
+    num_prompts: Count
+    speed_ratio: Figure
+    speed_ratio_ci: Interval
+    tied: bool | None
+
+
+class Comparison(Record):
+    """An entry of a sweep's `comparisons`: one arm against another, each at its fastest k.
+
+    num_prompts: those that all arms have. speed_ratio: the arm's decoding speed over the other's,
+    on these. tied: whether the interval contains 1; None without an interval. is_predicted:
+    whether speeds are predicted.
+    """
+
+    batch_size: Count
+    arm: Arm
+    against: Arm
+    is_predicted: bool
+    num_prompts: Count
+    speed_ratio: Figure
+    speed_ratio_ci: Interval
+    tied: bool | None
+    per_category: dict[Name, CategoryComparison] = Field(default_factory=dict)
+
+
+class Diverging(Record):
+    """A point some of whose texts differ. first: the first such prompt's index."""
+
+    target_tp: Count | None = None
+    draft_tp: Count | None = None
+    draft: Name | None = None
+    batch_size: Count
+    k: Count
+    num_prompts: Annotated[int, Field(ge=1)]
+    num_diverging: Count
+    first: Count
+
+
+class Tokens(Record):
+    """Whether every point wrote the same. identical: None if nothing could be compared."""
+
+    compared: bool
+    must_be_identical: bool
+    identical: bool | None
+    diverging: list[Diverging]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether tokens differ that must be identical."""
+        return self.must_be_identical and self.identical is False
+
+    @model_validator(mode="after")
+    def _names_what_differs(self) -> Self:
+        if self.identical is False and not self.diverging:
+            raise impossible("it names no point that differs")
+        return self
+
+
+class CheckResult(Record):
+    """The result of `--check-lossless`; see `docs/correctness.md`. diverging: each text that parts,
+    by point and index, with its position and the gap of logits there."""
+
+    dtype: Name
+    must_be_identical: bool
+    num_prompts: Count
+    num_compared: Count
+    num_diverging: Count
+    num_near_ties: Count
+    num_unexplained: Count
+    largest_gap: Figure
+    noise: Figure
+    diverging: list[dict[str, Any]]
+    passed: bool
+
+
+def _notice(found: object) -> Notice:
+    if isinstance(found, Notice):
+        return found
+    if not isinstance(found, Mapping) or not isinstance(found.get("message"), str):
+        raise impossible("it has no message")
+    return Notice.read(found)
+
+
+class Summary(Record):
+    """The parts of summary.json that are read again, of any run. recipe: as resolved."""
+
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    points: list[Point] = Field(default_factory=list)
+    tokens: Tokens | None = None
+    lossless_check: CheckResult | None = None
+    warnings: list[Annotated[InstanceOf[Notice], BeforeValidator(_notice)]] = Field(
+        default_factory=list
+    )
+
+
+class _DraftSection(Record):
+    model: Name | None = None
+    method: Name | None = None
+
+
+class _SettingsRecipe(Record):
+    drafts: list[_DraftSection | None] = Field(default_factory=list)
+
+
+class _SweepSection(Record):
+    recipe: _SettingsRecipe = Field(default_factory=_SettingsRecipe)
+
+
+class SweepSummary(Summary):
+    """summary.json of a sweep. best_by_batch_size: by batch size as text."""
+
+    sweep: _SweepSection = Field(default_factory=_SweepSection)
+    best_by_batch_size: dict[Name, Best] = Field(default_factory=dict)
+    comparisons: list[Comparison] = Field(default_factory=list)
+
+    def method_of(self, draft: str | None) -> str | None:
+        """The method of a draft's own section in a sweep of several; else None."""
+        found = (one for one in self.sweep.recipe.drafts if one is not None)
+        return next((one.method for one in found if one.model == draft), None)
+
+
+class ComparisonSummary(Summary):
+    """summary.json of a comparison. best_by_target_tp: by target TP, then by batch size."""
+
+    best_by_batch_size: dict[Name, BestPair] = Field(default_factory=dict)
+    best_by_target_tp: dict[Name, dict[Name, BestPair]] = Field(default_factory=dict)

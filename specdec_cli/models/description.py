@@ -1,0 +1,234 @@
+"""A transformers model before its weights are read, as a target or as a draft: config and gate.
+
+The module is built on the meta device, so that refusing a model costs nothing.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
+from specdec_cli.core.parallel import ALONE, Groups, TensorParallel
+from specdec_cli.errors import SetupError
+from specdec_cli.models.attention import ATTENTION_NAME
+from specdec_cli.models.compiled import CompiledForward
+from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
+from specdec_cli.models.draft import Passes, Reading
+from specdec_cli.models.fused import busy_width, bytes_held_twice, fuse, is_fusable
+from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
+from specdec_cli.models.gguf.files import read_model
+from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.gguf.tensors import kinds_of
+from specdec_cli.models.held import held_bytes
+from specdec_cli.models.loader import load
+from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.pass_bytes import PassShapes, peak_bytes
+from specdec_cli.models.refusals import Unsupported
+from specdec_cli.models.resolve import model_place
+from specdec_cli.models.rotary_tables import num_turns
+from specdec_cli.models.sharing import borrowed_weights
+from specdec_cli.models.spec import ModelSpec
+from specdec_cli.models.stored import choose_form, stored_parameters
+from specdec_cli.models.tp import WHOLE, Shards, shard
+from specdec_cli.models.weights import layers_held
+from specdec_cli.stages import begin_stage
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A model that passed the gate and holds no weights yet (its tensors are on meta).
+
+    With several ranks, module and layers are those of this rank: its part of the matrices and its
+    heads. device: that it will be loaded on. hidden_layers: those whose hidden states the run
+    needs, see `PagedModel`. draft_tensors: the names in its files of tensors that its draft reads.
+    reach: tokens of the longest text, which rotary tables hold. shared, shared_bytes: see
+    `models.draft.Draft`, which it is too.
+    """
+
+    spec: ModelSpec
+    place: Path  # a folder, or a GGUF file
+    module: Any
+    layers: list[LayerShape]
+    dtype: torch.dtype
+    device: torch.device
+    max_len: int
+    eos_ids: frozenset[int]
+    parallel: TensorParallel = ALONE
+    shards: Shards = field(default=WHOLE)
+    hidden_layers: tuple[int, ...] = ()
+    draft_tensors: re.Pattern[str] | None = None
+    reach: int = 0
+    shared: tuple[str, ...] = ()
+    shared_bytes: int = 0
+
+    feature_layers: ClassVar[tuple[int, ...]] = ()
+    max_k: ClassVar[int | None] = None
+    target_tensors: ClassVar[re.Pattern[str] | None] = None
+    can_compile: ClassVar[bool] = True
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.module.config.vocab_size)
+
+    @property
+    def has_experts(self) -> bool:
+        return "grouped_mm" in self.module.get_experts_implementation().values()
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Facts for the record of a run, by a word for each."""
+        stored = quantisation(self.module.config)
+        if is_gguf(self.place):
+            stored = f"GGUF ({kinds_of(read_model(self.place))})"
+        if stored is None:
+            return {}
+        is_kept = bool(stored_parameters(self.module))
+        return {"weights": f"{stored}, as stored" if is_kept else f"dequantised from {stored}"}
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of its cache on this rank."""
+        return block_bytes(self.layers, block_size, self.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters on this rank's device; tied ones count once."""
+        own = (p for n, p in self.module.named_parameters() if n not in self.shards.tied)
+        return sum(map(held_bytes, own)) - self.shared_bytes
+
+    def loaded_bytes(self, *, is_compiled: bool) -> int:
+        """Those, and for fused layers the rotary tables and the weights that a CPU keeps in two
+        forms."""
+        found = self.weight_bytes
+        if not is_compiled and is_fusable(self.module):
+            turns = num_turns(self.module) * self.layers[0].key_dim
+            found += 2 * self.reach * turns * self.dtype.itemsize
+            if self.device.type == "cpu":
+                found += bytes_held_twice(self.module)
+        return found
+
+    @property
+    def captured_width(self) -> int:
+        return busy_width(self.module) if is_fusable(self.module) else 0
+
+    def within(self, reach: int) -> "Description":
+        return replace(self, reach=reach)
+
+    def passes(self, k: int) -> Passes:
+        return Passes(k)
+
+    def pass_bytes(
+        self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
+    ) -> int:
+        return peak_bytes(
+            self._on_meta, tokens, logit_rows, gathers=gathers, is_compiled=is_compiled
+        )
+
+    def hidden_bytes(self, tokens: int) -> int:
+        """Bytes of the hidden states [T, L * H] that a pass returns."""
+        return self._on_meta.hidden_bytes(tokens)
+
+    @property
+    def _on_meta(self) -> PassShapes:
+        ranks, num_features = self.parallel.size, len(self.hidden_layers)
+        return PassShapes(self.module, self.layers[0], self.dtype, ranks, num_features)
+
+    def readings(self) -> list[Reading]:
+        return []
+
+    def load(
+        self,
+        target: PagedModel,
+        groups: Groups,
+        block_size: int,
+        on_compile: Callable[[str], None] | None = None,
+    ) -> PagedModel | None:
+        """As a draft; see `models.draft.Draft`."""
+        if groups.draft is None:
+            return None
+        module = load(self, self.device, borrowed_weights(self.module, target.module, self.shared))
+        return self.paged(module, block_size, on_compile, self.vocab_size < target.vocab_size)
+
+    def paged(
+        self,
+        module: Any,
+        block_size: int,
+        on_compile: Callable[[str], None] | None = None,
+        foreign_ids: bool = False,
+    ) -> PagedModel:
+        """The loaded module over a cache of zero blocks, in the form in which its passes run.
+
+        The arguments are those of `load` and `PagedModel`.
+        """
+        fused = None
+        if on_compile is None:
+            begin_stage(f"fusing the {self.spec.role}")
+            fused = fuse(module, self.reach, self.parallel)
+        cache = KVCache(self.layers, 0, block_size, self.dtype, self.device)
+        model = PagedModel(module, cache, foreign_ids, fused, self.hidden_layers)
+        if on_compile is not None:
+            model.compiled = CompiledForward(module, self.spec.role, on_compile=on_compile)
+        return model
+
+
+def describe(
+    spec: ModelSpec, device: torch.device, parallel: TensorParallel = ALONE
+) -> Description:
+    """Read the config, build the module on meta, pass it through the gate and take this rank's
+    part of it.
+
+    Raises `SetupError` for a model that cannot be found or read, or is not supported.
+    """
+    place = model_place(
+        spec.name,
+        spec.revision,
+        spec.file,
+        weights=spec.load_format != "dummy",
+        allow_pickle=spec.allow_pickle,
+    )
+    config = read_config(spec.name, place, trust_remote_code=spec.trust_remote_code)
+    try:
+        check_config(config, spec.name)
+        if spec.load_format != "dummy" and (held := layers_held(place)) is not None:
+            check_layers(config, spec.name, held)
+        dtype = dtype_of(spec.dtype, config, device)
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation=ATTENTION_NAME,
+                dtype=dtype,
+                trust_remote_code=spec.trust_remote_code,
+            )
+        # gpt2 searches every input for a padding id if it has one, which waits for the device. This
+        # assignment bypasses the config's own check, since some families require a number.
+        vars(module.config)["pad_token_id"] = None
+        module.eval()
+        layers, shards = probe(module, spec.name), WHOLE
+        if parallel.size > 1:
+            shards, layers = shard(module, layers, parallel, spec.name)
+    except SetupError:
+        raise
+    except Exception as problem:
+        # Families with attention classes of their own look them up by name.
+        is_own = isinstance(problem, KeyError) and ATTENTION_NAME in problem.args
+        reason = f"transformers cannot build it ({line_of(problem)})"
+        if is_own:
+            reason = f"{config.model_type} has attention code of its own"
+        raise Unsupported(spec.name, reason) from problem
+    choose_form(module, spec, place, shards)
+    return Description(
+        spec=spec,
+        place=place,
+        module=module,
+        layers=layers,
+        dtype=dtype,
+        max_len=max_len_of(config),
+        eos_ids=eos_ids_of(config, place),
+        parallel=parallel,
+        shards=shards,
+        device=device,
+    )

@@ -1,0 +1,136 @@
+"""A pass through a stack of fused layers: the target's own, and that of every head.
+
+A layer is five kernels: norm and merged q, k, v; rotary embedding, KV write and attention; output
+projection and residual; norm and gated MLP; down projection and residual. Families that norm the
+outputs of attention and MLP before adding them have two more kernels. With experts, the MLP is
+three kernels, and shared experts are two before them. With several ranks, what ends in the residual
+stream (two projections, or one and the experts) is summed over ranks and then added once.
+Legend: T packed tokens, D features of a head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+from specdec_kernels import ops
+from specdec_kernels.attention.rope import Rotation, split_heads_reference
+from specdec_kernels.linear.reference import Normed
+from torch import Tensor
+
+from specdec_cli.core.batch import ForwardBatch
+from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.models.fused_layer import FusedLayer
+from specdec_cli.models.split_products import SplitProducts
+
+# The input of a layer, from its place in the stack and the output of the layer before it.
+Enter = Callable[[int, Normed], Normed]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStack:
+    """num_turns: rotary embeddings that the tables hold side by side."""
+
+    layers: list[FusedLayer]
+    split: SplitProducts
+    num_turns: int = 1
+
+    def run(
+        self,
+        start: tuple[Normed, Tensor, Tensor],
+        batch: ForwardBatch,
+        cache: KVCache,
+        enter: Enter = lambda _, x: x,
+    ) -> Normed:
+        """The residual stream after the last layer, ready for the norm and product that follow.
+
+        start: as from `ops.embed`: the stream before the first layer, normed for it, and rows of
+        the rotary tables. enter: replaces or records the input of each layer.
+        """
+        x, cos, sin = start
+        del start  # which would keep the first layer's input until the last layer is done
+        attend = _attention_of(batch, cos, sin, self.num_turns)
+        for place, layer in enumerate(self.layers):
+            x = enter(place, x)
+            qkv = layer.normed(ops.norm_linear(x, layer.qkv, layer.qkv_bias))
+            mixed = attend(layer, qkv, cache, batch)
+            x = self.split.add_norm(
+                *(0, mixed, layer.output, layer.output_bias, layer.post_attention_norm),
+                *(x.hidden, layer.mlp_norm, layer.eps),
+            )
+            if layer.experts is not None:
+                x = self._mixture(x, layer)
+                continue
+            if layer.gate_up_bias is None:
+                inner = ops.norm_gate_up(x, layer.gate_up, layer.activation)
+            else:
+                gate_up = ops.norm_linear(x, layer.gate_up, layer.gate_up_bias)
+                inner = ops.gate(gate_up, layer.activation)
+            x = self.split.add_norm(
+                *(1, inner, layer.down, layer.down_bias, layer.post_mlp_norm),
+                *(x.hidden, layer.following_norm, layer.eps),
+            )
+        return x
+
+    def _mixture(self, x: Normed, layer: FusedLayer) -> Normed:
+        """The second half of a layer with experts."""
+        assert layer.experts is not None
+        shared = None
+        if layer.shared_gate_up is not None and layer.shared_down is not None:
+            inner = ops.norm_gate_up(x, layer.shared_gate_up, layer.activation)
+            shared = inner, layer.shared_down
+        norm = layer.following_norm, layer.eps
+        return self.split.mixture_add_norm(x, layer.experts, shared, *norm)
+
+    @property
+    def held(self) -> list[Any]:
+        """All that the layers hold, for `storages_of`."""
+        return [getattr(layer, f.name) for layer in self.layers for f in dataclass_fields(layer)]
+
+
+def storages_of(held: list[Any]) -> dict[int, int]:
+    """Bytes of each block of memory that `held` holds, by its address or another number."""
+    packed = [weight for weight in held if isinstance(weight, ops.PackedWeight)]
+    plain = [*held, *(weight.plain for weight in packed)]
+    plain += [t for weight in held if isinstance(weight, ops.Stored) for t in weight.tensors]
+    pieces = [tensor.untyped_storage() for tensor in plain if isinstance(tensor, Tensor)]
+    found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
+    return found | {id(weight): weight.num_bytes for weight in packed}
+
+
+# Rotates, stores keys and values, and attends: qkv [T, (H + 2 Hkv) * D] to [T, H * D].
+Attend = Callable[[FusedLayer, Tensor, KVCache, ForwardBatch], Tensor]
+
+
+def _attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int) -> Attend:
+    """The attention of a pass's fused layers.
+
+    cos, sin: [T, R * D], rows of the rotary tables, R = num_turns embeddings side by side. On a CPU
+    rotations and gather plan are prepared once for all layers.
+    """
+    turns = list(zip(cos.chunk(num_turns, 1), sin.chunk(num_turns, 1), strict=True))
+
+    def attend(layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch) -> Tensor:
+        lengths = batch.block_tables, batch.query_start, batch.context_lens, batch.max_query_len
+        return ops.rope_attention(
+            *(qkv, *turns[layer.turn], *cache.layers[layer.index], batch.slots, *lengths),
+            *(layer.call, layer.query_norm, layer.key_norm, layer.eps, batch.chunks),
+        )
+
+    if (plan := batch.plan) is None:
+        return attend
+    rotations = [Rotation.of(*turn) for turn in turns]
+
+    def attend_by_plan(
+        layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch
+    ) -> Tensor:
+        caches = key_cache, _ = cache.layers[layer.index]
+        _, _, kv_heads, head_dim = key_cache.shape
+        norms = layer.query_norm, layer.key_norm, layer.eps
+        query, key, value = split_heads_reference(
+            qkv, rotations[layer.turn], kv_heads, head_dim, *norms
+        )
+        ops.write_kv(key, value, *caches, batch.slots)
+        return ops.gather_attention(query, *caches, plan, layer.call).view(qkv.shape[0], -1)
+
+    return attend_by_plan

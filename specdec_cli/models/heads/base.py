@@ -1,0 +1,204 @@
+"""The interface of a head: a small net beside the target that reads its hidden states.
+
+Row t of a head has the target's hidden state of token t and embeds token t + shift. Its keys lie at
+position t. Legend: T packed rows, H width of the head, F of the features, V ids of the target, Vd
+ids that the head can propose.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
+
+import torch
+from specdec_kernels import ops
+from torch import Tensor, nn
+
+from specdec_cli.core.batch import ForwardBatch
+from specdec_cli.core.kv_cache import KVCache, LayerShape
+from specdec_cli.core.parallel import ALONE, TensorParallel
+from specdec_cli.models.draft import Passes
+from specdec_cli.models.fused_layer import matrices
+from specdec_cli.models.heads.layers import layers_of
+from specdec_cli.models.tp import shard_layers
+from specdec_cli.models.weights import Part
+
+# The names that every head's embedding [V, H] and matrix of logits [Vd, H] get.
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """A head's weights on one device.
+
+    tensors: by name, see `HeadConfig.shapes`. ids: int64 [Vd], the target's id of each id that the
+    head proposes; None where they are the same.
+    """
+
+    tensors: Mapping[str, Tensor]
+    ids: Tensor | None
+
+
+class Other(NamedTuple):
+    """A convention that tools read differently: how it was read, and who reads it otherwise.
+
+    changes: the fields of the config that are then others.
+    """
+
+    told: str
+    changes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """The settings that a head's checkpoint, memory and cache follow from, whatever its kind.
+
+    name: of the checkpoint, for messages. body: transformers' config of its layers. windows:
+    sliding window of each layer, 0 for none. target_hidden_size: of the target. vocab_size: V.
+    draft_vocab_size: Vd. num_target_layers: None where the checkpoint does not say. others: the
+    ways in which tools read it differently.
+    noun: of the kind, for messages. max_k: as in `models.draft.Draft`. shift: 1 where a row embeds
+    the token that follows, 0 where it embeds its own. carries: whether the output of the last true
+    row is kept, for the first proposal.
+    """
+
+    noun: ClassVar[str]
+    max_k: ClassVar[int | None] = None
+    shift: ClassVar[int] = 1
+    carries: ClassVar[bool] = True
+
+    name: str
+    body: Any
+    windows: tuple[int, ...]
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_target_layers: int | None = None
+    others: tuple[Other, ...] = ()
+
+    def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """The hidden states of the target that it reads, in transformers' counting.
+
+        Raises `SetupError` for layers that the target does not have.
+        """
+        raise NotImplementedError
+
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights outside its layers. Without HEAD the embedding serves as it."""
+        raise NotImplementedError
+
+    def renamed(self, name: str) -> str | None:
+        """The name in `shapes` of a checkpoint's tensor; None for one that is not needed."""
+        return name
+
+    def width_read(self, layer: int) -> int:
+        """Numbers that q, k and v of a layer read."""
+        return self.hidden_size
+
+    @property
+    def numbers_fused(self) -> int:
+        """Numbers that `Head.fuse` makes of each row's features, beside its result."""
+        return 0
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return int(self.body.hidden_size)
+
+    @property
+    def lends(self) -> frozenset[str]:
+        """The weights that the target's may serve for where the checkpoint has none."""
+        has_all_ids = self.draft_vocab_size == self.vocab_size
+        return frozenset({EMBEDDING, HEAD} if has_all_ids else {EMBEDDING})
+
+    def passes(self, k: int) -> Passes:
+        """Its passes in a round of k proposals, the one over true rows among them."""
+        return Passes(k)
+
+    def cache_layers(self, parallel: TensorParallel = ALONE) -> list[LayerShape]:
+        """This rank's part of each entry of its cache."""
+        heads = max(1, self.body.num_key_value_heads // parallel.size)
+        return [LayerShape(heads, self.body.head_dim, self.body.head_dim)] * len(self.windows)
+
+    def split(self, parallel: TensorParallel) -> tuple[nn.ModuleDict, dict[str, Part]]:
+        """This rank's layers on meta, and its parts of the weights that ranks share.
+
+        The others are whole on every rank. Raises `Indivisible` for sizes that do not divide.
+        """
+        body = layers_of(self.body, [self.width_read(i) for i in range(len(self.windows))])
+        if parallel.size == 1:
+            return body, {}
+        parts = shard_layers(body, self.body, self.cache_layers(), parallel, self.name)
+        if (shape := self.own_shapes().get(HEAD)) is not None:
+            parts[HEAD] = Part(0, *parallel.share(shape[0]), shape)
+        return body, parts
+
+    def shapes(self, parallel: TensorParallel = ALONE) -> dict[str, tuple[int, ...]]:
+        """The shape of this rank's part of every weight that it needs, also of borrowed ones."""
+        found, (body, parts) = self.own_shapes(), self.split(parallel)
+        found |= {name: parts[name].local_shape for name in found.keys() & parts.keys()}
+        return found | {name: tuple(p.shape) for name, p in body.named_parameters()}
+
+    def products(self) -> list[list[str]]:
+        """The names of the matrices that each of its products is made of."""
+        own, (body, _) = self.own_shapes(), self.split(ALONE)
+        found = [[n] for n, shape in own.items() if len(shape) == 2 and n != EMBEDDING]
+        names = {id(parameter): name for name, parameter in body.named_parameters()}
+        for layer in cast(nn.ModuleList, body["layers"]):
+            found += [[names[id(matrix)] for matrix in group] for group in matrices(layer)]
+        return found if HEAD in own else [*found, [EMBEDDING]]
+
+    def row_numbers(self, parallel: TensorParallel, *, gathers: bool) -> int:
+        """Numbers that each row of a pass has at the pass's peak, beside its inputs.
+
+        gathers: whether keys and values of several tokens are gathered, as in prefill on CUDA,
+        whose allocator then does not use attention's memory for the MLP.
+        """
+        (cached, *_), size = self.cache_layers(parallel), parallel.size
+        width, head_dim = self.hidden_size, self.body.head_dim
+        mixed = self.body.num_attention_heads // size * head_dim
+        qkv = mixed + 2 * cached.num_kv_heads * head_dim
+        common = 2 * head_dim + 3 * width  # the embedding, it normed, the hidden state
+        attention = 3 * width + (2 * qkv + 5 * mixed if gathers else qkv + 2 * mixed)
+        mlp = 2 * width + 3 * (self.body.intermediate_size // size)
+        layer = attention + mlp if gathers else max(attention, mlp)
+        return int(common + max(layer, self.numbers_fused))
+
+
+class Head(Protocol):
+    """A head with its weights. ids: see `HeadWeights`. storages: see `storages_of`."""
+
+    @property
+    def config(self) -> HeadConfig: ...
+    @property
+    def ids(self) -> Tensor | None: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def storages(self) -> dict[int, int]: ...
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Hidden states [T, H] from the target's features [T, F], once for each true row."""
+        ...
+
+    def __call__(
+        self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: KVCache
+    ) -> ops.Normed:
+        """One pass over T rows, whose keys and values are written to `cache`.
+
+        token_ids: int64 [T], of the tokens that the rows embed, in place of the batch's. hidden:
+        [T, H], from `fuse`, or from `fed_back` of the row before.
+        """
+        ...
+
+    def normed(self, hidden: Tensor) -> ops.Normed:
+        """The result of `__call__`, made again from its hidden states [T, H]."""
+        ...
+
+    def logits(self, x: ops.Normed) -> Tensor:
+        """Logits [T, Vd] of the head's own ids."""
+        ...
+
+    def fed_back(self, x: ops.Normed) -> Tensor:
+        """Hidden states [T, H] that the next step reads in place of fused features."""
+        ...

@@ -1,0 +1,203 @@
+"""The tensors of a head: read, checked, borrowed from the target, or drawn at random.
+
+`HeadConfig.shapes` names them. A reduced vocabulary has two more: d2t, int64 [Vd], how far each id
+of the head lies from the target's, and t2d, bool [V], the ids of the target that it has.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from specdec_cli.core.parallel import ALONE, TensorParallel
+from specdec_cli.errors import SetupError
+from specdec_cli.models.heads.base import EMBEDDING, HeadConfig, HeadWeights
+from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
+from specdec_cli.text import one_line
+
+_DUMMY_STD = 0.02
+
+
+# Weights of the target that may serve a head without its own, by the head's names for them.
+Lent = Mapping[str, torch.Tensor]
+
+
+def serves(source: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a weight of the target can be a head's of this shape and dtype."""
+    return tuple(source.shape) == shape and source.dtype == dtype
+
+
+def borrowed_by(
+    config: HeadConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    lent: Lent,
+    allow_pickle: bool = False,
+) -> frozenset[str]:
+    """The weights that the checkpoint lacks and `lent`, which may be on meta, serves for.
+
+    Raises as `read_weights` does for names, and for weights that cannot serve.
+    """
+    with open_checkpoint(folder, allow_pickle) as stored:
+        found = _named(config, stored)
+    wanted = config.shapes()
+    _check_names(config, found, wanted, lent)
+    for name in (lacking := wanted.keys() - found.keys()):
+        _check_serves(config, name, lent[name], wanted[name], dtype)
+    return frozenset(lacking)
+
+
+def read_weights(
+    config: HeadConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    lent: Lent = MappingProxyType({}),
+    allow_pickle: bool = False,
+    parallel: TensorParallel = ALONE,
+) -> HeadWeights:
+    """Read this rank's part of the weights of a head.
+
+    lent: serves for what the checkpoint lacks; of a matrix of logits it has this rank's part.
+
+    Raises `SetupError`, which names the tensor, for one that is missing, of another shape or
+    dtype, or unknown, and for ids that the target does not have.
+    """
+    with open_checkpoint(folder, allow_pickle) as stored:
+        found = _named(config, stored)
+        wanted, (_, parts) = config.shapes(), config.split(parallel)
+        _check_names(config, found, wanted, lent)
+        tensors = {}
+        for name, shape in config.shapes(parallel).items():
+            if name in found:
+                whole = wanted[name]
+                part = parts.get(name, Part(0, 0, whole[0], whole))
+                tensors[name] = _read(config, name, found[name], part).to(device, dtype)
+            else:
+                _check_serves(config, name, lent[name], shape, dtype)
+                tensors[name] = lent[name].detach()
+        ids = _target_ids(config, found)
+    return HeadWeights(tensors, None if ids is None else ids.to(device))
+
+
+def dummy_weights(
+    config: HeadConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    lent: Lent = MappingProxyType({}),
+    parallel: TensorParallel = ALONE,
+) -> HeadWeights:
+    """This rank's part of random matrices, seeded by name, norms of one and biases of zero.
+
+    lent: its embedding serves, as it does for most published heads. The ids of a reduced vocabulary
+    are spread evenly over the target's.
+    """
+    tensors = dict[str, torch.Tensor]()
+    shapes, (_, parts) = config.shapes(), config.split(parallel)
+    for name in config.shapes(parallel):
+        shape = shapes[name]
+        if name == EMBEDDING in lent and serves(lent[name], shape, dtype):
+            tensors[name] = lent[name].detach()
+        elif len(shape) == 1:
+            fill = 0.0 if name.endswith("bias") else 1.0
+            tensors[name] = torch.full(shape, fill, dtype=dtype, device=device)
+        else:
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+            generator = torch.Generator(device).manual_seed(seed)
+            empty = torch.empty(shape, dtype=dtype, device=device)
+            tensors[name] = empty.normal_(0.0, _DUMMY_STD, generator=generator)
+        if name in parts:
+            tensors[name] = parts[name].of(tensors[name]).clone()
+    if config.draft_vocab_size == config.vocab_size:
+        return HeadWeights(tensors, None)
+    places = torch.arange(config.draft_vocab_size, device=device)
+    return HeadWeights(tensors, places * config.vocab_size // config.draft_vocab_size)
+
+
+def _named(config: HeadConfig, stored: dict[str, Read]) -> dict[str, Read]:
+    """The tensors of a checkpoint by the names of `shapes`."""
+    found: dict[str, Read] = {}
+    for name, read in stored.items():
+        if (own := config.renamed(name)) is None:
+            continue
+        if own in found:
+            raise _bad(config, f"{one_line(own)} is there twice, the second time as {name}")
+        found[own] = read
+    return found
+
+
+def _check_names(
+    config: HeadConfig,
+    found: dict[str, Read],
+    wanted: dict[str, tuple[int, ...]],
+    lent: Lent,
+) -> None:
+    """Raise for tensors that are missing and cannot be borrowed, or are unknown."""
+    missing = sorted(wanted.keys() - found.keys() - (config.lends & lent.keys()))
+    reduced = config.draft_vocab_size < config.vocab_size
+    if reduced and "d2t" not in found:
+        missing.append("d2t")
+    if missing:
+        raise _bad(config, f"{len(missing)} tensors are missing, first {missing[0]}")
+    if unknown := found.keys() - wanted.keys() - {"d2t", "t2d"}:
+        first = one_line(min(unknown))
+        raise _bad(config, f"{len(unknown)} tensors do not belong to it, first {first}")
+
+
+def _check_serves(
+    config: HeadConfig,
+    name: str,
+    source: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    """Raise unless the target's weight can serve as the head's."""
+    if serves(source, shape, dtype):
+        return
+    theirs, ours = (str(kind).removeprefix("torch.") for kind in (source.dtype, dtype))
+    raise _bad(
+        config,
+        f"{name} is missing, and the target's, {list(source.shape)} {theirs}, cannot serve as "
+        f"{list(shape)} {ours}",
+    )
+
+
+def _read(config: HeadConfig, name: str, read: Read, part: Part) -> torch.Tensor:
+    try:
+        tensor = read(part)
+    except WrongShape as problem:
+        told = f"{name} has shape {list(problem.found)}, and {list(part.shape)} by its config.json"
+        raise _bad(config, told) from None
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        raise _bad(config, f"{name} is {tensor.dtype}: heads are read unquantised")
+    return tensor
+
+
+def _target_ids(config: HeadConfig, found: dict[str, Read]) -> torch.Tensor | None:
+    """The target's id of each draft id, int64 [Vd], from d2t; checked against t2d, if there."""
+    size, vocab = config.draft_vocab_size, config.vocab_size
+    ids = torch.arange(size)
+    if "d2t" in found:
+        offsets = found["d2t"]()
+        if tuple(offsets.shape) != (size,) or offsets.dtype not in (torch.int64, torch.int32):
+            told = f"{list(offsets.shape)} {str(offsets.dtype).removeprefix('torch.')}"
+            raise _bad(config, f"d2t is {told}, and has to be [{size}] int64")
+        ids = ids + offsets.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise _bad(config, f"d2t leads to id {int(ids.max())} or {int(ids.min())} of {vocab}")
+    if len(ids.unique()) < size:
+        raise _bad(config, "d2t leads to one id of the target from several of the draft")
+    if "t2d" in found and size < vocab:
+        known = found["t2d"]().bool()
+        if tuple(known.shape) != (vocab,) or not torch.equal(known.nonzero()[:, 0], ids.sort()[0]):
+            raise _bad(config, "t2d and d2t name different ids")
+    return None if torch.equal(ids, torch.arange(vocab)) else ids
+
+
+def _bad(config: HeadConfig, problem: str) -> SetupError:
+    return SetupError(
+        f"the weights of the {config.noun} {config.name}: {problem}",
+        "config.json and the weights do not belong together, or a file is missing",
+    )

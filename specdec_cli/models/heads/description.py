@@ -1,0 +1,256 @@
+"""A head before its weights are read: checks against its target, and memory. H: its width."""
+
+import math
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
+from specdec_cli.core.parallel import Groups, TensorParallel
+from specdec_cli.errors import SetupError
+from specdec_cli.models.description import Description
+from specdec_cli.models.draft import Passes, Reading
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, Head, HeadConfig, HeadWeights
+from specdec_cli.models.heads.checkpoint import (
+    borrowed_by,
+    dummy_weights,
+    read_weights,
+    serves,
+)
+from specdec_cli.models.heads.paged import PagedHead
+from specdec_cli.models.held import plain_weight
+from specdec_cli.models.hidden import check_hidden_layers
+from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.resolve import model_place
+from specdec_cli.models.spec import ModelSpec
+
+# A head from settings of its own kind, weights, and the number of positions that it may use. All
+# ranks that share it make it together.
+Make = Callable[[Any, HeadWeights, int, TensorParallel], Head]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDescription:
+    """A head that belongs to its target and holds no weights yet.
+
+    config: of the whole head, however many ranks share it. max_len: positions that it may use,
+    whatever its config's context length. num_target_layers: of the target's own. feature_layers:
+    the target's hidden states that the head reads.
+    borrows: the weights that it takes from the target. gathers_head: whether the target's head is
+    among them and split over other ranks, so that it keeps a copy.
+    """
+
+    spec: ModelSpec
+    place: Path
+    config: HeadConfig
+    make: Make
+    dtype: torch.dtype
+    device: torch.device
+    max_len: int
+    num_target_layers: int
+    feature_layers: tuple[int, ...]
+    borrows: frozenset[str]
+    gathers_head: bool
+    parallel: TensorParallel
+
+    has_experts: ClassVar[bool] = False
+    shared: ClassVar[tuple[str, ...]] = ()
+    shared_bytes: ClassVar[int] = 0
+    target_tensors: ClassVar[re.Pattern[str] | None] = None
+    captured_width: ClassVar[int] = sys.maxsize
+    can_compile: ClassVar[bool] = False
+
+    @property
+    def layers(self) -> list[LayerShape]:
+        return self.config.cache_layers(self.parallel)
+
+    @property
+    def max_k(self) -> int | None:
+        return self.config.max_k
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids that it can propose."""
+        return self.config.draft_vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.loaded_bytes()
+
+    def loaded_bytes(self, *, is_compiled: bool = False) -> int:
+        """Bytes of the weights on its device, without those that it borrows, and of the rotary
+        tables."""
+        config, is_cpu = self.config, self.device.type == "cpu"
+        not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
+        sizes = {name: math.prod(s) for name, s in config.shapes(self.parallel).items()}
+        numbers = 2 * self.max_len * int(config.body.head_dim)
+        for names in config.products():
+            count = sum(sizes.pop(name) if name != EMBEDDING else sizes[name] for name in names)
+            if is_cpu:  # which holds a product in one form or two, and none in the embedding's
+                packed, plain = ops.forms_of(count, self.dtype)
+                # The target's head has its plain form already.
+                is_lent = names[0] == HEAD and HEAD in not_held
+                numbers += count * (packed + (plain and not is_lent))
+            elif names[0] != EMBEDDING and names[0] not in not_held:
+                numbers += count
+        numbers += sum(size for name, size in sizes.items() if name not in not_held)
+        ids = config.draft_vocab_size if config.draft_vocab_size < config.vocab_size else 0
+        return numbers * self.dtype.itemsize + 8 * ids
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Facts for the record of a run, by a word for each."""
+        layers = ", ".join(map(str, self.feature_layers))
+        found = {"features": f"hidden states {layers} of the target"}
+        if self.borrows:
+            found["borrows"] = ", ".join(sorted(self.borrows))
+        if self.gathers_head:
+            found["borrows"] += " (a copy, since ranks of the target hold parts)"
+        if self.config.others:
+            found["conventions"] = "; ".join(other.told for other in self.config.others)
+        return found
+
+    def within(self, reach: int) -> "HeadDescription":
+        return replace(self, max_len=reach)
+
+    def passes(self, k: int) -> Passes:
+        return self.config.passes(k)
+
+    def readings(self) -> list[Reading]:
+        found = []
+        for told, changes in self.config.others:
+            config, draft = replace(self.config, others=(), **changes), None
+            with suppress(SetupError):
+                layers = config.feature_layers(self.num_target_layers)
+                draft = replace(self, config=config, feature_layers=layers)
+            found.append(Reading(told, draft))
+        return found
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of its cache, and of the vector [H] that may be carried with it."""
+        carried = self.config.hidden_size * self.dtype.itemsize * self.config.carries
+        return block_bytes(self.layers, block_size, self.dtype) + carried
+
+    def pass_bytes(
+        self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
+    ) -> int:
+        """See `models.draft.Draft`; its logits are computed outside its passes."""
+        row = self.config.row_numbers(self.parallel, gathers=gathers)
+        return tokens * row * self.dtype.itemsize
+
+    def load(
+        self,
+        target: PagedModel,
+        groups: Groups,
+        block_size: int,
+        on_compile: Callable[[str], None] | None = None,
+    ) -> PagedHead | None:
+        """The head with its weights, over a cache of zero blocks; None on a rank without it.
+
+        All of the target's ranks have to call this, since their parts may be gathered.
+        """
+        device, config = self.device, self.config
+        lent = _lent_by(target.module) if self.borrows else {}
+        if self.gathers_head:
+            assert groups.target is not None
+            whole = groups.target.all_gather(lent[HEAD].t(), config.vocab_size)
+            rows = slice(*self.parallel.share(config.vocab_size))
+            lent[HEAD] = whole.t()[rows].contiguous()
+        if (ranks := groups.draft) is None:
+            return None
+        if self.spec.load_format == "dummy":
+            weights = dummy_weights(config, self.dtype, device, lent, ranks)
+        else:
+            weights = read_weights(
+                config, self.place, self.dtype, device, lent, self.spec.allow_pickle, ranks
+            )
+        cache = KVCache(self.layers, 0, block_size, self.dtype, device)
+        return PagedHead(self.make(config, weights, self.max_len, ranks), cache)
+
+
+def describe_head(
+    spec: ModelSpec,
+    device: torch.device,
+    parallel: TensorParallel,
+    target: Description,
+    max_len: int,
+    read: Callable[[str, Path, int], HeadConfig],
+    make: Make,
+) -> HeadDescription:
+    """Read a head's config and the names of its weights, and check them against its target.
+
+    parallel: its ranks. max_len: positions that passes may use. read: gives the settings of the
+    head by its name, its folder and the number of the target's layers.
+
+    Raises `SetupError`, which names the key or the tensor, where they do not fit, and what `read`
+    raises.
+    """
+    is_dummy = spec.load_format == "dummy"
+    place = model_place(
+        spec.name, spec.revision, spec.file, weights=not is_dummy, allow_pickle=spec.allow_pickle
+    )
+    settings = target.module.config
+    num_layers = int(settings.num_hidden_layers)
+    config = read(spec.name, place, num_layers)
+    config.split(parallel)
+    check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
+    layers = config.feature_layers(num_layers)
+    check_hidden_layers(target.module, layers)
+    # The config's dtype is that of training; tools run a head in its target's.
+    dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    lent = _lent_by(target.module)
+    whole = lent[HEAD].new_empty(target.vocab_size, lent[HEAD].shape[1])
+    # Where as many ranks share both models, each of them holds the part that it needs.
+    is_apart = lent[HEAD].shape != whole.shape and parallel.size != target.parallel.size
+    lent[HEAD] = whole
+    if is_dummy:
+        is_lent = serves(lent[EMBEDDING], config.shapes()[EMBEDDING], dtype)
+        borrows = frozenset({EMBEDDING} if is_lent else ())
+    else:
+        borrows = borrowed_by(config, place, dtype, lent, spec.allow_pickle)
+    return HeadDescription(
+        spec=spec,
+        place=place,
+        config=config,
+        make=make,
+        dtype=dtype,
+        device=device,
+        max_len=max_len,
+        num_target_layers=num_layers,
+        feature_layers=layers,
+        borrows=borrows,
+        gathers_head=is_apart and HEAD in borrows,
+        parallel=parallel,
+    )
+
+
+def check_target(config: HeadConfig, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+    """Check that the head belongs to a target of these sizes.
+
+    Raises `SetupError`, which names the key, where it does not.
+    """
+    for key, ours, theirs in (
+        ("target_hidden_size", config.target_hidden_size, hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+        ("num_target_layers", config.num_target_layers or num_layers, num_layers),
+    ):
+        if ours != theirs:
+            raise SetupError(
+                f"the {config.noun} {config.name} is for another target: its {key} is {ours}, and "
+                f"the target has {theirs}",
+                "heads are trained for one target",
+            )
+    config.feature_layers(num_layers)
+
+
+def _lent_by(module: Any) -> dict[str, torch.Tensor]:
+    """Embedding and head of a transformers model, or the part of its head that a rank holds."""
+    inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
+    return {EMBEDDING: inputs.weight.data, HEAD: plain_weight(outputs.weight)}

@@ -1,0 +1,60 @@
+"""The decoder layers of a head: transformers' own on meta, and their fused form.
+
+Weights have the names `layers.{i}.*` and `norm.weight`, the final norm's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from specdec_kernels import ops
+from torch import Tensor, nn
+from transformers import LlamaConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from specdec_cli.models.fused_layer import Family, FusedLayer
+from specdec_cli.models.rotary_tables import table_of
+
+CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
+
+
+def layers_of(config: Any, widths: list[int]) -> nn.ModuleDict:
+    """Layers and their final norm, on meta. widths: numbers that q, k and v of each layer read."""
+    layers = nn.ModuleList()
+    with torch.device("meta"):
+        for index, width in enumerate(widths):
+            layer = _LAYERS[config.model_type](config, index)
+            attention = layer.self_attn
+            for product in (attention.q_proj, attention.k_proj, attention.v_proj):
+                product.in_features = width
+                product.weight = nn.Parameter(torch.empty(product.out_features, width))
+            layers.append(layer)
+        norm = type(layer.input_layernorm)(config.hidden_size, config.rms_norm_eps)
+    return nn.ModuleDict({"layers": layers, "norm": norm}).requires_grad_(False)
+
+
+def fused_layers(
+    body: nn.ModuleDict, config: Any, windows: tuple[int, ...], tensors: Mapping[str, Tensor]
+) -> list[FusedLayer]:
+    """The fused form of `body`, from `layers_of`, with weights from `tensors`.
+
+    windows: sliding window of each layer, 0 for none.
+    """
+    body.load_state_dict({name: tensors[name] for name in body.state_dict()}, assign=True)
+    layers: Any = body["layers"]
+    following = [*(layer.input_layernorm for layer in layers[1:]), body["norm"]]
+    scale, found = config.head_dim**-0.5, []
+    for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+        call = ops.AttentionCall(scale, window)
+        place = index, 0, call, following[index]
+        found.append(FusedLayer.of_layer(layer, config, Family(), *place))
+    return found
+
+
+def rotary_table(
+    config: Any, dtype: torch.dtype, device: torch.device, max_len: int
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [max_len, D] of the layers' rotary embedding, D features of a head."""
+    return table_of(LlamaRotaryEmbedding(config).to(device), (), dtype, device, max_len)

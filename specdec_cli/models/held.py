@@ -1,0 +1,48 @@
+"""Parameters of a module that are held as their checkpoint stores them.
+
+The module has their shapes, and passes of fused layers read their numbers. Does not know files.
+"""
+
+from typing import Self
+
+import torch
+from specdec_kernels.linear.stored import Storage, Stored, plain_of
+from torch import Tensor, nn
+
+
+class StoredParameter(nn.Parameter):
+    """A parameter that a module has the shape and dtype of, and no numbers: they are in `value`,
+    which is None on meta."""
+
+    stored_as: Storage
+    value: Stored | None
+
+    @classmethod
+    def like(cls, parameter: Tensor, storage: Storage, value: Stored | None = None) -> Self:
+        device = "meta" if value is None else value.codes.device
+        none = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
+        found = cls(none.expand(parameter.shape), requires_grad=False)
+        found.stored_as, found.value = storage, value
+        return found
+
+
+def weight_of(parameter: Tensor) -> Tensor | Stored:
+    """The weight of a module's parameter, as it is held."""
+    if not isinstance(parameter, StoredParameter):
+        return parameter.data
+    assert parameter.value is not None, "on meta"
+    return parameter.value
+
+
+def held_bytes(parameter: Tensor) -> int:
+    """Bytes that a module's parameter, which may be on meta, takes on a device."""
+    if isinstance(parameter, StoredParameter):
+        return parameter.stored_as.num_bytes(parameter.shape)
+    return parameter.numel() * parameter.element_size()
+
+
+def plain_weight(parameter: Tensor) -> Tensor:
+    """The numbers of a module's parameter; on meta, the parameter."""
+    if isinstance(parameter, StoredParameter) and parameter.value is None:
+        return parameter.data
+    return plain_of(weight_of(parameter), parameter.dtype)

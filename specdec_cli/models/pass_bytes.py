@@ -1,0 +1,154 @@
+"""Memory that a pass of a transformers model takes at its peak, from shapes alone.
+
+The largest tensors that are alive at once are known for fused layers. For transformers' own layers
+a pass on the meta device finds them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from specdec_kernels.experts.plan import are_few
+from specdec_kernels.experts.tiles import PARTIAL_SUMS, choose_group_tiles
+
+from specdec_cli.core.kv_cache import LayerShape
+from specdec_cli.core.live_bytes import LiveBytes
+from specdec_cli.models.attention import attach
+from specdec_cli.models.fused import is_fusable
+from specdec_cli.models.fused_layer import ExpertSizes, Family, dense_mlp, family_of, has_experts
+from specdec_cli.models.rotary_tables import num_turns
+
+
+class PassShapes(NamedTuple):
+    """A module on meta, the part of one of `ranks` ranks.
+
+    shape: of a layer's cache. num_features: the number of hidden states that its passes return.
+    """
+
+    module: Any
+    shape: LayerShape
+    dtype: torch.dtype
+    ranks: int
+    num_features: int
+
+    def hidden_bytes(self, tokens: int) -> int:
+        """Bytes of the hidden states [T, L * H] that a pass returns, which it keeps meanwhile."""
+        numbers = tokens * self.num_features * int(self.module.config.hidden_size)
+        return numbers * self.dtype.itemsize
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.module.config.vocab_size)
+
+
+def peak_bytes(
+    model: PassShapes, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool
+) -> int:
+    """Bytes of the tensors that are alive at once at a pass's peak; see `models.draft.Draft`."""
+    itemsize = model.dtype.itemsize
+    # With several ranks the head's parts are gathered, and then joined.
+    logits = logit_rows * model.vocab_size * (1 if model.ranks == 1 else 3)
+    if is_compiled or not is_fusable(model.module):
+        inside = max(_live_bytes(model, tokens), logits * itemsize)
+        return model.hidden_bytes(tokens) + inside
+    layer = _fused_layer(model, tokens)
+    if gathers:
+        # The allocator does not reuse attention's blocks for the MLP, so both count, as logits do.
+        numbers = tokens * (layer.common + layer.gathered + layer.mlp) + logits
+    else:
+        numbers = max(tokens * (layer.common + max(layer.attention, layer.mlp)), logits)
+    return model.hidden_bytes(tokens) + numbers * itemsize
+
+
+class _LayerNumbers(NamedTuple):
+    """Numbers per token that a fused layer holds at once; see `models.fused`.
+
+    common: throughout. attention: in attention while decoding. gathered: in attention in prefill.
+    """
+
+    common: int
+    attention: int
+    gathered: int
+    mlp: int
+
+
+def _fused_layer(model: PassShapes, tokens: int) -> _LayerNumbers:
+    family = family_of(model.module)
+    assert family is not None
+    layer = model.module.model.layers[0]
+    hidden = int(model.module.config.hidden_size)
+    mixed = int(layer.self_attn.q_proj.out_features)
+    shape = model.shape
+    qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+    # Norms over all heads leave query and key beside their joined form.
+    normed = 2 * qkv if family.norms_all_heads else 0
+    # A post-norm's output is alive beside the sum that it is added to.
+    streams = hidden * (4 if family.has_post_norms else 3)
+    return _LayerNumbers(
+        common=2 * num_turns(model.module) * shape.key_dim + hidden,
+        attention=max(hidden + qkv + max(2 * mixed, normed), mixed + streams),
+        # Rotated qkv; then queries, keys, values and result at the width of all query heads, twice.
+        gathered=hidden + 2 * qkv + max(5 * mixed, normed),
+        mlp=_mlp_numbers(model, tokens, streams, family),
+    )
+
+
+def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -> int:
+    """Numbers per token that the MLP or the experts of a fused layer hold at once."""
+    config, layers = model.module.config, model.module.model.layers
+    hidden = int(config.hidden_size)
+    found = 0
+    for mlp in [mlp for mlp in map(dense_mlp, layers) if mlp is not None]:
+        inner = int(mlp.gate_proj.out_features)
+        found = max(found, hidden + 3 * inner, inner + streams)
+    if model.ranks > 1:
+        streams += 2 * hidden  # a rank's own part of the experts' sum comes with a norm
+    for layer in filter(has_experts, layers):
+        count, chosen, inner = ExpertSizes.of(layer, config, family)
+        # Rows of every choice: as they come, gated and not, and results; fp32 is two numbers. The
+        # clamped activation runs in torch, whose steps each have a result.
+        steps = 10 if family.clamps_experts else 3
+        sorted_rows = chosen * (hidden + steps * inner + hidden) + 4 * count
+        few_rows = min(count, chosen * tokens) * inner + 2 * PARTIAL_SUMS * hidden
+        grouped_rows = chosen * (inner + hidden) + 4 * count
+        if are_few(tokens, chosen, count):
+            rows = few_rows
+        elif choose_group_tiles(tokens, chosen, count, 2) is not None:
+            rows = grouped_rows
+        else:
+            rows = sorted_rows
+        # The sum of the stream and what shared experts give is alive beside the stream.
+        with_shared = 0 if dense_mlp(layer) is None else hidden
+        found = max(found, streams + with_shared + rows)
+    return found
+
+
+class _Stub:
+    """Stand-in for attention: returns a tensor of its output's shape."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: object,
+    ) -> torch.Tensor:
+        heads, tokens, _width = query.shape
+        return query.new_empty(tokens, heads, value.shape[-1])
+
+
+@torch.inference_mode()
+def _live_bytes(model: PassShapes, tokens: int) -> int:
+    """Bytes at the peak of a pass through transformers' own layers, run on the meta device."""
+    module: Any = model.module
+    attach(module, _Stub())
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    none = torch.zeros(0, dtype=torch.int64, device="meta")
+    try:
+        with LiveBytes() as live:
+            module(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=none)
+    except (RuntimeError, TypeError):  # an operator that the meta device lacks
+        widest = max(int(weight.shape[-2]) for weight in module.parameters() if weight.dim() >= 2)
+        narrow = min(widest, 16 * int(module.config.hidden_size))  # not the vocabulary
+        return int(tokens * 8 * narrow * model.dtype.itemsize)
+    return int(live.peak)

@@ -1,0 +1,18 @@
+"""A model as a recipe names it, before anything of it is read."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The model to load and how to; `role` ("target", "draft") names it in messages."""
+
+    role: str
+    name: str
+    revision: str | None
+    dtype: str  # auto | float32 | bfloat16 | float16
+    load_format: str  # auto | dummy
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    file: str | None = None  # of several GGUF files
+    weights: str = "auto"  # auto | stored | dequantise

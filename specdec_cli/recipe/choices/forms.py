@@ -1,0 +1,108 @@
+"""Kinds of drafts, told apart by config.json alone: keys that one must and must not have."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdec_cli.text import shown
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A key of a config, dotted where it is nested, with a value that `counts`."""
+
+    key: str
+    counts: Callable[[Any], bool] = lambda value: value is not None
+
+    def seen(self, config: Mapping[str, Any]) -> str | None:
+        """The key with its value, for a message; None where the config does not have it."""
+        value: Any = config
+        for part in self.key.split("."):
+            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        if value is _ABSENT or not self.counts(value):
+            return None
+        return self.key if isinstance(value, Mapping) else f"{self.key}: {shown(value)}"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftForm:
+    """A kind of drafts that are no ordinary model.
+
+    noun: names one in messages, with its article. must: groups of signs; it has one of each group.
+    must_not: groups of signs of other kinds; it has none of them.
+    """
+
+    noun: str
+    must: tuple[tuple[Sign, ...], ...]
+    must_not: tuple[tuple[Sign, ...], ...] = ()
+
+    def seen(self, config: Mapping[str, Any]) -> str | None:
+        """What shows that a config describes one; None where it does not."""
+        if any(first_seen(group, config) is not None for group in self.must_not):
+            return None
+        found = [first_seen(group, config) for group in self.must]
+        return None if None in found else found[0]
+
+
+def first_seen(signs: tuple[Sign, ...], config: Mapping[str, Any]) -> str | None:
+    """The first of the signs that a config has, for a message."""
+    return next((told for sign in signs if (told := sign.seen(config)) is not None), None)
+
+
+def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
+    """Signs of a config of speculators' whose kind is one of `names`, or is none of them."""
+
+    def counts(value: Any) -> bool:
+        return isinstance(value, str) and (value in names) != others
+
+    return tuple(
+        Sign(key, counts) for key in ("speculators_model_type", "speculators_config.algorithm")
+    )
+
+
+def named(pattern: str) -> Sign:
+    """Sign of a class in `architectures` whose name, in lower case, holds the pattern."""
+
+    def counts(value: Any) -> bool:
+        names = [str(name).lower() for name in value] if isinstance(value, list) else []
+        return any(re.search(pattern, name) for name in names)
+
+    return Sign("architectures", counts)
+
+
+def valued(key: str, *values: str) -> Sign:
+    """Sign of a key with one of these values."""
+    return Sign(key, lambda value: value in values)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+EAGLE3 = (
+    *speculator("eagle3"),
+    named("eagle3"),
+    Sign("eagle_config", lambda value: isinstance(value, Mapping)),
+    Sign("draft_vocab_size", lambda _: True),
+)
+# EAGLE-1, EAGLE-2 and HASS, whose own configs are those of a llama of one layer.
+EAGLE = (*speculator("eagle"), valued("model_type", "eagle"), named("(?<!p)eagle(?!3)"))
+PEAGLE = (*speculator("peagle"), named("peagle"))
+DSPARK = (
+    *speculator("dspark"),
+    named("dspark"),
+    valued("dflash_config.projector_type", "dspark"),
+    Sign("markov_rank", _is_count),
+    Sign("dflash_config.markov_rank", _is_count),
+)
+DFLASH = (
+    *speculator("dflash"),
+    named("dflash|museglimmerassistant"),
+    Sign("dflash_config", lambda value: isinstance(value, Mapping)),
+)
+# Keys that hold the id of the mask token: all proposals come from one pass.
+MASK = tuple(map(Sign, ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")))
+PARD2 = (valued("spd_type", "pard2"), Sign("pard2_target_layers"))

@@ -1,0 +1,47 @@
+"""Kinds of drafts that are known and that no method here runs yet."""
+
+from specdec_cli.recipe.choices import forms
+from specdec_cli.recipe.choices.forms import DraftForm, Sign, named, speculator, valued
+
+_KNOWN = "eagle3", "peagle", "dspark", "dflash", "eagle", "mtp"
+
+UNBUILT = (
+    DraftForm("a DSpark drafter", (forms.DSPARK,), (speculator("dspark", others=True),)),
+    DraftForm(
+        "a DFlash drafter", (forms.DFLASH,), (forms.DSPARK, speculator("dflash", others=True))
+    ),
+    DraftForm(
+        "a P-EAGLE head",
+        ((*forms.PEAGLE, *forms.MASK), (*forms.PEAGLE, *forms.EAGLE3)),
+        (forms.DSPARK, forms.DFLASH, forms.EAGLE, speculator("peagle", "eagle3", others=True)),
+    ),
+    DraftForm(
+        "a PARD draft",
+        ((Sign("pard_token"), valued("spd_type", "pard")),),
+        (forms.PARD2, forms.DSPARK, forms.DFLASH, forms.PEAGLE, forms.EAGLE3),
+    ),
+    DraftForm("a PARD-2 draft", (forms.PARD2,)),
+    DraftForm(
+        "an EAGLE head of the first kinds (EAGLE-1, EAGLE-2 or HASS)",
+        (forms.EAGLE,),
+        (speculator("eagle", others=True),),
+    ),
+    DraftForm(
+        "a set of Medusa heads",
+        ((Sign("medusa_num_heads"), Sign("num_medusa_heads"), valued("model_type", "medusa")),),
+    ),
+    DraftForm("a set of Hydra heads", ((Sign("hydra_num_heads"), Sign("hydra_head_arch")),)),
+    DraftForm(
+        "an MLP speculator", ((valued("model_type", "mlp_speculator"), named("mlpspeculator")),)
+    ),
+    DraftForm(
+        "a multi-token-prediction module on its own",
+        ((*speculator("mtp"), named("nextn|mtpmodel|mtpspeculator")),),
+    ),
+    DraftForm(
+        "an assistant that reads the target's cache",
+        ((valued("model_type", "gemma4_assistant", "gemma4_unified_assistant"),),),
+    ),
+    DraftForm("a stage of DeepSeek V4", ((Sign("dspark_target_layer_ids"),),), (forms.DSPARK,)),
+    DraftForm("a speculator of an unknown kind", (speculator(*_KNOWN, others=True),)),
+)

@@ -1,0 +1,47 @@
+"""The pages: their links lead somewhere, and none is too long to be read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "scripts").glob("*/README.md")),
+]
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = _CODE.sub("", page.read_text(encoding="utf-8"))
+    titles = [line.lstrip("#").strip() for line in text.splitlines() if line.startswith("#")]
+    plain = [re.sub(r"[`*]|\[|\]\([^)]*\)", "", title).lower() for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = _CODE.sub("", page.read_text(encoding="utf-8"))
+    for link in _LINK.findall(text):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        goal = (page.parent / name).resolve() if name else page
+        assert goal.exists(), f"{link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(goal), f"{link}: {goal.name} has no such heading"
+
+
+LONGEST = {"README.md": 150, "performance.md": 350}
+GENERATED = {"options.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_is_too_long_to_be_read(page: Path) -> None:
+    most = LONGEST.get(page.name, 400) if page.parent in (ROOT, ROOT / "docs") else 400
+    if page.name not in GENERATED:
+        assert len(page.read_text(encoding="utf-8").splitlines()) <= most

@@ -1,0 +1,161 @@
+"""The records of run folders: written as they were read, merged, reported, and refused where
+another version wrote them.
+
+In `tests/runs` are a sweep and a comparison: the demo pair at k = 0 and 1, with 4 new tokens.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from specdec_cli.app import main
+from specdec_cli.core.figures import Record
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.folders.conclusions import VERSION
+from specdec_cli.experiment.folders.records import (
+    CurvePart,
+    PairFacts,
+    Point,
+    Sample,
+    read_records,
+)
+from specdec_cli.experiment.folders.results import to_json
+from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.sweep.merge import merge_folders
+from specdec_cli.report.cells import Column
+from specdec_cli.report.content import Content
+from specdec_cli.report.folder import read_folder
+
+SPAN = Column("95 % interval")
+RUNS = Path(__file__).parent.parent / "runs"
+FILES = [
+    ("sweep/samples.jsonl", Sample),
+    ("sweep/points.jsonl", Point),
+    ("sweep/curve.jsonl", CurvePart),
+    ("sweep/replay.jsonl", ReplayText),
+    ("compare/samples.jsonl", Sample),
+    ("compare/points.jsonl", Point),
+    ("compare/pairs.jsonl", PairFacts),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), FILES)
+def test_records_are_written_as_they_were_read(name: str, kind: type[Record]) -> None:
+    """Names, values and the order of fields are the same, byte for byte."""
+    written = "".join(f"{to_json(record)}\n" for record in read_records(RUNS / name, kind))
+    assert written == (RUNS / name).read_text() and written.count("\n") > 0
+
+
+@pytest.mark.parametrize(("name", "kind"), FILES)
+def test_fields_of_later_versions_are_kept(name: str, kind: type[Record], tmp_path: Path) -> None:
+    line = json.loads((RUNS / name).read_text().splitlines()[0]) | {"a_new_field": [1, None]}
+    (tmp_path / "later.jsonl").write_text(json.dumps(line) + "\n")
+    (record,) = read_records(tmp_path / "later.jsonl", kind)
+    assert json.loads(to_json(record)) == line
+
+
+@pytest.mark.parametrize(("name", "kind"), FILES)
+def test_each_missing_field_is_named(name: str, kind: type[Record], tmp_path: Path) -> None:
+    whole = json.loads((RUNS / name).read_text().splitlines()[0])
+    missing = []
+    for field in whole:
+        line = json.dumps({key: value for key, value in whole.items() if key != field})
+        (tmp_path / "cut.jsonl").write_text(line + "\n")
+        try:
+            read_records(tmp_path / "cut.jsonl", kind)
+        except SetupError as problem:
+            missing.append(field)
+            told = f"cut.jsonl:1: not a record of this run: it has no {field}"
+            one_of = "it has not one of accept, chains, ahead and draws"
+            assert told in problem.message or one_of in problem.message
+    assert {"k", "batch_size", "index", "limit"} & whole.keys() <= set(missing)
+
+
+def test_a_folder_s_points_are_those_of_its_samples(tmp_path: Path) -> None:
+    """Merged alone, a sweep's folder gives the records that it had, and what a report reads."""
+    document, _ = merge_folders([RUNS / "sweep"], tmp_path / "new")
+    old, new = json.loads((RUNS / "sweep" / "summary.json").read_text()), tmp_path / "new"
+    found = json.loads(to_json(document))
+    for name in ("schema", "version", "points", "best", "best_by_batch_size", "tokens"):
+        assert found[name] == old[name], name
+    samples = (new / "samples.jsonl").read_text().splitlines()
+    assert sorted(samples) == sorted((RUNS / "sweep" / "samples.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sweep", "sweep-k"), ("compare", "compare-tp")])
+def test_runs_are_reported_without_a_note(name: str, kind: str) -> None:
+    run = read_folder(RUNS / name)
+    assert (run.kind, run.notes, run.is_partial) == (kind, (), False)
+    content = Content(run)
+    assert content.headline.startswith(("Best at batch size 1", "No speculation at"))
+    table = content.tables["results"]
+    assert table is not None and table.rows[-1][table.columns.index(SPAN)] == "too few prompts"
+
+
+@pytest.mark.parametrize("name", ["sweep", "compare"])
+@pytest.mark.parametrize("damage", ["points", "best_by_batch_size", "tokens", "recipe"])
+def test_each_damaged_part_of_a_summary_is_left_out(name: str, damage: str, tmp_path: Path) -> None:
+    """The rest is shown: a bad entry of a list leaves the others, other parts go whole."""
+    folder = tmp_path / name
+    shutil.copytree(RUNS / name, folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    whole = read_folder(folder)
+    if damage == "points":
+        summary["points"][1]["status"] = "fine"
+        told = "summary.json, point 2 is no record (its status is fine): left out"
+    else:
+        summary[damage] = {"1": {"k": "many"}} if damage.startswith("best") else [3]
+        told = f"summary.json, {damage} is damaged: left out"
+    (folder / "summary.json").write_text(json.dumps(summary))
+    run = read_folder(folder)
+    assert run.notes == (told,) and not run.is_partial
+    assert len(run.points) == len(whole.points) - (damage == "points")
+    (best,) = Content(run).bests
+    assert best.recorded is None or damage != "best_by_batch_size"
+
+
+@pytest.mark.parametrize("command", ["report", "merge", "sweep-k", "compare-tp", "generate"])
+@pytest.mark.parametrize("version", [None, VERSION + 1, "x" * 99])
+def test_a_folder_of_another_version_is_refused(
+    command: str, version: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, that names the versions; nothing in the folder changes."""
+    folder = tmp_path / "run"
+    shutil.copytree(RUNS / ("compare" if command == "compare-tp" else "sweep"), folder)
+    found = json.loads((folder / "settings.json").read_text()) | {"version": version}
+    if version is None:
+        del found["version"]
+    (folder / "settings.json").write_text(json.dumps(found))
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    options = {
+        "report": [str(folder)],
+        "merge": [str(folder), "-o", str(tmp_path / "new")],
+        "generate": ["demo", "--limit", "1", "--resume", "-o", str(folder)],
+        "compare-tp": ["demo", "--limit", "1", "--resume", "-o", str(folder)],
+    }
+    code = main([command, *options.get(command, ["demo", "--resume", "-o", str(folder)]), "--json"])
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert code == error["code"] == 2 and "\n" not in error["message"] and error["hint"]
+    has = "no version" if version is None else f"version {str(version)[:20]},"
+    assert f"its settings.json has {has}" in error["message"]
+    assert f"reads version {VERSION}" in error["message"]
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_summary_alone_names_its_version(tmp_path: Path) -> None:
+    """As of a folder whose other files are gone."""
+    shutil.copytree(RUNS / "sweep", tmp_path / "run")
+    (tmp_path / "run" / "settings.json").unlink()
+    assert read_folder(tmp_path / "run").notes == ()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    del summary["version"]
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(UsageError, match=r"its summary\.json has no version"):
+        read_folder(tmp_path / "run")
+
+
+def test_numbers_that_are_none_are_null() -> None:
+    assert json.loads(to_json({"x": [math.nan, math.inf, 1.5]})) == {"x": [None, None, 1.5]}
