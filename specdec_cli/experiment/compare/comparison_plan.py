@@ -4,14 +4,14 @@ Loads no weights and starts no ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from specdec_cli.core.parallel import TensorParallel
-from specdec_cli.engine.plan import Permissions, draft_at, plan
+from specdec_cli.engine.plan import Permissions, Plan, draft_at, plan
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
@@ -32,6 +32,7 @@ from specdec_cli.experiment.preparing import (
     with_weights,
 )
 from specdec_cli.models.description import describe
+from specdec_cli.models.draft import Draft
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from
@@ -148,7 +149,7 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
         for t in settings.target_tps
     }
     unsplit |= {
-        ("draft", d): _cannot_split(lambda part: draft_at(job.plan, part), d)
+        ("draft", d): _cannot_split(lambda part: _draft_at(job.plan, part), d)
         for d in settings.draft_tps
     }
     shared = job.plan.draft.shared if job.plan.draft is not None else ()
@@ -176,6 +177,14 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
             "where draft.share has lm_head, it has to be the target's",
         )
     return found
+
+
+def _draft_at(plan: Plan, part: TensorParallel) -> Draft:
+    """The draft as one of other ranks would hold it. A borrowed head is split as its target is."""
+    assert plan.draft is not None
+    if "lm_head" in plan.draft.shared:
+        plan = replace(plan, target=describe(plan.target.spec, plan.device, part))
+    return draft_at(plan, part)
 
 
 def _cannot_split(described: Callable[[TensorParallel], object], size: int) -> str | None:
