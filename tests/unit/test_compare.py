@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specdec_cli.core.figures import Metrics
-from specdec_cli.engine.plan import Permissions
+from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.compare.comparison_plan import (
     ComparisonPlan,
