@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 import yaml
-from floors import Rates, has_experts, round_ms
+from floors import Rates, round_ms
 from graph_times import graph_times
 from rates import measured_rates
 from recipe_arguments import numbers, recipe_arguments
@@ -108,7 +108,7 @@ def main() -> None:
         on_stage=lambda stage: print(f"{time.perf_counter() - started:.1f} s: {stage}", flush=True),
     )
     print(f"built in {time.perf_counter() - started:.1f} s; {planned.execution}")
-    if any(has_experts(m.module) for m in planned.modules):
+    if any(model.has_experts for model in planned.models):
         is_counted = built.target.mixtures is not None
         how = "that the target's rounds read" if is_counted else "of uniform choices"
         print(f"floors count the experts {how}")

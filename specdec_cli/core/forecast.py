@@ -14,7 +14,8 @@ class Forecast:
     accepted. Heads, whose proposals depend on those before them, have `ahead`: at each token, the
     chances of the proposals of a round beginning there; and the `overlap` of the first of them.
     Given rates have `draws` and `rates`: N uniform numbers, and the chance of acceptance at each
-    place of a draft; a token is accepted if its number is below the rate of its place.
+    place of a draft; a token is accepted if its number is below the rate of its place. only_k: the
+    proposal length that all this is of, where other lengths have other proposals.
     """
 
     accept: tuple[float, ...] | None = None
@@ -23,3 +24,4 @@ class Forecast:
     ahead: tuple[tuple[float, ...], ...] | None = None
     draws: tuple[float, ...] | None = None
     rates: tuple[float, ...] | None = None
+    only_k: int | None = None

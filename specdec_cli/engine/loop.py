@@ -34,6 +34,7 @@ from specdec_cli.lengths.base import LastRounds, LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.base import Proposer
+from specdec_cli.methods.forecast import forecast
 from specdec_cli.methods.teacher import Teacher, last_logits
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import PromptGraphs
@@ -192,10 +193,7 @@ class Engine:
         found = self.rule.forecast(request.index, len(prompt), len(output), k, params)
         if found is not None:
             return found
-        found = self.proposer.forecast(self._teacher(), prompt, output, k, params)
-        if found is None:
-            raise NoForecast
-        return found
+        return forecast(self.proposer, self._teacher(), prompt, output, k, params)
 
     def logits_after(self, tokens: list[int], width: int) -> torch.Tensor:
         """The target's logits [V] after `tokens`, as passes over `width` tokens give them.

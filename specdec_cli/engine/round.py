@@ -98,7 +98,7 @@ class RoundRecord:
 def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord) -> None:
     """Run one round of every slot with K = k. Advances `state` and fills `record`."""
     stamps, is_alone, proposer = record.stamps, parts.parallel.size == 1, parts.proposer
-    commits = proposer is not None and type(proposer).commit is not Proposer.commit
+    commits = proposer is not None and proposer.takes_decisions
     ops.stamp(stamps, 0)
     noise = _noise(parts, state, k)
     candidates = _propose(parts, state, k, noise)

@@ -69,6 +69,11 @@ class Forecasts:
             seed=seed,
         )
 
+    def other_k(self, k: int) -> int | None:
+        """The k whose proposals stand for those of `k`, where they depend on it."""
+        only = {text.only_k for text in self.texts.values() if text.only_k is not None}
+        return next((one for one in only if k not in (0, one)), None)
+
     def timed(self, *ks: int) -> set[int]:
         """The parts of the time curve in which all of some ks were timed."""
         return set.intersection(*(set(self.parts.get(k, ())) for k in ks))
@@ -109,7 +114,7 @@ def prediction_of(
     true_length = point.metrics.mean_acceptance_length if point.metrics else None
     return Prediction(
         method="replay",
-        is_exact=forecasts.is_exact,
+        is_exact=forecasts.is_exact and forecasts.other_k(k) is None,
         speedup=predicted,
         speedup_error=predicted / faster - 1 if predicted and faster else None,
         mean_acceptance_length=length,
@@ -121,6 +126,7 @@ def prediction_of(
         **given(
             speedup_ci=gain.interval(seed) if gain is not None else None,
             speedup_error_ci=[end - 1 for end in error] if error else None,
+            drafts_of_k=forecasts.other_k(k),
         ),
     )
 

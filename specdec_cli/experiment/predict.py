@@ -31,7 +31,8 @@ class Text(Record):
     acceptance, a uniform number for each output token, which is accepted if that is below `rates`
     at its position. Exactly one of the four is given. limit: most output tokens of the prompt.
     draft_limit: output tokens up to the end of the draft's context. overlap: the sum of min(p, q)
-    for each output token, if known.
+    for each output token, if known. only_k: the k that the chances are of, where proposals depend
+    on it.
     """
 
     limit: Count
@@ -42,6 +43,7 @@ class Text(Record):
     ahead: Annotated[tuple[_Numbers, ...], Field(strict=False)] | None = None
     draws: _Numbers | None = None
     rates: _Numbers | None = None
+    only_k: Count | None = None
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
@@ -61,7 +63,9 @@ class Text(Record):
         asked = max(0, min(k, self.limit - start - 1, self.draft_limit - start))
         if self.accept is not None or self.ahead is not None:
             known = self._known(start, asked)
-            return known + (0.0,) * (asked - len(known))
+            # A round may propose fewer than were asked for; what lies past the end is not known.
+            is_cut = start + len(known) >= self.length
+            return known + (0.0,) * (asked - len(known) if is_cut else 0)
         if self.draws is not None:
             known = tuple(
                 float(draw < rate)

@@ -132,6 +132,11 @@ class Proposer:
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
         """Take in a round's decision; `state` has not been advanced yet."""
 
+    @property
+    def takes_decisions(self) -> bool:
+        """False for a proposer whose `commit` does nothing."""
+        return type(self).commit is not Proposer.commit
+
     def kv_after(self, n: int, k: int, accepted: int) -> int:
         """Number of leading tokens in the proposer's cache after a round that began with n tokens
         and accepted `accepted` of k >= 1 proposals."""

@@ -5,19 +5,12 @@ Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023), as in transformers'
 and ends the sequence if it is accepted.
 """
 
-from collections.abc import Sequence as Values
-from itertools import takewhile
-
-import torch
 from specdec_kernels import ops
 
 from specdec_cli.core.candidates import Candidates
 from specdec_cli.core.drafting import Drafting
-from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
-from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
-from specdec_cli.methods.teacher import Teacher
 
 
 class Ngram(Proposer):
@@ -49,32 +42,6 @@ class Ngram(Proposer):
             draft.k,
         )
         return Candidates(*found)
-
-    def forecast(
-        self,
-        teacher: Teacher,
-        prompt: Values[int],
-        output: Values[int],
-        k: int,
-        params: SamplingParams,
-    ) -> Forecast:
-        """Compare the output with the tokens that a lookup finds at each of its places."""
-        tokens = [*prompt, *output]
-        length = torch.arange(len(prompt), len(tokens))
-        found, lens = ops.ngram_lookup(
-            torch.tensor([tokens], dtype=torch.int32),
-            torch.zeros_like(length),
-            length,
-            torch.full_like(length, k),
-            self.longest,
-            self.shortest,
-            k,
-        )
-        chains = []
-        for start, row, count in zip(length.tolist(), found.tolist(), lens.tolist(), strict=True):
-            ahead = zip(row[:count], tokens[start:], strict=False)
-            chains.append((count, len(list(takewhile(lambda pair: pair[0] == pair[1], ahead)))))
-        return Forecast(chains=tuple(chains))
 
 
 def _make(parts: MethodParts) -> Ngram:

@@ -7,19 +7,13 @@ the next round draws its first proposal. Each further proposal takes a pass over
 reads the output of the row before.
 """
 
-from collections.abc import Sequence as Values
-
 import torch
 
 from specdec_cli.core.batch import Rectangle, Span
 from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
-from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
-from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.base import MethodBytes, MethodParts, Proposer, RoundSize
-from specdec_cli.methods.chains import forecast_chains
-from specdec_cli.methods.teacher import Teacher
 from specdec_cli.models.heads.paged import PagedHead
 
 
@@ -75,16 +69,6 @@ class StepHead(Proposer):
         rows = Rectangle(verdict.token_ids, accepted, -1, 1, self.max_len, False)
         x = self.head.forward_slots(rows, state, target.features, fused=False)
         self.head.carry_on(state, x.hidden.view(*verdict.token_ids.shape, -1), accepted)
-
-    def forecast(
-        self,
-        teacher: Teacher,
-        prompt: Values[int],
-        output: Values[int],
-        k: int,
-        params: SamplingParams,
-    ) -> Forecast:
-        return forecast_chains(teacher, self.head, self.max_len, prompt, output, k, params)
 
     def clear(self) -> None:
         if self.head is not None:

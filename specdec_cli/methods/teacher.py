@@ -70,9 +70,9 @@ def _compare(
     if first >= len(draft_seq.tokens) - 1:  # nothing was ever proposed
         return [], []
     if draft is not None:
-        _prefill(draft, draft_seq, first, teacher.prefill_chunk)
+        prefill(draft, draft_seq, 0, first, teacher.prefill_chunk)
     if target is not None:
-        _prefill(target, target_seq, first, teacher.prefill_chunk)
+        prefill(target, target_seq, 0, first, teacher.prefill_chunk)
     accept: list[float] = []
     overlap: list[float] = []
     for start in range(first, len(draft_seq.tokens) - 1, _CHUNK):
@@ -84,39 +84,38 @@ def _compare(
         chances, overlaps = acceptance(
             drafted,
             scored,
-            draft_seq.tokens[start + 1 : stop + 1],
+            torch.tensor(draft_seq.tokens[start + 1 : stop + 1], device=drafted.device),
             teacher.target.vocab_size,
             params,
         )
-        accept += chances
-        overlap += overlaps
+        accept += chances.tolist()
+        overlap += overlaps.tolist()
     return accept, overlap
 
 
 def acceptance(
     drafted: torch.Tensor,
     scored: torch.Tensor | None,
-    written: Values[int],
+    written: torch.Tensor,
     vocab_size: int,
     params: SamplingParams,
-) -> tuple[list[float], list[float]]:
-    """For each written token: min(1, q / p) of it, and the sum of min(p, q) over the vocabulary.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each written token, fp32 [M]: min(1, q / p) of it, and the sum of min(p, q) over the
+    vocabulary.
 
     drafted: the draft's logits [M, V']. scored: the target's [M, V]; None if decoding is greedy.
-    written: M tokens. vocab_size: V.
+    written: int64 [M]. vocab_size: V.
     """
     # Logits of a draft with another vocabulary size are cut, or padded with probability zero.
     more = vocab_size - drafted.shape[-1]
     drafted = torch.nn.functional.pad(drafted, (0, more), value=float("-inf"))
-    place = torch.tensor(written)[:, None]
     if scored is None:
-        hits = (ops.greedy_argmax(drafted).cpu() == place[:, 0]).float().tolist()
+        hits = (ops.greedy_argmax(drafted) == written).float()
         return hits, hits
-    q, p = to_probs(drafted, params), to_probs(scored, params)
-    place = place.to(p.device)
+    q, p, place = to_probs(drafted, params), to_probs(scored, params), written[:, None]
     ratio = q.gather(1, place) / p.gather(1, place).clamp(min=torch.finfo(p.dtype).tiny)
     overlap = torch.minimum(p, q).sum(dim=1).clamp(max=1.0)
-    return ratio[:, 0].clamp(max=1.0).tolist(), overlap.tolist()
+    return ratio[:, 0].clamp(max=1.0), overlap
 
 
 @torch.inference_mode()
@@ -129,7 +128,7 @@ def last_logits(teacher: Teacher, tokens: Values[int], width: int) -> torch.Tens
     teacher.allocator.extend(seq.block_table, len(tokens))
     try:
         start = max(0, len(tokens) - width)
-        _prefill(teacher.target, seq, start, teacher.prefill_chunk)
+        prefill(teacher.target, seq, 0, start, teacher.prefill_chunk)
         return logits_of(teacher.target, seq, start, len(tokens))[-1].float()
     finally:
         teacher.allocator.shrink(seq.block_table, 0)
@@ -139,6 +138,7 @@ def logits_of(model: PagedModel, seq: Sequence, start: int, stop: int) -> torch.
     return model.forward([Span(seq, start, stop)], [stop - start], with_hidden=False).logits
 
 
-def _prefill(model: PagedModel, seq: Sequence, stop: int, chunk: int) -> None:
-    for start in range(0, stop, chunk):
-        model.forward([Span(seq, start, min(stop, start + chunk))], [0], with_hidden=False)
+def prefill(model: PagedModel, seq: Sequence, start: int, stop: int, chunk: int) -> None:
+    """Feed the tokens from `start` to `stop`, in chunks."""
+    for begin in range(start, stop, chunk):
+        model.forward([Span(seq, begin, min(stop, begin + chunk))], [0], with_hidden=False)

@@ -14,8 +14,10 @@ from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.experiment.duration import _shape_of
+from specdec_cli.models.description import Description, describe
 from specdec_cli.models.fused import bytes_held_twice
-from specdec_cli.models.loader import Description, ModelSpec, describe, load
+from specdec_cli.models.loader import load
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import part_of, stored_parameters
 from tests.stored_kind import dequantise, known, store
 from tests.support import CPU, decode, make_engine, paged_model, save_tiny

@@ -23,8 +23,8 @@ from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.measure import MeasuringLoop, sample_of
 from specdec_cli.experiment.points import Failure, arm_points, measured
 from specdec_cli.experiment.predict import Text, iid_length
-from specdec_cli.experiment.statistics.disturbed import DISTURBED
-from specdec_cli.experiment.statistics.noise import impossible_speeds
+from specdec_cli.experiment.statistics.disturbed import DISTURBED, off_points
+from specdec_cli.experiment.statistics.noise import impossible_speeds, proposals_of_another_k
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
@@ -369,6 +369,20 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     assert prediction.mean_acceptance_length_error == pytest.approx(2.0 / 1.5 - 1)
     assert prediction.analytic_alpha == pytest.approx(7 / 12) and not prediction.is_exact
     assert plain.prediction.speedup == 1.0 and plain.prediction.speedup_error == 0.0
+
+
+def test_predictions_from_the_proposals_of_another_k_are_marked() -> None:
+    rounds: dict[int, list[tuple[int, int]]] = {0: [], 1: [(1, 1)] * 6, 3: [(3, 3)] * 3}
+    samples = {Key("d", 1, k): {i: sample(i, r, 9.0) for i in range(4)} for k, r in rounds.items()}
+    text = Text(limit=12, draft_limit=99, ahead=((1.0,) * 3,) * 12, only_k=3)
+    parts = {k: {0: 0.1, 1: 0.1} for k in rounds}
+    forecasts = Forecasts(3, dict.fromkeys(range(4), text), parts, is_exact=True)
+    points = arm_points(samples, list(samples), {}, forecasts, seed=0)
+    told = [(p.prediction.is_exact, p.prediction.drafts_of_k) for p in points if p.prediction]
+    assert told == [(True, None), (False, 3), (True, None)]
+    (notice,) = proposals_of_another_k(points)
+    assert notice.evidence["points"] == [{"draft": "d", "batch_size": 1, "k": 1}]
+    assert {point.k for point, _ in off_points(points)} <= {3}
 
 
 def test_a_forecast_has_the_same_gain_as_its_prediction_and_an_interval_around_it() -> None:

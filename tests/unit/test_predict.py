@@ -126,6 +126,14 @@ def test_chances_that_depend_on_the_round() -> None:
     assert found.accepted == pytest.approx(0.5 + 0.5 * 0.25 + 0.5 * 0.75)
 
 
+def test_a_round_may_propose_less_than_is_asked() -> None:
+    """An ended block counts as it is; one that the text cuts is as long as asked."""
+    text = Text(limit=9, draft_limit=99, ahead=((0.5,), (), (0.5, 0.5), (0.5,)))
+    assert [len(text.round_at(start, 3)) for start in range(4)] == [1, 0, 3, 3]
+    found = expected_rounds([text.model_copy(update={"ahead": ((1.0,), (), (), ())})], 3)
+    assert (found.drafts, found.draft_tokens, found.accepted, found.plain) == (1, 1, 1, 2)
+
+
 def test_chains_of_a_lookup() -> None:
     text = Text(limit=5, draft_limit=99, chains=((2, 2), (0, 0), (1, 0), (4, 1), (0, 0)))
     assert list(greedy_rounds(text, 4)) == [(2, 2), (1, 1)]

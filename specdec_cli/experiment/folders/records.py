@@ -138,7 +138,8 @@ class Prediction(Record):
     """Predicted figures of a point, from the run at the largest k; errors are relative.
 
     speedup_ci, speedup_error_ci: 95 % intervals; that of the error is over the same prompts as what
-    was measured. Absent where there is none.
+    was measured. drafts_of_k: the k whose proposals stand for this point's, where a method's depend
+    on k. Absent where there is none.
     """
 
     method: Name
@@ -153,6 +154,7 @@ class Prediction(Record):
     analytic_alpha: Figure
     speedup_ci: Interval = None
     speedup_error_ci: Interval = None
+    drafts_of_k: int | None = None
 
 
 class Point(Record):

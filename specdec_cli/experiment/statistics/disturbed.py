@@ -16,13 +16,16 @@ DISTURBED = frozenset(
 
 
 def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
-    """The points whose prediction is off by more than its interval, with the relative error."""
+    """The points whose prediction is off by more than its interval, with the relative error.
+
+    Predictions from the proposals of another k may be off without any disturbance.
+    """
     found = []
     for point in points:
         prediction = point.prediction
         if prediction is None or point.k == 0 or prediction.speedup_error is None:
             continue
-        ends = prediction.speedup_error_ci
+        ends = prediction.speedup_error_ci if prediction.drafts_of_k is None else None
         if ends is not None and not ends[0] <= 0.0 <= ends[1]:
             found.append((point, prediction.speedup_error))
     return found

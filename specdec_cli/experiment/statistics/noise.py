@@ -194,6 +194,20 @@ def predictions_off(points: Iterable[Point]) -> list[Notice]:
     return [Notice("prediction_off", told + more, {"points": evidence})]
 
 
+def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
+    """A warning for predictions that rest on proposals which other lengths would not have."""
+    found = [p for p in points if p.prediction is not None and p.prediction.drafts_of_k is not None]
+    if not found:
+        return []
+    names = ", ".join(sorted({str(point.draft) for point in found}))
+    told = (
+        f"what {names} proposes depends on k, so that predictions of a smaller k are rough: they "
+        "take the proposals of the largest one"
+    )
+    evidence = [asdict(Key.of(point)) for point in found]
+    return [Notice("proposals_of_another_k", told, {"points": evidence})]
+
+
 def _round_seconds(sample: Sample) -> float:
     """Seconds of one round of a prompt, over its repeats."""
     return max(sum(sample.decode_seconds) / max(sum(sample.round_share), 1e-9), 1e-9)

@@ -17,7 +17,12 @@ from specdec_cli.experiment.lossless_check import failed_check
 from specdec_cli.experiment.points import Failure, arm_points, error_of
 from specdec_cli.experiment.predict import Text, with_recorded
 from specdec_cli.experiment.statistics.disturbed import disturbances
-from specdec_cli.experiment.statistics.noise import impossible_speeds, noise_in, predictions_off
+from specdec_cli.experiment.statistics.noise import (
+    impossible_speeds,
+    noise_in,
+    predictions_off,
+    proposals_of_another_k,
+)
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import Gains, measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_category
@@ -117,6 +122,7 @@ def sweep_document(
         *noise_in(records.samples),
         *impossible_speeds(points),
         *predictions_off(points),
+        *proposals_of_another_k(points),
         *tokens_notice(tokens),
         *failed_check(check),
     ]

@@ -4,7 +4,7 @@ The code of a name is in the module of that name in `methods`, `acceptance` or `
 plugin brought it: then the choice holds it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,26 @@ class VllmConfig:
 
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
+
+
+def drafted(
+    method: str, noun: str, setting: Setting, draft: str | None, notes: Sequence[str]
+) -> VllmConfig:
+    """The config of a method of vLLM's with a draft, and notes that hold for all of them.
+
+    noun: names the draft in a note. notes: of the method itself.
+    """
+    config, found = {"method": method, "model": draft}, [*notes]
+    if any(str(name).startswith("demo:") for name in (draft, setting("target", "model"))):
+        found.append("demo: models come with specdec; vLLM needs a folder or a Hugging Face id.")
+    if setting("sampling", "temperature") not in (None, 0):
+        config["draft_sample_method"] = "probabilistic"
+        found.append(
+            f"Measured with proposals sampled from the {noun}. vLLM drafts greedily by default, "
+            "and accepts less so at this temperature; draft_sample_method asks for the same as "
+            "here (leave it out where a version does not know it)."
+        )
+    return VllmConfig(config, tuple(found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,9 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig
-from specdec_cli.recipe.choices.forms import (
-    DFLASH_SIGNS,
-    DSPARK_SIGNS,
-    EAGLE3_SIGNS,
-    EAGLE_SIGNS,
-    MASK_SIGNS,
-    PARD2_SIGNS,
-    PEAGLE_SIGNS,
-    DraftForm,
-    first_seen,
-    named,
-    speculator,
-)
+from specdec_cli.recipe.choices import forms
+from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted
+from specdec_cli.recipe.choices.forms import DraftForm, first_seen, named, speculator
 from specdec_cli.recipe.fields import CountOrZero, Section
 
 Counting = Literal["inputs", "outputs"]
@@ -64,10 +53,10 @@ class Eagle3Keys(Section):
 
 FORM = DraftForm(
     "an EAGLE-3 head",
-    (EAGLE3_SIGNS,),
+    (forms.EAGLE3,),
     (
-        *(*MASK_SIGNS, *EAGLE_SIGNS, *PEAGLE_SIGNS, *DSPARK_SIGNS, *DFLASH_SIGNS, *PARD2_SIGNS),
-        *speculator("eagle3", others=True),
+        *(forms.MASK, forms.EAGLE, forms.PEAGLE, forms.DSPARK, forms.DFLASH, forms.PARD2),
+        speculator("eagle3", others=True),
     ),
 )
 
@@ -84,23 +73,13 @@ def dialect_of(config: Mapping[str, Any]) -> Dialect | None:
 
 
 def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
-    config = {"method": "eagle3", "model": draft}
     notes = []
-    if str(draft).startswith("demo:"):
-        notes.append("demo: models come with specdec; vLLM needs a folder or a Hugging Face id.")
     if any(setting("speculation", key) for key in ("eagle3_layers", "eagle3_counting")):
         notes.append(
             "Measured with layers that the recipe chose (speculation.eagle3_layers, "
             "eagle3_counting). vLLM takes them from the head's config.json: change them there."
         )
-    if setting("sampling", "temperature") not in (None, 0):
-        config["draft_sample_method"] = "probabilistic"
-        notes.append(
-            "Measured with proposals sampled from the head. vLLM drafts greedily by default, and "
-            "accepts less so at this temperature; draft_sample_method asks for the same as here "
-            "(leave it out where a version does not know it)."
-        )
-    return VllmConfig(config, tuple(notes))
+    return drafted("eagle3", "head", setting, draft, notes)
 
 
 EAGLE3 = MethodChoice(

@@ -32,16 +32,16 @@ class DraftForm:
     """A kind of drafts that are no ordinary model.
 
     noun: names one in messages, with its article. must: groups of signs; it has one of each group.
-    must_not: signs of other kinds.
+    must_not: groups of signs of other kinds; it has none of them.
     """
 
     noun: str
     must: tuple[tuple[Sign, ...], ...]
-    must_not: tuple[Sign, ...] = ()
+    must_not: tuple[tuple[Sign, ...], ...] = ()
 
     def seen(self, config: Mapping[str, Any]) -> str | None:
         """What shows that a config describes one; None where it does not."""
-        if first_seen(self.must_not, config) is not None:
+        if any(first_seen(group, config) is not None for group in self.must_not):
             return None
         found = [first_seen(group, config) for group in self.must]
         return None if None in found else found[0]
@@ -82,29 +82,27 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and value > 0
 
 
-EAGLE3_SIGNS = (
+EAGLE3 = (
     *speculator("eagle3"),
     named("eagle3"),
     Sign("eagle_config", lambda value: isinstance(value, Mapping)),
     Sign("draft_vocab_size", lambda _: True),
 )
 # EAGLE-1, EAGLE-2 and HASS, whose own configs are those of a llama of one layer.
-EAGLE_SIGNS = (*speculator("eagle"), valued("model_type", "eagle"), named("(?<!p)eagle(?!3)"))
-PEAGLE_SIGNS = (*speculator("peagle"), named("peagle"))
-DSPARK_SIGNS = (
+EAGLE = (*speculator("eagle"), valued("model_type", "eagle"), named("(?<!p)eagle(?!3)"))
+PEAGLE = (*speculator("peagle"), named("peagle"))
+DSPARK = (
     *speculator("dspark"),
     named("dspark"),
     valued("dflash_config.projector_type", "dspark"),
     Sign("markov_rank", _is_count),
     Sign("dflash_config.markov_rank", _is_count),
 )
-DFLASH_SIGNS = (
+DFLASH = (
     *speculator("dflash"),
     named("dflash|museglimmerassistant"),
     Sign("dflash_config", lambda value: isinstance(value, Mapping)),
 )
 # Keys that hold the id of the mask token: all proposals come from one pass.
-MASK_SIGNS = tuple(
-    map(Sign, ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"))
-)
-PARD2_SIGNS = (valued("spd_type", "pard2"), Sign("pard2_target_layers"))
+MASK = tuple(map(Sign, ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")))
+PARD2 = (valued("spd_type", "pard2"), Sign("pard2_target_layers"))

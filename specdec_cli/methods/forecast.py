@@ -1,0 +1,235 @@
+"""The acceptance of proposals along a text that is already written, found by running its rounds.
+
+A proposal may depend on those before it in its round. So a round is begun at each token of the
+text, and its draws give the tokens that follow there. Rounds of tokens next to each other run side
+by side, each in cache blocks of its own. Legend: N rounds, K proposal length, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Values
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+import torch
+
+from specdec_cli.acceptance.base import NoForecast
+from specdec_cli.core.batch import Span
+from specdec_cli.core.drafting import Drafting
+from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.sampling import by_target_ids
+from specdec_cli.core.state import BatchState, Texts
+from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.methods.base import Proposer
+from specdec_cli.methods.teacher import Teacher, acceptance, logits_of, prefill
+
+_SIDE_BY_SIDE = 64  # rounds; the distributions of one place of each are held
+
+
+@torch.inference_mode()
+def forecast(
+    proposer: Proposer,
+    teacher: Teacher,
+    prompt: Values[int],
+    output: Values[int],
+    k: int,
+    params: SamplingParams,
+) -> Forecast:
+    """The acceptance to expect in rounds of k that begin at the tokens of `output`.
+
+    All ranks have to call this; only rank 0's result is valid. Raises `NoForecast` for proposals
+    that were drawn otherwise than by `Drafting`.
+    """
+    found = proposer.forecast(teacher, prompt, output, k, params)
+    if found is None:
+        tokens = [*prompt, *output][: proposer.max_len]
+        rounds = list(_Replay(proposer, teacher, tokens, k, params).rounds(len(prompt)))
+        found = _told(rounds + [_Round()] * (len(output) - len(rounds)))
+    return replace(found, only_k=k) if proposer.depends_on_k else found
+
+
+@dataclass(slots=True, eq=False)
+class Following(Drafting):
+    """A drafting whose draws give the written tokens, and note the chance of each to be accepted.
+
+    written: int64 [N, K]. scored: gives the target's logits [M, V], of which row i + j is that of
+    place j in round i; the last one also stands for those behind the text. noted: of each place
+    that was drawn, what `teacher.acceptance` gives.
+    """
+
+    written: torch.Tensor = field(kw_only=True)
+    scored: Callable[[], torch.Tensor] = field(kw_only=True)
+    noted: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, init=False)
+
+    def draw_all(self, logits: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        step = self.num_drawn
+        tokens = self.written[:, step : step + logits.shape[1]]
+        for place, column in enumerate(tokens.unbind(1) if self.keeps_dist else ()):
+            drafted, scored = logits[:, place], None
+            if ids is not None:
+                drafted = by_target_ids(drafted, ids, self.vocab_size)
+            if not self.params.is_greedy:
+                rows = torch.arange(step + place, step + place + len(column))
+                scored = self.scored()
+                scored = scored[rows.clamp(max=len(scored) - 1)]
+            self.noted.append(acceptance(drafted, scored, column, self.vocab_size, self.params))
+        self._tokens.append(tokens)
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """chances: of the proposals that lie in the text. proposed: those behind it too. is_drawn:
+    whether any was drawn. overlap: the sum of min(p, q) of the first, if that was."""
+
+    chances: tuple[float, ...] = ()
+    proposed: int = 0
+    is_drawn: bool = False
+    overlap: float = 0.0
+
+
+def _told(rounds: list[_Round]) -> Forecast:
+    """Counts where nothing was drawn, so that all is certain; else chances."""
+    if any(one.is_drawn for one in rounds):
+        overlap = tuple(one.overlap for one in rounds)
+        return Forecast(ahead=tuple(one.chances for one in rounds), overlap=overlap)
+    stood = ((one.proposed, (*one.chances, 0.0).index(0.0)) for one in rounds)
+    return Forecast(chains=tuple(stood))
+
+
+class _Replay:
+    """The rounds of k along `tokens`, and what the caches hold of these. begun: tokens in the
+    proposer's. fed: in the target's, at least. features: [T, F], hidden states of the last T of
+    `begun`, or None."""
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        teacher: Teacher,
+        tokens: list[int],
+        k: int,
+        params: SamplingParams,
+    ) -> None:
+        self.proposer, self.teacher, self.k, self.params = proposer, teacher, k, params
+        self.text = Sequence(0, tokens, len(tokens), len(tokens))
+        self.begun = self.fed = 0
+        self.features: torch.Tensor | None = None
+
+    def rounds(self, start: int) -> Iterator[_Round]:
+        """The rounds that begin with `start` tokens and more, in turn."""
+        allocator, device = self.teacher.allocator, self.teacher.target.device
+        reach, size = len(self.text.tokens), allocator.block_size
+        touched = allocator.blocks_for((size if self.proposer.is_paged else reach) + self.k + 1)
+        spare: list[int] = []
+        # Rounds near the end propose past it, as far as there is room.
+        room = min(reach + self.k, allocator.num_free * size)
+        allocator.extend(self.text.block_table, max(reach, room))
+        try:
+            width = min(_SIDE_BY_SIDE, 1 + allocator.num_free // touched)
+            allocator.extend(spare, (width - 1) * touched * size)
+            texts = Texts.empty(width, reach, device) if self.proposer.needs_text else None
+            columns = allocator.blocks_for(reach) + touched
+            state = BatchState(width, columns, device, texts, self.proposer.tail)
+            for begin in range(start, reach, width):
+                starts = range(begin, min(begin + width, reach))
+                # The last of them runs in the text's own blocks.
+                copies = [
+                    self._copy(n, spare[i * touched :][:touched]) for i, n in enumerate(starts)
+                ]
+                copies[-1].block_table = list(self.text.block_table)
+                self._prefill(copies)
+                state.load(copies, self.params.seed)
+                yield from self._propose(state, starts)
+        finally:
+            allocator.shrink(spare, 0)
+            allocator.shrink(self.text.block_table, 0)
+
+    def _shared(self, n: int) -> int:
+        """Blocks of the text that a round of n tokens shares: up to the row before its last token,
+        whose output may be kept beside its keys."""
+        return max(0, n - 2) // self.teacher.allocator.block_size if self.proposer.is_paged else 0
+
+    def _copy(self, n: int, own: list[int]) -> Sequence:
+        """The first n tokens, in `own` blocks behind the shared ones."""
+        table = [*self.text.block_table[: self._shared(n)], *own]
+        return Sequence(n, self.text.tokens[:n], n, n + self.k + 1, table, draft_kv=n - 1)
+
+    def _prefill(self, copies: list[Sequence]) -> None:
+        """Bring all tokens but the last of each copy to the proposer; the last copy is the text."""
+        chunk, size = self.teacher.prefill_chunk, self.teacher.allocator.block_size
+        last, is_paged = copies[-1], self.proposer.is_paged
+        kept = len(copies) + size if is_paged else len(last.tokens)
+        stop = len(last.tokens) - 1
+        for start in range(self.begun, stop, chunk):
+            span, rows = Span(last, start, min(start + chunk, stop)), None
+            if self.proposer.feature_layers:
+                rows = self.teacher.target.forward([span], [0]).hidden
+                assert rows is not None, "the target has to return hidden states"
+                held = rows if self.features is None else torch.cat((self.features, rows))
+                self.features, self.fed = held[-kept:], span.stop
+            if is_paged:
+                self.proposer.prefill([span], rows)
+        self.begun = stop
+        spans = [
+            Span(one, self._shared(len(one.tokens)) * size, len(one.tokens) - 1)
+            for one in (copies[:-1] if is_paged else copies)
+        ]
+        for group in _groups(spans, chunk):
+            rows = None
+            if self.features is not None:
+                behind = len(self.features) - stop
+                rows = torch.cat([self.features[s.start + behind : s.stop + behind] for s in group])
+            self.proposer.prefill(group, rows)
+
+    def _propose(self, state: BatchState, starts: range) -> Iterator[_Round]:
+        tokens, k, target = self.text.tokens, self.k, self.teacher.target
+        reach, idle = len(tokens), state.num_slots - len(starts)
+        scored = cache(partial(self._score, starts.start - 1, min(starts.stop + k - 1, reach) - 1))
+        if self.teacher.parallel.size > 1 and not self.params.is_greedy:
+            scored()  # all ranks join this pass, also those that draw nothing
+        written = [[*tokens[n : n + k], *[0] * k][:k] for n in starts] + [[0] * k] * idle
+        most = len(self.text.block_table) * self.teacher.allocator.block_size
+        most = min(most, self.proposer.max_len)
+        caps = [min(k, most - n) for n in starts] + [0] * idle
+        draft = Following(
+            *(k, self.params, torch.tensor(caps, device=state.device), target.vocab_size),
+            keeps_dist=self.teacher.parallel.is_first,
+            written=torch.tensor(written, device=state.device),
+            scored=scored,
+        )
+        found = self.proposer.propose(state, draft)
+        # The next round of the text's own blocks writes over what this one guessed.
+        self.fed = min(self.fed, self.begun)
+        same, lens = found.token_ids == draft.written, found.lens.tolist()
+        is_drawn, chances = draft.num_drawn > 0, same.float()
+        overlap = [0.0] * len(starts)
+        if draft.noted:
+            chances = torch.stack([chance for chance, _ in draft.noted], dim=1)
+            overlap = draft.noted[0][1].tolist()
+        for i, n in enumerate(starts):
+            count = min(lens[i], reach - n)
+            if found.q is not None or (is_drawn and not bool(same[i, :count].all())):
+                raise NoForecast
+            told = chances[i, :count].tolist()
+            yield _Round(tuple(told), lens[i], is_drawn, overlap[i] if told else 0.0)
+
+    def _score(self, start: int, stop: int) -> torch.Tensor:
+        """The target's logits of the rows `start` to `stop`."""
+        prefill(self.teacher.target, self.text, self.fed, start, self.teacher.prefill_chunk)
+        self.fed = stop
+        return logits_of(self.teacher.target, self.text, start, stop)
+
+
+def _groups(spans: list[Span], most: int) -> Iterator[list[Span]]:
+    """`spans` in turn, in groups of at most `most` tokens; those that do not fit are cut."""
+    group: list[Span] = []
+    room = most
+    for seq, start, stop in spans:
+        while start < stop:
+            group.append(Span(seq, start, min(stop, start + room)))
+            room -= group[-1].length
+            start = group[-1].stop
+            if room == 0:
+                yield group
+                group, room = [], most
+    if group:
+        yield group
