@@ -545,13 +545,13 @@ def test_resuming_what_fails_again_opens_nothing_else(
 
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each k is captured once, in any order; a batch size is freed before the next is measured."""
-    from specdec_cli.engine import rounds
+    from specdec_cli.engine import graphs
     from specdec_cli.experiment.sweep import runner
 
     captured: list[tuple[int, int]] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
-    make = rounds.Rounds
+    make = graphs.Rounds
 
     def counted(*arguments: Any) -> Any:
         nonlocal most
@@ -573,7 +573,7 @@ def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.M
     )
     monkeypatch.setattr(runner, "time", clock)
     monkeypatch.setattr(runner.Sweep, "_cost", slow_cost)
-    monkeypatch.setattr(rounds, "Rounds", counted)
+    monkeypatch.setattr(graphs, "Rounds", counted)
     result = specdec(capsys, *SWEEP, *ONCE, "--batch-size", "4,2", "--json")
     assert result.code == 0
     measuring = json.loads(result.out)["measuring"]["measuring"]
