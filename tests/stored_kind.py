@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from specdec_kernels.linear.stored import KINDS, Kind, Storage, Stored
 
-from specdec_cli.models.quantised import FORMATS, Format
-from specdec_cli.models.weights import Fields, Read
+from specdec_cli.models.quantised import FORMATS, Scheme
 
 PAIRS = "pairs of int8, for tests"
 METHOD = "pairs"
@@ -26,29 +25,16 @@ def _encode(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.round().to(torch.int8).view(torch.int16)
 
 
-def storage_of(settings: dict[str, Any], name: str) -> Storage | None:
+def _scheme(settings: dict[str, Any], _: str) -> Scheme:
     high, wide = settings["group"]
-    kept = any(word in name for word in settings["plain"])
-    return None if kept else Storage(PAIRS, (high, wide))
-
-
-def _fields(tensors: dict[str, Read], settings: dict[str, Any], model: str) -> Fields:
-    ending = "_scale"
-    scales = {n.removesuffix(ending): read for n, read in tensors.items() if n.endswith(ending)}
-    codes = {n: read for n, read in tensors.items() if not n.endswith(ending)}
-    return Fields(codes, scales, {})
-
-
-def _refused(*_: object) -> dict[str, Read]:
-    raise AssertionError("only stored")
+    return Scheme(Storage(PAIRS, (high, wide)))
 
 
 @contextmanager
 def known() -> Iterator[None]:
     """While the kind, and checkpoints of `METHOD`, are known."""
     kind = Kind(torch.int16, 2, _decode, _encode, 127.0)
-    read = Format(_refused, lambda s, _: lambda name: storage_of(s, name), _fields)
-    with patch.dict(KINDS, {PAIRS: kind}), patch.dict(FORMATS, {METHOD: read}):
+    with patch.dict(KINDS, {PAIRS: kind}), patch.dict(FORMATS, {METHOD: _scheme}):
         yield
 
 
@@ -57,14 +43,13 @@ def store(folder: Path, group: tuple[int, int], plain: tuple[str, ...] = ()) -> 
 
     plain: words in the names of those that stay as they are.
     """
-    settings = {"quant_method": METHOD, "group": group, "plain": plain}
+    settings = {"quant_method": METHOD, "group": group}
     tensors = load_file(folder / "model.safetensors")
     stored = {}
     for name, matrix in list(tensors.items()):
-        storage = storage_of(settings, name)
-        if matrix.dim() < 2 or storage is None or not is_product(name):
+        if matrix.dim() < 2 or not is_product(name) or any(word in name for word in plain):
             continue
-        stored[name] = storage.quantised(matrix)
+        stored[name] = Storage(PAIRS, group).quantised(matrix)
         tensors |= {name: stored[name].codes, f"{name}_scale": stored[name].scales}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -83,8 +68,7 @@ def dequantise(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for ending in [name for name in tensors if name.endswith("_scale")]:
         name, scales = ending.removesuffix("_scale"), tensors.pop(ending)
-        storage = storage_of(settings, name)
-        assert storage is not None
+        storage = Storage(PAIRS, tuple(settings["group"]))
         tensors[name] = Stored(tensors[name], scales, None, storage).plain(torch.float32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

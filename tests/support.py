@@ -292,8 +292,10 @@ def description(
     dtype: str = "auto",
     parallel: TensorParallel = ALONE,
     load_format: str = "auto",
+    weights: str = "auto",
 ) -> Description:
-    return describe(ModelSpec("target", str(folder), None, dtype, load_format), device, parallel)
+    spec = ModelSpec("target", str(folder), None, dtype, load_format, weights=weights)
+    return describe(spec, device, parallel)
 
 
 def paged_model(
@@ -306,13 +308,14 @@ def paged_model(
     fused: bool = False,
     parallel: TensorParallel = ALONE,
     hidden_layers: tuple[int, ...] = (),
+    weights: str = "auto",
 ) -> PagedModel:
     """The checkpoint in our loader, over a cache poisoned with NaN.
 
     fused: use fused layers, as a built engine does, if the family has them. hidden_layers: layers
     whose hidden states passes return too.
     """
-    found = description(folder, device, dtype, parallel)
+    found = description(folder, device, dtype, parallel, weights=weights)
     cache = KVCache(found.layers, num_blocks, block_size, found.dtype, device)
     for pair in cache.layers:
         for tensor in pair:
@@ -341,6 +344,7 @@ def make_engine(
     rule: AcceptanceRule | None = None,
     policy: LengthPolicy | None = None,
     ngram: tuple[int, int] | None = None,
+    weights: str = "auto",
 ) -> Engine:
     """An engine over two saved checkpoints.
 
@@ -349,7 +353,8 @@ def make_engine(
     """
     parallel = groups.target or ALONE
     target_model = paged_model(
-        target, num_blocks, block_size, device, dtype, fused=fused, parallel=parallel
+        *(target, num_blocks, block_size, device, dtype),
+        **{"fused": fused, "parallel": parallel, "weights": weights},
     )
     worker: Proposer | None = None
     if ngram is not None:
@@ -358,7 +363,8 @@ def make_engine(
         worker = DraftModel(None, draft_max_len)
     elif draft is not None and groups.draft is not None:
         draft_model = paged_model(
-            draft, num_blocks, block_size, device, dtype, fused=fused, parallel=groups.draft
+            *(draft, num_blocks, block_size, device, dtype),
+            **{"fused": fused, "parallel": groups.draft, "weights": weights},
         )
         draft_model.foreign_ids = draft_model.vocab_size < target_model.vocab_size
         worker = DraftModel(draft_model, draft_max_len)

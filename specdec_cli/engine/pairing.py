@@ -48,6 +48,10 @@ def describe_draft(place: DraftPlace, share: Sequence[str], describe: Describe) 
             f"draft.share: {place.spec.name} borrows what it lacks by itself",
             "leave draft.share out",
         )
+    if place.spec.weights == "stored" and place.spec.name != place.target.spec.name:
+        raise UsageError(
+            f"draft.weights: stored does not suit {place.spec.name}: heads have plain weights"
+        )
     return own(place)
 
 

@@ -352,6 +352,12 @@ def compiled_roles(plan: Plan) -> tuple[str, ...]:
     if wanted == "off" or plan.no_compile is not None:
         return ()
     able = [m for m in plan.models if m.can_compile]
+    for model in able if wanted == "on" else ():
+        if model.spec.weights == "stored":
+            raise UsageError(
+                f"{model.spec.role}.weights: stored does not suit run.compile: on, since compiled "
+                "passes read plain weights"
+            )
     return tuple(m.spec.role for m in able if wanted == "on" or not m.captured_width)
 
 
@@ -376,6 +382,7 @@ def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSp
         file=section.file,
         dtype=section.dtype,
         load_format=section.load_format,
+        weights=section.weights,
         trust_remote_code=permissions.trust_remote_code,
         allow_pickle=permissions.allow_pickle,
     )

@@ -28,13 +28,12 @@ from specdec_cli.models.held import held_bytes
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.pass_bytes import PassShapes, peak_bytes
-from specdec_cli.models.quantised import FORMATS
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import model_place
 from specdec_cli.models.rotary_tables import num_turns
 from specdec_cli.models.sharing import borrowed_weights
 from specdec_cli.models.spec import ModelSpec
-from specdec_cli.models.stored import hold_as_stored, stored_parameters
+from specdec_cli.models.stored import choose_form, stored_parameters
 from specdec_cli.models.tp import WHOLE, Shards, shard
 from specdec_cli.models.weights import layers_held
 from specdec_cli.stages import begin_stage
@@ -211,11 +210,6 @@ def describe(
         layers, shards = probe(module, spec.name), WHOLE
         if parallel.size > 1:
             shards, layers = shard(module, layers, parallel, spec.name)
-        if not is_gguf(place) and (method := quantisation(config)) is not None:
-            storage = FORMATS[method].storage
-            if storage is not None:
-                settings = storage(config.quantization_config, spec.name)
-                hold_as_stored(module, settings, shards, spec.name)
     except SetupError:
         raise
     except Exception as problem:
@@ -225,6 +219,7 @@ def describe(
         if is_own:
             reason = f"{config.model_type} has attention code of its own"
         raise Unsupported(spec.name, reason) from problem
+    choose_form(module, spec, place, shards)
     return Description(
         spec=spec,
         place=place,

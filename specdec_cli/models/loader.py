@@ -26,7 +26,7 @@ from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
 from specdec_cli.models.held import StoredParameter
-from specdec_cli.models.quantised import read_quantised
+from specdec_cli.models.quantised import dequantised, fields_of, scheme_of
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import part_of, stored_parameters, stored_reader
 from specdec_cli.models.tp import Shards
@@ -90,7 +90,7 @@ def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
     with open_checkpoint(description.place, spec.allow_pickle) as tensors:
         if quantisation(config) is not None:
             settings = config.quantization_config
-            tensors = read_quantised(tensors, settings, description.dtype, spec.name, False).codes
+            tensors = dequantised(tensors, settings, description.dtype, spec.name)
         yield tensors
 
 
@@ -112,7 +112,12 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
         stored, fields = stored_parameters(module), Fields(tensors, {}, {})
         if quantisation(module.config) is not None:
             settings = module.config.quantization_config
-            fields = read_quantised(tensors, settings, description.dtype, spec.name, bool(stored))
+            scheme = scheme_of(settings, spec.name)
+            if scheme is not None and stored:
+                fields = fields_of(tensors, scheme)
+            else:
+                plain = dequantised(tensors, settings, description.dtype, spec.name)
+                fields = Fields(plain, {}, {})
         try:
             (readers, unused), *others = [converted(module, f) if f else ({}, []) for f in fields]
         except Exception as problem:
@@ -122,7 +127,11 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
                 "config.json and the weights do not belong together",
             ) from problem
         own = Fields(readers, *(found for found, _ in others))
-        kept = {n: stored_reader(n, p, own, spec.name) for n, p in stored.items() if n in readers}
+        kept = {
+            name: stored_reader(name, own, parameter.stored_as, spec.name)
+            for name, parameter in stored.items()
+            if name in readers
+        }
         yield {**readers, **kept}, unused
 
 
@@ -261,11 +270,11 @@ def _checkpoint_source(
                 f"({line_of(problem)})",
                 "its config and the weights do not belong together, or a file is missing",
             ) from None
-        if isinstance(value, Stored):
-            return value
         # Quantised numbers would be copied as if they were the weights themselves.
-        is_code = value.element_size() == 1 or not value.is_floating_point()
-        if is_code and meta.is_floating_point():
+        is_plain = isinstance(value, Stored) or (
+            value.element_size() > 1 and value.is_floating_point()
+        )
+        if meta.is_floating_point() and not is_plain:
             lacks = "config.json does not say how" if method is None else "its scales are missing"
             raise SetupError(
                 f"{name} of {spec.name} is quantised, and {lacks}",

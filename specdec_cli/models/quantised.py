@@ -1,46 +1,111 @@
-"""Quantised tensors of a checkpoint as plain ones. Does not know files or modules.
+"""Quantised checkpoints: what their config says of them, and readers. Does not know modules.
 
-fp8: a matrix of float8 codes, and a scale for it or for each of its blocks; the last blocks of a
-row or column may be smaller. mxfp4 (https://arxiv.org/abs/2310.10537): blocks of 32 four-bit codes
-along the input dimension, each with a power of two.
+float8: a matrix of codes, and scales for it, for each of its rows or for each of its blocks; the
+last blocks of a row or column may be smaller. mxfp4 (https://arxiv.org/abs/2310.10537): blocks of
+32 four-bit codes along the input dimension, each with a power of two.
 
 transformers derives the size of a block from the shape of the scales, which is wrong where the last
 block is smaller, and does not notice scales that lack rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from specdec_kernels.linear.stored import Storage
+from specdec_kernels.linear.stored import FP8, KINDS, Storage, Stored
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.weights import Fields, Part, Read, WrongShape
+from specdec_cli.models.weights import Fields, Part, Read, WrongShape, same
+from specdec_cli.text import one_line
 
-# Endings of a scale's name, and of its matrix's.
-_FP8_SCALES = {".weight_scale_inv": ".weight", ".scale": ".weight", ".qscale_weight": ".weight"}
-_FP8_SCALES |= {"_scale_inv": ""}  # of experts that the file stacks
+# Endings of a scale's name, and of its matrix's: transformers' fp8, and the other formats'.
+_SCALES = {".weight_scale_inv": ".weight", ".scale": ".weight", ".qscale_weight": ".weight"}
+_SCALES |= {".weight_scale": ".weight"}
+_SCALES |= {"_scale_inv": ""}  # of experts that the file stacks
 _BLOCK = 32  # codes of mxfp4, two in a byte
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
 
 Settings = dict[str, Any]  # a config's `quantization_config`
 
 
-class Format(NamedTuple):
-    """One way to store the weights of a checkpoint.
+class Scheme(NamedTuple):
+    """The storage of the matrices of a checkpoint that have scales.
 
-    dequantised: see the function of that name. storage: tells the storage of a module's matrices by
-    their names, or None of plain ones, from settings and the model's name; None where all have to
-    be dequantised. fields: the readers of such a checkpoint, in place of `dequantised`.
+    one_scale: the file has one for a matrix, which becomes that of each row.
     """
 
-    dequantised: Callable[[dict[str, Read], Settings, torch.dtype, str], dict[str, Read]]
-    storage: Callable[[Settings, str], Callable[[str], Storage | None]] | None = None
-    fields: Callable[[dict[str, Read], Settings, str], Fields] | None = None
+    storage: Storage
+    one_scale: bool = False
+
+
+def scheme_of(settings: Settings, model: str) -> Scheme | None:
+    """The scheme of a checkpoint, of a method in `FORMATS`; None for mxfp4, which is dequantised.
+
+    model: its name in messages. Raises `SetupError`, which names the key, for what is not
+    understood.
+    """
+    return FORMATS[settings["quant_method"]](settings, model)
+
+
+def scaled(names: Iterable[str]) -> dict[str, str]:
+    """The names of a checkpoint's scales, and of their matrices."""
+    held, found = set(names), dict[str, str]()
+    for name in held:
+        ending = next((e for e in _SCALES if name.endswith(e)), None)
+        if ending is not None:
+            found[name] = name.removesuffix(ending) + _SCALES[ending]
+    return {scales: matrix for scales, matrix in found.items() if matrix in held}
+
+
+def fields_of(tensors: dict[str, Read], scheme: Scheme) -> Fields:
+    """Readers of codes and scales, by the matrices' names, and of plain tensors."""
+    of_scales = scaled(tensors)
+    codes = {name: read for name, read in tensors.items() if name not in of_scales}
+    scales: dict[str, Read] = {
+        matrix: partial(_scales, tensors[name], tensors[matrix], scheme)
+        for name, matrix in of_scales.items()
+    }
+    return Fields(codes, scales, {})
+
+
+def _scales(scales: Read, codes: Read, scheme: Scheme, part: Part | None = None) -> torch.Tensor:
+    found = scales()
+    # Bytes are the exponents of powers of two.
+    found = (found.float() - 127).exp2() if found.dtype == torch.uint8 else found.float()
+    if scheme.one_scale or found.dim() == 1:
+        *stacked, rows, _ = codes().shape or (1, 1)
+        count = 1 if scheme.one_scale else rows
+        if found.numel() == torch.Size(stacked).numel() * count:
+            found = found.reshape(*stacked, count, 1).expand(*stacked, rows, 1)
+    return same(found, part)
+
+
+def read_stored(name: str, fields: Fields, storage: Storage, model: str) -> Stored:
+    """A matrix as it is stored.
+
+    Raises `SetupError`, which names it, for scales that are missing or do not fit.
+    """
+    codes, told = fields.codes[name](), f"{name} of {model}"
+    if name not in fields.scales:
+        raise SetupError(f"{told} is quantised, and its scales are missing", _DAMAGED)
+    kind = KINDS[storage.kind].codes
+    if codes.dim() < 2 or codes.dtype != kind:
+        theirs = f"scales as a matrix of {str(kind).removeprefix('torch.')} has"
+        raise SetupError(f"{told} is {_said(codes)}, and has {theirs}", _DAMAGED)
+    scales = fields.scales[name]()
+    found = Stored(codes, scales, fields.zeros[name]() if storage.has_zeros else None, storage)
+    if list(scales.shape) != (shape := list(storage.scales_shape(found.shape))):
+        high, wide = storage.group
+        groups = f"blocks of {high} x {wide}" if wide else "a scale for each row"
+        raise SetupError(
+            f"{told} has shape {list(found.shape)} and scales of shape {list(scales.shape)}; with "
+            f"{groups} they are {shape}",
+            _DAMAGED,
+        )
+    return found
 
 
 def dequantised(
@@ -48,26 +113,70 @@ def dequantised(
 ) -> dict[str, Read]:
     """Readers of plain tensors in `dtype` for the tensors of a quantised checkpoint.
 
-    settings: the config's `quantization_config`, of method fp8 or mxfp4. model: its name in
-    messages. Raises `SetupError` for settings that are not understood. So does a reader, with the
-    tensor's name, when its scales do not fit it.
+    Raises as `scheme_of` does. So does a reader, with the tensor's name, when its scales do not fit
+    it.
     """
-    return FORMATS[settings["quant_method"]].dequantised(tensors, settings, dtype, model)
+    scheme = scheme_of(settings, model)
+    if scheme is None:
+        return _dequantised_mxfp4(tensors, dtype, model)
+    fields, storage = fields_of(tensors, scheme), scheme.storage
+
+    def reader(name: str) -> Read:
+        return lambda part=None: same(read_stored(name, fields, storage, model).plain(dtype), part)
+
+    return fields.codes | {name: reader(name) for name in fields.scales}
 
 
-def read_quantised(
-    tensors: dict[str, Read], settings: Settings, dtype: torch.dtype, model: str, as_stored: bool
-) -> Fields:
-    """Readers of a quantised checkpoint: of what it holds, or of plain tensors in `dtype`."""
-    read = FORMATS[settings["quant_method"]].fields
-    if as_stored and read is not None:
-        return read(tensors, settings, model)
-    return Fields(dequantised(tensors, settings, dtype, model), {}, {})
+_DAMAGED = "the weights are damaged, or do not belong to this config.json; download them again"
 
 
-def _dequantised_mxfp4(
-    tensors: dict[str, Read], _: Settings, dtype: torch.dtype, model: str
-) -> dict[str, Read]:
+def _fp8(settings: Settings, model: str) -> Scheme:
+    """transformers' own format."""
+    block = settings.get("weight_block_size", (128, 128))
+    if block is None:
+        return Scheme(Storage(FP8), one_scale=True)
+    return Scheme(Storage(FP8, _block(block, "weight_block_size", model)))
+
+
+def _block(block: Any, key: str, model: str) -> tuple[int, int]:
+    sizes = list(block) if isinstance(block, list | tuple) else []
+    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+        raise _refused(key, block, model, "two numbers, or null for one scale a matrix")
+    return sizes[0], sizes[1]
+
+
+def _compressed_tensors(settings: Settings, model: str) -> Scheme:
+    """The format of llm-compressor and vLLM."""
+    if (form := settings.get("format")) != "float-quantized":
+        raise _refused("format", form, model, "float-quantized")
+    groups = settings.get("config_groups")
+    parts = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [part.get("weights") if isinstance(part, dict) else None for part in parts]
+    first = weights[0] if weights else None
+    if not isinstance(first, dict) or any(other != first for other in weights):
+        raise _refused("config_groups", groups, model, "groups whose weights are stored alike")
+    for key, known in (
+        ("num_bits", (8,)),
+        ("type", ("float",)),
+        ("symmetric", (True,)),
+        ("strategy", ("tensor", "channel", "block")),
+    ):
+        if first.get(key) not in known:
+            told = " or ".join(map(str, known))
+            raise _refused(f"config_groups.weights.{key}", first.get(key), model, told)
+    if first["strategy"] != "block":
+        return Scheme(Storage(FP8), one_scale=first["strategy"] == "tensor")
+    return Scheme(Storage(FP8, _block(first.get("block_structure"), "block_structure", model)))
+
+
+def _refused(key: str, found: object, model: str, wanted: str) -> SetupError:
+    return SetupError(
+        f"config.json of {model}: quantization_config.{key} is {one_line(repr(found))}",
+        f"it has to be {wanted}; or take the checkpoint that it was made from",
+    )
+
+
+def _dequantised_mxfp4(tensors: dict[str, Read], dtype: torch.dtype, model: str) -> dict[str, Read]:
     plain = dict(tensors)
     for blocks in [name for name in tensors if name.endswith("_blocks")]:
         name = blocks.removesuffix("_blocks")
@@ -76,80 +185,6 @@ def _dequantised_mxfp4(
             raise SetupError(f"{blocks} of {model} lacks {name}_scales", _DAMAGED)
         plain[name] = _mxfp4_reader(f"{name} of {model}", plain.pop(blocks), scales, dtype)
     return plain
-
-
-def _dequantised_fp8(
-    tensors: dict[str, Read], settings: Settings, dtype: torch.dtype, model: str
-) -> dict[str, Read]:
-    plain = dict(tensors)
-    undo = partial(_from_fp8, dtype=dtype, block=_block_size(settings, model))
-    for name in tensors:
-        ending = next((e for e in _FP8_SCALES if name.endswith(e)), None)
-        if ending is not None:
-            matrix = name.removesuffix(ending) + _FP8_SCALES[ending]
-            if matrix in tensors:
-                told = f"{matrix} of {model}"
-                plain[matrix] = _reader(told, tensors[matrix], plain.pop(name), undo)
-    return plain
-
-
-_DAMAGED = "the weights are damaged, or do not belong to this config.json; download them again"
-
-
-def _block_size(settings: dict[str, Any], model: str) -> tuple[int, int] | None:
-    """Rows and columns of a block; None where a matrix has one scale."""
-    block = settings.get("weight_block_size", (128, 128))
-    if block is None:
-        return None
-    sizes = list(block) if isinstance(block, list | tuple) else []
-    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
-        raise SetupError(
-            f"config.json of {model}: quantization_config.weight_block_size is {block!r}",
-            "it has to be two numbers, or null for one scale a matrix",
-        )
-    return sizes[0], sizes[1]
-
-
-def _reader(
-    told: str, codes: Read, scales: Read, undo: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> Read:
-    def read(part: Part | None = None) -> torch.Tensor:
-        try:
-            whole = undo(codes(), scales())
-        except ValueError as problem:
-            raise SetupError(f"{told} {problem}", _DAMAGED) from None
-        return whole if part is None else part.of(whole)
-
-    return read
-
-
-def _from_fp8(
-    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, block: tuple[int, int] | None
-) -> torch.Tensor:
-    """codes [..., rows, columns], scales [..., blocks of rows, blocks of columns]."""
-    if codes.dim() < 2 or codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-        raise ValueError(f"is {_said(codes)}, and has scales as a matrix of float8 has")
-    *stacked, rows, columns = codes.shape
-    high, wide = block or (max(rows, 1), max(columns, 1))
-    wanted = [*stacked, -(-rows // high), -(-columns // wide)]
-    # One scale a matrix comes with any number of dimensions of size 1.
-    is_one = block is None and _without_ones(scales.shape) == _without_ones(stacked)
-    if list(scales.shape) != wanted and not is_one:
-        raise ValueError(
-            f"has shape {list(codes.shape)} and scales of shape {list(scales.shape)}; "
-            f"{f'with blocks of {high} x {wide}' if block else 'with one scale'} they are {wanted}"
-        )
-    # Bytes are the exponents of powers of two.
-    factors = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
-    factors = factors.reshape(wanted).repeat_interleave(wide, -1)[..., :columns]
-    values, full = codes.float(), rows // high
-    values[..., : full * high, :].unflatten(-2, (full, high)).mul_(factors[..., :full, None, :])
-    values[..., full * high :, :].mul_(factors[..., full:, :])
-    return values.to(dtype)
-
-
-def _without_ones(shape: Sequence[int]) -> list[int]:
-    return [size for size in shape if size != 1]
 
 
 def _mxfp4_reader(told: str, blocks: Read, scales: Read, dtype: torch.dtype) -> Read:
@@ -210,4 +245,8 @@ def _said(tensor: torch.Tensor) -> str:
 
 
 # By the `quant_method` of a config.
-FORMATS = {"fp8": Format(_dequantised_fp8), "mxfp4": Format(_dequantised_mxfp4)}
+FORMATS: dict[str, Callable[[Settings, str], Scheme | None]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "mxfp4": lambda _, __: None,
+}

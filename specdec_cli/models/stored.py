@@ -4,51 +4,81 @@
 other families are dequantised while loading.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 from specdec_kernels.linear.stored import KINDS, Storage, Stored
 from torch import Tensor, nn
 
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.models.conversion import converted
 from specdec_cli.models.fused_layer import family_of, matrices
+from specdec_cli.models.gate import quantisation
+from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.held import StoredParameter
+from specdec_cli.models.quantised import read_stored, scaled, scheme_of
 from specdec_cli.models.refusals import Unsupported
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tp import Shards
-from specdec_cli.models.weights import Fields, Part, Read
+from specdec_cli.models.weights import Fields, Part, WrongShape, tensor_names
+
+ReadStored = Callable[[Part | None], Stored]
 
 
-def hold_as_stored(
-    module: Any, storage_of: Callable[[str], Storage | None], shards: Shards, model: str
+def _unread(part: Part | None = None) -> torch.Tensor:
+    raise AssertionError("only its name is used")
+
+
+def choose_form(module: Any, spec: ModelSpec, place: Path, shards: Shards) -> None:
+    """Mark the matrices that are to be held as stored. Raises `SetupError` for a quantisation that
+    is not understood, and `UsageError` where weights cannot stay as they are."""
+    scheme = None
+    if not is_gguf(place) and quantisation(module.config) is not None:
+        scheme = scheme_of(module.config.quantization_config, spec.name)
+    if spec.weights != "stored":
+        return
+    if scheme is None or family_of(module) is None:
+        reason = "its weights are not float8"
+        if scheme is not None:
+            reason = f"layers of {module.config.model_type} read plain weights"
+        raise UsageError(f"{spec.role}.weights: stored does not suit {spec.name}: {reason}")
+    names = None
+    if spec.load_format != "dummy":
+        held = scaled(tensor_names(place)).values()
+        names = converted(module, dict.fromkeys(held, _unread))[0].keys()
+    _hold_as_stored(module, scheme.storage, names, shards, spec.name)
+
+
+def _hold_as_stored(
+    module: Any, storage: Storage, names: Collection[str] | None, shards: Shards, model: str
 ) -> None:
-    """Mark the matrices of a module on meta that are held as stored, if its layers can read them.
+    """Mark the matrices of a module on meta, which has a fused form, that are held as stored.
 
-    storage_of: the storage of a matrix, by the module's name for it, or None for a plain one.
-    shards: this rank's parts. model: its name in messages. A tied head stays plain, as the
-    embedding does.
+    names: the module's names of matrices that the checkpoint has scales of; without a checkpoint
+    None, for all but the head. shards: this rank's parts. model: its name in messages. A tied head
+    stays plain, as the embedding does.
 
     Raises `Unsupported`, which names the tensor, for groups that a part would cut, and for products
     of which only a part is stored.
     """
-    if family_of(module) is None:
-        return
-    embedding = module.get_input_embeddings().weight
+    embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings()
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         is_matrix = isinstance(owner, nn.Linear) and leaf == "weight"
-        is_stacked = parameter.dim() == 3 and not owner.is_transposed
+        is_stacked = parameter.dim() == 3 and not getattr(owner, "is_transposed", True)
         is_tied = parameter is embedding or name in shards.tied
         if is_tied or not (is_matrix or is_stacked):
             continue
-        if (storage := storage_of(name)) is not None:
+        if name in names if names is not None else owner is not head:
             _check_edges(storage, parameter, shards.parts.get(name), f"{name} of {model}")
             setattr(owner, leaf, StoredParameter.like(parameter, storage))
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     for group in (group for layer in module.model.layers for group in matrices(layer)):
         if len({getattr(parameter, "stored_as", None) for parameter in group}) > 1:
-            told = " and ".join(names[id(parameter)] for parameter in group)
+            told = " and ".join(name_of[id(parameter)] for parameter in group)
             raise Unsupported(model, f"{told} are one product, and stored in different ways")
 
 
@@ -85,36 +115,13 @@ def part_of(whole: Stored, part: Part) -> Stored:
     return found[0] if part.blocks == 1 else Stored.joined(found)
 
 
-def stored_reader(
-    name: str, parameter: StoredParameter, fields: Fields, model: str
-) -> Callable[[Part | None], Stored]:
-    """A reader of one weight, or of this rank's part.
-
-    It raises `SetupError`, which names the tensor, for a field that is missing, or has another
-    shape or dtype.
-    """
-    storage, told = parameter.stored_as, f"{name} of {model}"
-
-    def field(word: str, readers: dict[str, Read], shape: Sequence[int], kind: object) -> Tensor:
-        if name not in readers:
-            raise SetupError(f"{told} lacks its {word}", _DAMAGED)
-        tensor, wanted = readers[name](), (list(shape), kind)
-        if (found := (list(tensor.shape), tensor.dtype)) != wanted:
-            theirs, ours = (f"{str(k).removeprefix('torch.')} of {s}" for s, k in (found, wanted))
-            raise SetupError(f"{told} has {word} that are {theirs}, not {ours}", _DAMAGED)
-        return tensor
+def stored_reader(name: str, fields: Fields, storage: Storage, model: str) -> ReadStored:
+    """A reader of one weight, or of this rank's part; it raises as `read_stored` does."""
 
     def read(part: Part | None = None) -> Stored:
-        shape = parameter.shape if part is None else part.shape
-        shared, zeros = storage.scales_shape(shape), None
-        codes = field("codes", fields.codes, storage.codes_shape(shape), KINDS[storage.kind].codes)
-        scales = field("scales", fields.scales, shared, torch.float32)
-        if storage.has_zeros:
-            zeros = field("zeros", fields.zeros, shared, torch.uint8)
-        whole = Stored(codes, scales, zeros, storage)
+        whole = read_stored(name, fields, storage, model)
+        if part is not None and whole.shape != part.shape:
+            raise WrongShape(whole.shape)
         return whole if part is None else part_of(whole, part)
 
     return read
-
-
-_DAMAGED = "config.json and the weights do not belong together, or a file is missing"

@@ -72,6 +72,10 @@ class ModelSection(Section):
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="dummy draws random weights of the model's shape (for timing)"
     )
+    weights: Literal["auto", "stored", "dequantise"] = Field(
+        default="auto",
+        description="of fp8 checkpoints: stored keeps codes, dequantise (auto) makes plain ones",
+    )
 
 
 class DraftSection(ModelSection):

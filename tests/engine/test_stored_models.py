@@ -1,5 +1,6 @@
 """Models whose weights stay as stored, beside the same models with plain numbers in their place."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.sharing import check_shared
-from specdec_cli.errors import ExitCode, SetupError
+from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.experiment.duration import _shape_of
 from specdec_cli.models.description import Description, describe
 from specdec_cli.models.fused import bytes_held_twice
@@ -20,10 +22,20 @@ from specdec_cli.models.loader import load
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import part_of, stored_parameters
 from tests.stored_kind import dequantise, known, store
-from tests.support import CPU, decode, make_engine, paged_model, save_tiny
+from tests.support import (
+    CPU,
+    decode,
+    description,
+    greedy_reference,
+    make_engine,
+    paged_model,
+    reference,
+    save_tiny,
+)
 
 PROMPT = [5, 17, 31, 60, 8]
 GROUP = (16, 32)
+SPEC = ModelSpec("target", "", None, "float32", "auto", weights="stored")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +45,7 @@ def kind() -> Iterator[None]:
 
 
 def described(folder: Path, parallel: TensorParallel | None = None, **changes: Any) -> Description:
-    spec = replace(ModelSpec("target", str(folder), None, "float32", "auto"), **changes)
+    spec = replace(SPEC, name=str(folder), **changes)
     return describe(spec, CPU, *([] if parallel is None else [parallel]))
 
 
@@ -46,6 +58,10 @@ def pair(
     numbers = Path(shutil.copytree(kept, folder / "plain"))
     dequantise(numbers)
     return kept, numbers
+
+
+def engine(target: Path, draft: Path | None = None) -> Engine:
+    return make_engine(target, draft, weights="stored" if target.name == "stored" else "auto")
 
 
 FAMILIES: list[tuple[str, tuple[int, int], dict[str, Any]]] = [
@@ -72,7 +88,13 @@ def test_texts_equal_those_of_plain_numbers(
     assert not any("embed" in name or "norm" in name or "gate.weight" in name for name in stored)
     texts = []
     for folder in (kept, numbers):
-        [seq] = decode(make_engine(folder, None), [PROMPT], 0, max_new_tokens=24, temperature=1.0)
+        [seq] = decode(
+            engine(folder),
+            [PROMPT],
+            0,
+            max_new_tokens=24,
+            temperature=1.0,
+        )
         texts.append(seq.tokens)
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 6, "any weights would do"
@@ -81,7 +103,7 @@ def test_texts_equal_those_of_plain_numbers(
 def test_a_stored_target_with_a_stored_draft(tmp_path: Path) -> None:
     kept, numbers = pair(tmp_path, "llama")
     texts = [
-        decode(make_engine(target, draft), [PROMPT, [9, 8]], 3, max_new_tokens=20)
+        decode(engine(target, draft), [PROMPT, [9, 8]], 3, max_new_tokens=20)
         for target, draft in ((kept, kept), (numbers, numbers))
     ]
     for ours, theirs in zip(*texts, strict=True):
@@ -94,13 +116,13 @@ def test_bytes_are_those_of_codes_and_scales(family: str, tmp_path: Path) -> Non
     kept, numbers = pair(tmp_path, family)
     about = described(kept)
     want = sum(t.nbytes for t in load_file(kept / "model.safetensors").values())
-    assert about.weight_bytes == want < described(numbers).weight_bytes / 2
+    assert about.weight_bytes == want < description(numbers).weight_bytes / 2
     module = load(about, CPU)
     held = [p.value for p in stored_parameters(module).values()]
     assert all(value is not None for value in held)
     sizes = [p.untyped_storage().nbytes() for p in stored_parameters(module).values()]
     assert max(sizes) <= 4, "a stored parameter has no numbers of its own"
-    model = paged_model(kept, 60, 8, fused=True)
+    model = paged_model(kept, 60, 8, fused=True, weights="stored")
     assert bytes_held_twice(about.module) == 0
     tables = 2 * model.fused.cos.nbytes
     # A number a stored parameter stands for those that it does not have.
@@ -112,7 +134,7 @@ def test_a_part_of_the_modules_stays_plain(tmp_path: Path) -> None:
     names = set(stored_parameters(described(kept).module))
     assert names and all(".mlp." in name for name in names)
     texts = [
-        decode(make_engine(folder, None), [PROMPT], 0, max_new_tokens=20)[0].tokens
+        decode(engine(folder), [PROMPT], 0, max_new_tokens=20)[0].tokens
         for folder in (kept, numbers)
     ]
     assert texts[0] == texts[1]
@@ -178,12 +200,10 @@ NAMED = "model.layers.1.mlp.up_proj.weight"
         (
             "_scale",
             lambda t: t[:-1],
-            "scales that are float32 of [7, 2], not float32 of [8, 2]",
+            "scales of shape [7, 2]; with blocks of 16 x 32 they are [8, 2]",
         ),
-        ("_scale", lambda t: t.half(), "scales that are float16 of [8, 2], not"),
-        ("_scale", lambda t: None, "lacks its scales"),
-        ("", lambda t: t[:, :-1].clone(), "has codes that are int16 of [128, 31]"),
-        ("", lambda t: t.char(), "has codes that are int8 of [128, 32], not int16"),
+        ("", lambda t: t[:, :-1].clone(), "has shape [128, 62]"),
+        ("", lambda t: t.char(), "is int8 of [128, 32], and has scales as a matrix of int16"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])
@@ -208,7 +228,7 @@ def test_dummy_weights_are_stored_too(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama")
     store(folder, (1, 0))
     whole = stored_parameters(load(described(folder, load_format="dummy"), CPU))
-    assert len(whole) == 15
+    assert len(whole) == 14
     for rank in range(2):
         about = described(folder, TensorParallel(rank, 2, None, CPU), load_format="dummy")
         for name, parameter in stored_parameters(load(about, CPU)).items():
@@ -219,11 +239,15 @@ def test_dummy_weights_are_stored_too(tmp_path: Path) -> None:
             assert torch.equal(ours.plain(torch.float32), plain) and plain.std() > 0.1
 
 
-def test_other_families_are_dequantised(tmp_path: Path) -> None:
-    """Their layers read plain weights alone."""
-    folder = save_tiny(tmp_path, "phi3")
-    store(folder, (1, 0))
-    assert not stored_parameters(described(folder).module)
+def test_what_cannot_stay_stored_is_dequantised_or_refused(tmp_path: Path) -> None:
+    """Layers of other families read plain weights alone, and plain weights have no other form."""
+    other = save_tiny(tmp_path / "phi3", "phi3")
+    store(other, (1, 0))
+    plain = save_tiny(tmp_path / "llama", "llama")
+    assert not stored_parameters(description(other).module)
+    for folder, reason in ((other, "layers of phi3 read plain"), (plain, "are not float8")):
+        with pytest.raises(UsageError, match=rf"target\.weights: stored does not suit .*{reason}"):
+            described(folder)
 
 
 def test_a_draft_cannot_borrow_a_stored_head(tmp_path: Path) -> None:
@@ -236,7 +260,105 @@ def test_a_draft_cannot_borrow_a_stored_head(tmp_path: Path) -> None:
 
 def test_times_are_estimated_from_stored_bytes(tmp_path: Path) -> None:
     kept, numbers = pair(tmp_path, "mixtral")
-    ours, theirs = _shape_of(described(kept)), _shape_of(described(numbers))
+    ours, theirs = _shape_of(described(kept)), _shape_of(description(numbers))
     assert ours.parameters == pytest.approx(theirs.parameters, rel=0.05)
     assert 0.25 < ours.experts / theirs.experts < 0.27, "a byte a number, and scales"
     assert 0.25 < ours.always / theirs.always < 0.35
+
+
+# float8, as people store it.
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def compressed(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy} | more
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    form = {"format": "float-quantized", "ignore": ["lm_head"], "config_groups": groups}
+    return {"quant_method": "compressed-tensors"} | form
+
+
+FP8: list[tuple[dict[str, Any], str, tuple[int, int]]] = [
+    ({"quant_method": "fp8", "weight_block_size": [16, 32]}, "_scale_inv", (16, 32)),
+    ({"quant_method": "fp8", "weight_block_size": None}, "_scale_inv", (0, 0)),
+    (compressed("tensor"), "_scale", (0, 0)),
+    (compressed("channel"), "_scale", (1, 0)),
+    (compressed("block", block_structure=[16, 8]), "_scale", (16, 8)),
+]
+
+
+def store_fp8(folder: Path, settings: dict[str, Any], ending: str, group: tuple[int, int]) -> Path:
+    """Quantise a checkpoint in place; returns a folder with the products of codes and scales."""
+    tensors = load_file(folder / "model.safetensors")
+    plain = dict(tensors)
+    for name in [n for n in tensors if "_proj" in n or ".experts." in n]:
+        rows, columns = tensors[name].shape
+        high, wide = group[0] or rows, group[1] or columns
+        blocks = tensors[name].float().view(rows // high, high, columns // wide, wide)
+        scales = blocks.abs().amax((1, 3)) / 448
+        each = scales.repeat_interleave(high, 0).repeat_interleave(wide, 1)
+        tensors[name] = (tensors[name] / each).to(FLOAT8)
+        plain[name] = tensors[name].float() * each
+        tensors[f"{name}{ending}"] = scales if group[0] else scales.view(1)
+        tensors[f"{name.removesuffix('.weight')}.input_scale"] = torch.ones(1)
+    other = Path(shutil.copytree(folder, folder.parent / "plain"))
+    save_file(plain, other / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return other
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("settings", "ending", "group"), FP8, ids=str)
+def test_float8_equals_transformers_on_its_products(
+    settings: dict[str, Any], ending: str, group: tuple[int, int], family: str, tmp_path: Path
+) -> None:
+    """Stored and dequantised, whole and a rank's part."""
+    wide = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    folder = save_tiny(tmp_path / "stored", family, **wide)
+    other = store_fp8(folder, settings, ending, group)
+    want = greedy_reference(reference(other), PROMPT, 16)
+    for weights in ("stored", "dequantise"):
+        [seq] = decode(make_engine(folder, None, weights=weights), [PROMPT], 0, max_new_tokens=16)
+        assert seq.tokens[len(PROMPT) :] == want
+    assert len(set(want)) > 3, "any weights would do"
+    stored = stored_parameters(described(folder).module)
+    assert len(stored) >= 10 and "lm_head.weight" not in stored
+    plain = dict(load(description(other), CPU).named_parameters())
+    for name, parameter in stored_parameters(load(described(folder), CPU)).items():
+        assert parameter.value is not None and parameter.value.codes.dtype == FLOAT8
+        assert torch.equal(parameter.value.plain(torch.float32), plain[name]), name
+    about = described(folder, TensorParallel(1, 2, None, CPU))
+    for name, parameter in stored_parameters(load(about, CPU)).items():
+        assert parameter.value is not None
+        mine = plain[name]
+        if name in about.shards.parts:
+            mine = about.shards.parts[name].of(mine)
+        assert torch.equal(parameter.value.plain(torch.float32), mine), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (compressed("channel") | {"format": "pack-quantized"}, "format is 'pack-quantized'"),
+        (compressed("channel", num_bits=4), "config_groups.weights.num_bits is 4"),
+        (compressed("channel", type="int"), "config_groups.weights.type is 'int'"),
+        (compressed("group"), "config_groups.weights.strategy is 'group'"),
+        (compressed("block"), "block_structure is None"),
+        (compressed("channel") | {"config_groups": []}, "config_groups is []"),
+        (compressed("channel") | {"config_groups": {"a": 1}}, "config_groups is {'a': 1}"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_understood_are_refused_by_key(
+    settings: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    for weights in ("auto", "stored"):
+        with pytest.raises(SetupError) as caught:
+            described(folder, weights=weights)
+        assert f"config.json of {folder}: quantization_config.{told}" in caught.value.message
+        assert caught.value.code == ExitCode.ENVIRONMENT

@@ -38,7 +38,8 @@ def test_contract_keys_and_defaults(write: Write) -> None:
     written = yaml.safe_load(CONTRACT)
     written["data"] |= {"system": None, "sample": None}  # came later, as did
     written["data"] |= {"turn": 1, "categories": "own"}
-    written["target"]["file"] = written["draft"]["file"] = None
+    for role in ("target", "draft"):
+        written[role] |= {"file": None, "weights": "auto"}
     fixed = {"policy": "fixed", "threshold": 0.4, "choices": [0, 1, 2, 4, 8]}
     written["speculation"] |= {"length": fixed, "typical_threshold": 0.09, "typical_alpha": 0.3}
     written["speculation"] |= {"eagle3_layers": None, "eagle3_counting": None, "options": {}}

@@ -29,7 +29,13 @@ class Kind(NamedTuple):
     largest: float
 
 
-KINDS: dict[str, Kind] = {}
+FP8 = "fp8"
+KINDS = {
+    FP8: Kind(
+        *(torch.float8_e4m3fn, 1, lambda codes: codes.float()),
+        *(lambda numbers: numbers.clamp(-448, 448).to(torch.float8_e4m3fn), 448.0),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
