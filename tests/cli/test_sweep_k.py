@@ -36,6 +36,7 @@ from tests.cli.sweep_helpers import (
     sweep_process,
     without_times,
 )
+from tests.cli.without_torch import without_torch
 from tests.report_helpers import sample_record
 from tests.support import tiny_config
 
@@ -359,6 +360,10 @@ def test_a_draft_whose_context_ends_early_is_told(capsys: Capture, tmp_path: Pat
     assert f"warning: {short}: {said}" in specdec(capsys, *both).err
 
 
+def test_merging_needs_no_torch(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    assert without_torch("merge", whole[0], "-o", tmp_path / "merged") == 0
+
+
 def test_shards_merge_into_the_whole(capsys: Capture, tmp_path: Path) -> None:
     options = [*SWEEP, *ONCE, *SAMPLED, "-q"]
     assert specdec(capsys, *options, "-o", tmp_path / "whole").code == 0
@@ -551,15 +556,14 @@ def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.M
     captured: list[tuple[int, int]] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
-    make = graphs.Rounds
+    make = graphs.Rounds.__init__
 
-    def counted(*arguments: Any) -> Any:
+    def counted(made: graphs.Rounds, *arguments: Any) -> None:
         nonlocal most
-        made = make(*arguments)
+        make(made, *arguments)
         captured.append((arguments[2][-1], arguments[1].num_slots))
         alive.add(made)
         most = max(most, len(alive))
-        return made
 
     late, cost = 0.0, runner.Sweep._cost
 
@@ -573,14 +577,14 @@ def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.M
     )
     monkeypatch.setattr(runner, "time", clock)
     monkeypatch.setattr(runner.Sweep, "_cost", slow_cost)
-    monkeypatch.setattr(graphs, "Rounds", counted)
+    monkeypatch.setattr(graphs.Rounds, "__init__", counted)
     result = specdec(capsys, *SWEEP, *ONCE, "--batch-size", "4,2", "--json")
     assert result.code == 0
     measuring = json.loads(result.out)["measuring"]["measuring"]
     assert 0 < measuring < 1000 <= late, "the time curve does not count as measuring"
-    slots = rounds.slot_counts(4) + rounds.slot_counts(2)
+    slots = graphs.slot_counts(4) + graphs.slot_counts(2)
     assert sorted(captured) == sorted((k, n) for k in range(3) for n in slots)
-    assert most == 3 * len(rounds.slot_counts(4))
+    assert most == 3 * len(graphs.slot_counts(4))
 
 
 @pytest.mark.parametrize("error, code", [(MemoryError("no more"), 5), (RuntimeError("gone"), 1)])
@@ -681,13 +685,15 @@ def test_where_no_point_can_be_measured_the_result_has_an_error(
 def test_several_drafts_load_the_target_once(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specdec_cli.engine import build as module
+    from specdec_cli.engine import build
+    from specdec_cli.models import description
 
     loaded: list[str] = []
-    load = module.load
-    monkeypatch.setattr(
-        module, "load", lambda d, *rest: loaded.append(d.spec.role) or load(d, *rest)
-    )
+    load = build.load
+    for module in (build, description):
+        monkeypatch.setattr(
+            module, "load", lambda d, *rest: loaded.append(d.spec.role) or load(d, *rest)
+        )
     drafts = ["--draft", "demo:draft", "--draft", "demo:draft-distilled"]
     options = [*ONCE, *drafts, "--k", "2", "--check-lossless"]
     result = specdec(capsys, *SWEEP, *options, *SAMPLED, "--json")

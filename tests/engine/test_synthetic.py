@@ -15,7 +15,7 @@ from specdec_cli.core.metrics import RunClock, summarise
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.errors import UsageError
-from specdec_cli.experiment.preparing import for_engine
+from specdec_cli.backends.native import for_engine
 from specdec_cli.recipe import SpeculationSection, load_recipe
 from specdec_cli.terminal.render import summary_table
 from tests.cli.generate_helpers import PROMPTS, generate, prompt_options
