@@ -196,6 +196,10 @@ def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str
         "outputs": [s.output_ids for s in result.seqs],
         "accepted": [sum(s.accepted_per_round) for s in result.seqs],
         "rounds": [(s.proposed_per_round, s.accepted_per_round) for s in result.seqs],
+        "forecasts": [
+            engine.forecast(request, s.output_ids, found.k, found.params)
+            for request, s in zip(requests, result.seqs, strict=True)
+        ],
         "execution": found.execution,
         "num_blocks": engine.allocator.num_usable + 1,
         "held": [m.spec.role for m in found.held],

@@ -63,6 +63,9 @@ def checked(
     found = world.run(cases.built, sets_of(pair, world.size, more), PROMPTS)
     assert [x["outputs"] for x in found] == [one["outputs"]] * world.size
     assert [x["rounds"] for x in found] == [one["rounds"]] * world.size
+    for alone, split in zip(one["forecasts"], found[0]["forecasts"], strict=True):
+        assert alone.overlap == pytest.approx(split.overlap, abs=1e-4)
+        assert [pytest.approx(row, abs=1e-4) for row in alone.ahead] == list(split.ahead)
     assert sum(one["accepted"]) >= 3, "nothing stands, so rounds could not differ"
     holders = found[:draft_tp]
     assert [x["draft_bytes"] > 0 for x in found] == [x in holders for x in found]

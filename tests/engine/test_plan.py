@@ -114,6 +114,17 @@ def test_no_text_is_longer_than_the_model_allows() -> None:
         assert plan(load_recipe("demo", sets)).max_model_len == found
 
 
+def test_rotary_tables_reach_as_far_as_texts() -> None:
+    """Two of a head's width for each position, in a fused form alone."""
+    sets = {"target.model": "demo:target", "run.device": "cpu", "cache.max_model_len": 300}
+    target = plan(load_recipe(None, sets)).target
+    width = target.layers[0].key_dim * target.dtype.itemsize
+    bytes_of = {n: target.within(n).loaded_bytes(is_compiled=False) for n in (0, 300)}
+    assert bytes_of[300] - bytes_of[0] == 2 * 300 * width
+    assert target.reach == 300 and target.loaded_bytes(is_compiled=False) == bytes_of[300]
+    assert target.loaded_bytes(is_compiled=True) == target.weight_bytes
+
+
 def test_plain_decoding_proposes_nothing() -> None:
     found = plan(load_recipe(None, {"target.model": "demo:target", "run.device": "cpu"}))
     assert (found.k, found.proposer) == (0, None)

@@ -119,8 +119,10 @@ def test_borrowed_weights(family: str, tied: bool, share: list[str], tmp_path: P
     target = save_tiny(tmp_path / "target", family, seed=0)
     draft = save_tiny(tmp_path / "draft", family, seed=1, tie_word_embeddings=tied)
     own = weights(reference(draft))
-    alone = build(planned(target, draft, []), 8)
-    found = planned(target, draft, share)
+    bare, found = planned(target, draft, []), planned(target, draft, share)
+    assert bare.draft is not None and found.draft is not None
+    less = bare.draft.weight_bytes - found.draft.weight_bytes
+    alone = build(bare, 8)
     engine = build(found, 8)
     ours, theirs = weights(modules(engine)[1]), weights(modules(engine)[0])
     for what in BOTH:
@@ -130,7 +132,7 @@ def test_borrowed_weights(family: str, tied: bool, share: list[str], tmp_path: P
             assert torch.equal(ours[what], own[what]), "untied: its own weight, as it was"
     # A tied matrix is still needed if only one of its two uses is borrowed.
     saved = (len(share) // 2 if tied else len(share)) * ONE_MATRIX
-    assert shared(found)[1] == saved == bytes_on_device(alone) - bytes_on_device(engine)
+    assert shared(found)[1] == saved == less == bytes_on_device(alone) - bytes_on_device(engine)
     said = f"{', '.join(share)}: {saved / 2**20:.1f} MiB not loaded for the draft"
     assert found.execution["shared"] == said
     oracle = reference(target)

@@ -4,6 +4,7 @@ Sizes are shortened; the keys are those by which tools tell drafts apart.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from specdec_cli.engine.plan import plan
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.models.draft_form import with_method
 from specdec_cli.recipe import Recipe, load_recipe
+from specdec_cli.recipe.choices import forms
 from specdec_cli.recipe.choices.eagle3 import dialect_of
+from specdec_cli.recipe.choices.forms import DraftForm
 from specdec_cli.recipe.choices.registry import METHODS, fitting_forms
 from tests.support import save_tiny
 
@@ -231,6 +234,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     ),
     # Keys of two kinds, of which one decides.
     "dflash with a PARD token": (
+        QWEN3 | {"dflash_config": {}, "pard_token": 90},
+        "a DFlash drafter",
+        "dflash_config",
+    ),
+    "dflash with masks of other kinds": (
         QWEN3 | {"dflash_config": {}, "pard_token": 90, "ptd_token_id": 90} | REDUCED,
         "a DFlash drafter",
         "dflash_config",
@@ -363,6 +371,15 @@ def test_a_config_of_two_kinds_is_refused_by_both(tmp_path: Path) -> None:
         with_method(recipe_of(tmp_path, config))
     assert "of 2 kinds" in caught.value.message
     assert "DFlashDraftModel" in caught.value.message and "medusa_num_heads: 5" in str(caught.value)
+
+
+def test_a_config_of_two_kinds_that_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = replace(METHODS["eagle3"], form=DraftForm("a twin", (forms.EAGLE3,)))
+    monkeypatch.setitem(METHODS, "twin", twin)
+    with pytest.raises(SetupError, match=r"of 2 kinds .*an EAGLE-3 head .* and a twin"):
+        with_method(recipe_of(tmp_path, CONFIGS["eagle3, SpecForge"][0]))
 
 
 def test_a_plugin_that_describes_its_drafts_gets_any(

@@ -15,6 +15,7 @@ from specdec_cli.experiment.duration import DurationEstimate, Speeds, in_words
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.sweep.dry_run import sweep_seconds
+from specdec_cli.models.draft import Passes
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
 
@@ -54,6 +55,27 @@ def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
     assert many - layers == pytest.approx(
         (job.plan.target.weight_bytes - 0.62e9) / 4.3e12, rel=0.02
     )
+
+
+def test_a_draft_takes_the_passes_that_it_says() -> None:
+    job = job_of("bench-8b-1b-dummy", 4)
+    draft: Any = job.plan.draft
+
+    class OnePass:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(draft, name)
+
+        def passes(self, k: int) -> Passes:
+            return Passes(1, k + 1)
+
+    one: Any = OnePass()
+    block = replace(job, plan=replace(job.plan, draft=one))
+    for found, seconds in (
+        (DurationEstimate(job, H200), lambda f: 5 * f.pass_seconds(draft, 4)),
+        (DurationEstimate(block, H200), lambda f: f.pass_seconds(draft, 4 * 6)),
+    ):
+        rest = found.pass_seconds(job.plan.target, 4 * 6)
+        assert found.round_seconds(Key("d", 4, 5)) == pytest.approx(rest + seconds(found))
 
 
 def test_degrees_share_what_is_read_and_add_sums() -> None:

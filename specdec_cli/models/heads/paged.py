@@ -65,26 +65,16 @@ class PagedHead:
         self.carry.zero_()
 
     @torch.inference_mode()
-    def forward(
-        self, spans: list[Span], inputs: torch.Tensor, *, fused: bool = False
-    ) -> torch.Tensor:
+    def forward(self, spans: list[Span], features: torch.Tensor) -> torch.Tensor:
         """Write the rows of `spans`. Each sequence has to hold the tokens that its rows embed.
 
-        inputs: features [T, F] of the same tokens, or with `fused` hidden states [T, H]. Returns
-        hidden states [T, H].
+        features: [T, F] of the same tokens. Returns hidden states [T, H].
         """
         batch = make_batch(spans, [0] * len(spans), self.cache.block_size, self.device)
-        shifted = packed_ids(spans, self.head.config.shift)
-        assert len(shifted) == len(batch.token_ids), "the tokens that rows embed have to be known"
-        batch.token_ids = shifted.to(self.device)
-        hidden = self._run(batch, inputs if fused else self.head.fuse(inputs)).hidden
-        if not self.head.config.carries:
-            return hidden
-        ends = batch.query_start[1:].long() - 1
-        size = self.cache.block_size
-        blocks = torch.tensor([s.seq.block_table[(s.stop - 1) // size] for s in spans])
-        self.carry[blocks.to(self.device)] = hidden[ends]
-        return hidden
+        embedded = packed_ids(spans, self.head.config.shift)
+        assert len(embedded) == len(batch.token_ids), "the tokens that rows embed have to be known"
+        batch.token_ids = embedded.to(self.device)
+        return self._written(batch, features)
 
     @torch.inference_mode()
     def prefill(self, spans: list[Span], features: torch.Tensor) -> None:
@@ -99,12 +89,17 @@ class PagedHead:
     ) -> Results:
         """The body of `prefill`. The batch's ids are those of the tokens that the rows embed."""
         assert features is not None
+        self._written(batch, features)
+        return Results()
+
+    def _written(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, H] of true rows, of which each sequence's last is carried."""
         hidden = self._run(batch, self.head.fuse(features)).hidden
         if self.head.config.carries:
             # Block 0 takes what nobody reads, that of rows without a sequence.
             blocks = last_blocks(batch, self.cache.block_size)
             self.carry.index_copy_(0, blocks, hidden[last_rows(batch)])
-        return Results()
+        return hidden
 
     @torch.inference_mode()
     def forward_slots(
