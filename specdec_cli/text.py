@@ -50,10 +50,14 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
-def in_lines(told: list[str], what: str) -> str:
-    """Up to five of these, a line each, and the number of further ones. what: in the plural."""
+def in_lines(told: list[str], what: str, where: str = "") -> str:
+    """Up to five of these, a line each, and the number of further ones.
+
+    what: in the plural. where: the file that has them, if they are of one.
+    """
     shown, more = told[:_MAX_LINES], len(told) - _MAX_LINES
-    return "\n".join([*shown, f"and {more} more bad {what}"] if more > 0 else shown)
+    rest = f"{where}: and" if where else "and"
+    return "\n".join([*shown, f"{rest} {more} more bad {what}"] if more > 0 else shown)
 
 
 def of_many(told: list[str], what: str) -> str:

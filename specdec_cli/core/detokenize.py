@@ -3,7 +3,8 @@
 Needs only `decode(ids)` of a tokenizer. Knows nothing of the engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 # A decoder may need a few tokens of context to place spaces and to finish multi-byte characters.
@@ -13,6 +14,23 @@ _REPLACEMENT = "\ufffd"
 
 class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class Tokenizer(Decoder, Protocol):
+    """The tokenizer that commands use."""
+
+    @property
+    def has_template(self) -> bool: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        template: Mapping[str, object] = MappingProxyType({}),
+    ) -> str: ...
+
+    def vocabulary(self) -> dict[str, int]: ...
 
 
 class TextStream:

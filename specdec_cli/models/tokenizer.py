@@ -10,10 +10,11 @@ from datetime import datetime
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from specdec_cli.core.detokenize import Tokenizer
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
@@ -35,23 +36,6 @@ from specdec_cli.text import first_line, shown
 _FORMATS = "aAbBcdeFHIjmMpRSTuUVwWxXyYzZDGhr"
 _PLAIN: Mapping[str, object] = {}
 _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the same family"
-
-
-class Tokenizer(Protocol):
-    """The tokenizer that commands use."""
-
-    @property
-    def has_template(self) -> bool: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def render(
-        self, messages: Sequence[Mapping[str, object]], template: Mapping[str, object] = _PLAIN
-    ) -> str: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def vocabulary(self) -> dict[str, int]: ...
 
 
 class PretrainedTokenizer:
