@@ -75,8 +75,8 @@ def chat(recipe: str, arm: Mapping[str, object], question: str) -> tuple[Answer,
     that its context cannot hold.
     """
     with waiting("getting ready", quiet=False) as stages:
-        from specdec_cli.engine.build import build
-        from specdec_cli.engine.plan import Permissions
+        from specdec_cli.backends import native
+        from specdec_cli.core.types import Permissions
         from specdec_cli.experiment.generation import prepare, requests
         from specdec_cli.prompts import Prompt, as_conversations
         from specdec_cli.recipe import load_recipe
@@ -84,15 +84,15 @@ def chat(recipe: str, arm: Mapping[str, object], question: str) -> tuple[Answer,
         from specdec_cli.terminal.sinks import collector, sinks_for
 
         prompts = as_conversations([Prompt(0, question)], "on")
-        job = prepare(load_recipe(recipe, {**MACHINE, **arm}), prompts, Permissions())
+        job = prepare(native, load_recipe(recipe, {**MACHINE, **arm}), prompts, Permissions())
         if (problem := job.too_long(0)) is not None:
             raise UsageError(problem, "ask a shorter question")
         stages.expect(len(job.plan.stages))
-        engine = build(job.plan, job.longest_prompt, stages.begin)
+        session = native.open_session(job.plan, job.longest_prompt, stages.begin)
         k, params = job.plan.k, job.plan.params
         few = replace(params, max_new_tokens=_WARM_UP_TOKENS)
         for first in (0, k):  # the first passes take longer
-            engine.run(requests(job), first, few)
+            session.run(requests(job), first, few, lambda *_: None)
 
     out = console(sys.stdout)
     name = f"{NAMES[job.plan.recipe.speculation.method]}, k = {k}"
@@ -101,15 +101,15 @@ def chat(recipe: str, arm: Mapping[str, object], question: str) -> tuple[Answer,
     def answer(k: int, heading: str) -> Answer:
         out.print(Text(f"\n── {heading} ──", style="bold"))
         sinks = sinks_for(shown, None, as_json=False, quiet=True)
-        on_emit, _ = collector(shown, sinks)
+        on_round, outputs = collector(shown, sinks)
         started = time.perf_counter()
         try:
-            result = engine.run(requests(job), k, params, on_emit)
+            metrics = session.run(requests(job), k, params, on_round)
         finally:
             for sink in sinks:
                 sink.close()
         seconds = time.perf_counter() - started
-        return Answer(result.seqs[0].output_ids, seconds, result.metrics.num_rounds)
+        return Answer(outputs()[0].token_ids, seconds, metrics.num_rounds)
 
     out.print(Text(inert(question), style="dim"))
     plain = answer(0, "without speculation")

@@ -15,7 +15,7 @@ ROWS = {
     7: "app signals __main__ commands",
     6: "terminal report",
     5: "experiment",
-    4: "engine plugin plugged",
+    4: "engine plugin plugged backends",
     3: "methods acceptance lengths",
     2: "models",
     1: "core recipe prompts launch",

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from scripts.speculators.fit import outlook, read_log
 from scripts.speculators.target import named
+from specdec_cli.backends import native
 from specdec_cli.core.types import Sequence
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
@@ -158,7 +159,9 @@ def main() -> None:
         planned = plan(load_recipe(None, settings_of(args, speculator, max(args.k))))
         folder, file = named(planned.target.place)
         has_template = AutoTokenizer.from_pretrained(folder, **file).chat_template
-        job = tokenised(planned, as_conversations(prompts, "on" if has_template else "auto"))
+        job = tokenised(
+            native, planned, as_conversations(prompts, "on" if has_template else "auto")
+        )
         engine = build(planned, job.longest_prompt)
         for k in missing:
             if args.minutes is not None and time.perf_counter() - began > 60 * args.minutes:

@@ -1,34 +1,32 @@
 """The run of `specdec generate` and its results. Imports torch: only functions import it."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from specdec_cli.backends import native
+from specdec_cli.backends.base import Finished, Session, Written
 from specdec_cli.commands.options import Asked
 from specdec_cli.commands.reading import Found
 from specdec_cli.commands.status import Stages, warn
 from specdec_cli.core.figures import Metrics
-from specdec_cli.core.types import Emission
-from specdec_cli.core.types import Sequence as Seq
-from specdec_cli.engine.build import build
-from specdec_cli.engine.loop import Engine
 from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.generate_folder import SAMPLES, Kept, key_of, open_folder
 from specdec_cli.experiment.folders.results import (
     Output,
-    environment,
     generate_document,
     point_record,
     to_json,
 )
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import unsaid
-from specdec_cli.experiment.generation import Job, baseline, prepare, recorded_output, requests
+from specdec_cli.experiment.generation import Job, baseline, output_of, prepare, requests
 from specdec_cli.experiment.lossless_check import (
     PROMPTS,
     LosslessCheck,
@@ -38,7 +36,7 @@ from specdec_cli.experiment.lossless_check import (
     texts_of,
 )
 from specdec_cli.experiment.machine import MachineWatch
-from specdec_cli.experiment.measure import peak_memory, sample_of
+from specdec_cli.experiment.measure import sample_of
 from specdec_cli.experiment.points import point_metrics
 from specdec_cli.experiment.preparing import no_template
 from specdec_cli.experiment.statistics.promise import check_line
@@ -55,7 +53,7 @@ class Ready:
     """Everything that a run needs.
 
     recipe: to be recorded, and runnable again. where: the record of the environment. kept: the run
-    folder, if one was asked for, and what is done already. engine: None if nothing is left to do.
+    folder, if one was asked for, and what is done already. session: None if nothing is left to do.
     """
 
     recipe: Recipe
@@ -63,7 +61,7 @@ class Ready:
     where: dict[str, Any]
     kept: Kept
     notices: list[Notice]
-    engine: Engine | None
+    session: Session | None
 
     @property
     def folder(self) -> RunFolder | None:
@@ -91,13 +89,13 @@ def get_ready(
     checks: of losslessness follow.
     """
     resolved = resolved.model_copy(update={"data": found.data})
-    job = prepare(resolved, found.prompts, asked.permissions())
+    job = prepare(native, resolved, found.prompts, asked.permissions())
     if checks:
         refuse_unfit(job.plan, [job.plan.k])
     if is_single and (problem := job.too_long(0)):
         raise UsageError(problem, "shorten the prompt")
     begin_stage("recording the environment")
-    where = environment(job.plan)
+    where = native.environment(job.plan)
     notices = [*found.notices, *no_template(job.plan.tokenizer, found.prompts, found.chat)]
     kept = Kept()
     if (path := asked.output) is not None:
@@ -111,7 +109,7 @@ def get_ready(
     if not ready.left.prompts and not checks:
         return ready
     stages.expect(len(job.plan.stages))
-    return replace(ready, engine=build(job.plan, job.longest_prompt, stages.begin))
+    return replace(ready, session=native.open_session(job.plan, job.longest_prompt, stages.begin))
 
 
 def write(
@@ -142,7 +140,7 @@ def write(
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
     check = _checked(world, ready, outputs) if checks else None
     with world.outside():
-        found = [*watch.notices(), *failed_check(check)] if ready.engine is not None else []
+        found = [*watch.notices(), *failed_check(check)] if ready.session is not None else []
         if not asked.quiet:
             warn(found)
         notices = [*ready.notices, *found]
@@ -155,8 +153,8 @@ def write(
     if not asked.quiet:
         _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
     # Torch's import may keep this frame alive, and the engine with it: free its graphs here.
-    if ready.engine is not None:
-        ready.engine.forget_rounds()
+    if ready.session is not None:
+        ready.session.forget_rounds()
     if check is not None and not check.passed:
         return ExitCode.LOSSLESSNESS
     return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
@@ -164,14 +162,14 @@ def write(
 
 def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
     """Compare a few prompts' texts with those of the target alone; this run's if it is greedy."""
-    job, engine = ready.job.part(0, PROMPTS), ready.engine
-    assert engine is not None, "a run that is to be checked has one"
+    job, session = ready.job.part(0, PROMPTS), ready.session
+    assert session is not None, "a run that is to be checked has one"
     plan = job.plan
     ran = world.once(lambda: {o.index: o.token_ids for o in outputs if o.error is None})
-    written = ran if plan.params.is_greedy else greedy_texts(engine, job, plan.k, world)
-    plain = greedy_texts(engine, job, 0, world)
-    check = LosslessCheck(str(plan.target.dtype).removeprefix("torch."))
-    check.compare(engine, key_of(job), texts_of(job, written, plain))
+    written = ran if plan.params.is_greedy else greedy_texts(session, job, plan.k, world)
+    plain = greedy_texts(session, job, 0, world)
+    check = LosslessCheck(plan.dtype_name)
+    check.compare(session, key_of(job), texts_of(job, written, plain))
     return world.once(lambda: check.result)  # other ranks have no logits of meaning
 
 
@@ -185,34 +183,38 @@ def _run(
     job, sinks, done = ready.job, [], ready.kept.done
     if world.is_first:
         sinks = sinks_for(job, ready.folder, as_json=asked.as_json, quiet=asked.quiet)
-    new = dict[int, Seq]()
+    new = dict[int, Finished]()
     is_silent = True
-    earlier = [recorded_output(job, p, done[p.index]) for p in job.prompts if p.index in done]
+    earlier = [
+        output_of(job, p, sample, sample.seconds[0])
+        for p in job.prompts
+        if (sample := done.get(p.index)) is not None
+    ]
 
-    def on_emit(emissions: list[Emission]) -> None:
+    def on_round(written: Sequence[Written], finished: list[Finished]) -> None:
         nonlocal is_silent
-        if is_silent and any(emission.token_ids for emission in emissions):
+        if is_silent and any(one.token_ids for one in written):
             is_silent = False
             begin_stage(FIRST_TOKEN)
         world.beat()
         watch.look()
-        new.update({e.seq.index: e.seq for e in emissions if e.seq.finish_reason is not None})
+        new.update({one.index: one for one in finished})
         with world.outside():
-            show(emissions)
+            show(written, finished)
 
     begin_stage("running the prompts")
     watch.begin()
     try:
         show, finish = collector(job, sinks, earlier)
-        if ready.engine is not None:
+        if ready.session is not None:
             plan = job.plan
-            metrics = ready.engine.run(requests(ready.left), plan.k, plan.params, on_emit).metrics
+            metrics = ready.session.run(requests(ready.left), plan.k, plan.params, on_round)
             watch.look(at_end=True)
             if not done:
                 return finish(), metrics
         key, limit = key_of(job), job.plan.params.max_new_tokens
-        peak = peak_memory(job.plan.device)
-        of_new = [sample_of(key, None, [seq], limit, peak) for seq in new.values()]
+        peak = native.peak_memory(job.plan)
+        of_new = [sample_of(key, None, [one], limit, peak) for one in new.values()]
         return finish(), point_metrics([*done.values(), *of_new], key)
     finally:
         for sink in sinks:
@@ -254,11 +256,11 @@ def _summarise(
 ) -> None:
     """Print a summary; on a terminal it includes a few tokens at k = 0 for comparison."""
     job = ready.job
-    engine = ready.engine
-    compared = engine is not None and job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
+    session = ready.session
+    compared = session is not None and job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
     print_summary(
         metrics,
-        baseline(engine, job, outputs) if engine is not None and compared else None,
+        baseline(session, job, outputs) if session is not None and compared else None,
         _remarks(job),
         tinted=not as_json and shows_live_text(job) and has_colour(sys.stdout),
     )
@@ -269,7 +271,7 @@ def _remarks(job: Job) -> list[str]:
     plan = job.plan
     rule = plan.recipe.speculation.acceptance
     found = [f"{rule} acceptance: {plan.remark}"] if plan.remark is not None else []
-    random = {m.spec.role for m in plan.models if m.spec.load_format == "dummy"}
+    random = plan.random_roles
     if "target" in random:
         found.append("random weights: the text means nothing")
     elif random and plan.remark is None:

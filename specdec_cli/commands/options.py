@@ -16,6 +16,7 @@ import typer
 
 import specdec_cli
 from specdec_cli.commands.logs import set_up_logging
+from specdec_cli.core.types import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place
 from specdec_cli.stages import begin_stage
@@ -248,14 +249,10 @@ class Asked:
         """Whether this process tells the user: the parent speaks for the ranks that it started."""
         return self.place.rank is None or self.place.rank.tells_user
 
-    def permissions(self) -> "specdec_cli.engine.plan.Permissions":
-        """The permissions that the command line gives. Imports torch."""
-        import specdec_cli.engine.plan
-
+    def permissions(self) -> Permissions:
+        """The permissions that the command line gives."""
         plugins = tuple(os.path.abspath(file) for file in self.plugin or ())
-        return specdec_cli.engine.plan.Permissions(
-            self.trust_remote_code, self.allow_pickle, plugins
-        )
+        return Permissions(self.trust_remote_code, self.allow_pickle, plugins)
 
     def resolve(
         self, own: Mapping[str, object], sets: Sequence[str] = ()

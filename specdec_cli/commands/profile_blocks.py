@@ -106,14 +106,14 @@ def _measured(
     """The document, on rank 0, which creates the run folder before measuring."""
     with waiting("getting ready", quiet=asked.quiet) as stages:
         with importing(world.device):
+            from specdec_cli.backends import native
             from specdec_cli.engine.plan import plan
-            from specdec_cli.experiment.folders.results import environment
             from specdec_cli.experiment.folders.run_folder import RunFolder
             from specdec_cli.experiment.memory import document, measure_blocks
 
         planned = plan(resolved, asked.permissions())
         if asked.output is not None and world.is_first:
-            RunFolder.create(asked.output, resolved, environment(planned)).close()
+            RunFolder.create(asked.output, resolved, native.environment(planned)).close()
         profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
         # Before the timeouts of `ready` begin: the document describes the draft at other degrees.
         found = document(resolved, profile) if world.is_first else {}

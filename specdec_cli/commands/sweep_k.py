@@ -100,9 +100,11 @@ def sweep_k(
         named = [recipe.model_copy(update={"data": found.data}) for recipe in recipes]
         with waiting("getting ready", quiet=asked.quiet):
             with importing("cpu" if dry_run else world.device):
+                from specdec_cli.backends import native
                 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
 
             plan = plan_sweep(
+                native,
                 named,
                 found.prompts,
                 lengths,
@@ -134,7 +136,7 @@ def _sweep(
     from specdec_cli.experiment.sweep.document import exit_code
     from specdec_cli.experiment.sweep.runner import Sweep
     from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder
-    from specdec_cli.experiment.sweep.sweep_plan import describe_plan, warnings_of
+    from specdec_cli.experiment.sweep.sweep_plan import warnings_of
     from specdec_cli.experiment.sweep.sweep_records import SweepRecords
     from specdec_cli.terminal.sweep import print_results, watcher
 
@@ -152,6 +154,8 @@ def _sweep(
     with world.outside():
         warn(warnings)
         if dry_run:
+            from specdec_cli.experiment.sweep.dry_run import describe_plan
+
             planned = describe_plan(plan, warnings)
             typer.echo(to_json(planned) if asked.as_json else planned["text"])
             return ExitCode.OK

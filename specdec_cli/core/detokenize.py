@@ -3,7 +3,7 @@
 Needs only `decode(ids)` of a tokenizer. Knows nothing of the engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 # A decoder may need a few tokens of context to place spaces and to finish multi-byte characters.
@@ -13,6 +13,19 @@ _REPLACEMENT = "\ufffd"
 
 class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class Tokenizer(Decoder, Protocol):
+    """The tokenizer that commands use."""
+
+    @property
+    def has_template(self) -> bool: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def render(self, messages: Sequence[Mapping[str, object]]) -> str: ...
+
+    def vocabulary(self) -> dict[str, int]: ...
 
 
 class TextStream:

@@ -53,6 +53,18 @@ class Request:
     arrives_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """Permissions that only the command line may give, never a recipe.
+
+    plugins: files that were run, to be run again in processes that are started later.
+    """
+
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    plugins: tuple[str, ...] = ()
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One prompt and the tokens written after it.
@@ -173,3 +185,7 @@ class Emission:
     seq: Sequence
     token_ids: list[int]
     num_accepted: int
+
+    @property
+    def index(self) -> int:
+        return self.seq.index

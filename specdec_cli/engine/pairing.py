@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from specdec_cli.core.detokenize import Tokenizer
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.sharing import check_shared, not_held
 from specdec_cli.errors import SetupError, UsageError
@@ -16,7 +17,6 @@ from specdec_cli.models.description import Description
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tokenizer import (
-    Tokenizer,
     check_same_vocabulary,
     has_tokenizer,
     is_same_tokenizer,

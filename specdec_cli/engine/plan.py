@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec_cli.acceptance.registry import rule_of
+from specdec_cli.core.detokenize import Tokenizer
 from specdec_cli.core.parallel import (
     ALONE,
     ONE_RANK,
@@ -13,7 +14,7 @@ from specdec_cli.core.parallel import (
     found_alike,
     make_groups,
 )
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Permissions, SamplingParams
 from specdec_cli.engine.devices import check_world, resolve_device, use_few_threads
 from specdec_cli.engine.memory.budget import Allowance
 from specdec_cli.engine.pairing import (
@@ -29,23 +30,13 @@ from specdec_cli.methods.registry import method_of
 from specdec_cli.models.description import Description, describe
 from specdec_cli.models.draft import Draft, Reading
 from specdec_cli.models.draft_form import with_method
+from specdec_cli.models.fingerprint import fingerprint
 from specdec_cli.models.spec import ModelSpec
-from specdec_cli.models.tokenizer import Tokenizer
 from specdec_cli.recipe import ModelSection, Recipe
 from specdec_cli.recipe.choices.registry import weights_from, without_draft
 from specdec_cli.stages import begin_stage
 
-
-@dataclass(frozen=True, slots=True)
-class Permissions:
-    """Permissions that only the command line may give, never a recipe.
-
-    plugins: files that were run, to be run again in processes that are started later.
-    """
-
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
-    plugins: tuple[str, ...] = ()
+_NONE = Permissions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +82,47 @@ class Plan:
     def readings(self) -> list[Reading]:
         """Conventions of the draft's checkpoint that tools read differently."""
         return [] if self.draft is None else self.draft.readings()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.vocab_size
+
+    @property
+    def draft_max_len(self) -> int | None:
+        """The draft's context length; None without a draft."""
+        return None if self.draft is None else self.draft.max_len
+
+    @property
+    def device_name(self) -> str:
+        is_gpu = self.device.type == "cuda"
+        return torch.cuda.get_device_name(self.device) if is_gpu else self.device.type
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.target.dtype).removeprefix("torch.")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.parallel.size
+
+    @property
+    def random_roles(self) -> set[str]:
+        """The roles of models with random weights."""
+        return {m.spec.role for m in self.models if m.spec.load_format == "dummy"}
+
+    @property
+    def has_experts(self) -> bool:
+        return self.target.has_experts
+
+    @property
+    def reads_hidden(self) -> bool:
+        """True if the draft takes hidden states of the target."""
+        return bool(self.target.hidden_layers)
+
+    def fingerprint(self, role: str) -> str | None:
+        """`models.fingerprint` of the target or the draft; None for one that takes no part."""
+        model = self.target if role == "target" else self.draft
+        return None if model is None else fingerprint(model.place, model.spec.load_format)
 
     @property
     def parallel(self) -> TensorParallel:
@@ -193,7 +225,7 @@ class Plan:
         )
 
 
-def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
+def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
     """Check a recipe against this machine and its models, reading configs and tokenizers only.
 
     Raises `UsageError` if the recipe asks for something unsupported, `SetupError` for models or

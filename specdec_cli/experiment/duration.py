@@ -42,6 +42,12 @@ class Speeds:
     operations: float
 
 
+def own_plan(job: Job) -> Plan:
+    """The plan of a job for our own engine, whose models' sizes are known."""
+    assert isinstance(job.plan, Plan), "other engines have no estimate"
+    return job.plan
+
+
 def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
     """The rates of `device` in this dtype, measured in some hundredths of a second."""
     many = _PROBE_BYTES // 4 * (16 if device.type == "cuda" else 1)
@@ -108,18 +114,22 @@ class DurationEstimate:
         return work * shared / degree + shape.layers * (self._layer + sums)
 
     @property
+    def _plan(self) -> Plan:
+        return own_plan(self.job)
+
+    @property
     def _is_cuda(self) -> bool:
-        return self.job.plan.device.type == "cuda"
+        return self._plan.device.type == "cuda"
 
     @property
     def _layer(self) -> float:
         if not self._is_cuda:
             return _LAYER_CPU
-        return _LAYER_CAPTURED if self.job.plan.no_cuda_graphs is None else _LAYER_LAUNCHED
+        return _LAYER_CAPTURED if self._plan.no_cuda_graphs is None else _LAYER_LAUNCHED
 
     def round_seconds(self, key: Key) -> float:
         """One round of a full batch."""
-        plan, batch = self.job.plan, min(key.batch_size, len(self.job.prompts))
+        plan, batch = self._plan, min(key.batch_size, len(self.job.prompts))
         found = self.pass_seconds(plan.target, batch * (key.k + 1))
         if key.k and plan.draft is not None:
             passes = plan.draft.passes(key.k)
@@ -128,15 +138,15 @@ class DurationEstimate:
 
     def tokens_a_round(self, k: int) -> float:
         """A guess; where acceptance is given, what follows from it."""
-        speculation = self.job.plan.recipe.speculation
+        speculation = self._plan.recipe.speculation
         if (rates := speculation.synthetic_acceptance_rates) is not None:
             return 1 + sum(rates[:k])
-        chance = _ACCEPTED if self.job.plan.draft is not None else _ACCEPTED_WITHOUT_DRAFT
+        chance = _ACCEPTED if self._plan.draft is not None else _ACCEPTED_WITHOUT_DRAFT
         return (1 - chance ** (k + 1)) / (1 - chance)
 
     def run_seconds(self, key: Key, num_prompts: int, params: SamplingParams) -> float:
         """One run of the first prompts at a point, of texts as long as they may be."""
-        plan, lengths = self.job.plan, self.job.token_ids[:num_prompts]
+        plan, lengths = self._plan, self.job.token_ids[:num_prompts]
         prefill = sum(self.pass_seconds(plan.target, max(1, len(ids))) for ids in lengths)
         if key.k and plan.draft is not None:
             prefill += sum(self.pass_seconds(plan.draft, max(1, len(ids))) for ids in lengths)
@@ -147,7 +157,7 @@ class DurationEstimate:
 
     def point_seconds(self, key: Key, num_prompts: int, most_warm_up: int | None = None) -> float:
         """A point's warm-up and its repeats. most_warm_up: limit on new tokens of the warm-up."""
-        run, params = self.job.plan.recipe.run, self.job.plan.params
+        run, params = self._plan.recipe.run, self._plan.params
         most = min(most_warm_up or params.max_new_tokens, params.max_new_tokens)
         first = min(key.batch_size, num_prompts)
         warm_up = self.run_seconds(key, first, replace(params, max_new_tokens=most))

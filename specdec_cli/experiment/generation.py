@@ -1,6 +1,6 @@
-"""Prompts in, outputs out: the text side of an engine run.
+"""Prompts in, outputs out: the text side of a run.
 
-Turns prompts into requests and finished sequences into outputs. Knows nothing of terminals.
+Turns prompts into requests and answers into outputs. Knows nothing of terminals.
 """
 
 import logging
@@ -8,17 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
-from specdec_cli.core.detokenize import StopFinder, cut_at_stop
+from specdec_cli.backends.base import Backend, Finished, Prepared, Session
+from specdec_cli.core.detokenize import StopFinder, Tokenizer, cut_at_stop
 from specdec_cli.core.figures import Metrics
-from specdec_cli.core.types import FinishReason, Request, Sequence
-from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.plan import Permissions, Plan, plan
-from specdec_cli.errors import UsageError
+from specdec_cli.core.types import Permissions, Request
+from specdec_cli.errors import UsageError, is_out_of_memory
 from specdec_cli.experiment.folders.records import Sample, given
 from specdec_cli.experiment.folders.results import Output
-from specdec_cli.models.tokenizer import Tokenizer
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.stages import begin_stage
@@ -34,9 +30,11 @@ class Job:
     """A checked pair and its tokenised prompts; no weights are loaded yet.
 
     Each conversation among the prompts has its text, as the target's chat template renders it.
+    backend: the engine that `plan` was made by and runs on.
     """
 
-    plan: Plan
+    backend: Backend
+    plan: Prepared
     prompts: list[Prompt]
     token_ids: list[tuple[int, ...]]
 
@@ -62,15 +60,17 @@ class Job:
         return f"the prompt has {length} tokens; the model's context holds {most} with the output"
 
 
-def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> Job:
+def prepare(
+    backend: Backend, recipe: Recipe, prompts: list[Prompt], permissions: Permissions
+) -> Job:
     """`tokenised`, and a warning in the log if texts may outgrow the draft's context."""
-    job = tokenised(plan(recipe, permissions), prompts)
+    job = tokenised(backend, backend.prepare(recipe, permissions), prompts)
     if (warning := draft_context_warning(job.plan, job.token_ids)) is not None:
         _log.warning("%s", warning)
     return job
 
 
-def tokenised(planned: Plan, prompts: list[Prompt]) -> Job:
+def tokenised(backend: Backend, planned: Prepared, prompts: list[Prompt]) -> Job:
     """The job of a checked pair and its prompts.
 
     Raises `UsageError` for ids outside the vocabulary, and for messages without a chat template or
@@ -81,18 +81,18 @@ def tokenised(planned: Plan, prompts: list[Prompt]) -> Job:
     if (silent := next(filter(_lacks_system, rendered), None)) is not None:
         _log.warning("%s: the chat template leaves the system message out", silent.where)
     token_ids = [_token_ids(planned, prompt) for prompt in rendered]
-    return Job(planned, rendered, token_ids)
+    return Job(backend, planned, rendered, token_ids)
 
 
-def draft_context_warning(planned: Plan, token_ids: list[tuple[int, ...]]) -> str | None:
+def draft_context_warning(planned: Prepared, token_ids: list[tuple[int, ...]]) -> str | None:
     """A warning if texts may outgrow the draft's context; None if all fit or there is no draft.
 
     Proposals are lost (see `types.Sequence.room`) if a text may have two more tokens than the
     context: the last token is always the target's own.
     """
-    if planned.draft is None:
+    holds, most = planned.draft_max_len, planned.max_model_len
+    if holds is None:
         return None
-    holds, most = planned.draft.max_len, planned.max_model_len
     new = planned.params.max_new_tokens
     runs = [len(ids) for ids in token_ids if 0 < len(ids) < most]
     ends = [min(length + new, most) for length in runs]
@@ -122,8 +122,8 @@ def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
     return replace(prompt, text=text)
 
 
-def _token_ids(planned: Plan, prompt: Prompt) -> tuple[int, ...]:
-    ids, vocab = prompt.token_ids, planned.target.vocab_size
+def _token_ids(planned: Prepared, prompt: Prompt) -> tuple[int, ...]:
+    ids, vocab = prompt.token_ids, planned.vocab_size
     if ids is None:
         # A template writes the special tokens itself; the tokenizer would add the first one again.
         is_rendered = prompt.messages is not None
@@ -157,51 +157,28 @@ def requests(job: Job) -> list[Request]:
     ]
 
 
-def output_of(job: Job, prompt: Prompt, seq: Sequence) -> Output:
-    """The output of a finished sequence."""
-    assert seq.finish_reason is not None
-    prompt_ids, seconds = (
-        seq.tokens[: seq.num_prompt_tokens],
-        seq.prefill_seconds + seq.decode_seconds,
-    )
-    return _output(job, prompt, seq, prompt_ids, seq.output_ids, seq.finish_reason, seconds)
-
-
-def recorded_output(job: Job, prompt: Prompt, sample: Sample) -> Output:
-    """The output that a sample of an earlier run is of."""
-    ids, reason = sample.token_ids, sample.finish_reason
-    return _output(job, prompt, sample, sample.prompt_token_ids, ids, reason, sample.seconds[0])
-
-
-def _output(
-    job: Job,
-    prompt: Prompt,
-    rounds: Sequence | Sample,
-    prompt_ids: list[int],
-    token_ids: list[int],
-    finish_reason: FinishReason,
-    seconds: float,
-) -> Output:
-    """The output of a prompt. rounds: what has its counts of rounds."""
-    tokenizer = job.plan.tokenizer
+def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: float) -> Output:
+    """The output that an answer is of, or a sample of an earlier run."""
+    accepted, proposed = answer.accepted_per_round or [], answer.proposed_per_round or []
+    shown = prompt.text
     return Output(
         index=prompt.index,
-        prompt=prompt.text if prompt.text is not None else tokenizer.decode(prompt_ids),
-        text=_text_of(job, token_ids, finish_reason),
-        prompt_token_ids=prompt_ids,
-        token_ids=token_ids,
-        finish_reason=finish_reason,
-        num_drafts=len(rounds.accepted_per_round),
-        num_draft_tokens=sum(rounds.proposed_per_round),
-        num_accepted_tokens=sum(rounds.accepted_per_round),
-        accepted_per_round=rounds.accepted_per_round,
-        proposed_per_round=rounds.proposed_per_round,
+        prompt=job.plan.tokenizer.decode(answer.prompt_token_ids) if shown is None else shown,
+        text=_text_of(job, answer.token_ids, answer.finish_reason),
+        prompt_token_ids=answer.prompt_token_ids,
+        token_ids=answer.token_ids,
+        finish_reason=answer.finish_reason,
+        num_drafts=len(accepted),
+        num_draft_tokens=sum(proposed),
+        num_accepted_tokens=sum(accepted),
+        accepted_per_round=accepted,
+        proposed_per_round=proposed,
         seconds=seconds,
-        **given(category=prompt.category, error=rounds.error),
+        **given(category=prompt.category, error=answer.error),
     )
 
 
-def _text_of(job: Job, token_ids: list[int], finish_reason: FinishReason) -> str:
+def _text_of(job: Job, token_ids: list[int], finish_reason: str) -> str:
     """The completion's text, up to the stop string that ended it."""
     whole, stop = job.plan.tokenizer.decode(token_ids), job.plan.params.stop
     text = cut_at_stop(whole, stop)
@@ -212,7 +189,7 @@ def _text_of(job: Job, token_ids: list[int], finish_reason: FinishReason) -> str
     return text
 
 
-def baseline(engine: Engine, job: Job, outputs: list[Output]) -> Metrics | None:
+def baseline(session: Session, job: Job, outputs: list[Output]) -> Metrics | None:
     """Metrics of a few tokens of the first prompts at k = 0, to tell whether speculation pays.
 
     None if the run wrote too little to compare with, or left no memory for other rounds on its only
@@ -228,8 +205,8 @@ def baseline(engine: Engine, job: Job, outputs: list[Output]) -> Metrics | None:
         Request(index, job.token_ids[index]) for index in ran[: job.plan.recipe.run.batch_size]
     ]
     try:
-        return engine.run(first, 0, params).metrics
-    except torch.OutOfMemoryError:
-        if job.plan.parallel.size > 1:
+        return session.run(first, 0, params, lambda *_: None)
+    except Exception as problem:
+        if job.plan.num_ranks > 1 or not is_out_of_memory(problem):
             raise  # the others wait for this rank
         return None

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from specdec_cli.backends.base import Finished, Prepared, Session
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.records import Key
@@ -52,8 +51,8 @@ class LosslessCheck:
     _parted: list[dict[str, Any]] = field(default_factory=list)
     _noise: float = 0.0
 
-    def compare(self, engine: Engine, key: Key, texts: Mapping[int, TextPair]) -> None:
-        """Compare the texts of a point, by prompt. The engine must be idle."""
+    def compare(self, session: Session, key: Key, texts: Mapping[int, TextPair]) -> None:
+        """Compare the texts of a point, by prompt. The session must be idle."""
         width, looked_at = max(2, key.k + 1, key.batch_size), 0
         self._prompts |= texts.keys()
         self._compared += len(texts)
@@ -66,8 +65,8 @@ class LosslessCheck:
                 tokens = [*text.prompt, *text.plain[:at]]
                 # The pass over a prompt decides the first token of plain decoding.
                 most = width if at else max(width, min(len(tokens), _WIDEST))
-                alone, wide = (engine.logits_after(tokens, w) for w in (1, most))
-                self._noise = max(self._noise, float((alone - wide).abs().max()))
+                alone, wide = (session.logits_after(tokens, w) for w in (1, most))
+                self._noise = max(self._noise, float(abs(alone - wide).max()))
                 lower = min(float(alone[text.tokens[at]]), float(alone[text.plain[at]]))
                 gap = float(alone.max()) - lower
             self._parted.append(asdict(key) | {"index": index, "position": at, "gap": gap})
@@ -94,7 +93,7 @@ class LosslessCheck:
         )
 
 
-def refuse_unfit(plan: Plan, ks: Sequence[int]) -> None:
+def refuse_unfit(plan: Prepared, ks: Sequence[int]) -> None:
     """Raise `UsageError` where there is nothing to check."""
     if not any(ks):
         raise UsageError("--check-lossless: k is 0, so there is nothing to compare with k = 0")
@@ -106,11 +105,17 @@ def refuse_unfit(plan: Plan, ks: Sequence[int]) -> None:
         )
 
 
-def greedy_texts(engine: Engine, job: Job, k: int, world: World) -> dict[int, list[int]]:
+def greedy_texts(session: Session, job: Job, k: int, world: World) -> dict[int, list[int]]:
     """The job's outputs under greedy decoding at a k, by prompt; without those that cannot run."""
     params: SamplingParams = replace(job.plan.params, temperature=0.0)
-    run = engine.run(requests(job), k, params, lambda _: world.beat())
-    return {s.index: s.output_ids for s in run.seqs if s.finish_reason != "error"}
+    found: list[Finished] = []
+
+    def on_round(_: object, finished: list[Finished]) -> None:
+        world.beat()
+        found.extend(finished)
+
+    session.run(requests(job), k, params, on_round)
+    return {one.index: one.token_ids for one in found if one.finish_reason != "error"}
 
 
 def texts_of(

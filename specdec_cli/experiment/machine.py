@@ -11,8 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specdec_cli.errors import Notice
 
 _APART = 0.25  # least seconds between two readings
@@ -41,9 +39,9 @@ class _Reading:
 
 @dataclass(slots=True)
 class MachineWatch:
-    """Readings of the machine in stretches of measuring."""
+    """Readings of the machine in stretches of measuring. device: of a backend's plan."""
 
-    device: torch.device
+    device: Any
     _stretches: list[list[_Reading]] = field(default_factory=list)
     _gpu: Any = None
 
@@ -180,10 +178,11 @@ def _text(path: str) -> str:
         return ""
 
 
-def _nvml_device(device: torch.device) -> Any:
+def _nvml_device(device: Any) -> Any:
     """NVML's handle of a device; None without pynvml."""
     with suppress(Exception):
         import pynvml
+        import torch
 
         pynvml.nvmlInit()
         found = torch.cuda.get_device_properties(device)

@@ -5,7 +5,6 @@ of the machine affect every point alike. Knows no folders and no terminals.
 """
 
 import logging
-import resource
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,11 +12,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
-
-from specdec_cli.core.types import Emission, SamplingParams
-from specdec_cli.core.types import Sequence as Seq
-from specdec_cli.engine.loop import Engine, RunResult
+from specdec_cli.backends.base import Finished, Session, Written
+from specdec_cli.core.figures import Metrics
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.experiment.folders.records import Key, Point, Sample, given
 from specdec_cli.experiment.generation import Job, requests
 from specdec_cli.experiment.order import balanced
@@ -59,13 +56,13 @@ def units_of(job: Job, batch_size: int) -> list[Job]:
 class MeasuringLoop:
     """Runs prompts at points and hands over each sample once its last repeat is done.
 
-    engine_of: the engine of each point; engines run one at a time. keep: takes the samples of a
+    session_of: the session of each point; they run one at a time. keep: takes the samples of a
     point that one round finished; called on every rank. peak_memory: the most bytes held so far.
     guard: runs a part of a point, and decides what becomes of the point where that fails; by
     default errors pass. seconds: spent in rounds and prefill passes of measured runs.
     """
 
-    engine_of: Callable[[Key], Engine]
+    session_of: Callable[[Key], Session]
     world: World
     keep: Callable[[Key, list[Sample]], None]
     peak_memory: Callable[[], int]
@@ -86,7 +83,7 @@ class MeasuringLoop:
 
     def measure(self, jobs: Mapping[Key, Job], number: int) -> None:
         """Run all repeats of each point's prompts. number: of their unit."""
-        taken: dict[Key, dict[int, list[Seq]]] = {key: defaultdict(list) for key in jobs}
+        taken: dict[Key, dict[int, list[Finished]]] = {key: defaultdict(list) for key in jobs}
         if not jobs:
             return
         run = next(iter(jobs.values())).plan.recipe.run
@@ -99,62 +96,60 @@ class MeasuringLoop:
         key: Key,
         job: Job,
         params: SamplingParams,
-        on_emit: Callable[[list[Emission]], None] = lambda _: None,
-    ) -> RunResult:
+        on_finished: Callable[[list[Finished]], None] = lambda _: None,
+    ) -> Metrics:
         """Decode the prompts of a job once, with a sign of life each round."""
 
-        def each_round(emissions: list[Emission]) -> None:
+        def on_round(_: Sequence[Written], finished: list[Finished]) -> None:
             self.world.beat()
-            on_emit(emissions)
+            on_finished(finished)
 
-        return self.engine_of(key).run(requests(job), key.k, params, each_round)
+        return self.session_of(key).run(requests(job), key.k, params, on_round)
 
-    def _repeat(self, job: Job, key: Key, taken: dict[int, list[Seq]]) -> None:
-        """One repeat of a point. taken: the sequences of all repeats so far, by prompt."""
+    def _repeat(self, job: Job, key: Key, taken: dict[int, list[Finished]]) -> None:
+        """One repeat of a point. taken: the answers of all repeats so far, by prompt."""
         categories = {p.index: p.category for p in job.prompts}
         limit = job.plan.params.max_new_tokens
 
-        def on_emit(emissions: list[Emission]) -> None:
-            ended = [e.seq for e in emissions if e.seq.finish_reason is not None]
-            for seq in ended:
-                taken[seq.index].append(seq)
+        def on_finished(finished: list[Finished]) -> None:
+            for one in finished:
+                taken[one.index].append(one)
             whole = [
-                sample_of(key, categories[seq.index], taken[seq.index], limit, self.peak_memory())
-                for seq in ended
-                if len(taken[seq.index]) == job.plan.recipe.run.repeats
+                sample_of(key, categories[one.index], taken[one.index], limit, self.peak_memory())
+                for one in finished
+                if len(taken[one.index]) == job.plan.recipe.run.repeats
             ]
             if whole:
                 self.keep(key, whole)
 
-        metrics = self.run(key, job, job.plan.params, on_emit).metrics
+        metrics = self.run(key, job, job.plan.params, on_finished)
         self.seconds += metrics.decode_seconds + metrics.prefill_seconds
 
 
 def sample_of(
-    key: Key, category: str | None, runs: Sequence[Seq], limit: int, peak_memory_bytes: int
+    key: Key, category: str | None, runs: Sequence[Finished], limit: int, peak_memory_bytes: int
 ) -> Sample:
-    """The sample of one prompt at one point, from its sequence in each repeat."""
-    seq = runs[0]
-    if any(other.tokens != seq.tokens for other in runs):
-        _log.warning("prompt %d at k = %d: repeats wrote different tokens", seq.index, key.k)
+    """The sample of one prompt at one point, from its answer in each repeat."""
+    first = runs[0]
+    if any(other.token_ids != first.token_ids for other in runs):
+        _log.warning("prompt %d at k = %d: repeats wrote different tokens", first.index, key.k)
     stages = dict.fromkeys(stage for run in runs for stage in run.stage_ms)
     experts = [s.distinct_experts for s in runs if s.distinct_experts is not None]
     are_counted = len(experts) == len(runs)
     parts = [part for s in runs if (part := s.ttft_parts_ms) is not None]
-    assert seq.finish_reason is not None
     return Sample(
         **asdict(key),
-        index=seq.index,
+        index=first.index,
         category=category,
-        prompt_token_ids=seq.tokens[: seq.num_prompt_tokens],
-        token_ids=seq.output_ids,
-        finish_reason=seq.finish_reason,
-        accepted_per_round=seq.accepted_per_round,
-        seconds=[s.prefill_seconds + s.decode_seconds for s in runs],
-        proposed_per_round=seq.proposed_per_round,
-        rounds_without_proposal=seq.rounds_without_proposal,
-        num_preemptions=seq.num_preemptions,
-        max_output_tokens=min(limit, seq.max_tokens - seq.num_prompt_tokens),
+        prompt_token_ids=first.prompt_token_ids,
+        token_ids=first.token_ids,
+        finish_reason=first.finish_reason,
+        accepted_per_round=first.accepted_per_round or [],
+        seconds=[s.seconds for s in runs],
+        proposed_per_round=first.proposed_per_round or [],
+        rounds_without_proposal=first.rounds_without_proposal,
+        num_preemptions=first.num_preemptions,
+        max_output_tokens=min(limit, first.max_output_tokens),
         decode_seconds=[s.decode_seconds for s in runs],
         round_share=[s.round_share for s in runs],
         stage_ms={stage: [s.stage_ms.get(stage, 0.0) for s in runs] for stage in stages},
@@ -162,16 +157,9 @@ def sample_of(
         tpot_ms=[t for s in runs if (t := s.tpot_ms) is not None],
         peak_memory_bytes=peak_memory_bytes,
         **given(
-            error=seq.error,
-            num_tokens_from_prefill=seq.num_tokens_from_prefill or None,
+            error=first.error,
+            num_tokens_from_prefill=first.num_tokens_from_prefill or None,
             distinct_experts=experts if are_counted else None,
             ttft_parts_ms={n: [p[n] for p in parts] for n in parts[0]} if parts else None,
         ),
     )
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes held so far: by torch of the device's memory, or by this process of the host's."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

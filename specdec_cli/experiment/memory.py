@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from specdec_cli.backends import native
+from specdec_cli.core.types import Permissions
 from specdec_cli.engine.build import load_models, measured, out_of_memory
 from specdec_cli.engine.devices import resolve_device
 from specdec_cli.engine.memory.budget import CacheNeed, RankMemory, Split
@@ -25,9 +27,8 @@ from specdec_cli.engine.memory.estimate import (
     this_machine,
 )
 from specdec_cli.engine.pairing import Describe
-from specdec_cli.engine.plan import Permissions, Plan, plan_all_ranks
+from specdec_cli.engine.plan import Plan, plan_all_ranks
 from specdec_cli.errors import LOGGED, SetupError, SpecdecError, UsageError
-from specdec_cli.experiment.folders.results import environment
 from specdec_cli.experiment.generation import tokenised
 from specdec_cli.models.description import describe
 from specdec_cli.prompts import Prompt
@@ -149,7 +150,7 @@ def _split(plans: Sequence[Plan], machine: Machine) -> Split:
 def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
     """The document of `profile-blocks --json`, without the points of an estimate."""
     planned, split, cost = profile.plan, profile.split, _draft_cost(profile)
-    where = environment(planned, None if profile.machine is None else torch.device("cpu"))
+    where = native.environment(planned, None if profile.machine is None else torch.device("cpu"))
     if profile.machine is not None:
         where["device"] = f"{profile.machine.name} (estimated)"
     return {
@@ -222,7 +223,7 @@ def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
         return wanted
     if not prompts:
         return most
-    job = tokenised(planned, prompts)
+    job = tokenised(native, planned, prompts)
     return min(job.longest_prompt + recipe.sampling.max_new_tokens, most)
 
 

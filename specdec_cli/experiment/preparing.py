@@ -1,45 +1,27 @@
-"""Preparation that sweeps and comparisons share: the engine's recipe, settings, warnings."""
+"""Preparation that sweeps and comparisons share: settings and warnings."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from specdec_cli.acceptance.registry import for_k
+from specdec_cli.backends.base import Prepared
+from specdec_cli.core.detokenize import Tokenizer
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.statistics.stats import FEWEST
-from specdec_cli.models.draft import Draft
-from specdec_cli.models.fingerprint import fingerprint
-from specdec_cli.models.tokenizer import Tokenizer
 from specdec_cli.prompts import Prompt
-from specdec_cli.recipe import Recipe
 
 _FEW_PROMPTS = 20
 
 
-def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
-    """The recipe for engine and cache, with the largest k and batch size."""
-    speculation = for_k(recipe.speculation, largest)
-    speculation = speculation.model_copy(update={"num_speculative_tokens": largest})
-    run = recipe.run.model_copy(update={"batch_size": batch_size})
-    return recipe.model_copy(update={"speculation": speculation, "run": run})
-
-
-def with_weights(section: dict[str, Any], model: Draft | None) -> dict[str, Any]:
+def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:
     """A model's section of the recipe with the fingerprint of its weights, if it takes part."""
-    if model is None:
-        return section
-    return section | {"weights": fingerprint(model.place, model.spec.load_format)}
+    found = plan.fingerprint(role)
+    return section if found is None else section | {"weights": found}
 
 
 def device_settings(job: Job) -> dict[str, str]:
     """The settings `device`, the name of its kind, and `dtype`, the target's."""
-    device = job.plan.device
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "dtype": str(job.plan.target.dtype).removeprefix("torch."),
-    }
+    return {"device": job.plan.device_name, "dtype": job.plan.dtype_name}
 
 
 def no_template(tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: str) -> list[Notice]:

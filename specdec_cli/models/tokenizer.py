@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from specdec_cli.core.detokenize import Tokenizer
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
@@ -30,21 +31,6 @@ from specdec_cli.models.tokenizer_limits import (
 from specdec_cli.text import first_line
 
 _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the same family"
-
-
-class Tokenizer(Protocol):
-    """The tokenizer that commands use."""
-
-    @property
-    def has_template(self) -> bool: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def vocabulary(self) -> dict[str, int]: ...
 
 
 class PretrainedTokenizer:

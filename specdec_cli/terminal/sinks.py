@@ -7,21 +7,24 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+from specdec_cli.backends.base import Finished, OnRound, Written
 from specdec_cli.core.detokenize import TextStream
-from specdec_cli.core.types import Emission
 from specdec_cli.experiment.folders.generate_folder import SAMPLES, key_of
 from specdec_cli.experiment.folders.results import Output
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, output_of
-from specdec_cli.experiment.measure import peak_memory, sample_of
+from specdec_cli.experiment.measure import sample_of
 from specdec_cli.terminal.render import TintedText, progress_bar
 from specdec_cli.text import inert
 
 
 class Sink:
-    """Receives the tokens of each round, then each complete output; a method may do nothing."""
+    """Receives tokens as they come, then each answer and its output; a method may do nothing."""
 
-    def emission(self, emission: Emission) -> None: ...
+    def tokens(self, written: Written, *, is_last: bool) -> None:
+        """Some of a prompt's tokens; none if it could not run."""
+
+    def answer(self, answer: Finished) -> None: ...
 
     def output(self, output: Output) -> None: ...
 
@@ -43,28 +46,29 @@ class LiveText(Sink):
         self._streams: dict[int, TextStream] = {}
         self._written: dict[int, str] = {}
         self._is_open = False  # in the middle of a completion
-        self._prompts = {p.index: p.text for p in job.prompts}
+        self._prompts = {
+            p.index: (p.text, ids) for p, ids in zip(job.prompts, job.token_ids, strict=True)
+        }
 
-    def emission(self, emission: Emission) -> None:
-        seq = emission.seq
-        if seq.finish_reason == "error":
+    def tokens(self, written: Written, *, is_last: bool) -> None:
+        index = written.index
+        if not written.token_ids:
             return
-        stream = self._streams.get(seq.index)
+        stream = self._streams.get(index)
         if stream is None:
-            prompt_ids = seq.tokens[: seq.num_prompt_tokens]
-            stream = self._streams[seq.index] = TextStream(self._tokenizer, prompt_ids)
-            self._written[seq.index] = ""
+            shown, prompt_ids = self._prompts[index]
+            stream = self._streams[index] = TextStream(self._tokenizer, prompt_ids)
+            self._written[index] = ""
             self._is_open = True
-            shown = self._prompts[seq.index]
             self._text.prompt(
-                f"prompt {seq.index}" if self._several else None,
+                f"prompt {index}" if self._several else None,
                 self._tokenizer.decode(prompt_ids) if shown is None else shown,
             )
-        for place, token in enumerate(emission.token_ids):
+        for place, token in enumerate(written.token_ids):
             piece = stream.feed(token)
-            self._written[seq.index] += piece
-            self._text.add(piece, accepted=place < emission.num_accepted)
-        if seq.finish_reason is None:
+            self._written[index] += piece
+            self._text.add(piece, accepted=place < written.num_accepted)
+        if not is_last:
             # The last token may extend past a stop string: `output` cuts it.
             self._text.show()
 
@@ -114,7 +118,7 @@ class PromptProgress(Sink):
         self._bar = progress_bar()
         self._task = self._bar.add_task("prompts", total=len(job.prompts))
 
-    def emission(self, emission: Emission) -> None:
+    def tokens(self, written: Written, *, is_last: bool) -> None:
         # Not earlier: from here on `close` is certain to be called, which restores the cursor.
         self._bar.start()
 
@@ -141,14 +145,13 @@ class SampleFile(Sink):
         self._key = key_of(job)
         self._categories = {p.index: p.category for p in job.prompts}
         self._limit = job.plan.params.max_new_tokens
-        self._device = job.plan.device
+        self._job = job
         self._folder = folder
 
-    def emission(self, emission: Emission) -> None:
-        if (seq := emission.seq).finish_reason is None:
-            return
-        category, peak = self._categories[seq.index], peak_memory(self._device)
-        self._folder.append(SAMPLES, sample_of(self._key, category, [seq], self._limit, peak))
+    def answer(self, answer: Finished) -> None:
+        category = self._categories[answer.index]
+        peak = self._job.backend.peak_memory(self._job.plan)
+        self._folder.append(SAMPLES, sample_of(self._key, category, [answer], self._limit, peak))
 
     def close(self) -> None:
         self._folder.close()
@@ -175,10 +178,10 @@ def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool)
 
 def collector(
     job: Job, sinks: list[Sink], earlier: Sequence[Output] = ()
-) -> tuple[Callable[[list[Emission]], None], Callable[[], list[Output]]]:
-    """A callback for `Engine.run`, and a function that returns all outputs after the run.
+) -> tuple[OnRound, Callable[[], list[Output]]]:
+    """A callback for `Session.run`, and a function that returns all outputs after the run.
 
-    A sequence becomes an output as soon as it has finished or cannot run. earlier: outputs that
+    An answer becomes an output as soon as it comes. earlier: outputs that
     the sinks receive at once.
     """
     prompts = {p.index: p for p in job.prompts}
@@ -188,16 +191,21 @@ def collector(
         for sink in sinks:
             sink.output(output)
 
-    def on_emit(emissions: list[Emission]) -> None:
-        for emission in emissions:
+    def on_round(written: Sequence[Written], finished: list[Finished]) -> None:
+        ended = {one.index: one for one in finished}
+        for some in written:
+            answer = ended.get(some.index)
             for sink in sinks:
-                sink.emission(emission)
-            if (seq := emission.seq).finish_reason is not None:
-                output = outputs[seq.index] = output_of(job, prompts[seq.index], seq)
-                for sink in sinks:
-                    sink.output(output)
+                sink.tokens(some, is_last=answer is not None)
+            if answer is None:
+                continue
+            output = output_of(job, prompts[some.index], answer, answer.seconds)
+            outputs[some.index] = output
+            for sink in sinks:
+                sink.answer(answer)
+                sink.output(output)
 
     def finish() -> list[Output]:
         return [outputs[p.index] for p in job.prompts]
 
-    return on_emit, finish
+    return on_round, finish

@@ -62,7 +62,7 @@ def test_a_killed_run_goes_on(
     assert ours["decode_seconds"] > 0
 
     # Where all is done, nothing is loaded and nothing is written twice.
-    monkeypatch.setattr("specdec_cli.commands.generate_run.build", None)
+    monkeypatch.setattr("specdec_cli.backends.native.build", None)
     again = generate(capsys, moved / "recipe.yaml", "--json", "-o", moved, "--resume")
     assert again.code == 0 and texts(again) == texts(undisturbed)
     assert (moved / "samples.jsonl").read_text().splitlines() == lines

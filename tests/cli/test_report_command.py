@@ -10,6 +10,7 @@ import pytest
 
 from specdec_cli.app import main
 from tests.cli.generate_helpers import environment, generate
+from tests.cli.without_torch import without_torch
 from tests.report_helpers import sweep_points, write_folder
 
 pytest.importorskip("matplotlib")
@@ -142,19 +143,8 @@ def test_real_metrics(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_needs_no_torch_and_no_display(folder: Path) -> None:
-    code = (
-        "import sys; from specdec_cli.app import main; "
-        f"code = main(['report', {str(folder)!r}]); "
-        "print(code, {'torch', 'transformers', 'matplotlib.pyplot'} & sys.modules.keys())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment() | {"MPLBACKEND": "x"},
-        capture_output=True,
-        check=True,
-        text=True,
-    )
-    assert done.stdout.splitlines()[-1] == "0 set()"
+    assert without_torch("report", folder) == 0
+    assert without_torch("recipe", "show", "demo") == 0
 
 
 def test_under_torchrun_one_process_writes(folder: Path) -> None:

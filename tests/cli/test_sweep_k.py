@@ -36,6 +36,7 @@ from tests.cli.sweep_helpers import (
     sweep_process,
     without_times,
 )
+from tests.cli.without_torch import without_torch
 from tests.report_helpers import sample_record
 from tests.support import tiny_config
 
@@ -240,7 +241,7 @@ def test_resumed_is_whole(
 def test_resuming_what_is_done_measures_nothing(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec_cli.experiment.sweep.arms.build", None)
+    monkeypatch.setattr("specdec_cli.backends.native.build", None)
     before = {path.name: path.read_bytes() for path in whole[0].glob("*.jsonl")}
     result = specdec(capsys, *SWEEP, "-o", whole[0], "--resume", "--json")
     assert result.code == 0 and json.loads(result.out)["points"] == whole[1]["points"]
@@ -359,6 +360,10 @@ def test_a_draft_whose_context_ends_early_is_told(capsys: Capture, tmp_path: Pat
     assert f"warning: {short}: {said}" in specdec(capsys, *both).err
 
 
+def test_merging_needs_no_torch(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    assert without_torch("merge", whole[0], "-o", tmp_path / "merged") == 0
+
+
 def test_shards_merge_into_the_whole(capsys: Capture, tmp_path: Path) -> None:
     options = [*SWEEP, *ONCE, *SAMPLED, "-q"]
     assert specdec(capsys, *options, "-o", tmp_path / "whole").code == 0
@@ -440,7 +445,7 @@ def test_a_slurm_task_takes_its_share(
 def test_dry_run_loads_no_weights(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec_cli.experiment.sweep.arms.build", None)
+    monkeypatch.setattr("specdec_cli.backends.native.build", None)
     result = specdec(capsys, *SWEEP, "--dry-run", "-o", tmp_path / "run", "--json")
     document = json.loads(result.out)
     assert result.code == 0 and document["num_samples"] == 12 and len(document["points"]) == 3
@@ -867,19 +872,19 @@ def test_arms_that_do_not_fit_together_take_turns(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The texts and the one baseline are those of arms that stay loaded."""
-    from specdec_cli.experiment.sweep import arms
+    from specdec_cli.backends import native
 
     options = [*SWEEP, *ONCE, "--draft", "demo:draft", "--draft", "ngram", "--k", "2", "--json"]
     whole = specdec(capsys, *options, "-q", "-o", tmp_path / "whole")
     built: list[str | None] = []
-    build = arms.build
+    build = native.build
 
     def counted(plan: Any, *rest: Any) -> Any:
         built.append(plan.proposer)
         return build(plan, *rest)
 
-    monkeypatch.setattr(arms, "build", counted)
-    monkeypatch.setattr(arms, "build_beside", lambda *_: None)
+    monkeypatch.setattr(native, "build", counted)
+    monkeypatch.setattr(native, "build_beside", lambda *_: None)
     result = specdec(capsys, *options, "-o", tmp_path / "run")
     assert result.code == whole.code == 0, result.err
     ours, theirs = samples(tmp_path / "run"), samples(tmp_path / "whole")

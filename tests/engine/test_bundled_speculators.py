@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from specdec_cli.backends import native
+from specdec_cli.core.types import Permissions
 from specdec_cli.demo import FOLDER
 from specdec_cli.engine.build import build
-from specdec_cli.engine.plan import Permissions
 from specdec_cli.experiment.generation import prepare, requests
 from specdec_cli.prompts import Prompt, as_conversations
 from specdec_cli.recipe import load_recipe
@@ -57,7 +58,7 @@ def test_each_writes_the_targets_text_and_is_accepted() -> None:
         ({"draft.model": "demo:smollm2-draft"}, 1.8),
         ({"speculation.method": "ngram"}, 1.0),
     ):
-        job = prepare(load_recipe("smollm2-offline", keys | arm), prompts, Permissions())
+        job = prepare(native, load_recipe("smollm2-offline", keys | arm), prompts, Permissions())
         if not want:
             place = Path(job.plan.target.place)
             oracle = gguf_reference(place)

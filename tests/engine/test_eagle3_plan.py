@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.core.types import Request, SamplingParams
+from specdec_cli.core.types import Permissions, Request, SamplingParams
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.budget import CacheNeed
 from specdec_cli.engine.memory.estimate import estimate_passes, estimate_rank, this_machine
 from specdec_cli.engine.memory.measured import weight_bytes
-from specdec_cli.engine.plan import Permissions, Plan, block_bytes_of, plan, plan_all_ranks
+from specdec_cli.engine.plan import Plan, block_bytes_of, plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, SpecdecError
 from specdec_cli.methods.base import RoundSize
 from specdec_cli.methods.eagle3 import METHOD

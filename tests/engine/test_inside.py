@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from specdec_cli.core.types import Request
+from specdec_cli.core.types import Permissions, Request
 from specdec_cli.engine.build import build
-from specdec_cli.engine.plan import Permissions, Plan, plan, plan_all_ranks
+from specdec_cli.engine.plan import Plan, plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, UsageError
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.registry import METHODS

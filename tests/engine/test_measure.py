@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec_cli.core.live_bytes import LiveBytes
-from specdec_cli.core.types import Request, SamplingParams
+from specdec_cli.core.types import Permissions, Request, SamplingParams
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.memory.budget import CacheNeed, RankMemory, Split
 from specdec_cli.engine.memory.chunk_bytes import chunk_bytes
@@ -26,7 +26,7 @@ from specdec_cli.engine.memory.measured import (
     release,
     weight_bytes,
 )
-from specdec_cli.engine.plan import Permissions, block_bytes_of, plan, plan_all_ranks
+from specdec_cli.engine.plan import block_bytes_of, plan, plan_all_ranks
 from specdec_cli.errors import SetupError
 from specdec_cli.models.fused import bytes_held_twice
 from specdec_cli.recipe import Recipe, load_recipe

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from specdec_cli.acceptance.registry import for_k
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.backends.native import for_engine
 from specdec_cli.core.metrics import RunClock, summarise
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.errors import UsageError
-from specdec_cli.experiment.preparing import for_engine
 from specdec_cli.recipe import SpeculationSection, load_recipe
 from specdec_cli.terminal.render import summary_table
 from tests.cli.generate_helpers import PROMPTS, generate, prompt_options

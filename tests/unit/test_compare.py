@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from specdec_cli.backends import native
 from specdec_cli.core.figures import Metrics
-from specdec_cli.engine.plan import Permissions
+from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.compare.comparison_plan import (
     ComparisonPlan,
@@ -612,7 +613,7 @@ def test_records_of_earlier_pairs_that_are_lost_end_the_run(
 
 def test_pairs_without_gpus_enough_are_skipped() -> None:
     recipe = load_recipe("demo", {"run.device": "cpu"}, {})
-    job = prepare(recipe, [Prompt(0, "def f():")], Permissions())
+    job = prepare(native, recipe, [Prompt(0, "def f():")], Permissions())
     asked = replace(SETTINGS, target_tps=(1, 2, 4), draft_tps=(1, 4))
     skips = skips_of(asked, job, num_gpus=2)
     assert skips[Pair(4, 1)] == skips[Pair(4, 4)]
@@ -629,7 +630,7 @@ def test_pairs_without_gpus_enough_are_skipped() -> None:
 def test_a_borrowed_head_needs_the_targets_degree() -> None:
     keys = {"run.device": "cpu", "draft.model": "demo:target", "draft.share": ["lm_head"]}
     recipe = load_recipe("demo", keys, {})
-    job = prepare(recipe, [Prompt(0, "def f():")], Permissions())
+    job = prepare(native, recipe, [Prompt(0, "def f():")], Permissions())
     skips = skips_of(replace(SETTINGS, target_tps=(1, 2), draft_tps=(1, 2)), job, num_gpus=None)
     assert set(skips) == {Pair(1, 2), Pair(2, 1)}
     reason = "draft TP 1 cannot borrow lm_head at target TP 2"

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_cli.backends import native
 from specdec_cli.engine.plan import plan
 from specdec_cli.experiment.compare.comparison_plan import comparison_seconds
 from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.duration import DurationEstimate, Speeds, in_words
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.generation import Job
-from specdec_cli.experiment.sweep.sweep_plan import sweep_seconds
+from specdec_cli.experiment.sweep.dry_run import sweep_seconds
 from specdec_cli.models.draft import Passes
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
@@ -25,7 +26,7 @@ def job_of(recipe: str, count: int, **keys: object) -> Job:
     sets = {"run.device": "cpu"} | {key.replace("__", "."): one for key, one in keys.items()}
     planned = plan(load_recipe(recipe, sets))
     ids = [(1, 2, 3, 4)] * count
-    return Job(planned, [Prompt(i, None, ids[i]) for i in range(count)], ids)
+    return Job(native, planned, [Prompt(i, None, ids[i]) for i in range(count)], ids)
 
 
 def test_rounds_take_what_was_measured() -> None:
@@ -93,7 +94,7 @@ def test_degrees_share_what_is_read_and_add_sums() -> None:
 
 
 def test_a_sweep_takes_its_repeats_warm_up_and_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("sweep.sweep_plan", "compare.comparison_plan"):
+    for module in ("sweep.dry_run", "compare.comparison_plan"):
         monkeypatch.setattr(f"specdec_cli.experiment.{module}.speeds_of", lambda *_: H200)
     job = job_of("demo", 8, run__repeats=2, run__warmup=0)
     keys = {Key("d", 1, 0): job, Key("d", 1, 2): job}

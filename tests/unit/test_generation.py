@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.core.types import FinishReason, SamplingParams, Sequence
+from specdec_cli.backends.base import Finished
+from specdec_cli.core.types import FinishReason, SamplingParams
 from specdec_cli.experiment.generation import baseline, output_of
 from specdec_cli.prompts import Prompt
 from specdec_cli.terminal.sinks import PlainText
@@ -25,8 +26,8 @@ def text_of(output: list[int], stop: tuple[str, ...], reason: FinishReason) -> s
     job: Any = SimpleNamespace(
         plan=SimpleNamespace(tokenizer=SpaceDropping(), params=SimpleNamespace(stop=stop))
     )
-    seq = Sequence(0, [0, *output], 1, 9, finish_reason=reason)
-    return output_of(job, Prompt(0, "one"), seq).text
+    answer = Finished(0, [0], output, reason, max_output_tokens=8)
+    return output_of(job, Prompt(0, "one"), answer, 1.0).text
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_a_run_is_done_even_if_its_baseline_has_no_memory(ranks: int) -> None:
 
     plan = SimpleNamespace(
         params=SamplingParams(max_new_tokens=30),
-        parallel=SimpleNamespace(size=ranks),
+        num_ranks=ranks,
         recipe=SimpleNamespace(run=SimpleNamespace(batch_size=1)),
     )
     job: Any = SimpleNamespace(plan=plan, token_ids=[(1, 2)])

@@ -2,12 +2,12 @@
 
 from typing import cast
 
+import numpy as np
 import pytest
-import torch
 from pydantic import ValidationError
 
 from scripts.proofs.margins import Parting, partings
-from specdec_cli.engine.loop import Engine
+from specdec_cli.backends.base import Session
 from specdec_cli.experiment.folders.conclusions import CheckResult, Diverging, Summary, Tokens
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.lossless_check import LosslessCheck, TextPair, failed_check
@@ -23,16 +23,16 @@ class Fixed:
         self.gap = gap
         self.asked: list[tuple[list[int], int]] = []
 
-    def logits_after(self, tokens: list[int], width: int) -> torch.Tensor:
+    def logits_after(self, tokens: list[int], width: int) -> np.ndarray:
         self.asked.append((tokens, width))
-        return torch.tensor([2.0, 2.0 - self.gap, -5.0 + NOISE * (width > 1)])
+        return np.array([2.0, 2.0 - self.gap, -5.0 + NOISE * (width > 1)])
 
 
 def checked(dtype: str, gap: float, *tokens: list[int]) -> tuple[CheckResult, Fixed]:
     """The check of texts that are [0, 0, 0] of the target alone, at k = 3."""
     engine, check = Fixed(gap), LosslessCheck(dtype)
     texts = {i: TextPair((7, 8), own, (0, 0, 0)) for i, own in enumerate(tokens)}
-    check.compare(cast(Engine, engine), Key("d", 1, 3), texts)
+    check.compare(cast(Session, engine), Key("d", 1, 3), texts)
     return check.result, engine
 
 
@@ -58,7 +58,7 @@ def test_twice_the_rounding_is_a_near_tie(dtype: str, gap: float, passed: bool, 
 @pytest.mark.parametrize(("length", "width"), [(2, 4), (99, 99), (999, 256)])
 def test_a_first_token_is_compared_with_a_pass_over_the_prompt(length: int, width: int) -> None:
     engine, check, prompt = Fixed(0.1), LosslessCheck("bfloat16"), [7] * length
-    check.compare(cast(Engine, engine), Key("d", 1, 3), {0: TextPair(prompt, [1, 0], [0, 0])})
+    check.compare(cast(Session, engine), Key("d", 1, 3), {0: TextPair(prompt, [1, 0], [0, 0])})
     assert engine.asked == [(prompt, 1), (prompt, width)]
 
 
@@ -67,7 +67,7 @@ def test_divergences_of_every_point_are_looked_at() -> None:
     engine, check = Fixed(0.1), LosslessCheck("bfloat16")
     texts = {i: TextPair([7], [0, 1], [0, 0]) for i in range(20)}
     for draft in ("one", "other"):
-        check.compare(cast(Engine, engine), Key(draft, 2, 1), texts)
+        check.compare(cast(Session, engine), Key(draft, 2, 1), texts)
     found = check.result
     assert (found.num_diverging, found.num_near_ties) == (40, 32)
     gaps = [one["gap"] for one in found.diverging if one["draft"] == "other"]

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from specdec_cli.backends.native import finished
 from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.core.types import Sequence
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Tokens
@@ -563,12 +564,12 @@ def test_a_sample_has_all_of_a_prompts_time(caplog: pytest.LogCaptureFixture) ->
     runs = [Sequence(4, [1, 2, 3], 1, 9, finish_reason="length") for _ in range(2)]
     for seq, share in zip(runs, (2.0, 4.0), strict=True):
         seq.prefill_seconds, seq.decode_seconds, seq.round_share = 0.5, share, share
-    found = sample_of(Key("d", 1, 0), None, runs, 99, 7)
+    found = sample_of(Key("d", 1, 0), None, list(map(finished, runs)), 99, 7)
     assert (found.seconds, found.decode_seconds) == ([2.5, 4.5], [2.0, 4.0])
     assert found.round_share == [2.0, 4.0]
     assert found.max_output_tokens == 8, "the context ends before the recipe's limit"
     runs[1].tokens = [1, 2, 9]
-    sample_of(Key("d", 1, 0), None, runs, 99, 7)
+    sample_of(Key("d", 1, 0), None, list(map(finished, runs)), 99, 7)
     assert "prompt 4 at k = 0: repeats wrote different tokens" in caplog.text
 
 

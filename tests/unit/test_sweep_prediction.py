@@ -12,12 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.backends import native
 from specdec_cli.core.metrics import RunClock, summarise
-from specdec_cli.core.types import Emission, Request, SamplingParams, Sequence
+from specdec_cli.core.types import Emission, Permissions, Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine, RunResult
-from specdec_cli.engine.plan import Permissions
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.sweep.document import forecasts_of
@@ -66,7 +67,7 @@ class KnownEngine:
         self.rule = SyntheticAcceptance.from_rates(RATES)
         self.policy = FixedLength()
         self.proposer = SimpleNamespace(max_len=512)
-        self.target = SimpleNamespace(model=None)
+        self.target = SimpleNamespace(model=None, device=torch.device("cpu"))
 
     def with_batch_size(self, batch_size: int) -> "KnownEngine":
         return KnownEngine(batch_size)
@@ -134,6 +135,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[Point]:
     )
     prompts = [Prompt(i, None, (1,) * PROMPT) for i in range(NUM_PROMPTS[batch_size])]
     plan = plan_sweep(
+        native,
         [recipe],
         prompts,
         list(range(9)),
@@ -143,7 +145,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[Point]:
         shard=None,
     )
     engine = KnownEngine(batch_size)
-    monkeypatch.setattr("specdec_cli.experiment.sweep.arms.build", lambda *_: engine)
+    monkeypatch.setattr("specdec_cli.backends.native.build", lambda *_: engine)
     return Sweep(plan, SweepRecords(), Watcher(), World(None, "cpu", 120.0)).run()
 
 
@@ -167,7 +169,7 @@ def test_settings_name_every_prompt() -> None:
     for last in ((7, 8), (7, 9)):
         prompts = [Prompt(0, None, (1, 2)), Prompt(1, None, last)]
         asked = dict(predict_only=False, shard=None)
-        plan = plan_sweep([recipe], prompts, [0, 1], [1], Permissions(), **asked)
+        plan = plan_sweep(native, [recipe], prompts, [0, 1], [1], Permissions(), **asked)
         hashes.add((plan.settings.prompts["sha256"], plan.settings.digest))
     assert len({of_prompts for of_prompts, _ in hashes}) == len(hashes) == 2
 

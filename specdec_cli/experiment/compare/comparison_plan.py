@@ -10,24 +10,30 @@ from typing import Any
 
 import torch
 
+from specdec_cli.backends import native
 from specdec_cli.core.parallel import TensorParallel
-from specdec_cli.engine.plan import Permissions, draft_at, plan
+from specdec_cli.core.types import Permissions
+from specdec_cli.engine.plan import draft_at
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.worker import WARM_UP_TOKENS, with_degrees
 from specdec_cli.experiment.disk import refuse_special_files
-from specdec_cli.experiment.duration import DurationEstimate, estimated, speeds_of, start_seconds
+from specdec_cli.experiment.duration import (
+    DurationEstimate,
+    estimated,
+    own_plan,
+    speeds_of,
+    start_seconds,
+)
 from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.records import Key
-from specdec_cli.experiment.folders.results import environment
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.run_settings import settings_values
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.preparing import (
     device_settings,
     few_prompts,
-    for_engine,
     no_template,
     with_weights,
 )
@@ -68,7 +74,7 @@ class ComparisonPlan:
 
     @property
     def where(self) -> dict[str, Any]:
-        return environment(self.job.plan) | {
+        return native.environment(self.job.plan) | {
             "cache": "sized for the largest batch size, with the draft in place at k = 0 too"
         }
 
@@ -104,12 +110,14 @@ def plan_comparison(
             f"run.device: {recipe.run.device} is one device; ranks need their own",
             "use cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs",
         )
-    engine_recipe = for_engine(recipe, k, max(batch_sizes))
-    job = tokenised(plan(with_degrees(engine_recipe, Pair(1, 1)), permissions), prompts)
+    engine_recipe = native.for_engine(recipe, k, max(batch_sizes))
+    job = tokenised(
+        native, native.prepare(with_degrees(engine_recipe, Pair(1, 1)), permissions), prompts
+    )
     values = settings_values(recipe)
-    for role, model in (("target", job.plan.target), ("draft", job.plan.draft)):
+    for role in ("target", "draft"):
         del values[role]["tensor_parallel_size"]
-        values[role] = with_weights(values[role], model)
+        values[role] = with_weights(values[role], job.plan, role)
     settings = ComparisonSettings(
         recipe=values,
         draft=recipe.draft.model,
@@ -139,16 +147,16 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
     Raises `UsageError` where no pair is legal, `SetupError` where none has GPUs enough.
     """
     found: dict[Pair, Skip] = {}
-    target, device = job.plan.target.spec, job.plan.device
+    own = own_plan(job)
+    target, device = own.target.spec, own.device
     unsplit = {
         ("target", t): _cannot_split(lambda part: describe(target, device, part), t)
         for t in settings.target_tps
     }
     unsplit |= {
-        ("draft", d): _cannot_split(lambda part: draft_at(job.plan, part), d)
-        for d in settings.draft_tps
+        ("draft", d): _cannot_split(lambda part: draft_at(own, part), d) for d in settings.draft_tps
     }
-    shared = job.plan.draft.shared if job.plan.draft is not None else ()
+    shared = own.draft.shared if own.draft is not None else ()
     for pair in settings.pairs:
         why = unsplit["target", pair.target_tp] or unsplit["draft", pair.draft_tp]
         if not pair.divides:
@@ -189,7 +197,7 @@ def _cannot_split(described: Callable[[TensorParallel], object], size: int) -> s
 def warnings_of(plan: ComparisonPlan) -> list[Notice]:
     """Warnings for readers of the results."""
     found = []
-    is_dummy = any(m.spec.load_format == "dummy" for m in plan.job.plan.models)
+    is_dummy = bool(plan.job.plan.random_roles)
     if is_dummy and not plan.settings.has_given_acceptance:
         told = (
             "the weights are random, and so is what is accepted: set speculation.acceptance to "
@@ -212,11 +220,12 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
 def comparison_seconds(plan: ComparisonPlan) -> float:
     """The time of measuring all pairs, each of which starts ranks and loads both models."""
     s, job = plan.settings, plan.job
-    speeds = speeds_of(job.plan.device, job.plan.target.dtype)
+    own = own_plan(job)
+    speeds = speeds_of(own.device, own.target.dtype)
     found = 0.0
     for pair in plan.to_run:
         estimate = DurationEstimate(job, speeds, (pair.target_tp, pair.draft_tp))
-        found += start_seconds([job.plan])
+        found += start_seconds([own])
         for batch_size in s.batch_sizes:
             count = s.num_prompts(batch_size)
             for k in (0, s.k):

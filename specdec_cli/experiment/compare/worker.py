@@ -10,18 +10,18 @@ from functools import partial
 from pathlib import Path
 
 from specdec_cli import plugin
+from specdec_cli.backends import native
+from specdec_cli.backends.base import Session
 from specdec_cli.core.parallel import local_world_size
-from specdec_cli.engine.build import build
-from specdec_cli.engine.loop import Engine
+from specdec_cli.core.types import Permissions
 from specdec_cli.engine.memory.budget import available_memory, room_now
-from specdec_cli.engine.memory.measured import release
-from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of, plan
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.experiment.compare.comparison_records import point_of
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
 from specdec_cli.experiment.folders.records import Key, PairFacts, Point, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, tokenised
-from specdec_cli.experiment.measure import MeasuringLoop, peak_memory, units_of
+from specdec_cli.experiment.measure import MeasuringLoop, units_of
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
@@ -62,9 +62,11 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     began = time.perf_counter()
     for file in task.permissions.plugins:
         plugin.load(file)
-    job = tokenised(plan(with_degrees(task.recipe, task.pair), task.permissions), task.prompts)
-    engine = build(job.plan, job.longest_prompt)
-    blocks = _blocks_per_rank(job, engine)
+    planned = native.prepare(with_degrees(task.recipe, task.pair), task.permissions)
+    job = tokenised(native, planned, task.prompts)
+    session = native.open_session(planned, job.longest_prompt)
+    num_blocks = session.weights.cache.num_blocks
+    blocks = _blocks_per_rank(planned, num_blocks)
     world.ready()
     folder = RunFolder(task.folder)
     if world.is_first:
@@ -72,17 +74,16 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
             "pairs.jsonl",
             PairFacts(
                 **asdict(task.pair),
-                num_blocks=engine.target.cache.num_blocks,
+                num_blocks=num_blocks,
                 blocks_per_rank=blocks,
                 load_seconds=time.perf_counter() - began,
-                execution=job.plan.execution,
+                execution=planned.execution,
             ),
         )
     for batch_size in task.batch_sizes:
         chosen = job.part(0, task.settings.num_prompts(batch_size))
-        # The engine as built has already captured its rounds for the largest batch.
-        is_whole = batch_size == engine.batch_size
-        sized = engine if is_whole else engine.with_batch_size(batch_size)
+        # As opened, it has already captured its rounds for the largest batch.
+        sized = session.resized(batch_size)
         samples = _measure_size(world, task, chosen, sized, folder)
         if world.is_first:
             plain, *_ = samples.values()
@@ -92,15 +93,15 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
                     on_point(found)
         sized.forget_rounds()
         del sized
-        release(job.plan.device)
+        native.free_memory(planned)
     folder.close()
 
 
 def _measure_size(
-    world: World, task: PairTask, job: Job, engine: Engine, folder: RunFolder
+    world: World, task: PairTask, job: Job, session: Session, folder: RunFolder
 ) -> dict[Key, dict[int, Sample]]:
     """Samples of every prompt at k = 0 and at k, by point and prompt; rank 0 also writes them."""
-    keys = [Key(task.settings.draft, engine.batch_size, k) for k in (0, task.settings.k)]
+    keys = [Key(task.settings.draft, session.batch_size, k) for k in (0, task.settings.k)]
     found: dict[Key, dict[int, Sample]] = {key: {} for key in keys}
 
     def keep(key: Key, samples: list[Sample]) -> None:
@@ -109,20 +110,19 @@ def _measure_size(
             folder.append("samples.jsonl", *of_pair)
         found[key] |= {sample.index: sample for sample in of_pair}
 
-    loop = MeasuringLoop(lambda _: engine, world, keep, partial(peak_memory, job.plan.device))
+    loop = MeasuringLoop(lambda _: session, world, keep, partial(native.peak_memory, job.plan))
     loop.warm_up(dict.fromkeys(keys, job), WARM_UP_TOKENS)
-    for number, unit in enumerate(units_of(job, engine.batch_size)):
+    for number, unit in enumerate(units_of(job, session.batch_size)):
         loop.measure(dict.fromkeys(keys, unit), number)
     return found
 
 
-def _blocks_per_rank(job: Job, engine: Engine) -> list[int]:
-    """The number of KV blocks that would fit on each rank beside the models.
+def _blocks_per_rank(planned: Plan, held: int) -> list[int]:
+    """The number of KV blocks that would fit on each rank beside the models. held: allocated.
 
     The engine itself takes the same number on every rank: what fits on the rank with least room, at
     most what the run can use.
     """
-    planned, held = job.plan, engine.target.cache.num_blocks
     allowance, block = allowance_of(planned), sum(block_bytes_of(planned))
     if planned.device.type == "cuda":
         fits = held + max(0, room_now(planned.device, allowance)) // block

@@ -97,9 +97,9 @@ def open_folder(
 
 def _settings(recipe: Recipe, job: Job) -> GenerateSettings:
     values = settings_values(recipe)
-    for role, model in (("target", job.plan.target), ("draft", job.plan.draft)):
+    for role in ("target", "draft"):
         if values[role] is not None:
-            values[role] = with_weights(values[role], model)
+            values[role] = with_weights(values[role], job.plan, role)
     return GenerateSettings(
         recipe=values,
         batch_size=recipe.run.batch_size,

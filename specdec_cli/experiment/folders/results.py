@@ -5,25 +5,16 @@ Knows the contract's JSON names; knows nothing of terminals or folders.
 
 import json
 import math
-import os
-import platform
 from collections.abc import Sequence as Values
 from dataclasses import asdict
-from importlib import metadata
 from typing import Any
 
-import torch
-
-from specdec_cli import __version__, plugin
 from specdec_cli.core.figures import Metrics, Name, Record
 from specdec_cli.core.types import FinishReason
-from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import LOGGED, Notice
 from specdec_cli.experiment.folders.records import Key, Point, given
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import inert_json
-
-_REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
 
 
 class Output(Record):
@@ -43,34 +34,6 @@ class Output(Record):
     category: Name | None = None
     error: Name | None = None
     seconds: float = 0.0
-
-
-def environment(plan: Plan, device: torch.device | None = None) -> dict[str, Any]:
-    """The record of the environment. An allow-list: no environment variable is copied.
-
-    It includes the target's dtype, and which parts were compiled or captured, and why. device: the
-    plan's, unless given.
-    """
-    device = device or plan.device
-    found: dict[str, Any] = {
-        "specdec": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {p: v for p in _REPORTED_PACKAGES if (v := _version(p)) is not None},
-        "device": str(device),
-        "dtype": str(plan.target.dtype).removeprefix("torch."),
-        "torch_threads": torch.get_num_threads(),
-        "cpu_count": os.cpu_count(),
-        **plan.execution,
-    }
-    if plugin.LOADED:
-        found["plugins"] = {path.name: digest for path, digest in plugin.LOADED.items()}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found["gpu"] = properties.name
-        found["gpu_memory_bytes"] = properties.total_memory
-        found["cuda"] = torch.version.cuda
-    return found
 
 
 def generate_document(
@@ -106,13 +69,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return value
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def point_record(outputs: Values[Output], metrics: Metrics, key: Key) -> dict[str, Any]:

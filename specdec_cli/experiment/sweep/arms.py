@@ -1,4 +1,4 @@
-"""The engines of a sweep's arms: all over one target, or one at a time where memory lacks.
+"""The sessions of a sweep's arms: all over one target, or one at a time where memory lacks.
 
 Every rank calls this in the same order. Knows no samples.
 """
@@ -6,15 +6,12 @@ Every rank calls this in the same order. Knows no samples.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from specdec_cli.engine.build import build, build_beside
-from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.memory.measured import release
+from specdec_cli.backends.base import Session
 from specdec_cli.errors import SetupError
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.launch.world import World
-from specdec_cli.models.paged import PagedModel
 
 
 @dataclass(slots=True)
@@ -30,54 +27,55 @@ class Arms:
     begin: Callable[[str], None]
     failures: dict[str | None, Failure] = field(default_factory=dict)
     alternates: bool = False
-    _engines: dict[str | None, Engine] = field(default_factory=dict)
-    _target: PagedModel | None = None
+    _sessions: dict[str | None, Session] = field(default_factory=dict)
+    _weights: object = None
 
-    def together(self, jobs: Sequence[Job]) -> dict[str | None, Engine] | None:
-        """The engines of these arms, by name, without those that cannot be loaded.
+    def together(self, jobs: Sequence[Job]) -> dict[str | None, Session] | None:
+        """The sessions of these arms, by name, without those that cannot be loaded.
 
         None, now and from then on, if the arms do not fit in memory together.
         """
         for job in jobs:
             name = job.plan.proposer
-            if not self.alternates and name not in self._engines and name not in self.failures:
+            if not self.alternates and name not in self._sessions and name not in self.failures:
                 self._load_beside(job)
         if self.alternates:
             return None
         names = [job.plan.proposer for job in jobs]
-        return {name: self._engines[name] for name in names if name in self._engines}
+        return {name: self._sessions[name] for name in names if name in self._sessions}
 
-    def alone(self, job: Job) -> Engine | None:
-        """The engine of one arm, in the place of the one before it; None if it cannot be loaded."""
+    def alone(self, job: Job) -> Session | None:
+        """The session of one arm, in place of the one before; None if it cannot be loaded."""
         self._forget()
         name = job.plan.proposer
         if name not in self.failures:
             self._load(job)
-        return self._engines.get(name)
+        return self._sessions.get(name)
 
     def _load_beside(self, job: Job) -> None:
-        if not self._engines:
+        if not self._sessions:
             self._load(job)
             return
-        first = next(iter(self._engines.values()))
+        first = next(iter(self._sessions.values()))
         found = self._or_failure(
-            job, lambda: build_beside(job.plan, job.longest_prompt, first, self.begin)
+            job, lambda: job.backend.open_beside(job.plan, job.longest_prompt, first, self.begin)
         )
         if found is not None:
-            self._engines[job.plan.proposer] = found
+            self._sessions[job.plan.proposer] = found
         elif not self._has_failed(job) or self._lacked_memory(job):
             self.failures.pop(job.plan.proposer, None)
             self.alternates = True
             self._forget()
 
     def _load(self, job: Job) -> None:
-        target = self._target
+        weights = self._weights
         found = self._or_failure(
-            job, lambda: build(job.plan, job.longest_prompt, self.begin, target)
+            job,
+            lambda: job.backend.open_session(job.plan, job.longest_prompt, self.begin, weights),
         )
         if found is not None:
-            self._engines[job.plan.proposer] = found
-            self._target = found.target
+            self._sessions[job.plan.proposer] = found
+            self._weights = found.weights
 
     def _has_failed(self, job: Job) -> bool:
         return job.plan.proposer in self.failures
@@ -85,7 +83,7 @@ class Arms:
     def _lacked_memory(self, job: Job) -> bool:
         return self.failures[job.plan.proposer].status == "oom"
 
-    def _or_failure(self, job: Job, load: Callable[[], Engine | None]) -> Engine | None:
+    def _or_failure(self, job: Job, load: Callable[[], Session | None]) -> Session | None:
         """The result of `load`; None where an arm among several cannot be loaded.
 
         Raises if it is the only arm, or one of several ranks: a rank may fail alone, since ranks
@@ -107,8 +105,9 @@ class Arms:
             return None
 
     def _forget(self) -> None:
-        """Give up all engines, except for the target's weights."""
-        for engine in self._engines.values():
-            engine.forget_rounds()
-        self._engines.clear()
-        release(self.plan.jobs[0].plan.device)
+        """Give up all sessions, except for the target's weights."""
+        for session in self._sessions.values():
+            session.forget_rounds()
+        self._sessions.clear()
+        job = self.plan.jobs[0]
+        job.backend.free_memory(job.plan)

@@ -12,13 +12,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
-
-from specdec_cli.acceptance.base import NoForecast
+from specdec_cli.backends.base import Session
 from specdec_cli.core.figures import STAGES
 from specdec_cli.core.types import Request
-from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.memory.measured import release
 from specdec_cli.errors import (
     ExitCode,
     Notice,
@@ -32,7 +28,7 @@ from specdec_cli.experiment.folders.samples import baseline_of, without_errors
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.lossless_check import PROMPTS, LosslessCheck, greedy_texts, texts_of
 from specdec_cli.experiment.machine import MachineWatch
-from specdec_cli.experiment.measure import MeasuringLoop, Watcher, peak_memory, units_of
+from specdec_cli.experiment.measure import MeasuringLoop, Watcher, units_of
 from specdec_cli.experiment.order import balanced
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
@@ -67,7 +63,7 @@ class Sweep:
         self._watch = MachineWatch(plan.jobs[0].plan.device)
         self._arms = Arms(plan, world, self._begin)
         self._agreement = world.agreement()
-        self._device = plan.jobs[0].plan.device
+        self._backend, self._own = plan.jobs[0].backend, plan.jobs[0].plan
         self._peak_memory = 0  # the largest of all ranks, updated after each part of a point
 
     @property
@@ -148,17 +144,17 @@ class Sweep:
     def _measure_all(self, jobs: Sequence[Job], batch_size: int) -> None:
         """Measure arms together or, where memory lacks, in alternating passes over the prompts."""
         units = range(len(units_of(jobs[0], batch_size)))
-        if (engines := self._arms.together(jobs)) is not None:
-            self._measure(jobs, engines, batch_size, units)
+        if (sessions := self._arms.together(jobs)) is not None:
+            self._measure(jobs, sessions, batch_size, units)
             return
         seed, most = self.plan.settings.seed, min(_MOST_PASSES, len(units))
         for number, (start, stop) in enumerate(
             pairwise(place * len(units) // most for place in range(most + 1))
         ):
             for job in balanced(jobs, number, seed):
-                if (engine := self._arms.alone(job)) is not None:
-                    engines = {job.plan.proposer: engine}
-                    self._measure([job], engines, batch_size, units[start:stop])
+                if (session := self._arms.alone(job)) is not None:
+                    sessions = {job.plan.proposer: session}
+                    self._measure([job], sessions, batch_size, units[start:stop])
 
     def _give_up_arms(self, batch_size: int) -> None:
         """Enter the failures of arms that could not be loaded."""
@@ -174,35 +170,35 @@ class Sweep:
     def _measure(
         self,
         jobs: Sequence[Job],
-        whole: Mapping[str | None, Engine],
+        whole: Mapping[str | None, Session],
         batch_size: int,
         numbers: Sequence[int],
     ) -> None:
-        """Measure points of the arms that have engines over some units of a batch size, one unit
+        """Measure points of the arms that have sessions over some units of a batch size, one unit
         after another, then release their captured rounds.
 
-        whole: the engines, as built for the largest batch.
+        whole: the sessions, as opened for the largest batch.
         """
         jobs = [job for job in jobs if job.plan.proposer in whole]
         if not jobs:
             return
         settings = self.plan.settings
-        engines = {}
-        for name, engine in whole.items():
-            engines[name] = engine.with_batch_size(batch_size)
-            if engines[name] is not engine:
-                engine.forget_rounds()  # captured for the largest batch
+        sessions = {}
+        for name, session in whole.items():
+            sessions[name] = session.resized(batch_size)
+            if sessions[name] is not session:
+                session.forget_rounds()  # captured for the largest batch
         # Plain decoding, if all arms share it, is the first one's that reads no hidden states.
-        plain = min(jobs, key=lambda job: bool(job.plan.target.hidden_layers))
+        plain = min(jobs, key=lambda job: job.plan.reads_hidden)
         hosts = {job.plan.proposer: job for job in jobs}
         if settings.shares_baseline:
             hosts[None] = plain
 
-        def engine_of(key: Key) -> Engine:
-            return engines[hosts[key.draft].plan.proposer]
+        def session_of(key: Key) -> Session:
+            return sessions[hosts[key.draft].plan.proposer]
 
         keys = [key for key in settings.keys(batch_size, settings.ks) if key.draft in hosts]
-        loop = MeasuringLoop(engine_of, self.world, self._keep, self._most_memory, self._guarded)
+        loop = MeasuringLoop(session_of, self.world, self._keep, self._most_memory, self._guarded)
         self._begin("warming up")
         loop.warm_up({key: hosts[key.draft] for key in keys})
         self._begin("measuring")
@@ -226,20 +222,20 @@ class Sweep:
             loop.measure(self._without_samples(at_unit), number)
             self._watch.look()
             if batch_size == settings.batch_sizes[0]:
-                for name, engine in engines.items():
-                    self._forecast(units[name][number], engine)
+                for name, session in sessions.items():
+                    self._forecast(units[name][number], session)
         self._watch.look(at_end=True)
         self.clock.rounds += loop.seconds
         self.clock.measuring += time.perf_counter() - began
         self.clock.processor += time.process_time() - processor
         if numbers and numbers[-1] == len(units[plain.plan.proposer]) - 1:
-            self._check(hosts, engine_of, batch_size)
-        for engine in engines.values():
-            engine.forget_rounds()
-        release(self._device)
+            self._check(hosts, session_of, batch_size)
+        for session in sessions.values():
+            session.forget_rounds()
+        self._backend.free_memory(self._own)
 
     def _check(
-        self, hosts: Mapping[str | None, Job], engine_of: Callable[[Key], Engine], batch_size: int
+        self, hosts: Mapping[str | None, Job], session_of: Callable[[Key], Session], batch_size: int
     ) -> None:
         """Compare texts with those of the target alone, if asked: the run's own if it is greedy.
 
@@ -252,7 +248,7 @@ class Sweep:
         for key in settings.keys(batch_size, settings.measured_ks):
             if key.k == 0 or key.draft not in hosts or key in self.failures:
                 continue
-            job, engine = hosts[key.draft], engine_of(key)
+            job, session = hosts[key.draft], session_of(key)
             if settings.is_greedy:
                 samples = self.records.samples
                 written, plain = (
@@ -261,8 +257,8 @@ class Sweep:
                 )
             else:
                 job = job.part(0, PROMPTS)
-                written, plain = (greedy_texts(engine, job, k, self.world) for k in (key.k, 0))
-            self.check.compare(engine, key, texts_of(job, written, plain))
+                written, plain = (greedy_texts(session, job, k, self.world) for k in (key.k, 0))
+            self.check.compare(session, key, texts_of(job, written, plain))
 
     def _without_samples(self, units: Mapping[Key, Job]) -> dict[Key, Job]:
         """The prompts of a unit that have no sample yet, by point."""
@@ -275,7 +271,7 @@ class Sweep:
 
     def _cost(self, loop: MeasuringLoop, unit: Job, key: Key, part: int) -> None:
         """Measure one part of the time curve at one k, on the prompts of a unit."""
-        m = loop.run(key, unit, unit.plan.params).metrics
+        m = loop.run(key, unit, unit.plan.params)
         without = m.num_rounds_without_proposal - m.num_tokens_from_prefill
         stages: dict[str, Any] = {f"{s}_ms": m.stage_ms(s) * m.num_rounds for s in STAGES}
         self.records.add(
@@ -291,7 +287,7 @@ class Sweep:
         )
 
     def _most_memory(self) -> int:
-        return max(peak_memory(self._device), self._peak_memory)
+        return max(self._backend.peak_memory(self._own), self._peak_memory)
 
     def _keep(self, key: Key, samples: list[Sample]) -> None:
         self.records.add(*samples)
@@ -299,32 +295,32 @@ class Sweep:
             for sample in samples:
                 self.watcher.sample(key, sample)
 
-    def _forecast(self, unit: Job, engine: Engine) -> None:
+    def _forecast(self, unit: Job, session: Session) -> None:
         """Record the acceptance of proposals for the outputs of the largest k, for predictions."""
         k = max(self.plan.settings.ks)
-        key = self.plan.settings.key(unit.plan.proposer, engine.batch_size, k)
+        key = self.plan.settings.key(unit.plan.proposer, session.batch_size, k)
         for index in self._without_text(unit):
             sample = self.records.samples[key][index]
             self.world.beat()
             prompt = tuple(sample.prompt_token_ids)
             request = Request(index, prompt)
             try:
-                found = engine.forecast(request, sample.token_ids, k, unit.plan.params)
-            except NoForecast:
-                return  # points of this acceptance rule have no predictions
-            except (torch.OutOfMemoryError, MemoryError):
-                if self.world.size > 1:  # the others may be inside the same pass
+                found = session.forecast(request, sample.token_ids, k, unit.plan.params)
+            except Exception as problem:
+                # The other ranks may be inside the same pass.
+                if self.world.size > 1 or not is_out_of_memory(problem):
                     raise
                 _log.warning("prompt %d: no memory to predict from it", index)
-                release(unit.plan.device)
+                self._backend.free_memory(self._own)
                 continue
-            assert engine.proposer is not None
-            reach = min(engine.proposer.max_len, 2**31)
+            if found is None:
+                return  # points of this acceptance rule have no predictions
+            reach = min(session.reach, 2**31)
             self.records.add(
                 ReplayText(
                     draft=unit.plan.proposer,
                     index=index,
-                    limit=min(unit.plan.params.max_new_tokens, engine.max_model_len - len(prompt)),
+                    limit=min(unit.plan.params.max_new_tokens, session.max_model_len - len(prompt)),
                     draft_limit=reach - len(prompt),
                     **asdict(found),
                 )
@@ -362,7 +358,7 @@ class Sweep:
             if self.world.size > 1 and not _may_be_common(caught):
                 raise
             problem = caught
-        has_failed, peaks = self._agreement.settle(problem, peak_memory(self._device))
+        has_failed, peaks = self._agreement.settle(problem, self._backend.peak_memory(self._own))
         self._peak_memory = max(peaks)
         if has_failed:
             assert problem is not None
@@ -373,7 +369,7 @@ class Sweep:
             else:
                 self.failures[key] = Failure("failed", reason)
             problem = None  # its traceback holds the tensors of what failed
-            release(self._device)
+            self._backend.free_memory(self._own)
 
 
 def _may_be_common(problem: Exception) -> bool:

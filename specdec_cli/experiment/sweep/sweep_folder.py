@@ -9,7 +9,7 @@ from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.records import Point
-from specdec_cli.experiment.folders.results import environment, to_json
+from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.lossless_check import LosslessCheck
 from specdec_cli.experiment.points import Failure
@@ -114,6 +114,7 @@ def _earlier_clock(path: Path) -> SweepClock:
 
 
 def _where(plan: SweepPlan) -> dict[str, Any]:
-    return environment(plan.jobs[0].plan) | {
+    job = plan.jobs[0]
+    return job.backend.environment(job.plan) | {
         "cache": "sized for the largest k and batch size, the same at every point, k = 0 included"
     }

@@ -1,20 +1,17 @@
 """The plan of a sweep: its settings, and a job for each draft. Loads no weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec_cli.engine.plan import Permissions, plan
+from specdec_cli.backends.base import Backend
+from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.experiment.duration import DurationEstimate, estimated, speeds_of, start_seconds
-from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.folders.run_settings import settings_values
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.lossless_check import refuse_unfit
-from specdec_cli.experiment.measure import units_of
-from specdec_cli.experiment.preparing import device_settings, for_engine, no_template, with_weights
+from specdec_cli.experiment.preparing import device_settings, no_template, with_weights
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
-from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, weights_from
@@ -49,12 +46,12 @@ class SweepPlan:
     @property
     def random_tokens(self) -> bool:
         """Whether acceptance is meaningless: weights are random and no rates are given."""
-        models = [m for job in self.jobs for m in job.plan.models]
-        is_dummy = any(m.spec.load_format == "dummy" for m in models)
+        is_dummy = any(job.plan.random_roles for job in self.jobs)
         return is_dummy and max(self.settings.ks) > 0 and not self.settings.has_given_acceptance
 
 
 def plan_sweep(
+    backend: Backend,
     recipes: Sequence[Recipe],
     prompts: list[Prompt],
     ks: Sequence[int],
@@ -88,7 +85,7 @@ def plan_sweep(
                 "leave --draft out, or pass --set speculation.method=draft_model",
             )
     jobs = [
-        tokenised(plan(for_engine(r, largest, max(batch_sizes)), permissions), prompts)
+        tokenised(backend, backend.prepare(r, permissions, (largest, max(batch_sizes))), prompts)
         for r in recipes
     ]
     if check_lossless:
@@ -101,7 +98,7 @@ def plan_sweep(
     recipe = recipes[0].model_copy(update={"run": run})
     values = settings_values(recipe)
     del values["draft"]
-    values["target"] = with_weights(values["target"], jobs[0].plan.target)
+    values["target"] = with_weights(values["target"], jobs[0].plan, "target")
     values["drafts"] = [_draft_values(job, recipe.speculation.method) for job in jobs]
     settings = SweepSettings(
         recipe=values,
@@ -135,7 +132,7 @@ def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
     recipe = job.plan.recipe
     if recipe.draft is None:
         return None
-    values = with_weights(recipe.draft.model_dump(mode="json"), job.plan.draft)
+    values = with_weights(recipe.draft.model_dump(mode="json"), job.plan, "draft")
     method = recipe.speculation.method
     return values if method == usual else values | {"method": method}
 
@@ -159,14 +156,14 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
             "--synthetic-acceptance-length or -rates"
         )
         found.append(Notice("random_weights", told))
-    target = plan.jobs[0].plan.target
-    if target.spec.load_format == "dummy" and target.has_experts:
+    first = plan.jobs[0].plan
+    if "target" in first.random_roles and first.has_experts:
         told = (
             "the weights are random, and so are routers: tokens choose experts about evenly, and "
             "those of a trained model do not, so its rounds read other numbers of experts"
         )
         found.append(Notice("random_routers", told))
-    if (remark := plan.jobs[0].plan.remark) is not None:
+    if (remark := first.remark) is not None:
         rule = plan.recipe.speculation.acceptance
         found.append(Notice("acceptance_rule", f"acceptance is {rule}: {remark}", {"rule": rule}))
     for job in plan.jobs:
@@ -176,61 +173,3 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
             for reading in job.plan.readings
         ]
     return [*found, *plan.notices]
-
-
-def sweep_seconds(jobs: Mapping[Key, Job], *, has_curve: bool) -> float:
-    """The time of measuring all points. has_curve: whether a time curve is measured too."""
-    plans = [job.plan for job in jobs.values()]
-    speeds = speeds_of(plans[0].device, plans[0].target.dtype)
-    found = start_seconds(plans)
-    estimates = {id(job): DurationEstimate(job, speeds) for job in jobs.values()}
-    for key, job in jobs.items():
-        estimate, count = estimates[id(job)], len(job.prompts)
-        found += estimate.point_seconds(key, count)
-        if has_curve:
-            parts = curve_parts(job, key.batch_size) / len(units_of(job, key.batch_size))
-            some = max(1, round(parts * count))
-            found += estimate.run_seconds(key, some, job.plan.params)
-    return found
-
-
-def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
-    """The document of `--dry-run`; its `text` is for people."""
-    s, run = plan.settings, plan.recipe.run
-    longest = max(job.longest_prompt for job in plan.jobs)
-    most = plan.num_prompts * plan.recipe.sampling.max_new_tokens
-    points = [
-        {"draft": key.draft, "batch_size": b, "k": key.k, "measured": key.k in s.measured_ks}
-        for b in s.batch_sizes
-        for key in s.keys(b, s.ks)
-    ]
-    text = [
-        f"drafts: {', '.join(str(d) for d in s.drafts)}"
-        + (", in turn on the same prompts, with one k = 0 for all" if s.shares_baseline else ""),
-        f"k: {', '.join(map(str, s.ks))}"
-        + (f" (measured: {', '.join(map(str, s.measured_ks))})" if s.predict_only else ""),
-        f"batch sizes: {', '.join(map(str, s.batch_sizes))}",
-        f"prompts: {plan.num_prompts}"
-        + (f" (shard {s.shard[0]}/{s.shard[1]} of {s.prompts['count']})" if s.shard else "")
-        + f", the longest of {longest} tokens",
-        f"points: {len(points)}, samples: {plan.num_samples}, each measured {run.repeats} times",
-        f"tokens to write: at most {most * len(s.measured_keys) * run.repeats:,}",
-    ]
-    jobs = dict(zip(s.drafts, plan.jobs, strict=True))
-    by_key = {key: jobs.get(key.draft, plan.jobs[0]) for key in s.measured_keys}
-    line, seconds = estimated(sweep_seconds(by_key, has_curve=max(s.ks) > 0))
-    text.append(line)
-    return {
-        "schema": "specdec.sweep-k.plan/1",
-        "recipe": plan.recipe.model_dump(mode="json"),
-        "sweep": s.as_dict() | {"settings_hash": s.digest},
-        "points": points,
-        "num_prompts": plan.num_prompts,
-        "num_samples": plan.num_samples,
-        "longest_prompt": longest,
-        "repeats": run.repeats,
-        "most_output_tokens_per_point": most,
-        **seconds,
-        "warnings": list(warnings),
-        "text": "\n".join(text),
-    }

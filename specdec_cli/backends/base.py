@@ -1,0 +1,206 @@
+"""The interface between a measurement and an engine: requests go in, answers come out.
+
+Requests carry the times at which they are due (`Request.arrives_at`). What a measurement concludes
+rests on answers alone, so it does not know which engine gave them. Imports no torch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from specdec_cli.core.detokenize import Tokenizer
+from specdec_cli.core.figures import Metrics
+from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.types import FinishReason, Permissions, Request, SamplingParams
+from specdec_cli.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The answer to one request.
+
+    max_output_tokens: the tokens after which it had to end. *_per_round: of the rounds that
+    proposed, in order; None where the engine does not tell. The names after them are those of
+    `core.types.Sequence`. arrived_at to finished_at: seconds on one clock. Shares and times of
+    stages are absent (0 or empty) where an engine has none.
+    """
+
+    index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    finish_reason: FinishReason
+    max_output_tokens: int
+    error: str | None = None
+    proposed_per_round: list[int] | None = None
+    accepted_per_round: list[int] | None = None
+    rounds_without_proposal: int = 0
+    num_tokens_from_prefill: int = 0
+    num_preemptions: int = 0
+    arrived_at: float = 0.0
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    round_share: float = 0.0
+    stage_ms: dict[str, float] = field(default_factory=dict)
+    ttft_ms: float | None = None
+    ttft_parts_ms: dict[str, float] | None = None
+    tpot_ms: float | None = None
+    distinct_experts: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Its shares of prefill and of rounds."""
+        return self.prefill_seconds + self.decode_seconds
+
+
+class Written(Protocol):
+    """Tokens of one request as they come; the first `num_accepted` were proposals."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def num_accepted(self) -> int: ...
+
+
+# Called as tokens come, once a round, with the answers that they complete.
+OnRound = Callable[[Sequence[Written], list[Finished]], None]
+
+
+class Prepared(Protocol):
+    """A checked recipe, before anything is loaded.
+
+    proposer: the name of the arm. draft_max_len: None without a draft. device_name: the kind, or a
+    GPU's name. random_roles: the models with random weights. remark, readings: what a reader of the
+    results has to know of the acceptance rule and of the draft. reads_hidden: whether the draft
+    takes the target's hidden states.
+    """
+
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def proposer(self) -> str | None: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def draft_max_len(self) -> int | None: ...
+    @property
+    def device(self) -> Any: ...
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def dtype_name(self) -> str: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def random_roles(self) -> set[str]: ...
+    @property
+    def has_experts(self) -> bool: ...
+    @property
+    def reads_hidden(self) -> bool: ...
+    @property
+    def remark(self) -> str | None: ...
+    @property
+    def readings(self) -> Sequence[Any]: ...
+    @property
+    def stages(self) -> list[str]: ...
+
+    def fingerprint(self, role: str) -> str | None:
+        """A hash that tells models of one name apart; None for a model that takes no part."""
+
+
+class Session(Protocol):
+    """Loaded models that answer requests, `batch_size` at a time. Sessions run one at a time.
+
+    weights: the target's, which the next session may take over. reach: the tokens of a text past
+    which nothing is proposed.
+    """
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def reach(self) -> int: ...
+    @property
+    def weights(self) -> object: ...
+
+    def run(
+        self, requests: Sequence[Request], k: int, params: SamplingParams, on_round: OnRound
+    ) -> Metrics:
+        """Answer every request, with at most `k` proposals a round."""
+        ...
+
+    def resized(self, batch_size: int) -> "Session":
+        """The same models with another number of requests at a time."""
+        ...
+
+    def forget_rounds(self) -> None:
+        """Give up what it keeps for its batch size alone."""
+
+    def logits_after(self, tokens: list[int], width: int) -> np.ndarray:
+        """The target's logits [V], fp32, after `tokens`, as passes over `width` tokens give them.
+
+        Every rank calls this; they mean something on rank 0.
+        """
+        ...
+
+    def forecast(
+        self, request: Request, output: list[int], k: int, params: SamplingParams
+    ) -> Forecast | None:
+        """The acceptance of proposals along `output`; None where the method has no forecast."""
+        ...
+
+
+class Backend(Protocol):
+    """An engine. `prepare` makes what its other functions take."""
+
+    def prepare(
+        self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
+    ) -> Prepared:
+        """Check a recipe; largest: the k and the batch size to be ready for, else the recipe's."""
+        ...
+
+    def open_session(
+        self,
+        plan: Prepared,
+        longest_prompt: int,
+        on_stage: Callable[[str], None],
+        weights: object = None,
+    ) -> Session:
+        """Load the models. weights: of a session that is no longer used."""
+        ...
+
+    def open_beside(
+        self,
+        plan: Prepared,
+        longest_prompt: int,
+        session: Session,
+        on_stage: Callable[[str], None],
+    ) -> Session | None:
+        """Another draft over the target of `session`, and both stay; None if there is no room."""
+        ...
+
+    def environment(self, plan: Prepared) -> dict[str, Any]:
+        """The record of the environment."""
+        ...
+
+    def peak_memory(self, plan: Prepared) -> int:
+        """Most bytes held so far."""
+        ...
+
+    def free_memory(self, plan: Prepared) -> None:
+        """Return memory that is no longer used."""

@@ -1,0 +1,191 @@
+"""Our own engine as a backend: the module itself is a `backends.base.Backend`."""
+
+import os
+import platform
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec_cli import __version__, plugin
+from specdec_cli.acceptance.base import NoForecast
+from specdec_cli.acceptance.registry import for_k
+from specdec_cli.backends.base import Finished, OnRound, Prepared, Session
+from specdec_cli.core.figures import Metrics
+from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.types import Emission, Permissions, Request, SamplingParams
+from specdec_cli.core.types import Sequence as Seq
+from specdec_cli.engine.build import build, build_beside
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.memory.measured import release
+from specdec_cli.engine.plan import Plan
+from specdec_cli.engine.plan import plan as checked
+from specdec_cli.models.paged import PagedModel
+from specdec_cli.recipe import Recipe
+
+_REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
+
+
+@dataclass(slots=True, eq=False)
+class NativeSession:
+    """An engine that answers requests."""
+
+    engine: Engine
+
+    @property
+    def batch_size(self) -> int:
+        return self.engine.batch_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    @property
+    def reach(self) -> int:
+        assert self.engine.proposer is not None, "proposing needs a proposer"
+        return self.engine.proposer.max_len
+
+    @property
+    def weights(self) -> PagedModel:
+        return self.engine.target
+
+    def run(
+        self, requests: Sequence[Request], k: int, params: SamplingParams, on_round: OnRound
+    ) -> Metrics:
+        def on_emit(emissions: list[Emission]) -> None:
+            ended = [e.seq for e in emissions if e.seq.finish_reason is not None]
+            on_round(emissions, [finished(seq) for seq in ended])
+
+        return self.engine.run(requests, k, params, on_emit).metrics
+
+    def resized(self, batch_size: int) -> "NativeSession":
+        if batch_size == self.batch_size:
+            return self
+        return NativeSession(self.engine.with_batch_size(batch_size))
+
+    def forget_rounds(self) -> None:
+        self.engine.forget_rounds()
+
+    def logits_after(self, tokens: list[int], width: int) -> np.ndarray:
+        return self.engine.logits_after(tokens, width).cpu().numpy()
+
+    def forecast(
+        self, request: Request, output: list[int], k: int, params: SamplingParams
+    ) -> Forecast | None:
+        try:
+            return self.engine.forecast(request, output, k, params)
+        except NoForecast:
+            return None
+
+
+def finished(seq: Seq) -> Finished:
+    """The answer that a sequence has become."""
+    assert seq.finish_reason is not None
+    return Finished(
+        index=seq.index,
+        prompt_token_ids=seq.tokens[: seq.num_prompt_tokens],
+        token_ids=seq.output_ids,
+        finish_reason=seq.finish_reason,
+        max_output_tokens=seq.max_tokens - seq.num_prompt_tokens,
+        error=seq.error,
+        proposed_per_round=seq.proposed_per_round,
+        accepted_per_round=seq.accepted_per_round,
+        rounds_without_proposal=seq.rounds_without_proposal,
+        num_tokens_from_prefill=seq.num_tokens_from_prefill,
+        num_preemptions=seq.num_preemptions,
+        arrived_at=seq.arrived_at,
+        admitted_at=seq.admitted_at,
+        first_token_at=seq.first_token_at,
+        finished_at=seq.finished_at,
+        prefill_seconds=seq.prefill_seconds,
+        decode_seconds=seq.decode_seconds,
+        round_share=seq.round_share,
+        stage_ms=seq.stage_ms,
+        ttft_ms=seq.ttft_ms,
+        ttft_parts_ms=seq.ttft_parts_ms,
+        tpot_ms=seq.tpot_ms,
+        distinct_experts=seq.distinct_experts,
+    )
+
+
+def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
+    """The recipe for engine and cache, with the largest k and batch size."""
+    speculation = for_k(recipe.speculation, largest)
+    speculation = speculation.model_copy(update={"num_speculative_tokens": largest})
+    run = recipe.run.model_copy(update={"batch_size": batch_size})
+    return recipe.model_copy(update={"speculation": speculation, "run": run})
+
+
+def prepare(
+    recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
+) -> Plan:
+    return checked(recipe if largest is None else for_engine(recipe, *largest), permissions)
+
+
+def open_session(
+    plan: Prepared,
+    longest_prompt: int,
+    on_stage: Callable[[str], None] = lambda _: None,
+    weights: object = None,
+) -> NativeSession:
+    assert isinstance(plan, Plan) and isinstance(weights, PagedModel | None)
+    return NativeSession(build(plan, longest_prompt, on_stage, weights))
+
+
+def open_beside(
+    plan: Prepared, longest_prompt: int, session: Session, on_stage: Callable[[str], None]
+) -> NativeSession | None:
+    assert isinstance(plan, Plan) and isinstance(session, NativeSession)
+    found = build_beside(plan, longest_prompt, session.engine, on_stage)
+    return None if found is None else NativeSession(found)
+
+
+def environment(plan: Prepared, device: torch.device | None = None) -> dict[str, Any]:
+    """The record of the environment. An allow-list: no environment variable is copied.
+
+    It includes the target's dtype, and which parts were compiled or captured, and why. device: the
+    plan's, unless given.
+    """
+    assert isinstance(plan, Plan)
+    device = device or plan.device
+    found: dict[str, Any] = {
+        "specdec": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {p: v for p in _REPORTED_PACKAGES if (v := _version(p)) is not None},
+        "device": str(device),
+        "dtype": plan.dtype_name,
+        "torch_threads": torch.get_num_threads(),
+        "cpu_count": os.cpu_count(),
+        **plan.execution,
+    }
+    if plugin.LOADED:
+        found["plugins"] = {path.name: digest for path, digest in plugin.LOADED.items()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = properties.name
+        found["gpu_memory_bytes"] = properties.total_memory
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def peak_memory(plan: Prepared) -> int:
+    """Most bytes held so far: by torch of the device's memory, or by this process of the host's."""
+    if plan.device.type == "cuda":
+        return torch.cuda.max_memory_reserved(plan.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def free_memory(plan: Prepared) -> None:
+    release(plan.device)
