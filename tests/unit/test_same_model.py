@@ -124,7 +124,7 @@ def test_a_draft_whose_context_ends_early(
     holds: int, lengths: list[int], new: int, past: int
 ) -> None:
     plan: Any = SimpleNamespace(
-        draft=SimpleNamespace(max_len=holds),
+        draft_max_len=holds,
         max_model_len=128,
         params=SamplingParams(max_new_tokens=new),
     )
