@@ -4,7 +4,7 @@ Loads no weights and starts no ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from specdec_cli.backends import native
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.types import Permissions
-from specdec_cli.engine.plan import draft_at
+from specdec_cli.engine.plan import Plan, draft_at
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
@@ -38,6 +38,7 @@ from specdec_cli.experiment.preparing import (
     with_weights,
 )
 from specdec_cli.models.description import describe
+from specdec_cli.models.draft import Draft
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from
@@ -154,7 +155,8 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
         for t in settings.target_tps
     }
     unsplit |= {
-        ("draft", d): _cannot_split(lambda part: draft_at(own, part), d) for d in settings.draft_tps
+        ("draft", d): _cannot_split(lambda part: _draft_at(own, part), d)
+        for d in settings.draft_tps
     }
     shared = own.draft.shared if own.draft is not None else ()
     for pair in settings.pairs:
@@ -181,6 +183,14 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
             "where draft.share has lm_head, it has to be the target's",
         )
     return found
+
+
+def _draft_at(own: Plan, part: TensorParallel) -> Draft:
+    """The draft as one of other ranks would hold it. A borrowed head is split as its target is."""
+    assert own.draft is not None
+    if "lm_head" in own.draft.shared:
+        own = replace(own, target=describe(own.target.spec, own.device, part))
+    return draft_at(own, part)
 
 
 def _cannot_split(described: Callable[[TensorParallel], object], size: int) -> str | None:
