@@ -159,7 +159,7 @@ def packed(array: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarra
     width, nbytes = GGML_QUANT_SIZES[kind]
     blocks = random_blocks(kind, array.size // width, array.size)
     for at in _SCALES[kind]:
-        blocks[:, at : at + 2].view(np.float16)[:] = 0.2 / 31 / (16 if at < 200 else 60)
+        blocks[:, at : at + 2].view(np.float16)[:] = 0.05 / 31 / (16 if at < 200 else 60)
     return blocks.reshape(*array.shape[:-1], array.shape[-1] // width * nbytes)
 
 

@@ -15,7 +15,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from specdec_cli.experiment.folders.records import Arm, Key, Point, Sample, read_records
+from specdec_cli.experiment.folders.conclusions import Arm
+from specdec_cli.experiment.folders.records import Key, Point, Sample, read_records
 from specdec_cli.experiment.folders.samples import measured_speed, without_errors
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains

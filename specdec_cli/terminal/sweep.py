@@ -239,7 +239,8 @@ def results_table(points: Sequence[Point], width: int) -> tuple[Table, list[str]
 
 
 def _predicted_interval(point: Point) -> Sequence[float] | None:
-    """Where nothing was measured; else the table would be too wide."""
+    """A prediction's interval, of points that were not measured: others would make the table too
+    wide."""
     return point.prediction.speedup_ci if point.metrics is None and point.prediction else None
 
 

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import specdec_cli.engine.build
 import specdec_cli.engine.plan
-from specdec_cli.models import loader
+from specdec_cli.models import description
+from specdec_cli.models.spec import ModelSpec
 from tests.cli.generate_helpers import (
     DEMO,
     PROMPTS,
@@ -169,9 +170,9 @@ def test_greedy_text_is_that_of_transformers(
 
 def test_plain_decoding_never_touches_the_draft(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     described: list[str] = []
-    original = loader.describe
+    original = description.describe
 
-    def spy(spec: loader.ModelSpec, *more: Any) -> loader.Description:
+    def spy(spec: ModelSpec, *more: Any) -> description.Description:
         described.append(spec.role)
         return original(spec, *more)
 

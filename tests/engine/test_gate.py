@@ -138,7 +138,6 @@ QUANTISED: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "(bitsandbytes)"),
     "gptq": ({"quant_method": "gptq", "bits": 4}, "(gptq)"),
     "awq": ({"quant_method": "awq", "bits": 4}, "(awq)"),
-    "compressed-tensors": ({"quant_method": "compressed-tensors"}, "(compressed-tensors)"),
     "torchao": ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "(torchao)"),
     "unnamed": ({"load_in_8bit": True}, "does not name"),
 }
@@ -172,6 +171,19 @@ def test_quantised_weights_are_refused_by_their_method(
     problem = caught.value
     assert "its weights are quantised" in problem.message and method in problem.message
     assert problem.hint and "fp8 or mxfp4 work" in problem.hint
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("form", [None, "pack-quantized", "int-quantized"])
+def test_formats_that_are_not_read_are_refused_by_their_key(
+    form: str | None, role: str, tmp_path: Path
+) -> None:
+    settings = {"quant_method": "compressed-tensors", "format": form}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": settings}))
+    with pytest.raises(SetupError) as caught:
+        describe(ModelSpec(role, str(tmp_path), None, "auto", "auto"), CPU)
+    assert f"quantization_config.format is {form!r}" in caught.value.message
+    assert "float-quantized" in caught.value.hint
 
 
 EVERY_HEAD = [LayerShape(4, 16, 16)] * 2

@@ -61,7 +61,7 @@ def rounds(found: Plan) -> list[Any]:
 def test_it_runs_as_the_same_draft_of_its_own(
     folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of its tensors nothing is told as unused; without the method they are."""
+    """No warning names its tensors as unused; without the method one does."""
     target, draft = folders
     found = planned(target)
     assert (found.k, found.proposer, found.recipe.draft) == (3, "inside", None)

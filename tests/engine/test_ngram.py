@@ -25,7 +25,8 @@ from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
 from specdec_cli.methods.ngram import Ngram
-from specdec_cli.models import loader
+from specdec_cli.models import description
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import PROMPTS, generate, prompt_options
 from tests.engine.fakes import (
@@ -412,9 +413,9 @@ def test_demo_rounds_equal_transformers_prompt_lookup(k: int) -> None:
 def test_no_draft_is_loaded_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds even if the recipe names a draft that does not exist."""
     roles: list[str] = []
-    original = loader.describe
+    original = description.describe
 
-    def spy(spec: loader.ModelSpec, *more: Any) -> loader.Description:
+    def spy(spec: ModelSpec, *more: Any) -> description.Description:
         roles.append(spec.role)
         return original(spec, *more)
 
@@ -428,8 +429,8 @@ def test_no_draft_is_loaded_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo_plan(0).k == 0 and build(demo_plan(0), 10).proposer is None
 
 
-def spec_of_demo() -> loader.ModelSpec:
-    return loader.ModelSpec("target", "demo:target", None, "auto", "auto")
+def spec_of_demo() -> ModelSpec:
+    return ModelSpec("target", "demo:target", None, "auto", "auto")
 
 
 # The command line.

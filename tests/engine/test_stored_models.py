@@ -125,6 +125,12 @@ def test_bytes_are_those_of_codes_and_scales(family: str, tmp_path: Path) -> Non
     model = paged_model(kept, 60, 8, fused=True, weights="stored")
     assert bytes_held_twice(about.module) == 0
     tables = 2 * model.fused.cos.nbytes
+    merged = model.fused.storages
+    for name, before in stored_parameters(module).items():
+        after = stored_parameters(model.module)[name].value
+        assert before.value is not None and after is not None
+        assert torch.equal(after.plain(torch.float32), before.value.plain(torch.float32)), name
+        assert all(t.untyped_storage().data_ptr() in merged for t in after.tensors), "held twice"
     # A number a stored parameter stands for those that it does not have.
     assert 0 <= sum(model.storages.values()) - want - tables < 1000
 
@@ -362,3 +368,18 @@ def test_settings_that_are_not_understood_are_refused_by_key(
             described(folder, weights=weights)
         assert f"config.json of {folder}: quantization_config.{told}" in caught.value.message
         assert caught.value.code == ExitCode.ENVIRONMENT
+
+
+@pytest.mark.parametrize("weights", ["auto", "stored"])
+def test_a_tied_head_that_is_stored_apart_is_refused(weights: str, tmp_path: Path) -> None:
+    """It would not be the embedding that the config says it is."""
+    folder = save_tiny(tmp_path / "stored", "llama-tied")
+    store_fp8(folder, *FP8[3])
+    tensors = load_file(folder / "model.safetensors")
+    matrix = tensors["model.embed_tokens.weight"]
+    scales = matrix.abs().amax(1, keepdim=True) / 448
+    tensors |= {"lm_head.weight": (matrix / scales).to(FLOAT8), "lm_head.weight_scale": scales}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SetupError) as caught:
+        load(described(folder, weights=weights), CPU)
+    assert "lm_head.weight" in caught.value.message and "\n" not in caught.value.message

@@ -295,8 +295,11 @@ def test_a_padded_pass_is_its_live_rows(heads, window, device):
     starts = torch.arange(0, 5 * width + 1, width, dtype=torch.int32, device=device)
 
     def run(attention: object, rows: Tensor, b: slice, *lengths: object) -> Tensor:
-        given = [caches[0].clone(), caches[1].clone(), slots[rows], tables[b]]
-        return attention(qkv[rows], angles.cos()[rows], angles.sin()[rows], *given, *lengths, call)
+        given = [qkv[rows], angles.cos()[rows], angles.sin()[rows]]
+        given += [*(cache.clone() for cache in caches), slots[rows], tables[b], *lengths]
+        if attention is ops.rope_attention.reference:
+            given = [x.cpu() if isinstance(x, Tensor) else x for x in given]
+        return attention(*given, call).to(device)
 
     everything = torch.arange(5 * width, device=device)
     whole = {

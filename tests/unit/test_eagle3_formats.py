@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.draft_form import with_method
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadWeights
@@ -362,6 +363,10 @@ def test_pickled_weights_only_if_allowed(tmp_path: Path) -> None:
     found = weights_of(folder, head, allow_pickle=True)
     assert all(torch.equal(found.tensors[n], head.tensors[n]) for n in found.tensors)
     assert found.ids is not None and torch.equal(found.ids, head.ids)
+    half = weights_of(folder, head, allow_pickle=True, parallel=TensorParallel(1, 2)).tensors
+    down = half["layers.0.mlp.down_proj.weight"]
+    assert torch.equal(down, found.tensors["layers.0.mlp.down_proj.weight"][:, 28:])
+    assert down.is_contiguous()
 
 
 def test_dummy_weights_have_every_shape(tmp_path: Path) -> None:

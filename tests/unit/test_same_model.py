@@ -124,7 +124,7 @@ def test_a_draft_whose_context_ends_early(
     holds: int, lengths: list[int], new: int, past: int
 ) -> None:
     plan: Any = SimpleNamespace(
-        draft=SimpleNamespace(max_len=holds),
+        draft_max_len=holds,
         max_model_len=128,
         params=SamplingParams(max_new_tokens=new),
     )
@@ -136,5 +136,5 @@ def test_a_draft_whose_context_ends_early(
             f"the draft's context holds {holds} tokens, past which it proposes nothing: "
             f"{past} of {len(lengths)} prompts may go past it"
         )
-    plan.draft = None
+    plan.draft_max_len = None
     assert draft_context_warning(plan, [(1,) * length for length in lengths]) is None

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class AttentionCall(NamedTuple):
-    """What a layer asks of attention, the same in every pass."""
+    """A layer's arguments to attention, the same in every pass."""
 
     scale: float
     """Positive factor on the scores."""

@@ -63,8 +63,8 @@ class GatherPlan:
     context_lens: list[int]
     block_size: int
     ends: list[int] | None = None
-    """Where the keys end that rows see if they are not causal: what follows in the context is
-    padding. None: `context_lens`."""
+    """Ends of the keys that non-causal rows see; the rest of a context is padding. None:
+    `context_lens`."""
     parts_by_view: dict[View, list[GatherPart]] = field(default_factory=dict)
     masks: dict[tuple[View, int, int, torch.dtype], Tensor | None] = field(default_factory=dict)
 

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.paged import FEW_QUERIES
-from specdec_kernels.attention.softmax_triton import LOG2E, finite, weighted_mean
+from specdec_kernels.attention.softmax_triton import (
+    LOG2E,
+    capped,
+    finite,
+    weighted_mean,
+)
 from specdec_kernels.attention.tiles import paged_splits, paged_tiles
 from specdec_kernels.gpu import shared_memory
 from specdec_kernels.launch_triton import INTERPRETED, launch_options
@@ -98,13 +103,7 @@ def joined(
         key = key.to(tl.float32)
         value = value.to(tl.float32)
 
-    scores = tl.dot(query, key, input_precision="ieee")
-    if HAS_SOFTCAP:
-        # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
-        scores = softcap * (2 * tl.sigmoid(2 * (scores * scale) / softcap) - 1)
-        unit = tl.full([], LOG2E, tl.float32)
-    else:
-        unit = scale * LOG2E
+    scores, unit = capped(tl.dot(query, key, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
     if MASKED:
         visible = stored[None, :]
         if CAUSAL:
@@ -118,6 +117,7 @@ def joined(
             if not CAUSAL:
                 visible = visible & (position[None, :] < query_position[:, None] + WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
+    # As in `attend`; the sum comes before the product, after which wide tiles spill more registers.
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
     base = finite(new_max)
     weights = tl.exp2(scores * unit - base[:, None])
@@ -251,56 +251,35 @@ def paged_attention_kernel(
     )
     # Keys that every query of the tile sees need no mask: [low, whole). In fp32 a second loop would
     # only take long to compile.
+    IN_TWO: tl.constexpr = WINDOW == 0 and query_ptr.dtype.element_ty.primitive_bitwidth == 16
     whole = low
-    if WINDOW == 0:
-        if query_ptr.dtype.element_ty.primitive_bitwidth == 16:
-            whole += tl.maximum(tl.minimum(certain, high) - low, 0) // BLOCK_N * BLOCK_N
-            for start in range(low, whole, BLOCK_N):
-                softmax = joined(
-                    softmax,
-                    query,
-                    keys,
-                    values,
-                    table,
-                    start,
-                    limits,
-                    slots_ptr,
-                    scale,
-                    softcap,
-                    DK,
-                    DV,
-                    BLOCK_DK,
-                    BLOCK_DV,
-                    BLOCK_SIZE,
-                    BLOCK_N,
-                    WINDOW,
-                    HAS_SOFTCAP,
-                    CAUSAL,
-                    False,
-                )
-    for start in range(whole, high, BLOCK_N):
-        softmax = joined(
-            softmax,
-            query,
-            keys,
-            values,
-            table,
-            start,
-            limits,
-            slots_ptr,
-            scale,
-            softcap,
-            DK,
-            DV,
-            BLOCK_DK,
-            BLOCK_DV,
-            BLOCK_SIZE,
-            BLOCK_N,
-            WINDOW,
-            HAS_SOFTCAP,
-            CAUSAL,
-            True,
-        )
+    if IN_TWO:
+        whole += tl.maximum(tl.minimum(certain, high) - low, 0) // BLOCK_N * BLOCK_N
+    for masked in tl.static_range(0 if IN_TWO else 1, 2):
+        begin = whole if masked else low
+        for start in range(begin, high if masked else whole, BLOCK_N):
+            softmax = joined(
+                softmax,
+                query,
+                keys,
+                values,
+                table,
+                start,
+                limits,
+                slots_ptr,
+                scale,
+                softcap,
+                DK,
+                DV,
+                BLOCK_DK,
+                BLOCK_DV,
+                BLOCK_SIZE,
+                BLOCK_N,
+                WINDOW,
+                HAS_SOFTCAP,
+                CAUSAL,
+                masked == 1,
+            )
     row_max, row_sum, acc = softmax
 
     out_row = packed * num_heads + head

@@ -28,10 +28,10 @@ def attend(
     still to be summed, and the new `acc`.
     """
     key, value, visible = tile
-    scores, scale = scored(query, key, visible, scale, softcap, HAS_SOFTCAP)
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+    scores, unit = scored(query, key, visible, scale, softcap, HAS_SOFTCAP)
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
     base = finite(new_max)
-    weights = tl.exp2(scores * scale - base[:, None])
+    weights = tl.exp2(scores * unit - base[:, None])
     keep = tl.exp2(row_max - base)
     acc = weighted(weights, value, acc * keep[:, None])
     return new_max, keep, weights, acc
@@ -77,11 +77,18 @@ def scored(query, key, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr):
         key_second = key_second.to(tl.float32)
     scores = tl.dot(query_first, key_first, input_precision="ieee")
     scores = tl.dot(query_second, key_second, scores, input_precision="ieee")
+    scores, unit = capped(scores, scale, softcap, HAS_SOFTCAP)
+    return tl.where(visible, scores, float("-inf")), unit
+
+
+@triton.jit
+def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scores after the softcap, if there is one, and the factor that `scored` returns too."""
     if HAS_SOFTCAP:
         # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
         scores = softcap * (2 * tl.sigmoid(2 * scale * scores / softcap) - 1)
         scale = 1.0
-    return tl.where(visible, scores, float("-inf")), scale * LOG2E
+    return scores, scale * LOG2E
 
 
 @triton.jit

@@ -189,12 +189,12 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
     return found
 
 
-def _draft_at(plan: Plan, part: TensorParallel) -> Draft:
+def _draft_at(own: Plan, part: TensorParallel) -> Draft:
     """The draft as one of other ranks would hold it. A borrowed head is split as its target is."""
-    assert plan.draft is not None
-    if "lm_head" in plan.draft.shared:
-        plan = replace(plan, target=describe(plan.target.spec, plan.device, part))
-    return draft_at(plan, part)
+    assert own.draft is not None
+    if "lm_head" in own.draft.shared:
+        own = replace(own, target=describe(own.target.spec, own.device, part))
+    return draft_at(own, part)
 
 
 def _cannot_split(described: Callable[[TensorParallel], object], size: int) -> str | None:

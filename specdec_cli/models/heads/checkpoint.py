@@ -74,7 +74,8 @@ def read_weights(
             if name in found:
                 whole = wanted[name]
                 part = parts.get(name, Part(0, 0, whole[0], whole))
-                tensors[name] = _read(config, name, found[name], part).to(device, dtype)
+                own = _read(config, name, found[name], part).to(device, dtype)
+                tensors[name] = own.contiguous()  # a pickled tensor's part is a view
             else:
                 _check_serves(config, name, lent[name], shape, dtype)
                 tensors[name] = lent[name].detach()

@@ -40,7 +40,7 @@ class DraftForm:
     must_not: tuple[tuple[Sign, ...], ...] = ()
 
     def seen(self, config: Mapping[str, Any]) -> str | None:
-        """What shows that a config describes one; None where it does not."""
+        """The sign that a config describes one; None if it does not."""
         if any(first_seen(group, config) is not None for group in self.must_not):
             return None
         found = [first_seen(group, config) for group in self.must]

@@ -73,7 +73,7 @@ def fitting_forms(config: Mapping[str, Any]) -> list[Fitting]:
 
 
 def weights_from(method: object) -> WeightsFrom:
-    """Where the weights of the method of this name are; `none` for what is no name."""
+    """The place of the weights of the method of this name; `none` for an unknown name."""
     return METHODS[method].weights_from if isinstance(method, str) and method in METHODS else "none"
 
 

@@ -40,7 +40,7 @@ class Eagle3Head:
         self.config = config
         self.max_len = max_len
         self.ids = weights.ids
-        self.embedding = tensors[EMBEDDING].contiguous()
+        self.embedding = tensors[EMBEDDING]  # in the order of the target's, if it lends it
         self.norm = tensors["norm.weight"]
         self.fc = ops.pack_weight(tensors["fc.weight"])
         self.input_norm = tensors.get("input_norm.weight")
