@@ -19,6 +19,7 @@ from specdec_cli.backends import native
 from specdec_cli.core.metrics import RunClock, summarise
 from specdec_cli.core.types import Emission, Permissions, Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine, RunResult
+from specdec_cli.errors import UsageError
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.sweep.document import forecasts_of
@@ -172,6 +173,16 @@ def test_settings_name_every_prompt() -> None:
         plan = plan_sweep(native, [recipe], prompts, [0, 1], [1], Permissions(), **asked)
         hashes.add((plan.settings.prompts["sha256"], plan.settings.digest))
     assert len({of_prompts for of_prompts, _ in hashes}) == len(hashes) == 2
+
+
+def test_prompts_that_the_vocabulary_refuses_may_be_skipped() -> None:
+    recipe = load_recipe("demo", {"run.device": "cpu"})
+    prompts = [Prompt(0, None, (1, 10**6)), Prompt(1, None, (1, 2))]
+    asked = dict(predict_only=False, shard=None)
+    plan = plan_sweep(native, [recipe], prompts, [0, 1], [1], Permissions(), skip_bad=True, **asked)
+    assert plan.settings.prompts["count"] == 1 and plan.jobs[0].token_ids == [(1, 2)]
+    with pytest.raises(UsageError, match="token id 1000000"):
+        plan_sweep(native, [recipe], prompts, [0, 1], [1], Permissions(), **asked)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,12 @@ def plan_sweep(
                 "leave --draft out, or pass --set speculation.method=draft_model",
             )
     jobs = [
-        tokenised(backend, backend.prepare(r, permissions, (largest, max(batch_sizes))), prompts)
+        tokenised(
+            backend,
+            backend.prepare(r, permissions, (largest, max(batch_sizes))),
+            prompts,
+            skip_bad=skip_bad,
+        )
         for r in recipes
     ]
     if check_lossless:
