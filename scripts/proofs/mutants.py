@@ -181,7 +181,7 @@ def _plant(fault: Fault) -> Planted:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="*", metavar="GLOB", help="names, such as '*/engine/*'")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="files or faults: '*/engine/*'")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--list", action="store_true", help="only show the faults")
     parser.add_argument("--check", action="store_true", help="only hold the list against the code")
@@ -194,7 +194,9 @@ def main() -> int:
         for told in (found := [*lacking, *misfits(every, ROOT)]):
             print(told)
         return 1 if found else 0
-    faults = [f for f in all_faults() if fnmatch(f.name, args.only)]
+    faults = [f for f in all_faults() if fnmatch(f.file, args.only) or fnmatch(f.name, args.only)]
+    if not faults:
+        parser.error(f"no fault fits --only {args.only!r}: give a file or a pattern, '*/engine/*'")
     if args.list:
         for fault in faults:
             print(f"{fault.name}{fault.change}")
