@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from specdec_kernels.sampling.rejection import (
+from specdec_kernels.sampling.reference import (
     rejection_sample_reference,
     sample_categorical_reference,
 )

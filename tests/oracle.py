@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from specdec_kernels.sampling.rejection import (
+from specdec_kernels.sampling.reference import (
     rejection_sample_reference,
     sample_categorical_reference,
 )

@@ -8,42 +8,38 @@ on any device.
 Row starts `[B + 1]` are the running sum of per-row counts, beginning at 0.
 """
 
-from specdec_kernels.attention.cache import slot_mapping, write_kv
 from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.chunks import ChunkPlan, bound_of, plan_chunks
-from specdec_kernels.attention.paged import (
-    GatherPlan,
-    gather_attention,
-    gather_plan,
+from specdec_kernels.attention.cpu import GatherPlan, gather_attention, gather_plan
+from specdec_kernels.attention.reference import (
     paged_attention,
+    rope_attention,
+    slot_mapping,
+    write_kv,
+    write_kv_turned,
 )
-from specdec_kernels.attention.rope import rope_attention, write_kv_turned
 from specdec_kernels.comm.peers import gather_columns, reduce_add_norm, reduce_parts
-from specdec_kernels.comm.staging import fetch_staged, tell_tokens
-from specdec_kernels.experts.mixture import mixture_add_norm
-from specdec_kernels.experts.reference import CLAMPED, Experts, Routing
-from specdec_kernels.linear.cpu import (
-    PackedWeight,
-    Weight,
+from specdec_kernels.comm.reference import fetch_staged, tell_tokens
+from specdec_kernels.experts.reference import CLAMPED, Experts, Routing, mixture_add_norm
+from specdec_kernels.linear.cpu import PackedWeight, Weight, forms_of, pack_weight
+from specdec_kernels.linear.reference import (
+    Normed,
     add_norm,
-    forms_of,
+    embed,
+    gate,
     linear,
     linear_add_norm,
     norm_gate_up,
     norm_linear,
-    pack_weight,
     rms_norm,
 )
-from specdec_kernels.linear.embed import embed
-from specdec_kernels.linear.reference import Normed, gate
 from specdec_kernels.linear.stored import Storage, Stored, plain_of
-from specdec_kernels.round.ngram import ngram_lookup
-from specdec_kernels.round.steps import accept, advance, padded_pass, stamp
-from specdec_kernels.sampling.logits import (
+from specdec_kernels.round.reference import accept, advance, ngram_lookup, padded_pass, stamp
+from specdec_kernels.sampling.reference import (
     LogitRows,
     greedy_argmax,
     logit_rows,
     reject_logits,
     sample_logits,
+    uniform_rows,
 )
-from specdec_kernels.sampling.noise import uniform_rows

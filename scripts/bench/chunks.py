@@ -25,9 +25,9 @@ import torch
 from graph_times import alternated_times
 from kernel_times import BLOCK_SIZE, Batch, error_of
 from specdec_kernels.attention.call import AttentionCall
-from specdec_kernels.attention.chunks import gather_kv
 from specdec_kernels.attention.dense_triton import TILES, DenseTiles, dense_attention_triton
 from specdec_kernels.attention.paged_triton import paged_attention_triton
+from specdec_kernels.attention.reference import gather_kv
 from torch import Tensor
 
 HEADS, KV_HEADS = 32, 8

@@ -16,10 +16,10 @@ import torch
 from graph_times import graph_times
 from rates import read_rate
 from specdec_kernels import ops
-from specdec_kernels.sampling.logits import to_probs
-from specdec_kernels.sampling.rejection import (
+from specdec_kernels.sampling.reference import (
     rejection_sample_reference,
     sample_categorical_reference,
+    to_probs,
 )
 
 L2_BYTES = 60e6

@@ -13,8 +13,14 @@ import torch
 import torch.nn.functional as F
 from specdec_kernels import ops
 from specdec_kernels.dispatch import kernel
-from specdec_kernels.sampling.logits import LogitRows, distributions, spoilt
-from specdec_kernels.sampling.rejection import TINY, emitted, sample_categorical_reference
+from specdec_kernels.sampling.reference import (
+    TINY,
+    LogitRows,
+    distributions,
+    emitted,
+    sample_categorical_reference,
+    spoilt,
+)
 from torch import Tensor
 
 from specdec_cli.acceptance.base import LosslessRule, NoForecast, Rule

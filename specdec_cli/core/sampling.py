@@ -4,7 +4,7 @@ from enum import IntEnum
 
 import torch
 from specdec_kernels import ops
-from specdec_kernels.sampling.logits import to_probs as logits_to_probs
+from specdec_kernels.sampling.reference import to_probs as logits_to_probs
 
 from specdec_cli.core.candidates import Noise
 from specdec_cli.core.types import SamplingParams
@@ -21,7 +21,7 @@ class Purpose(IntEnum):
 def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V].
 
-    See `specdec_kernels.sampling.logits.to_probs`, the one definition.
+    See `specdec_kernels.sampling.reference.to_probs`, the one definition.
     """
     return logits_to_probs(logits, *params.filters)
 

@@ -14,7 +14,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from specdec_kernels import ops
-from specdec_kernels.attention.rope import Rotation, split_heads_reference
+from specdec_kernels.attention.reference import Rotation, split_heads_reference
 from specdec_kernels.linear.reference import Normed
 from torch import Tensor
 

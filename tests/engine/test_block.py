@@ -1,6 +1,6 @@
 """Block verification in the running engine: lossless, and longer than rejection sampling.
 
-`tests/ops/test_block_verify.py` tests the exact law of the rule.
+`tests/ops/sampling/test_block_verify.py` tests the exact law of the rule.
 """
 
 import json
@@ -58,7 +58,7 @@ def test_engine_follows_transformers(
 def test_numbers_are_a_rounds_own_iff_the_rule_looks_ahead(
     tiny: tuple[Path, Path], rule: AcceptanceRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`tests/ops/test_block_verify.py` shows that numbers used twice would change the law."""
+    """Numbers used twice would change the law: `tests/ops/sampling/test_block_verify.py`."""
     asked: list[bool] = []
 
     def noted(*given: Any, by_round: bool) -> Any:

@@ -196,8 +196,8 @@ def p_value(
 def test_sampled_text_follows_transformers(
     tiny: tuple[Path, Path], rule: AcceptanceRule, policy: LengthPolicy
 ) -> None:
-    """Covers block verification too. `tests/ops/test_block_verify.py` has the exact law of lengths
-    that depend on drawn tokens which stay proposed."""
+    """Covers block verification too. `tests/ops/sampling/test_block_verify.py` has the exact law of
+    lengths that depend on drawn tokens which stay proposed."""
     assert p_value(tiny, rule, policy) > SIGNIFICANT
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy import stats
-from specdec_kernels.sampling.noise import philox, uniform_reference
+from specdec_kernels.sampling.reference import philox, uniform_reference
 
 from specdec_cli.core.sampling import Purpose, round_noise, to_probs
 from specdec_cli.core.types import SamplingParams

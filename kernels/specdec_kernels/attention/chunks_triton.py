@@ -1,10 +1,13 @@
-"""Gathering the keys and values of a long context."""
+"""Attention of long chunks over gathered keys and values, and the gathering."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.attention.call import AttentionCall
+from specdec_kernels.attention.chunks import HEAD_DIMS, ChunkPlan
+from specdec_kernels.attention.reference import dense_attention, gather_kv, paged_attention
 from specdec_kernels.launch_triton import launch_options
 
 ROWS = 8  # positions of a program that gathers
@@ -54,7 +57,7 @@ def gather_kv_kernel(
 def gather_kv_triton(
     key_cache: Tensor, value_cache: Tensor, table: Tensor, context: int
 ) -> tuple[Tensor, Tensor]:
-    """See `chunks.gather_kv`."""
+    """See `reference.gather_kv`."""
     _, block_size, kv_heads, dim = key_cache.shape
     assert value_cache.shape == key_cache.shape and table.dim() == 1
     assert all(t.stride(-1) == 1 for t in (key_cache, value_cache, table))
@@ -75,3 +78,53 @@ def gather_kv_triton(
         **launch_options(),
     )
     return key, value
+
+
+def takes_chunks(
+    plan: ChunkPlan | None, key_cache: Tensor, value_cache: Tensor, call: AttentionCall
+) -> bool:
+    """Whether a layer's chunks can be gathered: 16 bits, and no mask but the causal one."""
+    return (
+        plan is not None
+        and key_cache.dtype.itemsize == 2
+        and key_cache.shape[3] in HEAD_DIMS
+        and value_cache.shape == key_cache.shape
+        and (call.sliding_window == 0 or call.sliding_window >= plan.longest)
+        and call.causal
+        and not call.softcap
+        and call.sinks is None
+    )
+
+
+def attend_chunks(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    plan: ChunkPlan,
+    call: AttentionCall,
+) -> Tensor:
+    """`ops.paged_attention` of a layer that `takes_chunks`.
+
+    Args:
+        query: [T, H, D], heads and features contiguous.
+        key_cache, value_cache: [NB, BS, Hkv, D].
+        block_tables: [B, MB] int32.
+        context_lens: [B] int32.
+        plan: Of the pass; every token belongs to one of its sequences.
+        call: The layer's.
+
+    Returns:
+        [T, H, D], contiguous.
+    """
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for run in plan.runs:
+        out[run.tokens] = paged_attention(
+            *(query[run.tokens], key_cache, value_cache, block_tables[run.sequences]),
+            *(run.query_start, context_lens[run.sequences], run.max_query_len, call),
+        )
+    for sequence, tokens, context in plan.chunks:
+        kv = gather_kv(key_cache, value_cache, block_tables[sequence], context)
+        dense_attention(query[tokens], *kv, call.scale, out[tokens])
+    return out

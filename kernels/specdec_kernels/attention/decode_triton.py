@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.attention.call import AttentionCall
-from specdec_kernels.attention.chunks import ChunkPlan, attend_chunks, takes_chunks
+from specdec_kernels.attention.chunks import ChunkPlan
+from specdec_kernels.attention.chunks_triton import attend_chunks, takes_chunks
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from specdec_kernels.attention.rope_triton import (
     load_heads,

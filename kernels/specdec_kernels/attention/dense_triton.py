@@ -115,7 +115,7 @@ def dense_attention_triton(
     out: Tensor,
     tiles: DenseTiles | None = None,
 ) -> None:
-    """See `chunks.dense_attention`; `tiles` overrides the launch configuration."""
+    """See `reference.dense_attention`; `tiles` overrides the launch configuration."""
     num_queries, heads, dim = query.shape
     context, kv_heads, _ = key.shape
     group = heads // kv_heads

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.attention.call import AttentionCall
-from specdec_kernels.attention.paged import FEW_QUERIES
+from specdec_kernels.attention.cpu import FEW_QUERIES
 from specdec_kernels.attention.softmax_triton import (
     LOG2E,
     capped,

@@ -1,1 +1,1 @@
-"""Kernels that read the memory of other GPUs."""
+"""Memory of other GPUs and of the host."""

@@ -42,7 +42,7 @@ def tell_tokens_kernel(
 
 
 def fetch_staged_triton(words: Tensor, staged: Tensor, passes: Tensor) -> None:
-    """See `staging.fetch_staged`."""
+    """See `ops.fetch_staged`."""
     (num_words,) = words.shape
     assert staged.shape == (2, num_words) and staged.is_contiguous() and words.is_contiguous()
     block = 1024  # 16 bytes a thread
@@ -53,7 +53,7 @@ def fetch_staged_triton(words: Tensor, staged: Tensor, passes: Tensor) -> None:
 
 
 def tell_tokens_triton(passes: Tensor, tokens: Tensor | None, told: Tensor, ended: Tensor) -> None:
-    """See `staging.tell_tokens`."""
+    """See `ops.tell_tokens`."""
     num_rows, num_tokens = told.shape[1], 0
     if tokens is not None:
         num_tokens = len(tokens)

@@ -1,4 +1,4 @@
-"""Products and norms of a decoder layer: the public functions and their CPU path.
+"""Products on a CPU, and the forms in which it holds weights.
 
 Torch runs fp32 products on MKL. For 2 to 16 rows MKL takes 2 to 5 times as long as oneDNN with
 packed weights on AMD (Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids). In bf16
@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec_kernels.dispatch import kernel
-from specdec_kernels.linear.reference import Normed, gate, rms_norm_reference
 from specdec_kernels.linear.stored import Stored
 
 SMALL = 3 << 15  # weights of at most this many numbers are not packed: faster for 1 to 5 rows
@@ -103,65 +101,8 @@ def _packed(weight: Tensor) -> Tensor | PackedWeight:
     return PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), plain)
 
 
-@kernel("specdec_kernels.linear.norm_triton:rms_norm_triton")
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm of every row times `weight`.
-
-    Args:
-        x: [..., K], rows contiguous.
-        weight: [K], of x's dtype or, as Gemma's 1 + g, fp32. So are all norm weights here.
-        eps: Added to the mean of squares.
-
-    Returns:
-        As x, contiguous.
-    """
-    if x.dtype != torch.float32:
-        return rms_norm_reference(x, weight, eps)
-    # Five operations; torch's own norm takes eight on a CPU.
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    factor = torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    return (x * factor).mul_(weight)
-
-
-@kernel("specdec_kernels.linear.norm_triton:add_norm_triton")
-def add_norm(
-    x: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    post_norm: Tensor | None = None,
-) -> Normed:
-    """residual + x, prepared for the norm that follows; x is a complete projection.
-
-    For projections that were summed over ranks, or that have a norm of their own.
-
-    Args:
-        x, residual: [T, N], rows contiguous.
-        norm_weight: [N].
-        eps: Of both norms.
-        post_norm: [N], weight of a norm of x before it is added, as in Gemma 2 and 3.
-    """
-    if post_norm is not None:
-        x = rms_norm.reference(x, post_norm, eps)
-    return normed(residual + x, norm_weight, eps)
-
-
-@kernel("specdec_kernels.linear.products_triton:linear_triton")
-def linear(
-    x: Tensor, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
-) -> Tensor:
-    """x @ weight^T (+ bias): a plain product, such as one rank's part of a projection.
-
-    Args:
-        x: [T, K], rows contiguous.
-        weight: [N, K] of `pack_weight`.
-        bias: [N].
-        into: [T, N], contiguous, where to write it; CUDA only.
-
-    Returns:
-        [T, N], contiguous.
-    """
-    assert into is None
+def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """x @ weight^T (+ bias): [T, N]."""
     plain = _plain(weight, x)
     if plain is not None:
         return F.linear(x, plain, bias)
@@ -170,72 +111,7 @@ def linear(
     return out
 
 
-@kernel("specdec_kernels.linear.products_triton:norm_linear_triton")
-def norm_linear(
-    x: Normed, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
-) -> Tensor:
-    """rms_norm(x) @ weight^T (+ bias): a layer's merged q, k and v, or the logits.
-
-    Args:
-        x: [T, K], all rows as `embed`, `add_norm` or `linear_add_norm` returned them.
-        weight: [N, K] of `pack_weight`.
-        bias: [N].
-        into: [T, N], contiguous, where to write it; CUDA only.
-
-    Returns:
-        [T, N] of x's dtype, contiguous.
-    """
-    assert x.squares is None
-    return linear.reference(x.scaled, weight, bias, into)
-
-
-@kernel("specdec_kernels.linear.products_triton:norm_gate_up_triton")
-def norm_gate_up(x: Normed, weight: Weight, activation: str = "silu") -> Tensor:
-    """activation(n @ gate^T) * (n @ up^T) with n = rms_norm(x): the first half of a gated MLP.
-
-    Args:
-        x: [T, K], all rows as `embed`, `add_norm` or `linear_add_norm` returned them.
-        weight: [2F, K] of `pack_weight`, the gate's rows first.
-        activation: "silu" or "gelu_tanh".
-
-    Returns:
-        [T, F], contiguous.
-    """
-    return gate.reference(norm_linear.reference(x, weight), activation)
-
-
-@kernel("specdec_kernels.linear.products_triton:linear_add_norm_triton")
-def linear_add_norm(
-    x: Tensor,
-    weight: Weight,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    bias: Tensor | None = None,
-) -> Normed:
-    """residual + x @ weight^T (+ bias), prepared for the norm that follows: a layer's output and
-    down projections.
-
-    Args:
-        x: [T, K], rows contiguous.
-        weight: [N, K] of `pack_weight`.
-        residual: [T, N], rows contiguous.
-        bias: [N].
-        norm_weight: [N], of the next norm: the MLP's, the next layer's, or the last one.
-        eps: Of that norm.
-
-    Returns:
-        The new residual stream, in `hidden`, and the input of the next product.
-    """
-    return normed(_linear_add(x, weight, residual, bias), norm_weight, eps)
-
-
-def normed(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """x [T, K] and its norm, as the input of a product."""
-    return Normed(x, rms_norm.reference(x, norm_weight, eps), None, eps)
-
-
-def _linear_add(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None) -> Tensor:
+def product_added(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None) -> Tensor:
     """residual + x @ weight^T (+ bias): [T, N]."""
     plain = _plain(weight, x)
     if plain is not None:
@@ -254,8 +130,3 @@ def _plain(weight: Weight, x: Tensor) -> Tensor | None:
     if isinstance(weight, Stored):
         return weight.plain(x.dtype)
     return weight.plain if x.shape[0] == 1 else None
-
-
-@lru_cache
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Products, norms and gates of a decoder layer: torch references.
+"""The public functions around products of a decoder layer: torch, and the names of their kernels.
 
 A layer of a llama-like decoder is RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and a product,
 attention, a product added to the residual, RMSNorm and the gated MLP (Shazeer, 2002.05202), and
@@ -6,9 +6,10 @@ another product added to the residual. Norms round as transformers' LlamaRMSNorm
 GemmaRMSNorm if the weight is fp32.
 
 Does not know layers or models.
-Legend: T packed tokens, K features read, N features written, F the MLP's features.
+Legend: T packed tokens, K features read, N features written, F the MLP's features, V vocabulary.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,30 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_kernels.dispatch import kernel
+from specdec_kernels.linear.cpu import Weight, product, product_added
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `ops.rms_norm`."""
-    if x.dtype in (torch.float32, torch.float64):
-        return F.rms_norm(x, weight.shape, weight, eps)
-    if weight.dtype == torch.float32:
-        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-    return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
-
-
-@kernel("specdec_kernels.linear.norm_triton:gate_triton")
-def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """activation(gate) * up of merged [T, 2F], gate first: [T, F].
-
-    activation: "silu" or "gelu_tanh".
-    """
-    first, up = gate_up.chunk(2, dim=-1)
-    if activation == "silu":
-        return F.silu(first) * up
-    assert activation == "gelu_tanh", activation
-    return F.gelu(first, approximate="tanh") * up
 
 
 class Normed(NamedTuple):
@@ -57,6 +37,190 @@ class Normed(NamedTuple):
         """Only these rows, int64 [M]."""
         squares = None if self.squares is None else self.squares[rows]
         return Normed(self.hidden[rows], self.scaled[rows], squares, self.eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.rms_norm`."""
+    if x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    if weight.dtype == torch.float32:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
+
+
+@kernel("specdec_kernels.linear.norm_triton:rms_norm_triton")
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm of every row times `weight`.
+
+    Args:
+        x: [..., K], rows contiguous.
+        weight: [K], of x's dtype or, as Gemma's 1 + g, fp32. So are all norm weights here.
+        eps: Added to the mean of squares.
+
+    Returns:
+        As x, contiguous.
+    """
+    if x.dtype != torch.float32:
+        return rms_norm_reference(x, weight, eps)
+    # Five operations; torch's own norm takes eight on a CPU.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    factor = torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (x * factor).mul_(weight)
+
+
+@lru_cache
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+@kernel("specdec_kernels.linear.norm_triton:gate_triton")
+def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) * up of merged [T, 2F], gate first: [T, F].
+
+    activation: "silu" or "gelu_tanh".
+    """
+    first, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(first) * up
+    assert activation == "gelu_tanh", activation
+    return F.gelu(first, approximate="tanh") * up
+
+
+@kernel("specdec_kernels.linear.embed_triton:embed_triton")
+def embed(
+    token_ids: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    cos_table: Tensor,
+    sin_table: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    scale: float = 1.0,
+) -> tuple[Normed, Tensor, Tensor]:
+    """Look up embeddings, their first norm, and the rotary tables' rows.
+
+    Args:
+        token_ids, positions: [T] int64, less than V and L; not checked on CUDA.
+        embedding: [V, K].
+        cos_table, sin_table: [L, D].
+        norm_weight: [K], and `eps`: of the first layer's norm.
+        scale: Factor on the embeddings, as Gemma has; a value of their dtype.
+
+    Returns:
+        The embeddings and their norm, [T, K], and the tables' rows, [T, D] each.
+    """
+    hidden = F.embedding(token_ids, embedding)
+    if scale != 1.0:
+        hidden = hidden * scale
+    cos, sin = (table.index_select(0, positions) for table in (cos_table, sin_table))
+    return normed(hidden, norm_weight, eps), cos, sin
+
+
+@kernel("specdec_kernels.linear.norm_triton:add_norm_triton")
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    post_norm: Tensor | None = None,
+) -> Normed:
+    """residual + x, prepared for the norm that follows; x is a complete projection.
+
+    For projections that were summed over ranks, or that have a norm of their own.
+
+    Args:
+        x, residual: [T, N], rows contiguous.
+        norm_weight: [N].
+        eps: Of both norms.
+        post_norm: [N], weight of a norm of x before it is added, as in Gemma 2 and 3.
+    """
+    if post_norm is not None:
+        x = rms_norm.reference(x, post_norm, eps)
+    return normed(residual + x, norm_weight, eps)
+
+
+@kernel("specdec_kernels.linear.products_triton:linear_triton")
+def linear(
+    x: Tensor, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
+    """x @ weight^T (+ bias): a plain product, such as one rank's part of a projection.
+
+    Args:
+        x: [T, K], rows contiguous.
+        weight: [N, K] of `pack_weight`.
+        bias: [N].
+        into: [T, N], contiguous, where to write it; CUDA only.
+
+    Returns:
+        [T, N], contiguous.
+    """
+    assert into is None
+    return product(x, weight, bias)
+
+
+@kernel("specdec_kernels.linear.products_triton:norm_linear_triton")
+def norm_linear(
+    x: Normed, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
+    """rms_norm(x) @ weight^T (+ bias): a layer's merged q, k and v, or the logits.
+
+    Args:
+        x: [T, K], all rows as `embed`, `add_norm` or `linear_add_norm` returned them.
+        weight: [N, K] of `pack_weight`.
+        bias: [N].
+        into: [T, N], contiguous, where to write it; CUDA only.
+
+    Returns:
+        [T, N] of x's dtype, contiguous.
+    """
+    assert x.squares is None
+    return linear.reference(x.scaled, weight, bias, into)
+
+
+@kernel("specdec_kernels.linear.products_triton:norm_gate_up_triton")
+def norm_gate_up(x: Normed, weight: Weight, activation: str = "silu") -> Tensor:
+    """activation(n @ gate^T) * (n @ up^T) with n = rms_norm(x): the first half of a gated MLP.
+
+    Args:
+        x: [T, K], all rows as `embed`, `add_norm` or `linear_add_norm` returned them.
+        weight: [2F, K] of `pack_weight`, the gate's rows first.
+        activation: "silu" or "gelu_tanh".
+
+    Returns:
+        [T, F], contiguous.
+    """
+    return gate.reference(norm_linear.reference(x, weight), activation)
+
+
+@kernel("specdec_kernels.linear.products_triton:linear_add_norm_triton")
+def linear_add_norm(
+    x: Tensor,
+    weight: Weight,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+) -> Normed:
+    """residual + x @ weight^T (+ bias), prepared for the norm that follows: a layer's output and
+    down projections.
+
+    Args:
+        x: [T, K], rows contiguous.
+        weight: [N, K] of `pack_weight`.
+        residual: [T, N], rows contiguous.
+        bias: [N].
+        norm_weight: [N], of the next norm: the MLP's, the next layer's, or the last one.
+        eps: Of that norm.
+
+    Returns:
+        The new residual stream, in `hidden`, and the input of the next product.
+    """
+    return normed(product_added(x, weight, residual, bias), norm_weight, eps)
+
+
+def normed(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+    """x [T, K] and its norm, as the input of a product."""
+    return Normed(x, rms_norm.reference(x, norm_weight, eps), None, eps)
 
 
 def linear_reference(

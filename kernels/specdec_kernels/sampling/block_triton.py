@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch_triton import after_predecessor, is_last
-from specdec_kernels.sampling.logits import LogitRows
-from specdec_kernels.sampling.rejection import TINY
+from specdec_kernels.sampling.reference import TINY, LogitRows
 from specdec_kernels.sampling.verify_triton import (
     decide_with,
     draw_token,

@@ -21,8 +21,7 @@ from specdec_kernels.launch_triton import (
     dependence,
     is_last,
 )
-from specdec_kernels.sampling.logits import LogitRows
-from specdec_kernels.sampling.rejection import TINY
+from specdec_kernels.sampling.reference import TINY, LogitRows
 
 BLOCKS = (1024, 4096)  # tokens a program, for few and for many programs
 FEW_PROGRAMS = 264

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec_kernels.launch_triton import after_predecessor, dependence
 from specdec_kernels.sampling.logit_rows_triton import cut, exponent_scale, kept_weight, logits_at
-from specdec_kernels.sampling.logits import LogitRows
+from specdec_kernels.sampling.reference import LogitRows
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from specdec_kernels.launch_triton import (
     is_last,
 )
 from specdec_kernels.sampling.logit_rows_triton import cut, exponent_scale, kept_weight, logits_at
-from specdec_kernels.sampling.logits import LogitRows
 from specdec_kernels.sampling.logits_triton import first_above
+from specdec_kernels.sampling.reference import LogitRows
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 from ops_helpers import needs_cuda
 from specdec_kernels import ops
 from specdec_kernels.sampling import logit_rows_triton as rows_of_logits
-from specdec_kernels.sampling.rejection import sample_categorical_reference
+from specdec_kernels.sampling.reference import sample_categorical_reference
 from test_logits import (
     CASES,
     MASKED,

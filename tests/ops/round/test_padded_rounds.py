@@ -4,8 +4,8 @@ import pytest
 import torch
 from specdec_kernels import ops
 from specdec_kernels.round.steps_triton import accept_triton, advance_triton, padded_pass_triton
-from specdec_kernels.sampling.noise import uniform_reference
 from specdec_kernels.sampling.noise_triton import uniform_rows_triton
+from specdec_kernels.sampling.reference import uniform_reference
 
 BATCHES = [1, 3, 70]
 

@@ -19,8 +19,9 @@ from ops_helpers import (
 from specdec_kernels import ops
 from specdec_kernels.attention import chunks
 from specdec_kernels.attention.chunks import ChunkPlan
+from specdec_kernels.attention.chunks_triton import takes_chunks
+from specdec_kernels.attention.cpu import View, gather_attention, gather_plan
 from specdec_kernels.attention.decode_triton import rope_attention_triton
-from specdec_kernels.attention.paged import View, gather_attention, gather_plan
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from test_rope_attention import Layer, make_layer
 from torch import Tensor
@@ -248,8 +249,8 @@ def test_chunks_are_left_to_the_cache(device, monkeypatch):
     assert isinstance(plan, ChunkPlan)
     caches = layer.arguments["key_cache"], layer.arguments["value_cache"]
     call = layer.arguments["call"]
-    assert chunks.takes_chunks(plan, *caches, call._replace(causal=True))
-    assert not chunks.takes_chunks(plan, *caches, call)
+    assert takes_chunks(plan, *caches, call._replace(causal=True))
+    assert not takes_chunks(plan, *caches, call)
     assert_layer(layer, layer.run(chunks=plan))
 
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_kernels.attention.call import AttentionCall
-from specdec_kernels.dispatch import kernel
 
 # A batch with at most this many queries a sequence (decoding, scoring) is padded and attended in
 # one call. Longer ones (prefill) go one sequence at a time, since padding would waste more.
@@ -301,40 +300,3 @@ def _explicit_attention(
         scores = torch.cat([scores, sink.reshape(n, kv_heads, rows, 1)], dim=3)
         weights = torch.softmax(scores, dim=3)[..., :-1]
     return (weights @ v.float()).to(q.dtype)
-
-
-@kernel("specdec_kernels.attention.paged_triton:paged_attention_triton")
-def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    max_query_len: int,
-    call: AttentionCall,
-    slots: Tensor | None = None,
-) -> Tensor:
-    """Attention of ragged queries over a paged KV cache, with grouped query heads.
-
-    Sequence b's queries are its last `query_start[b + 1] - query_start[b]` context positions, and
-    their own keys are already in the cache. fp32, fp16 or bf16, accumulated in fp32.
-
-    Args:
-        query: [T, H, Dk]; tokens at or past `query_start[B]` (padding) give zeros.
-        key_cache: [NB, BS, Hkv, Dk]; query head h reads key head h // (H // Hkv).
-        value_cache: [NB, BS, Hkv, Dv].
-        block_tables: [B, MB] int32.
-        query_start: [B + 1] int32, where each sequence begins in `query`.
-        context_lens: [B] int32, tokens in the cache, those of this pass included.
-        max_query_len: At least the longest sequence's number of queries; known on the host.
-        call: The layer's.
-        slots: [T] int64, where the queries' keys were written. Those in block 0 (the trash block)
-            belong to padding at the beginning or the end of a sequence's queries, which rows that
-            are not causal do not see. Causal rows do not need them.
-
-    Returns:
-        [T, H, Dv], contiguous.
-    """
-    plan = gather_plan(block_tables, query_start, context_lens, key_cache.shape[1], slots)
-    return gather_attention(query, key_cache, value_cache, plan, call)

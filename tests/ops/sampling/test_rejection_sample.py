@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from specdec_kernels.sampling.rejection import (
+from specdec_kernels.sampling.reference import (
     rejection_sample_reference,
     sample_categorical_reference,
 )

@@ -17,7 +17,7 @@ from ops_helpers import (
 )
 from specdec_kernels import ops
 from specdec_kernels.attention.decode_triton import rope_attention_triton
-from specdec_kernels.attention.rope import Rotation, split_heads_reference
+from specdec_kernels.attention.reference import Rotation, split_heads_reference
 from specdec_kernels.attention.split_triton import part_of
 from specdec_kernels.attention.tiles import num_splits
 from specdec_kernels.launch_triton import epochs

@@ -2,8 +2,8 @@ import pytest
 import torch
 from ops_helpers import DTYPES
 from specdec_kernels import ops
-from specdec_kernels.attention.cache import MANY
 from specdec_kernels.attention.cache_triton import write_kv_triton
+from specdec_kernels.attention.reference import MANY
 
 
 @pytest.mark.parametrize("write", [ops.write_kv.reference, write_kv_triton])

@@ -10,16 +10,13 @@ from specdec_kernels.attention.chunks import (
     BOUNDS,
     Bound,
     ChunkPlan,
-    attend_chunks,
     bound_of,
-    dense_attention,
-    gather_kv,
     plan_chunks,
-    takes_chunks,
 )
-from specdec_kernels.attention.chunks_triton import gather_kv_triton
+from specdec_kernels.attention.chunks_triton import attend_chunks, gather_kv_triton, takes_chunks
 from specdec_kernels.attention.dense_triton import DenseTiles, dense_attention_triton
 from specdec_kernels.attention.paged_triton import paged_attention_triton
+from specdec_kernels.attention.reference import dense_attention, gather_kv
 from test_rope_attention import make_layer
 from torch import Tensor
 

@@ -4,7 +4,7 @@ from ops_helpers import DTYPES, needs_cuda
 from specdec_kernels import ops
 from specdec_kernels.launch_triton import counters
 from specdec_kernels.sampling.argmax_triton import greedy_argmax_triton
-from specdec_kernels.sampling.logits import to_probs
+from specdec_kernels.sampling.reference import to_probs
 from torch import Tensor
 
 ARGMAX = [

@@ -12,7 +12,7 @@ from ops_helpers import (
     needs_cuda,
     paged_attention_reference,
 )
-from specdec_kernels.attention.paged import View, gather_attention, gather_plan
+from specdec_kernels.attention.cpu import View, gather_attention, gather_plan
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from specdec_kernels.attention.tiles import paged_splits
 from torch import Tensor

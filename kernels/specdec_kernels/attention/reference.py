@@ -1,0 +1,294 @@
+"""The public functions of attention: torch implementations, and the names of their kernels.
+
+Rotary embedding (Su et al., arXiv 2104.09864) uses the layout of transformers' Llama: the first and
+the second half of a head form the pairs that are rotated. Per-head norms are those of Qwen 3.
+
+Does not know layers or models. Block 0 of a cache is the trash block.
+Legend: T packed tokens, B sequences, H query heads, Hkv key heads, D features of a head, NB blocks
+of BS slots, MB block-table columns.
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.attention.call import AttentionCall
+from specdec_kernels.attention.chunks import ChunkPlan
+from specdec_kernels.attention.cpu import gather_attention, gather_plan
+from specdec_kernels.dispatch import kernel
+from specdec_kernels.linear.reference import rms_norm_reference
+
+MANY = 64  # fewer slots are not worth a look at them
+
+
+@kernel("specdec_kernels.attention.cache_triton:slot_mapping_triton")
+def slot_mapping(
+    block_tables: Tensor,
+    out_start: Tensor,
+    positions: Tensor,
+    rejected: Tensor | None,
+    block_size: int,
+    max_model_len: int,
+) -> Tensor:
+    """KV cache slot of every token: `block_tables[b, pos // block_size]`, at `pos % block_size`.
+
+    Rejected tokens, positions at or past `max_model_len` or the block table's end, and tokens at
+    or past `out_start[B]` (padding) go to the trash block.
+
+    Args:
+        block_tables: [B, MB] int32.
+        out_start: [B + 1] int32, where each row begins in `positions`.
+        positions: [T] int64.
+        rejected: [T] bool, or None for none.
+        block_size: Slots a block.
+        max_model_len: Positions a sequence may have.
+
+    Returns:
+        [T] int64, indices into `[NB * BS]`.
+    """
+    num_rows, num_columns = block_tables.shape
+    place = torch.arange(positions.shape[0], device=positions.device)
+    row = torch.searchsorted(out_start[1:].long(), place, right=True)
+    limit = min(max_model_len, num_columns * block_size)
+    trash = (positions >= limit) | (row >= num_rows)
+    if rejected is not None:
+        trash = trash | rejected
+    column = (positions // block_size).clamp(0, num_columns - 1)
+    block = block_tables[row.clamp(max=num_rows - 1), column].long().masked_fill(trash, 0)
+    return block * block_size + positions % block_size
+
+
+@kernel("specdec_kernels.attention.cache_triton:write_kv_triton")
+def write_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> None:
+    """Store each token's key and value at its slot, in place.
+
+    Only trash slots may occur twice; which of their tokens remains is not defined.
+
+    Args:
+        key: [T, Hkv, Dk].
+        value: [T, Hkv, Dv].
+        key_cache: [NB, BS, Hkv, Dk].
+        value_cache: [NB, BS, Hkv, Dv].
+        slots: [T] int64, as from `slot_mapping`.
+    """
+    keys = key_cache.view(-1, *key_cache.shape[2:])
+    values = value_cache.view(-1, *value_cache.shape[2:])
+    if (first := _first_of_run(slots)) is not None:
+        keys[first : first + len(key)].copy_(key)
+        values[first : first + len(value)].copy_(value)
+        return
+    keys.index_copy_(0, slots, key)
+    values.index_copy_(0, slots, value)
+
+
+def _first_of_run(slots: Tensor) -> int | None:
+    """The first of many slots that follow each other, as in a cache with one sequence; else None.
+
+    Copied in one piece they take a CPU a fifth of the time.
+    """
+    if slots.is_cuda or len(slots) < MANY:
+        return None
+    numbers = slots.numpy()
+    is_run = bool((numbers[1:] - numbers[:-1] == 1).all())
+    return int(numbers[0]) if is_run else None
+
+
+@kernel("specdec_kernels.attention.paged_triton:paged_attention_triton")
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    max_query_len: int,
+    call: AttentionCall,
+    slots: Tensor | None = None,
+) -> Tensor:
+    """Attention of ragged queries over a paged KV cache, with grouped query heads.
+
+    Sequence b's queries are its last `query_start[b + 1] - query_start[b]` context positions, and
+    their own keys are already in the cache. fp32, fp16 or bf16, accumulated in fp32.
+
+    Args:
+        query: [T, H, Dk]; tokens at or past `query_start[B]` (padding) give zeros.
+        key_cache: [NB, BS, Hkv, Dk]; query head h reads key head h // (H // Hkv).
+        value_cache: [NB, BS, Hkv, Dv].
+        block_tables: [B, MB] int32.
+        query_start: [B + 1] int32, where each sequence begins in `query`.
+        context_lens: [B] int32, tokens in the cache, those of this pass included.
+        max_query_len: At least the longest sequence's number of queries; known on the host.
+        call: The layer's.
+        slots: [T] int64, where the queries' keys were written. Those in block 0 (the trash block)
+            belong to padding at the beginning or the end of a sequence's queries, which rows that
+            are not causal do not see. Causal rows do not need them.
+
+    Returns:
+        [T, H, Dv], contiguous.
+    """
+    plan = gather_plan(block_tables, query_start, context_lens, key_cache.shape[1], slots)
+    return gather_attention(query, key_cache, value_cache, plan, call)
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines that rotate the heads of T tokens, for all layers of a pass."""
+
+    cos: Tensor
+    """[T, 1, D]."""
+    sin: Tensor
+    """[T, 1, D], the first half negated."""
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor) -> Self:
+        """cos, sin: [T, D]."""
+        first, second = sin.chunk(2, dim=1)
+        return cls(cos[:, None], torch.cat((-first, second), dim=1)[:, None])
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [T, H, D]: a new tensor of its shape."""
+        return (x * self.cos).addcmul_(x.roll(x.shape[2] // 2, 2), self.sin)
+
+
+def split_heads_reference(
+    qkv: Tensor,
+    rotation: Rotation,
+    kv_heads: int,
+    head_dim: int,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [T, H, D] and key [T, Hkv, D], both normed and rotated, and value [T, Hkv, D]."""
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * kv_heads
+    if query_norm is None and key_norm is None:
+        rotated = rotation.rotate(heads[:, : num_heads + kv_heads])
+        return rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_heads + kv_heads :]
+    query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=1)
+    if query_norm is not None:
+        query = rms_norm_reference(query, query_norm, eps)
+    if key_norm is not None:
+        key = rms_norm_reference(key, key_norm, eps)
+    return rotation.rotate(query), rotation.rotate(key), value
+
+
+@kernel("specdec_kernels.attention.rope_triton:write_kv_turned_triton")
+def write_kv_turned(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Store rotated keys and values of tokens that have no queries, in place.
+
+    Args:
+        kv: [T, 2 Hkv D], rows contiguous: key and value heads of every token.
+        cos, sin: [T, D], in the layout of transformers' Llama.
+        key_cache, value_cache: [NB, BS, Hkv, D].
+        slots: [T] int64, as in `write_kv`.
+        key_norm: [D], weight of a per-head RMS norm before the rotation.
+        eps: Of this norm.
+    """
+    _, _, kv_heads, head_dim = key_cache.shape
+    _, key, value = split_heads_reference(
+        kv, Rotation.of(cos, sin), kv_heads, head_dim, None, key_norm, eps
+    )
+    write_kv.reference(key, value, key_cache, value_cache, slots)
+
+
+@kernel("specdec_kernels.attention.decode_triton:rope_attention_triton")
+def rope_attention(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    max_query_len: int,
+    call: AttentionCall,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    chunks: ChunkPlan | None = None,
+) -> Tensor:
+    """Rotary embedding, storing the new keys and values, and `paged_attention` of one layer.
+
+    New tokens' keys and values are taken from `qkv`, older ones from the cache. On CUDA the block
+    tables, lengths, slots, cos and sin must be complete before the kernel that writes `qkv` starts:
+    they and the old cache are read while that kernel still runs.
+
+    Args:
+        qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token.
+        cos, sin: [T, D], in the layout of transformers' Llama.
+        key_cache, value_cache: [NB, BS, Hkv, D], written at `slots`.
+        slots: [T] int64: the slots of a sequence's last positions, or slots of block 0 (the trash
+            block), whose contents are then undefined. If a sequence has more queries than context
+            tokens, the first queries are padding, and lie there.
+        block_tables, query_start, context_lens, max_query_len, call: As in `paged_attention`;
+            tokens at or past `query_start[B]` give zeros.
+        query_norm, key_norm: [D], weights of per-head RMS norms before the rotation.
+        eps: Of these norms.
+        chunks: The pass's long chunks, which on CUDA go to another kernel where that is faster.
+            Every token then belongs to a sequence. The result is the same within rounding.
+
+    Returns:
+        [T, H * D], contiguous.
+    """
+    _, block_size, kv_heads, head_dim = key_cache.shape
+    query, key, value = split_heads_reference(
+        qkv, Rotation.of(cos, sin), kv_heads, head_dim, query_norm, key_norm, eps
+    )
+    write_kv.reference(key, value, key_cache, value_cache, slots)
+    plan = gather_plan(block_tables, query_start, context_lens, block_size, slots)
+    return gather_attention(query, key_cache, value_cache, plan, call).view(qkv.shape[0], -1)
+
+
+@kernel("specdec_kernels.attention.chunks_triton:gather_kv_triton")
+def gather_kv(
+    key_cache: Tensor, value_cache: Tensor, table: Tensor, context: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a sequence's positions.
+
+    Args:
+        key_cache, value_cache: [NB, BS, Hkv, D].
+        table: [MB] int32, the sequence's blocks.
+        context: C, tokens of the sequence in the cache.
+
+    Returns:
+        Two of [C, Hkv, D], contiguous.
+    """
+    block_size = key_cache.shape[1]
+    position = torch.arange(context, device=table.device)
+    slots = table[position // block_size].long() * block_size + position % block_size
+    keys, values = (c.reshape(-1, *c.shape[2:])[slots] for c in (key_cache, value_cache))
+    return keys, values
+
+
+@kernel("specdec_kernels.attention.dense_triton:dense_attention_triton")
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> None:
+    """Causal attention of the last L of C positions.
+
+    Args:
+        query: [L, H, D], heads and features contiguous; on CUDA 16 bits, D a power of 2, and Hopper
+            or later.
+        key, value: [C, Hkv, D], contiguous.
+        scale: Factor on the scores, positive.
+        out: [L, H, D], heads and features contiguous, written in place.
+    """
+    group, older = query.shape[1] // key.shape[1], key.shape[0] - query.shape[0]
+    q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))
+    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    scores = q @ k.transpose(1, 2) * scale
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(older + 1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(2)
+    out.copy_((weights @ v).transpose(0, 1))

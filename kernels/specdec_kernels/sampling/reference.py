@@ -1,0 +1,349 @@
+"""Noise, distributions from logits, draws and rejection sampling: torch, and the kernels' names.
+
+`to_probs` is the project's only definition of temperature, top-k and top-p. The draft's q and the
+target's p both come from it, so that the acceptance test compares like with like. Noise is an
+input, so every outcome is a function of the arguments.
+Legend: R rows, V vocabulary, B sequences, K draft tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec_kernels.dispatch import kernel
+
+TINY = torch.finfo(torch.float32).tiny  # fp32 has no smaller number to divide by
+
+INF = float("inf")
+
+MASK = 0xFFFFFFFF
+
+PHILOX_ROUNDS = 10
+
+
+def philox(counter: Tensor, key: Tensor) -> Tensor:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+    counter: int64 [..., 4], key: int64 [..., 2], each entry an unsigned 32-bit word.
+    Returns int64 [..., 4] of unsigned 32-bit words. Works on any device.
+    """
+    c0, c1, c2, c3 = counter.unbind(-1)
+    k0, k1 = key.unbind(-1)
+    for _ in range(PHILOX_ROUNDS):
+        # int64 products wrap, which keeps all 64 bits; masking undoes the sign extension.
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & MASK) ^ c1 ^ k0,
+            p1 & MASK,
+            ((p0 >> 32) & MASK) ^ c3 ^ k1,
+            p0 & MASK,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+def uniform_reference(
+    seed: Tensor, index: Tensor, position: Tensor, purpose: Tensor, start: Tensor | None = None
+) -> Tensor:
+    """One number in [0, 1), fp32, for each (index, position, purpose); int64, broadcast.
+
+    start: position at which the round begins, for numbers of that round alone.
+    """
+    third = torch.zeros_like(index) if start is None else start + 1
+    index, position, purpose, third = torch.broadcast_tensors(index, position, purpose, third)
+    zero = torch.zeros_like(index)
+    counter = torch.stack((position, purpose, third, zero + ((seed >> 32) & MASK)), dim=-1)
+    key = torch.stack((zero + (seed & MASK), index & MASK), dim=-1)
+    word = philox(counter, key)[..., 0]
+    return (word >> 8).to(torch.float32) * 2.0**-24
+
+
+@kernel("specdec_kernels.sampling.noise_triton:uniform_rows_triton")
+def uniform_rows(
+    seed: Tensor,
+    index: Tensor,
+    position: Tensor,
+    purposes: int,
+    width: int,
+    by_round: bool = False,
+) -> Tensor:
+    """Uniform numbers in [0, 1) from Philox4x32-10, each a function of what it decides.
+
+    Args:
+        seed: int64 scalar.
+        index: [B] int64, with the seed the key.
+        position: [B] int64; number j of row b has counter (position[b] + j, purpose).
+        purposes: How many numbers every position has.
+        width: Positions a row.
+        by_round: Put position[b] into the counter as well. A round that begins elsewhere then has
+            other numbers at the same positions, which block verification needs.
+
+    Returns:
+        [purposes, B, width] fp32.
+    """
+    place = torch.arange(width, device=index.device)
+    purpose = torch.arange(purposes, device=index.device)[:, None, None]
+    start = position[:, None]
+    return uniform_reference(
+        seed, index[:, None], start + place, purpose, start if by_round else None
+    )
+
+
+class LogitRows(NamedTuple):
+    """Softmax statistics that turn rows of logits into distributions, see `logit_rows`.
+
+    rows: [R, 4] fp32. Maximum m; normaliser, the sum of exp((x - m) / T) over what is kept, NaN
+        where the row is void; threshold t and index c: x is kept iff x > t, or x == t and its
+        index is c or more.
+    parts: [R, P] fp32, the normaliser's share of each of P equal parts of the vocabulary.
+    """
+
+    rows: Tensor
+    parts: Tensor
+
+
+def masked_scores(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """(x - maximum) / T of `logits` [..., V], -inf where top-k or top-p drop: fp32."""
+    logits = logits.float()
+    # Shifting first keeps tiny temperatures finite: the maximum stays 0.
+    scores = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, TINY)
+    vocab = logits.shape[-1]
+    # Logits are compared, not scores, which may round to the same number.
+    if 0 < top_k < vocab:
+        kth = logits.topk(top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(logits < kth, -INF)
+    if top_p < 1.0:
+        order = logits.argsort(dim=-1, stable=True)
+        mass = scores.gather(-1, order).softmax(dim=-1).cumsum(dim=-1)
+        drop = mass <= 1.0 - top_p
+        drop[..., -1] = False
+        scores = scores.masked_fill(drop.scatter(-1, order, drop), -INF)
+    return scores
+
+
+def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V].
+
+    Temperature, top-k and top-p apply in this order, as in transformers' generation, and keep as
+    many tokens as there: top-k keeps ties with the k-th value; top-p keeps the smallest set whose
+    mass reaches `top_p`, at least one token. Of equal tokens at that border those of higher index
+    stay; transformers' sort leaves it open. Temperature 0 is the one-hot at the first maximum. A
+    row with a NaN or +inf, or of -inf alone, sums to NaN, which verification reports.
+    """
+    if temperature == 0.0:
+        logits = logits.float()
+        best = logits.argmax(dim=-1, keepdim=True)
+        # NaN compares as the maximum; its value, copied in, marks the row.
+        value = logits.gather(-1, best)
+        return torch.zeros_like(logits).scatter_(-1, best, value - value + 1.0)
+    return masked_scores(logits, temperature, top_k, top_p).softmax(dim=-1)
+
+
+@kernel("specdec_kernels.sampling.logit_rows_triton:logit_rows_triton")
+def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:
+    """Softmax statistics with which the other functions read logits as `to_probs` does.
+
+    Without top-k and top-p the logits are read once. A row that holds a NaN or +inf, or only -inf,
+    is void. The torch implementation has one part.
+
+    Args:
+        logits: [R, V] bf16, fp16 or fp32, rows contiguous.
+        temperature: Above 0.
+        top_k: 0 keeps all.
+        top_p: 1 keeps all.
+    """
+    assert temperature > 0.0
+    scores = masked_scores(logits, temperature, top_k, top_p)
+    logits = logits.float()
+    total = scores.exp().sum(dim=-1)
+    kept = scores > -INF
+    threshold = logits.masked_fill(~kept, INF).amin(dim=-1)
+    at_border = kept & (logits == threshold[:, None])
+    first = at_border.to(torch.int32).argmax(dim=-1).float()
+    rows = torch.stack((logits.amax(dim=-1), total, threshold, first), dim=1)
+    return LogitRows(rows, total[:, None])
+
+
+@kernel("specdec_kernels.sampling.argmax_triton:greedy_argmax_triton")
+def greedy_argmax(logits: Tensor) -> Tensor:
+    """Index of the first maximum of every row of [R, V]: [R] int64.
+
+    -1 where the maximum is not finite: the row holds a NaN or +inf, or only -inf.
+    """
+    top, first = logits.max(dim=1)
+    # inf - inf is NaN, which is not zero either; `isfinite` takes five operations on a CPU.
+    return first.masked_fill_((top - top) != 0, -1)
+
+
+def sample_categorical_reference(weights: Tensor, noise: Tensor) -> Tensor:
+    """Draw from unnormalised `weights` [N, V] by inverse CDF, `noise` [N] in [0, 1): [N] int64.
+
+    The smallest index whose running sum exceeds noise * total, never one of zero weight; -1 where
+    the row holds a NaN. On CPU torch carries a running sum of fp32 in fp64.
+    """
+    running = weights.cumsum(1)
+    total = running[:, -1]
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    threshold = torch.minimum(noise * total, below_total)
+    index = torch.searchsorted(running, threshold[:, None], right=True).squeeze(1)
+    return index.clamp(max=weights.shape[1] - 1).masked_fill(total.isnan(), -1)
+
+
+def emitted(
+    draft_tokens: Tensor, lens: Tensor, target_probs: Tensor, accepted: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output of a round: tokens [B, K + 1] int64 and accepted [B] int32.
+
+    accepted: [B] int64, draft tokens that stand. last: [B] int64, the token drawn after them.
+    """
+    place = torch.arange(draft_tokens.shape[1] + 1, device=lens.device)
+    stop = accepted[:, None]
+    tokens = F.pad(draft_tokens, (0, 1)).masked_fill_(place >= stop, -1)
+    tokens.scatter_(1, stop, last[:, None])
+    # A NaN in any target row that counts voids the whole sequence.
+    void = (target_probs.sum(2).isnan() & (place <= lens[:, None])).any(1)
+    tokens.masked_fill_(void[:, None], -1)
+    return tokens, accepted.masked_fill(void, -1).to(torch.int32)
+
+
+def rejection_sample_reference(
+    draft_tokens: Tensor,
+    lens: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    accept_noise: Tensor,
+    sample_noise: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Modified rejection sampling: tokens distributed as the target's, whatever the draft is.
+
+    Leviathan et al. (arXiv 2211.17192), Chen et al. (2302.01318). With u the accept noise, draft
+    d_i is accepted iff u_i * q_i(d_i) < p_i(d_i). At the first rejection, a, one token is drawn
+    from norm(max(p_a - q_a, 0)), or from p_a where rounding leaves that empty; when all k are
+    accepted, from p_k. Draws are by inverse CDF with `sample_noise` at that position. One-hot p
+    and q give greedy decoding.
+
+    Args:
+        draft_tokens: [B, K] int64; what lies at or past `lens` is ignored.
+        lens: [B] int32, 0..K, drafted tokens of each row.
+        draft_probs: [B, K, V] fp32, the q that the draft tokens were drawn from.
+        target_probs: [B, K + 1, V] fp32.
+        accept_noise: [B, K] fp32 in [0, 1).
+        sample_noise: [B, K + 1] fp32 in [0, 1).
+
+    Returns:
+        tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted
+        [B] int32, how many drafts. A NaN in the target's probabilities makes both -1.
+    """
+    num_rows, width = draft_tokens.shape
+    row = torch.arange(num_rows, device=lens.device)
+    place = torch.arange(width + 1, device=lens.device)
+    length = lens.long()[:, None]
+
+    # 1. Accept d_i iff u_i * q(d_i) < p(d_i); count the run of acceptances from the left.
+    drafted = place[:width] < length
+    token = draft_tokens.masked_fill(~drafted, 0)[..., None]
+    q = draft_probs.gather(2, token).squeeze(2)
+    p = target_probs[:, :width].gather(2, token).squeeze(2)
+    accept = drafted & (accept_noise * q < p)
+    accepted = accept.long().cumprod(1).sum(1)
+
+    # 2. Weights of the one token to draw: max(p - q, 0) after a rejection, p otherwise. A NaN in q
+    # makes the residual's sum NaN, not positive, so that p alone decides.
+    stop = accepted[:, None]
+    weights = target_probs[row, accepted]
+    if width > 0:
+        residual = (weights - draft_probs[row, accepted.clamp(max=width - 1)]).clamp_(min=0)
+        from_residual = (stop < length) & (residual.sum(1, keepdim=True) > 0)
+        weights = torch.where(from_residual, residual, weights)
+    last = sample_categorical_reference(weights, sample_noise.gather(1, stop).squeeze(1))
+
+    return emitted(draft_tokens, lens, target_probs, accepted, last)
+
+
+@kernel("specdec_kernels.sampling.logits_triton:sample_logits_triton")
+def sample_logits(
+    logits: Tensor,
+    stats: LogitRows | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    noise: Tensor,
+) -> Tensor:
+    """Draw from every row's distribution; `sample_categorical_reference` over logits.
+
+    Args:
+        logits, temperature, top_k, top_p: As `logit_rows` had them to make `stats`.
+        stats: Needed on CUDA only.
+        noise: [R] fp32 in [0, 1).
+
+    Returns:
+        [R] int64, -1 for void rows.
+    """
+    return sample_categorical_reference(to_probs(logits, temperature, top_k, top_p), noise)
+
+
+@kernel("specdec_kernels.sampling.verify_triton:reject_logits_triton")
+def reject_logits(
+    draft_tokens: Tensor,
+    lens: Tensor,
+    draft_logits: Tensor | None,
+    draft_rows: Tensor | None,
+    target_logits: Tensor,
+    target: LogitRows | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    accept_noise: Tensor,
+    sample_noise: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`rejection_sample_reference` over logits: no probabilities are stored.
+
+    Args:
+        draft_tokens: [B, K] int64, -1 from void rows; what lies at or past `lens` is ignored.
+        lens: [B] int64 or int32, 0..K, drafted tokens of each row.
+        draft_logits: [B, K, V'] bf16, fp16 or fp32, V' <= V, rows contiguous. Ids at or past V'
+            have probability 0. None for proposals that were not drawn: q is one-hot at each.
+        draft_rows: [B, K, 4], `rows` of the draft's `logit_rows`; None if `draft_logits` is.
+        target_logits: [B, K + 1, V] of any of these types, rows contiguous.
+        target: `logit_rows` of the B * (K + 1) rows; needed on CUDA only.
+        temperature, top_k, top_p: As `logit_rows` had them.
+        accept_noise: [B, K] fp32 in [0, 1).
+        sample_noise: [B, K + 1] fp32 in [0, 1).
+
+    Returns:
+        tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted [B]
+        int64, how many drafts: -2 where a draft token is negative, else -1 (and the tokens too)
+        where a target row up to `lens` is void.
+    """
+    drafts, q, p = distributions(
+        draft_tokens, draft_logits, target_logits, temperature, top_k, top_p
+    )
+    tokens, accepted = rejection_sample_reference(drafts, lens, q, p, accept_noise, sample_noise)
+    return tokens, spoilt(draft_tokens, lens, accepted)
+
+
+def distributions(
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    target_logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Proposals without -1 [B, K], q [B, K, V] and p [B, K + 1, V], fp32; as `reject_logits`."""
+    filters, vocab = (temperature, top_k, top_p), target_logits.shape[2]
+    drafts, p = draft_tokens.clamp(min=0), to_probs(target_logits, *filters)
+    if draft_logits is None:
+        q = F.one_hot(drafts, vocab).float()
+    else:
+        q = to_probs(F.pad(draft_logits, (0, vocab - draft_logits.shape[2]), value=-INF), *filters)
+    return drafts, q, p
+
+
+def spoilt(draft_tokens: Tensor, lens: Tensor, accepted: Tensor) -> Tensor:
+    """`accepted` [B] as int64, -2 where a draft token before `lens` is negative."""
+    place = torch.arange(draft_tokens.shape[1], device=lens.device)
+    is_spoilt = ((draft_tokens < 0) & (place < lens[:, None])).any(dim=1)
+    return accepted.long().masked_fill(is_spoilt, -2)
