@@ -18,9 +18,9 @@ from specdec_kernels.experts.down_triton import down_constants
 from specdec_kernels.experts.gate_up_triton import gate_up_constants
 from specdec_kernels.experts.grouped_triton import grouped_constants
 from specdec_kernels.experts.reference import CLAMPED, Experts, Routing
-from specdec_kernels.experts.route_triton import route_constants
+from specdec_kernels.experts.route_triton import router_constants
 from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
-from specdec_kernels.gpu import SHARED_MEMORY
+from specdec_kernels.gpu import SHARED_MEMORY, power_of_2_from
 from specdec_kernels.launch_triton import launch_options
 from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
 from triton.backends.compiler import GPUTarget
@@ -162,7 +162,8 @@ def mixture(
         return grouped(name, rows, experts, room)
     gate_tiles, down_tiles = choose_expert_tiles(rows, dtype.itemsize)
     if name == "route":
-        found: dict[str, Any] = route_constants(rows, 128, experts, dtype.itemsize)
+        found: dict[str, Any] = router_constants(128, experts, dtype.itemsize)
+        found |= {"BLOCK_T": power_of_2_from(rows)}
         found |= {} if routing.sigmoid else absent("choice_bias")
     elif name == "gate_up":
         found = gate_up_constants(width, True, experts, gate_tiles)
@@ -176,7 +177,7 @@ def grouped(name: str, rows: int, experts: Experts, room: int) -> dict[str, Any]
     """Constants of a kernel of grouped tokens, which are normed."""
     dtype, width = experts.router.dtype, experts.router.shape[1]
     if name == "group":
-        found = route_constants(rows, 0, experts, dtype.itemsize)
+        found = router_constants(0, experts, dtype.itemsize)
         return found | {"DEPENDENT": True} | absent("bias", "choice_bias", "squares", "factors")
     num_chosen = experts.routing.num_chosen
     tiles = choose_group_tiles(rows, num_chosen, experts.num_experts, dtype.itemsize, room)

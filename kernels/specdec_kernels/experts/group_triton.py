@@ -11,14 +11,12 @@ import triton.language as tl
 from specdec_kernels.experts.plan import Groups, empty_groups
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.route_triton import (
-    BLOCK_E,
-    BLOCK_M,
-    empty_logits,
-    route_constants,
+    launch_router,
+    load_choice_bias,
+    load_routes,
     store_logits,
-    weights_of,
 )
-from specdec_kernels.launch_triton import counters, dependence, is_last
+from specdec_kernels.launch_triton import is_last
 from specdec_kernels.linear.reference import Normed
 
 SIZES = tl.constexpr(1024)  # counters of programs, before those of experts' pairs
@@ -44,50 +42,27 @@ def group_kernel(
     eps,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    SOFTMAX_FIRST: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr,
-    SCALING: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_ALL: tl.constexpr,  # at least E
     BLOCK_P: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SLICES: tl.constexpr,
-    EARLY: tl.constexpr,  # numbers of each row of the router that are loaded before the wait
+    ROUTING: tl.constexpr,
+    TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK_ALL)
-    known = column < num_experts
-    choice_bias = tl.zeros([BLOCK_ALL], tl.float32)
-    if choice_bias_ptr is not None:
-        choice_bias += tl.load(choice_bias_ptr + column, mask=known, other=0.0).to(tl.float32)
+    choice_bias = load_choice_bias(choice_bias_ptr, num_experts, BLOCK_ALL)
     store_logits(
         *(x_ptr, squares_ptr, router_ptr, bias_ptr, logits_ptr, factors_ptr),
-        *(num_rows, num_experts, x_stride, eps, K, PARTS),
-        *(BLOCK_M, BLOCK_E, BLOCK_P, DEPTH, SLICES, EARLY, DEPENDENT),
+        *(num_rows, num_experts, x_stride, eps, K, PARTS, BLOCK_P, TILES, DEPENDENT),
     )
     block = tl.program_id(1)
     if not is_last(counters_ptr + 1 + block, tl.num_programs(0)):
         return
 
-    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_ALL)
+    known = column < num_experts
+    row = block * TILES.block_m + tl.arange(0, TILES.block_m)
     row_live = row < num_rows
-    # Rows past the last one repeat it, so that they divide by no zero.
-    place = tl.minimum(row, num_rows - 1)[:, None] * num_experts + column[None, :]
-    logits = tl.load(
-        logits_ptr + place, mask=known[None, :], other=float("-inf"), cache_modifier=".cg"
-    ).to(tl.float32)
-    dtype: tl.constexpr = logits_ptr.dtype.element_ty
-    chosen, weights = weights_of(
-        *(logits, known[None, :], choice_bias, num_experts, dtype, NUM_CHOSEN),
-        *(SOFTMAX_FIRST, RENORMALISE, ROUNDS, SIGMOID, NUM_GROUPS, KEPT_GROUPS, SCALING),
-    )
-    pair = row[:, None] * NUM_CHOSEN + tl.cumsum(chosen, axis=1) - 1
+    chosen, weights = load_routes(logits_ptr, choice_bias, row, num_rows, num_experts, ROUTING)
+    pair = row[:, None] * ROUTING.num_chosen + tl.cumsum(chosen, axis=1) - 1
     is_pair = (chosen != 0) & row_live[:, None]
     tl.store(weights_ptr + pair, weights, mask=is_pair)
     sums_ptr = counters_ptr + SIZES + column
@@ -106,30 +81,8 @@ def group_kernel(
 
 def group_triton(x: Normed, experts: Experts) -> Groups:
     """The groups of some tokens, x [T, K]."""
-    rows, (num_rows, width) = x.scaled, x.scaled.shape
-    num_experts = experts.num_experts
-    assert rows.stride(1) == 1
-    assert experts.router.shape == (num_experts, width) and experts.router.is_contiguous()
-    parts = 0 if x.squares is None else x.squares.shape[1]
-    assert x.squares is None or x.squares.is_contiguous()
-    groups = empty_groups(num_rows, experts, x.squares is not None, rows.device)
-    blocks = triton.cdiv(num_rows, BLOCK_M)
-    assert blocks < SIZES.value
-    logits = empty_logits(x, experts)
-    constants = route_constants(num_rows, parts, experts, rows.element_size())
-    group_kernel[(triton.cdiv(num_experts, BLOCK_E), blocks)](
-        *(rows, x.squares, experts.router, experts.router_bias, experts.choice_bias),
-        *(
-            logits,
-            counters(rows.device),
-            *groups,
-            experts.read,
-            num_rows,
-            num_experts,
-            rows.stride(0),
-            float(x.eps),
-        ),
-        **{name: value for name, value in constants.items() if name != "BLOCK_T"},
-        **dependence(rows),
-    )
+    num_rows = len(x.scaled)
+    assert num_rows < SIZES.value
+    groups = empty_groups(num_rows, experts, x.squares is not None, x.scaled.device)
+    launch_router(group_kernel, x, experts, (*groups, experts.read))
     return groups

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec_kernels.experts.plan import FEW_TOKENS, Plan, empty_plan
 from specdec_kernels.experts.reference import TINY, Experts
+from specdec_kernels.experts.tiles import router_tiles
 from specdec_kernels.gpu import power_of_2_from
 from specdec_kernels.launch_triton import after_predecessor, counters, dependence, is_last
 from specdec_kernels.linear.few_rows_triton import (
@@ -28,11 +29,6 @@ from specdec_kernels.linear.few_rows_triton import (
 )
 from specdec_kernels.linear.reference import Normed
 
-BLOCK_E = 16  # experts of a program, the rows of one matrix product
-BLOCK_M = 8  # tokens of a program, its columns
-DEPTH = 1024  # numbers of the sum at a time, of 16 bits
-SLICES = 8  # parts of them, one a warp
-EARLY = 8192  # bytes of each row of the router that are loaded before the wait
 NONE = tl.constexpr(-(1 << 62))  # comes after all scores
 LEAST = tl.constexpr(TINY)
 
@@ -68,89 +64,85 @@ def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
 
 
 @triton.jit
-def in_best_groups(scores, num_experts, NUM_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr):
+def in_best_groups(scores, num_experts, ROUTING: tl.constexpr):
     """True for scores [M, E] of groups that are kept, the first of equal ones; see `Routing`."""
     column = tl.arange(0, scores.shape[1])[None, :]
-    group = column // (num_experts // NUM_GROUPS)
+    group = column // (num_experts // ROUTING.num_groups)
     totals = tl.full(scores.shape, float("-inf"), tl.float32)
-    for index in range(NUM_GROUPS):
+    for index in range(ROUTING.num_groups):
         inside = tl.where(group == index, scores, float("-inf"))
         best = tl.max(inside, axis=1)[:, None]
         place = tl.min(tl.where(inside == best, column, scores.shape[1]), axis=1)[:, None]
         second = tl.max(tl.where(column == place, float("-inf"), inside), axis=1)[:, None]
         totals = tl.where(group == index, best + second, totals)
     before = tl.zeros(scores.shape, tl.int32)
-    for index in range(NUM_GROUPS):
+    for index in range(ROUTING.num_groups):
         total = tl.max(tl.where(group == index, totals, float("-inf")), axis=1)[:, None]
         before += ((total > totals) | ((total == totals) & (index < group))).to(tl.int32)
-    return before < KEPT_GROUPS
+    return before < ROUTING.kept_groups
 
 
 @triton.jit
-def weights_by_sigmoids(
-    logits,
-    known,
-    choice_bias,
-    num_experts,
-    NUM_CHOSEN: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr,
-    SCALING: tl.constexpr,
-):
+def weights_by_sigmoids(logits, known, choice_bias, num_experts, ROUTING: tl.constexpr):
     """`weights_of` with `Routing.sigmoid`."""
     scores = tl.sigmoid(logits)
     ranks = scores + choice_bias[None, :]
-    if NUM_GROUPS > 1:
-        is_kept = in_best_groups(ranks, num_experts, NUM_GROUPS, KEPT_GROUPS)
-        ranks = tl.where(is_kept, ranks, float("-inf"))
-    chosen = chosen_of(ranks, known, NUM_CHOSEN)
+    if ROUTING.num_groups > 1:
+        ranks = tl.where(in_best_groups(ranks, num_experts, ROUTING), ranks, float("-inf"))
+    chosen = chosen_of(ranks, known, ROUTING.num_chosen)
     weights = tl.where(chosen != 0, scores, 0.0)
-    if RENORMALISE:
+    if ROUTING.renormalise:
         weights /= (tl.sum(weights, axis=1) + LEAST)[:, None]
-    return chosen, weights * SCALING
+    return chosen, weights * ROUTING.scaling
 
 
 @triton.jit
-def weights_of(
-    logits,
-    known,
-    choice_bias,
-    num_experts,
-    dtype: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    SOFTMAX_FIRST: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr,
-    SCALING: tl.constexpr,
-):
+def weights_of(logits, known, choice_bias, num_experts, dtype: tl.constexpr, ROUTING: tl.constexpr):
     """Chosen experts [M, E] and fp32 weights of them, 0 elsewhere; see `routes_of`.
 
     choice_bias: fp32 [E].
     """
-    if SIGMOID:
-        chosen, weights = weights_by_sigmoids(
-            *(logits, known, choice_bias, num_experts),
-            *(NUM_CHOSEN, RENORMALISE, NUM_GROUPS, KEPT_GROUPS, SCALING),
-        )
+    if ROUTING.sigmoid:
+        chosen, weights = weights_by_sigmoids(logits, known, choice_bias, num_experts, ROUTING)
     else:
         masses = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-        if SOFTMAX_FIRST:
+        if ROUTING.softmax_first:
             scores = masses / tl.sum(masses, axis=1)[:, None]
-            chosen = chosen_of(scores, known, NUM_CHOSEN)
+            chosen = chosen_of(scores, known, ROUTING.num_chosen)
             weights = tl.where(chosen != 0, scores, 0.0)
-            if RENORMALISE:
+            if ROUTING.renormalise:
                 weights /= tl.sum(weights, axis=1)[:, None]
         else:
-            chosen = chosen_of(logits, known, NUM_CHOSEN)
+            chosen = chosen_of(logits, known, ROUTING.num_chosen)
             weights = tl.where(chosen != 0, masses, 0.0)
             weights /= tl.sum(weights, axis=1)[:, None]
-        if ROUNDS:
+        if ROUTING.rounds:
             weights = weights.to(dtype).to(tl.float32)
     return chosen, weights
+
+
+@triton.jit
+def load_choice_bias(choice_bias_ptr, num_experts, BLOCK_ALL: tl.constexpr):
+    """The bias of each expert's score [BLOCK_ALL] in fp32, zeros for none."""
+    column = tl.arange(0, BLOCK_ALL)
+    bias = tl.zeros([BLOCK_ALL], tl.float32)
+    if choice_bias_ptr is not None:
+        bias += tl.load(choice_bias_ptr + column, mask=column < num_experts, other=0.0).to(
+            tl.float32
+        )
+    return bias
+
+
+@triton.jit
+def load_routes(logits_ptr, choice_bias, row, num_rows, num_experts, ROUTING: tl.constexpr):
+    """`weights_of` the tokens `row` [M], from all programs' logits."""
+    column = tl.arange(0, choice_bias.shape[0])
+    known = (column < num_experts)[None, :]
+    # Rows past the last one repeat it, so that they divide by no zero.
+    place = tl.minimum(row, num_rows - 1)[:, None] * num_experts + column[None, :]
+    logits = tl.load(logits_ptr + place, mask=known, other=float("-inf"), cache_modifier=".cg")
+    dtype: tl.constexpr = logits_ptr.dtype.element_ty
+    return weights_of(logits.to(tl.float32), known, choice_bias, num_experts, dtype, ROUTING)
 
 
 @triton.jit
@@ -167,21 +159,20 @@ def store_logits(
     eps,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SLICES: tl.constexpr,
-    EARLY: tl.constexpr,
+    TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """The part of a kernel in which a program computes the logits of some tokens and experts.
 
     Waits for the predecessor. The arguments are those of `route_kernel`.
     """
-    SWAP: tl.constexpr = BLOCK_M < 16
+    DEPTH: tl.constexpr = TILES.depth
+    SLICES: tl.constexpr = TILES.slices
+    EARLY: tl.constexpr = TILES.early
+    SWAP: tl.constexpr = TILES.block_m < 16
     eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
-    expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    expert = tl.program_id(0) * TILES.block_e + tl.arange(0, TILES.block_e)
     expert_live = expert < num_experts
     router_ptr += expert.to(tl.int64) * K
     early = ()
@@ -189,14 +180,14 @@ def store_logits(
         early += (load_tile(router_ptr, expert_live, start, K, DEPTH, SLICES),)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert, mask=expert_live, other=0.0)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * TILES.block_m + tl.arange(0, TILES.block_m)
     row_live = row < num_rows
     after_predecessor(DEPENDENT)
 
     if PARTS > 0:
         squares = load_squares(squares_ptr, row, row_live, PARTS, BLOCK_P)
     x_ptr += row.to(tl.int64) * x_stride
-    sums = zero_sums(BLOCK_M, BLOCK_E, SLICES, SWAP)
+    sums = zero_sums(TILES.block_m, TILES.block_e, SLICES, SWAP)
     for start in tl.static_range(0, EARLY, DEPTH):
         x = load_tile(x_ptr, row_live, start, K, DEPTH, SLICES)
         sums = add_product(x, early[start // DEPTH], sums, SLICES, SWAP)
@@ -238,55 +229,30 @@ def route_kernel(
     eps,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    SOFTMAX_FIRST: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr,
-    SCALING: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,  # at least T
     BLOCK_ALL: tl.constexpr,  # at least E
     BLOCK_P: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SLICES: tl.constexpr,
-    EARLY: tl.constexpr,  # numbers of each row of the router that are loaded before the wait
+    ROUTING: tl.constexpr,
+    TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK_ALL)
-    known = column < num_experts
-    choice_bias = tl.zeros([BLOCK_ALL], tl.float32)
-    if choice_bias_ptr is not None:
-        choice_bias += tl.load(choice_bias_ptr + column, mask=known, other=0.0).to(tl.float32)
+    choice_bias = load_choice_bias(choice_bias_ptr, num_experts, BLOCK_ALL)
     store_logits(
         *(x_ptr, squares_ptr, router_ptr, bias_ptr, logits_ptr, factors_ptr),
-        *(num_rows, num_experts, x_stride, eps, K, PARTS),
-        *(BLOCK_M, BLOCK_E, BLOCK_P, DEPTH, SLICES, EARLY, DEPENDENT),
+        *(num_rows, num_experts, x_stride, eps, K, PARTS, BLOCK_P, TILES, DEPENDENT),
     )
     if not is_last(counters_ptr, tl.num_programs(0) * tl.num_programs(1)):
         return
 
     row = tl.arange(0, BLOCK_T)
     row_live = row < num_rows
-    # Rows past the last one repeat it, so that they divide by no zero.
-    place = tl.minimum(row, num_rows - 1)[:, None] * num_experts + column[None, :]
-    logits = tl.load(
-        logits_ptr + place, mask=known[None, :], other=float("-inf"), cache_modifier=".cg"
-    ).to(tl.float32)
-    dtype: tl.constexpr = logits_ptr.dtype.element_ty
-    chosen, weights = weights_of(
-        *(logits, known[None, :], choice_bias, num_experts, dtype, NUM_CHOSEN),
-        *(SOFTMAX_FIRST, RENORMALISE, ROUNDS, SIGMOID, NUM_GROUPS, KEPT_GROUPS, SCALING),
-    )
+    chosen, weights = load_routes(logits_ptr, choice_bias, row, num_rows, num_experts, ROUTING)
     chosen = tl.where(row_live[:, None], chosen, 0)
     bits = tl.sum(chosen.to(tl.int64) << row.to(tl.int64)[:, None], axis=0)
     used = bits != 0
     slot = tl.cumsum(used.to(tl.int32), axis=0) - 1
     tl.store(count_ptr, tl.sum(used.to(tl.int32), axis=0))
-    tl.store(experts_ptr + slot, column, mask=used)
+    tl.store(experts_ptr + slot, tl.arange(0, BLOCK_ALL), mask=used)
     tl.store(chosen_ptr + slot, bits, mask=used)
     at = weights_ptr + slot[None, :] * num_rows + row[:, None]
     tl.store(at, weights, mask=used[None, :] & row_live[:, None])
@@ -294,63 +260,47 @@ def route_kernel(
 
 def route_triton(x: Normed, experts: Experts) -> Plan:
     """The plan of at most FEW_TOKENS tokens, x [T, K]."""
-    rows, (num_rows, width) = x.scaled, x.scaled.shape
-    num_experts = experts.num_experts
-    assert 0 < num_rows <= FEW_TOKENS and rows.stride(1) == 1
-    assert experts.router.shape == (num_experts, width) and experts.router.is_contiguous()
-    parts = 0 if x.squares is None else x.squares.shape[1]
-    assert x.squares is None or x.squares.is_contiguous()
-    plan = empty_plan(num_rows, experts, x.squares is not None, rows.device)
-    logits = empty_logits(x, experts)
-    route_kernel[(triton.cdiv(num_experts, BLOCK_E), triton.cdiv(num_rows, BLOCK_M))](
-        *(rows, x.squares, experts.router, experts.router_bias, experts.choice_bias),
-        *(
-            logits,
-            counters(rows.device),
-            *plan,
-            num_rows,
-            num_experts,
-            rows.stride(0),
-            float(x.eps),
-        ),
-        **route_constants(num_rows, parts, experts, rows.element_size()),
-        **dependence(rows),
-    )
+    num_rows = len(x.scaled)
+    assert 0 < num_rows <= FEW_TOKENS
+    plan = empty_plan(num_rows, experts, x.squares is not None, x.scaled.device)
+    launch_router(route_kernel, x, experts, plan, BLOCK_T=power_of_2_from(num_rows))
     return plan
 
 
-def empty_logits(x: Normed, experts: Experts) -> Tensor:
-    """Room for the router's logits [T, E]; fp32 where their sigmoids are scores, which
-    transformers computes of such logits."""
-    dtype = torch.float32 if experts.routing.sigmoid else x.scaled.dtype
-    return torch.empty((len(x.scaled), experts.num_experts), dtype=dtype, device=x.scaled.device)
+def launch_router(
+    kernel: Any, x: Normed, experts: Experts, out: tuple[Tensor | None, ...], **constants: Any
+) -> None:
+    """Launch a kernel with the arguments of `route_kernel`, and `out` in place of the plan."""
+    rows, (num_rows, width) = x.scaled, x.scaled.shape
+    num_experts, squares = experts.num_experts, x.squares
+    assert rows.stride(1) == 1 and (squares is None or squares.is_contiguous())
+    assert experts.router.shape == (num_experts, width) and experts.router.is_contiguous()
+    # transformers computes sigmoids of fp32 logits.
+    dtype = torch.float32 if experts.routing.sigmoid else rows.dtype
+    logits = torch.empty((num_rows, num_experts), dtype=dtype, device=rows.device)
+    parts = 0 if squares is None else squares.shape[1]
+    constants |= router_constants(parts, experts, rows.element_size())
+    tiles = constants["TILES"]
+    kernel[(triton.cdiv(num_experts, tiles.block_e), triton.cdiv(num_rows, tiles.block_m))](
+        *(rows, squares, experts.router, experts.router_bias, experts.choice_bias),
+        *(logits, counters(rows.device), *out, num_rows, num_experts, rows.stride(0)),
+        float(x.eps),
+        **constants,
+        **dependence(rows),
+    )
 
 
-def route_constants(num_rows: int, parts: int, experts: Experts, itemsize: int) -> dict[str, Any]:
-    """Constants of the kernel and Triton's own options.
-
-    parts: sums of squares of each of the T = `num_rows` tokens.
-    """
-    (num_experts, width), routing = experts.router.shape, experts.routing
+def router_constants(parts: int, experts: Experts, itemsize: int) -> dict[str, Any]:
+    """Constants of both routers and Triton's own options; parts: sums of squares of each token."""
+    num_experts, width = experts.router.shape
+    tiles = router_tiles(width, itemsize)
     return {
         "K": width,
         "PARTS": parts,
-        "NUM_CHOSEN": routing.num_chosen,
-        "SOFTMAX_FIRST": routing.softmax_first,
-        "RENORMALISE": routing.renormalise,
-        "ROUNDS": routing.rounds,
-        "SIGMOID": routing.sigmoid,
-        "NUM_GROUPS": routing.num_groups,
-        "KEPT_GROUPS": routing.kept_groups,
-        "SCALING": routing.scaling,
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_E": BLOCK_E,
-        "BLOCK_T": power_of_2_from(num_rows),
         "BLOCK_ALL": power_of_2_from(num_experts),
         "BLOCK_P": power_of_2_from(max(parts, 1)),
-        "DEPTH": 2 * DEPTH // itemsize,
-        "SLICES": SLICES,
-        "EARLY": min(width, EARLY // itemsize),
-        "num_warps": SLICES,
+        "ROUTING": experts.routing,
+        "TILES": tiles,
+        "num_warps": tiles.slices,
         "num_stages": 2,
     }

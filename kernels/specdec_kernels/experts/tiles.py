@@ -47,6 +47,21 @@ def choose_expert_tiles(num_rows: int, itemsize: int) -> tuple[ExpertTiles, Expe
     return gate_up, down
 
 
+class RouterTiles(NamedTuple):
+    """Launch configuration of the kernels of `route_triton` and `group_triton`."""
+
+    block_m: int  # tokens of a program, the columns of one matrix product
+    block_e: int  # experts of a program, its rows
+    depth: int  # numbers of the sum at a time
+    slices: int  # parts of them, one a warp
+    early: int  # numbers of each row of the router that are loaded before the wait
+
+
+def router_tiles(width: int, itemsize: int) -> RouterTiles:
+    """Tiles for rows of `width` numbers."""
+    return RouterTiles(8, 16, 2048 // itemsize, 8, min(width, 8192 // itemsize))
+
+
 class GroupTiles(NamedTuple):
     """Launch configuration of the kernel of `grouped_triton`."""
 
