@@ -37,6 +37,7 @@ from specdec_kernels.linear.stored import Storage, Stored, plain_of
 from specdec_kernels.round.reference import accept, advance, ngram_lookup, padded_pass, stamp
 from specdec_kernels.sampling.reference import (
     LogitRows,
+    Verification,
     greedy_argmax,
     logit_rows,
     reject_logits,

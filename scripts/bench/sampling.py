@@ -102,9 +102,8 @@ def rejecting(args: argparse.Namespace, batch: int, name: str, spread: float) ->
 
     def reject(i: int, stats: ops.LogitRows) -> object:
         own = rows[i].rows.view(batch, k, 4)
-        return ops.reject_logits(
-            tokens[i], lens, draft[i], own, target[i], stats, *settings, *noise
-        )
+        where = tokens[i], lens, draft[i], own, target[i], stats
+        return ops.reject_logits(ops.Verification(*where, *settings, *noise))
 
     def whole(i: int) -> object:
         return reject(i, ops.logit_rows(target[i].flatten(0, 1), *settings))

@@ -77,7 +77,7 @@ class LosslessRule(AcceptanceRule):
     """
 
     is_lossless = True
-    test: Callable[..., tuple[Tensor, Tensor]]
+    test: Callable[[ops.Verification], tuple[Tensor, Tensor]]
 
     def decide(
         self,
@@ -90,17 +90,11 @@ class LosslessRule(AcceptanceRule):
         if params.is_greedy:
             return Verdict(*ops.accept(c.token_ids, greedy_pick(target.logits), c.lens))
         assert noise is not None
-        decided = self.test(
-            c.token_ids,
-            c.lens,
-            c.q.logits if c.q is not None else None,
-            c.q.stats if c.q is not None else None,
-            target.logits,
-            softmax_stats(target.logits.flatten(0, 1), params),
-            *params.filters,
-            noise.accept,
-            noise.sample,
-        )
+        q = None if c.q is None else c.q.logits
+        q_rows = None if c.q is None else c.q.stats
+        p_rows = softmax_stats(target.logits.flatten(0, 1), params)
+        where = c.token_ids, c.lens, q, q_rows, target.logits, p_rows
+        decided = self.test(ops.Verification(*where, *params.filters, noise.accept, noise.sample))
         return Verdict(*decided)
 
 

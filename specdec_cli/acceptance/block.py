@@ -7,19 +7,15 @@ shorter in expectation. The output has the target's distribution under both.
 Legend: B sequences, K draft tokens at most, V vocabulary.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from specdec_kernels import ops
 from specdec_kernels.dispatch import kernel
 from specdec_kernels.sampling.reference import (
     TINY,
-    LogitRows,
-    distributions,
     emitted,
     sample_categorical_reference,
-    spoilt,
+    verified_by,
 )
 from torch import Tensor
 
@@ -116,35 +112,15 @@ def block_verify_reference(
 
 
 @kernel("specdec_kernels.sampling.block_triton:verify_block_triton")
-def verify_block(
-    draft_tokens: Tensor,
-    lens: Tensor,
-    draft_logits: Tensor,
-    draft_rows: Tensor | None,
-    target_logits: Tensor,
-    target: LogitRows | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    accept_noise: Tensor,
-    sample_noise: Tensor,
-) -> tuple[Tensor, Tensor]:
+def verify_block(v: ops.Verification) -> tuple[Tensor, Tensor]:
     """`block_verify_reference` over logits, in the form of `ops.reject_logits`; K is 1 or more."""
-    drafts, q, p = distributions(
-        draft_tokens, draft_logits, target_logits, temperature, top_k, top_p
-    )
-    tokens, accepted = block_verify_reference(drafts, lens, q, p, accept_noise, sample_noise)
-    return tokens, spoilt(draft_tokens, lens, accepted)
+    return verified_by(block_verify_reference, v)
 
 
-def _test(
-    draft_tokens: Tensor, lens: Tensor, draft_logits: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
+def _test(v: ops.Verification) -> tuple[Tensor, Tensor]:
     """Both rules have the same law for proposals that were not drawn; rejection sampling costs
     less."""
-    if draft_logits is None:
-        return ops.reject_logits(draft_tokens, lens, None, *rest)
-    return verify_block(draft_tokens, lens, draft_logits, *rest)
+    return ops.reject_logits(v) if v.draft_logits is None else verify_block(v)
 
 
 class Block(LosslessRule):

@@ -23,6 +23,7 @@ from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tile
 from specdec_kernels.gpu import SHARED_MEMORY, power_of_2_from
 from specdec_kernels.launch_triton import launch_options
 from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
+from specdec_kernels.sampling.logit_rows_triton import cut
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -53,9 +54,9 @@ def attention(
     return {name: value for name, value in constants.items() if value != PRESENT}
 
 
-LOGITS = {"V": 128256, "DRAFT_V": 128000, "PARTS": 126, "BLOCK_PARTS": 128, "BLOCK": 1024}
-LOGITS |= {"WAYS": 16, "SHIFT": 16, "K": 5, "BLOCK_K": 8, "DEPENDENT": True}
-MANY_LOGITS = {**LOGITS, "PARTS": 32, "BLOCK_PARTS": 32, "BLOCK": 4096, "WAYS": 4}
+LOGITS = {"CUT": cut(128256, 126), "DRAFT_V": 128000, "WAYS": 16, "SHIFT": 16}
+LOGITS |= {"K": 5, "BLOCK_K": 8, "DEPENDENT": True}
+MANY_LOGITS = {**LOGITS, "CUT": cut(128256, 32), "WAYS": 4}
 LOGIT_TYPES = {
     **{f"{name}_ptr": "*i32" for name in ("counters", "keys", "equals")},
     **{f"{name}_ptr": "*fp32" for name in ("rows", "parts", "tops", "sums", "noise", "residuals")},

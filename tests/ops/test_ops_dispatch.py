@@ -44,9 +44,8 @@ x = torch.tensor([[[-9.0, 9.0], [9.0, -9.0]]])
 u = torch.zeros(1, 2)
 drafts, lens = torch.ones(1, 1).long(), torch.ones(1).long()
 filters = (1e-3, 0, 1.0)
-tokens, accepted = ops.reject_logits(
-    drafts, lens, x[:, :1], None, x, None, *filters, u[:, :1], u
-)
+rounds = ops.Verification(drafts, lens, x[:, :1], None, x, None, *filters, u[:, :1], u)
+tokens, accepted = ops.reject_logits(rounds)
 assert tokens.tolist() == [[1, 0]] and accepted.tolist() == [1]
 assert ops.sample_logits(x[0], None, *filters, u[0]).tolist() == [1, 0]
 """
@@ -110,7 +109,8 @@ def test_cuda_never_waits_for_the_host(device):
         drawn = ops.sample_logits(logits.flatten(0, 1), rows, *filters, noise.flatten())
         out = ops.paged_attention(**vars(problem))
         rounds = [drafts, lens, logits[:, :2], rows.rows.view(2, 3, 4)[:, :2].contiguous()]
-        decided = ops.reject_logits(*rounds, logits, rows, *filters, noise[:, :2], noise)
+        rounds += [logits, rows, *filters, noise[:, :2], noise]
+        decided = ops.reject_logits(ops.Verification(*rounds))
         return [slots, drawn, out, *decided]
 
     eager = run()

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch_triton import after_predecessor, is_last
-from specdec_kernels.sampling.reference import TINY, LogitRows
+from specdec_kernels.sampling.reference import TINY, Verification
 from specdec_kernels.sampling.verify_triton import (
     decide_with,
     draw_token,
@@ -60,13 +60,10 @@ def block_verify_kernel(
     accept_stride,
     sample_stride,
     scale,
-    V: tl.constexpr,
     DRAFT_V: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -84,13 +81,13 @@ def block_verify_kernel(
     draft_logits_ptr += row * draft_stride_b
     target_rows_ptr += row * (K + 1) * 4
     target_logits_ptr += row * target_stride_b
-    residuals_ptr += row * (K * PARTS)
+    residuals_ptr += row * (K * CUT.parts)
     drafts = tl.load(draft_tokens_ptr + row * tokens_stride + place, mask=drafted, other=0)
     token = tl.maximum(drafts, 0)
     rows = rows_at(draft_logits_ptr, draft_rows_ptr, place, draft_stride_k)
     q = token_probability(rows, token, drafted, scale, DRAFT_V)
     rows = rows_at(target_logits_ptr, target_rows_ptr, place, target_stride_k)
-    p = token_probability(rows, token, drafted, scale, V)
+    p = token_probability(rows, token, drafted, scale, CUT.vocab)
     weights = running_weights(p, q, K, BLOCK_K)
 
     # 2. The mass of this place's residual in this part, unless nothing was drafted there.
@@ -101,17 +98,17 @@ def block_verify_kernel(
         q_row = rows_at(draft_logits_ptr, draft_rows_ptr, own_place, draft_stride_k)
         target = (p_row[0], p_row[1], factor, scale)
         draft = (q_row[0], q_row[1], unused)
-        at = part * BLOCK + tl.arange(0, BLOCK)
-        residual = residual_weight(at, V, target, draft, V, DRAFT_V)
-        tl.store(residuals_ptr + own_place * PARTS + part, tl.sum(residual, axis=0))
+        at = part * CUT.block + tl.arange(0, CUT.block)
+        residual = residual_weight(at, CUT.vocab, target, draft, CUT.vocab, DRAFT_V)
+        tl.store(residuals_ptr + own_place * CUT.parts + part, tl.sum(residual, axis=0))
 
     # 3. The last program finds the longest prefix that passes, and draws one token, from the
     # residual or from p.
-    if is_last(counters_ptr + row, K * PARTS):
-        every = tl.arange(0, BLOCK_PARTS)
+    if is_last(counters_ptr + row, K * CUT.parts):
+        every = tl.arange(0, CUT.block_parts)
         masses = tl.load(
-            residuals_ptr + place[:, None] * PARTS + every[None, :],
-            mask=drafted[:, None] & (every < PARTS)[None, :],
+            residuals_ptr + place[:, None] * CUT.parts + every[None, :],
+            mask=drafted[:, None] & (every < CUT.parts)[None, :],
             other=0.0,
             cache_modifier=".cg",
         )
@@ -132,40 +129,14 @@ def block_verify_kernel(
         behind = tl.minimum(accepted, K - 1)
         q_row = rows_at(draft_logits_ptr, draft_rows_ptr, behind, draft_stride_k)
         draft = (q_row[0], q_row[1], unused)
-        parts_ptr = target_parts_ptr + (row * (K + 1) + accepted) * PARTS
+        parts_ptr = target_parts_ptr + (row * (K + 1) + accepted) * CUT.parts
         draw = tl.load(sample_noise_ptr + row * sample_stride + accepted)
-        own = draw_token(
-            residuals, parts_ptr, draw, target, draft, V, DRAFT_V, K, PARTS, BLOCK_PARTS, BLOCK
-        )
+        own = draw_token(residuals, parts_ptr, draw, target, draft, DRAFT_V, K, CUT)
         outputs = (tokens_ptr, accepted_ptr)
         write_round(outputs, row, own, accepted, drafts, length, target_rows_ptr, K, BLOCK_K)
 
 
-def verify_block_triton(
-    draft_tokens: Tensor,
-    lens: Tensor,
-    draft_logits: Tensor,
-    draft_rows: Tensor | None,
-    target_logits: Tensor,
-    target: LogitRows | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    accept_noise: Tensor,
-    sample_noise: Tensor,
-) -> tuple[Tensor, Tensor]:
+def verify_block_triton(v: Verification) -> tuple[Tensor, Tensor]:
     """See `verify_block` of `acceptance/block.py`."""
-    assert draft_rows is not None
-    return decide_with(
-        block_verify_kernel,
-        draft_tokens.shape[1],
-        draft_tokens,
-        lens,
-        draft_logits,
-        draft_rows,
-        target_logits,
-        target,
-        temperature,
-        accept_noise,
-        sample_noise,
-    )
+    assert v.draft_rows is not None
+    return decide_with(block_verify_kernel, v.draft_tokens.shape[1], v)

@@ -8,6 +8,7 @@ value. Probabilities are never stored.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -78,10 +79,7 @@ def row_sums_kernel(
     counters_ptr,  # [>= R] int32, zeros
     stride,
     scale,
-    V: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Maximum and normaliser of rows without top-k and top-p."""
@@ -91,19 +89,19 @@ def row_sums_kernel(
     # A Python float reaches a kernel inside torch.compile as fp64.
     scale = tl.full([], scale, tl.float32)
 
-    at = part * BLOCK + tl.arange(0, BLOCK)
-    x = logits_at(logits_ptr + row * stride, at, True, V)
+    at = part * CUT.block + tl.arange(0, CUT.block)
+    x = logits_at(logits_ptr + row * stride, at, True, CUT.vocab)
     top = tl.max(x, axis=0)
     # A part of -inf alone gives no NaN here. NaN and +inf make the sum NaN.
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2((x - base) * scale), axis=0)
-    tl.store(tops_ptr + row * PARTS + part, top)
-    tl.store(parts_ptr + row * PARTS + part, total)
+    tl.store(tops_ptr + row * CUT.parts + part, top)
+    tl.store(parts_ptr + row * CUT.parts + part, total)
 
-    if is_last(counters_ptr + row, PARTS):
-        every = tl.arange(0, BLOCK_PARTS)
-        here = every < PARTS
-        cell = row * PARTS + every
+    if is_last(counters_ptr + row, CUT.parts):
+        every = tl.arange(0, CUT.block_parts)
+        here = every < CUT.parts
+        cell = row * CUT.parts + every
         tops = tl.load(tops_ptr + cell, mask=here, other=float("-inf"), cache_modifier=".cg")
         parts = tl.load(parts_ptr + cell, mask=here, other=0.0, cache_modifier=".cg")
         maximum = tl.max(tops, axis=0)
@@ -126,10 +124,7 @@ def search_kernel(
     stride,
     scale,
     goal,
-    V: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CUT: tl.constexpr,
     WAYS: tl.constexpr,
     SHIFT: tl.constexpr,
     BY_MASS: tl.constexpr,
@@ -162,7 +157,7 @@ def search_kernel(
         elif BY_MASS:
             target = goal * total
             # V tokens at or below this bound hold at most half of the mass that may be dropped.
-            share = (1.0 - goal) * total / V
+            share = (1.0 - goal) * total / CUT.vocab
             bound = maximum + (tl.log2(share) - 1.0) / scale
             low = tl.maximum(key_of(bound, SHIFT) - 1, lowest)
     else:
@@ -173,8 +168,8 @@ def search_kernel(
         is_open = is_open & (high - low > 1)
 
     if is_open:
-        at = part * BLOCK + tl.arange(0, BLOCK)
-        x = logits_at(logits_ptr + row * stride, at, True, V)
+        at = part * CUT.block + tl.arange(0, CUT.block)
+        x = logits_at(logits_ptr + row * stride, at, True, CUT.vocab)
         weight = tl.exp2((x - maximum) * scale)
         way = tl.arange(0, WAYS)
         found = tl.zeros([WAYS], tl.float32)
@@ -185,13 +180,13 @@ def search_kernel(
             else:
                 reached = tl.sum((x >= border).to(tl.int32), axis=0).to(tl.float32)
             found = tl.where(way == n, reached, found)
-        tl.store(partial_ptr + (row * PARTS + part) * WAYS + way, found)
+        tl.store(partial_ptr + (row * CUT.parts + part) * WAYS + way, found)
 
-        if is_last(counters_ptr + row, PARTS):
-            every = tl.arange(0, BLOCK_PARTS)[:, None]
+        if is_last(counters_ptr + row, CUT.parts):
+            every = tl.arange(0, CUT.block_parts)[:, None]
             partial = tl.load(
-                partial_ptr + (row * PARTS + every) * WAYS + way[None, :],
-                mask=every < PARTS,
+                partial_ptr + (row * CUT.parts + every) * WAYS + way[None, :],
+                mask=every < CUT.parts,
                 other=0.0,
                 cache_modifier=".cg",
             )
@@ -220,10 +215,7 @@ def settle_kernel(
     counters_ptr,  # [>= R] int32, zeros
     stride,
     scale,
-    V: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CUT: tl.constexpr,
     SHIFT: tl.constexpr,
     BY_MASS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -238,18 +230,18 @@ def settle_kernel(
     total = tl.load(rows_ptr + row * 4 + 1)
     if total == total:
         threshold = value_of(tl.load(keys_ptr + row * 2), SHIFT)
-        lane = tl.arange(0, BLOCK)
-        at = part * BLOCK + lane
-        x = logits_at(logits_ptr + row * stride, at, True, V)
+        lane = tl.arange(0, CUT.block)
+        at = part * CUT.block + lane
+        x = logits_at(logits_ptr + row * stride, at, True, CUT.vocab)
         more = tl.sum(tl.where(x > threshold, tl.exp2((x - maximum) * scale), 0.0), axis=0)
-        equal = tl.sum(((x == threshold) & (at < V)).to(tl.int32), axis=0)
-        tl.store(parts_ptr + row * PARTS + part, more)
-        tl.store(equals_ptr + row * PARTS + part, equal)
+        equal = tl.sum(((x == threshold) & (at < CUT.vocab)).to(tl.int32), axis=0)
+        tl.store(parts_ptr + row * CUT.parts + part, more)
+        tl.store(equals_ptr + row * CUT.parts + part, equal)
 
-        if is_last(counters_ptr + row, PARTS):
-            every = tl.arange(0, BLOCK_PARTS)
-            here = every < PARTS
-            cell = row * PARTS + every
+        if is_last(counters_ptr + row, CUT.parts):
+            every = tl.arange(0, CUT.block_parts)
+            here = every < CUT.parts
+            cell = row * CUT.parts + every
             parts = tl.load(parts_ptr + cell, mask=here, other=0.0, cache_modifier=".cg")
             equals = tl.load(equals_ptr + cell, mask=here, other=0, cache_modifier=".cg")
             kept = equals
@@ -266,11 +258,11 @@ def settle_kernel(
                 at_border = (later < need) & (need <= later + equals)
                 border = tl.max(tl.where(at_border, every, 0), axis=0)
                 skipped = tl.sum(tl.where(every == border, equals - kept, 0), axis=0)
-                at = border * BLOCK + lane
-                x = logits_at(logits_ptr + row * stride, at, True, V)
-                tied = (x == threshold) & (at < V)
+                at = border * CUT.block + lane
+                x = logits_at(logits_ptr + row * stride, at, True, CUT.vocab)
+                tied = (x == threshold) & (at < CUT.vocab)
                 rank = tl.cumsum(tied.to(tl.int32), axis=0)
-                first = tl.min(tl.where(tied & (rank > skipped), at, V), axis=0)
+                first = tl.min(tl.where(tied & (rank > skipped), at, CUT.vocab), axis=0)
             parts += kept.to(tl.float32) * weight
             tl.store(parts_ptr + cell, parts, mask=here)
             tl.store(rows_ptr + row * 4 + 1, tl.sum(parts, axis=0))
@@ -284,15 +276,22 @@ def exponent_scale(temperature: float) -> float:
     return math.log2(math.e) / max(temperature, TINY)
 
 
-def cut(vocabulary: int, parts: int) -> dict[str, int]:
-    """Constants for rows that are cut into `parts`."""
+class RowCut(NamedTuple):
+    """The parts that rows of logits are cut into, a constant of kernels over logits."""
+
+    vocab: int
+    """V."""
+    parts: int
+    block_parts: int
+    """A power of 2, at least `parts`."""
+    block: int
+    """Tokens of a part."""
+
+
+def cut(vocabulary: int, parts: int) -> RowCut:
+    """The cut of rows into so many parts."""
     block = next(size for size in BLOCKS if triton.cdiv(vocabulary, size) == parts)
-    return {
-        "V": vocabulary,
-        "PARTS": parts,
-        "BLOCK_PARTS": triton.next_power_of_2(parts),
-        "BLOCK": block,
-    }
+    return RowCut(vocabulary, parts, triton.next_power_of_2(parts), block)
 
 
 def logit_rows_triton(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:
@@ -302,7 +301,7 @@ def logit_rows_triton(logits: Tensor, temperature: float, top_k: int, top_p: flo
     is_many = num_rows * triton.cdiv(vocabulary, BLOCKS[1]) > FEW_PROGRAMS
     parts = triton.cdiv(vocabulary, BLOCKS[is_many])
     device, scale = logits.device, exponent_scale(temperature)
-    constants = cut(vocabulary, parts) | dependence(logits)
+    constants = {"CUT": cut(vocabulary, parts)} | dependence(logits)
     found = LogitRows(
         torch.empty((num_rows, 4), dtype=torch.float32, device=device),
         torch.empty((num_rows, parts), dtype=torch.float32, device=device),

@@ -37,29 +37,26 @@ def sample_logits_kernel(
     stride,
     noise_stride,
     scale,
-    V: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     after_predecessor(DEPENDENT)
     scale = tl.full([], scale, tl.float32)
 
-    every = tl.arange(0, BLOCK_PARTS)
-    parts = tl.load(parts_ptr + row * PARTS + every, mask=every < PARTS, other=0.0)
+    every = tl.arange(0, CUT.block_parts)
+    parts = tl.load(parts_ptr + row * CUT.parts + every, mask=every < CUT.parts, other=0.0)
     total = tl.sum(parts, axis=0)
     level = tl.load(noise_ptr + row * noise_stride) * total
-    part = first_above(parts, 0.0, level, every, PARTS)
+    part = first_above(parts, 0.0, level, every, CUT.parts)
     before = tl.sum(tl.where(every < part, parts, 0.0), axis=0)
 
-    lane = tl.arange(0, BLOCK)
-    at = part * BLOCK + lane
-    x = logits_at(logits_ptr + row * stride, at, True, V)
+    lane = tl.arange(0, CUT.block)
+    at = part * CUT.block + lane
+    x = logits_at(logits_ptr + row * stride, at, True, CUT.vocab)
     weight = kept_weight(x, at, rows_ptr + row * 4, True, scale)
-    token = part * BLOCK + first_above(weight, before, level, lane, BLOCK)
-    token = tl.where(total == total, tl.minimum(token, V - 1), -1)
+    token = part * CUT.block + first_above(weight, before, level, lane, CUT.block)
+    token = tl.where(total == total, tl.minimum(token, CUT.vocab - 1), -1)
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
@@ -81,7 +78,7 @@ def sample_logits_triton(
         *(logits, stats.rows, stats.parts, noise, out),
         *(logits.stride(0), noise.stride(0), exponent_scale(temperature)),
         num_warps=8,
-        **cut(vocabulary, stats.parts.shape[1]),
+        CUT=cut(vocabulary, stats.parts.shape[1]),
         **dependence(logits),
     )
     return out

@@ -6,6 +6,7 @@ input, so every outcome is a function of the arguments.
 Legend: R rows, V vocabulary, B sequences, K draft tokens.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -284,66 +285,56 @@ def sample_logits(
     return sample_categorical_reference(to_probs(logits, temperature, top_k, top_p), noise)
 
 
-@kernel("specdec_kernels.sampling.verify_triton:reject_logits_triton")
-def reject_logits(
-    draft_tokens: Tensor,
-    lens: Tensor,
-    draft_logits: Tensor | None,
-    draft_rows: Tensor | None,
-    target_logits: Tensor,
-    target: LogitRows | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    accept_noise: Tensor,
-    sample_noise: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`rejection_sample_reference` over logits: no probabilities are stored.
+class Verification(NamedTuple):
+    """The arguments of a rule that verifies the proposals of B sequences, at most K each."""
 
-    Args:
-        draft_tokens: [B, K] int64, -1 from void rows; what lies at or past `lens` is ignored.
-        lens: [B] int64 or int32, 0..K, drafted tokens of each row.
-        draft_logits: [B, K, V'] bf16, fp16 or fp32, V' <= V, rows contiguous. Ids at or past V'
-            have probability 0. None for proposals that were not drawn: q is one-hot at each.
-        draft_rows: [B, K, 4], `rows` of the draft's `logit_rows`; None if `draft_logits` is.
-        target_logits: [B, K + 1, V] of any of these types, rows contiguous.
-        target: `logit_rows` of the B * (K + 1) rows; needed on CUDA only.
-        temperature, top_k, top_p: As `logit_rows` had them.
-        accept_noise: [B, K] fp32 in [0, 1).
-        sample_noise: [B, K + 1] fp32 in [0, 1).
+    draft_tokens: Tensor
+    """[B, K] int64, -1 from void rows; what lies at or past `lens` is ignored."""
+    lens: Tensor
+    """[B] int64 or int32, 0..K, drafted tokens of each row."""
+    draft_logits: Tensor | None
+    """[B, K, V'] bf16, fp16 or fp32, V' <= V, rows contiguous. Ids at or past V' have probability
+    0. None for proposals that were not drawn: q is one-hot at each."""
+    draft_rows: Tensor | None
+    """[B, K, 4], `rows` of the draft's `logit_rows`; None if `draft_logits` is."""
+    target_logits: Tensor
+    """[B, K + 1, V] of any of these types, rows contiguous."""
+    target: LogitRows | None
+    """`logit_rows` of the B * (K + 1) rows; needed on CUDA only."""
+    temperature: float
+    """This and the next two as `logit_rows` had them."""
+    top_k: int
+    top_p: float
+    accept_noise: Tensor
+    """[B, K] fp32 in [0, 1)."""
+    sample_noise: Tensor
+    """[B, K + 1] fp32 in [0, 1)."""
+
+
+@kernel("specdec_kernels.sampling.verify_triton:reject_logits_triton")
+def reject_logits(v: Verification) -> tuple[Tensor, Tensor]:
+    """`rejection_sample_reference` over logits: no probabilities are stored.
 
     Returns:
         tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted [B]
         int64, how many drafts: -2 where a draft token is negative, else -1 (and the tokens too)
         where a target row up to `lens` is void.
     """
-    drafts, q, p = distributions(
-        draft_tokens, draft_logits, target_logits, temperature, top_k, top_p
-    )
-    tokens, accepted = rejection_sample_reference(drafts, lens, q, p, accept_noise, sample_noise)
-    return tokens, spoilt(draft_tokens, lens, accepted)
+    return verified_by(rejection_sample_reference, v)
 
 
-def distributions(
-    draft_tokens: Tensor,
-    draft_logits: Tensor | None,
-    target_logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Proposals without -1 [B, K], q [B, K, V] and p [B, K + 1, V], fp32; as `reject_logits`."""
-    filters, vocab = (temperature, top_k, top_p), target_logits.shape[2]
-    drafts, p = draft_tokens.clamp(min=0), to_probs(target_logits, *filters)
-    if draft_logits is None:
+def verified_by(
+    rule: Callable[..., tuple[Tensor, Tensor]], v: Verification
+) -> tuple[Tensor, Tensor]:
+    """`reject_logits` by a rule over probabilities, such as `rejection_sample_reference`."""
+    filters, vocab = (v.temperature, v.top_k, v.top_p), v.target_logits.shape[2]
+    drafts, p = v.draft_tokens.clamp(min=0), to_probs(v.target_logits, *filters)
+    if v.draft_logits is None:
         q = F.one_hot(drafts, vocab).float()
     else:
-        q = to_probs(F.pad(draft_logits, (0, vocab - draft_logits.shape[2]), value=-INF), *filters)
-    return drafts, q, p
-
-
-def spoilt(draft_tokens: Tensor, lens: Tensor, accepted: Tensor) -> Tensor:
-    """`accepted` [B] as int64, -2 where a draft token before `lens` is negative."""
-    place = torch.arange(draft_tokens.shape[1], device=lens.device)
-    is_spoilt = ((draft_tokens < 0) & (place < lens[:, None])).any(dim=1)
-    return accepted.long().masked_fill(is_spoilt, -2)
+        missing = vocab - v.draft_logits.shape[2]
+        q = to_probs(F.pad(v.draft_logits, (0, missing), value=-INF), *filters)
+    tokens, accepted = rule(drafts, v.lens, q, p, v.accept_noise, v.sample_noise)
+    place = torch.arange(drafts.shape[1], device=drafts.device)
+    is_spoilt = ((v.draft_tokens < 0) & (place < v.lens[:, None])).any(dim=1)
+    return tokens, accepted.long().masked_fill(is_spoilt, -2)

@@ -21,7 +21,7 @@ from specdec_kernels.launch_triton import (
 )
 from specdec_kernels.sampling.logit_rows_triton import cut, exponent_scale, kept_weight, logits_at
 from specdec_kernels.sampling.logits_triton import first_above
-from specdec_kernels.sampling.reference import LogitRows
+from specdec_kernels.sampling.reference import Verification
 
 
 @triton.jit
@@ -64,31 +64,28 @@ def draw_token(
     noise,
     target,  # `rows_at` this place, factor of p, scale of exponents
     draft,  # `rows_at` this place, or None twice for a q of 1 at the third, the proposed token
-    V: tl.constexpr,
     DRAFT_V: tl.constexpr,
     K: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Draw one token, from the residual if it has any mass, else from p."""
-    every = tl.arange(0, BLOCK_PARTS)
-    lane = tl.arange(0, BLOCK)
+    every = tl.arange(0, CUT.block_parts)
+    lane = tl.arange(0, CUT.block)
     p_ptr, p_row_ptr, _, scale = target
-    sums = tl.load(parts_ptr + every, mask=every < PARTS, other=0.0)
+    sums = tl.load(parts_ptr + every, mask=every < CUT.parts, other=0.0)
     from_residual = tl.sum(residuals, axis=0) > 0.0
     sums = tl.where(from_residual, residuals, sums)
     level = noise * tl.sum(sums, axis=0)
-    drawn = first_above(sums, 0.0, level, every, PARTS)
+    drawn = first_above(sums, 0.0, level, every, CUT.parts)
     before = tl.sum(tl.where(every < drawn, sums, 0.0), axis=0)
-    at = drawn * BLOCK + lane
-    weights = kept_weight(logits_at(p_ptr, at, True, V), at, p_row_ptr, True, scale)
+    at = drawn * CUT.block + lane
+    weights = kept_weight(logits_at(p_ptr, at, True, CUT.vocab), at, p_row_ptr, True, scale)
     if K > 0:
-        end = tl.where(from_residual, V, 0)
-        residual = residual_weight(at, end, target, draft, V, DRAFT_V)
+        end = tl.where(from_residual, CUT.vocab, 0)
+        residual = residual_weight(at, end, target, draft, CUT.vocab, DRAFT_V)
         weights = tl.where(from_residual, residual, weights)
-    token = drawn * BLOCK + first_above(weights, before, level, lane, BLOCK)
-    return tl.minimum(token, V - 1)
+    token = drawn * CUT.block + first_above(weights, before, level, lane, CUT.block)
+    return tl.minimum(token, CUT.vocab - 1)
 
 
 @triton.jit
@@ -141,13 +138,10 @@ def reject_logits_kernel(
     accept_stride,
     sample_stride,
     scale,
-    V: tl.constexpr,
     DRAFT_V: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     ONE_HOT: tl.constexpr = draft_logits_ptr is None
@@ -163,7 +157,7 @@ def reject_logits_kernel(
     drafted = (place < length) & (place < K)
     target_rows_ptr += row * (K + 1) * 4
     target_logits_ptr += row * target_stride_b
-    residuals_ptr += row * PARTS
+    residuals_ptr += row * CUT.parts
     drafts = tl.full([BLOCK_K], 0, tl.int64)
     accepted = tl.full([], 0, tl.int32)
     if K > 0:
@@ -176,7 +170,7 @@ def reject_logits_kernel(
             rows = rows_at(draft_logits_ptr, draft_rows_ptr, place, draft_stride_k)
             q = token_probability(rows, token, drafted, scale, DRAFT_V)
         rows = rows_at(target_logits_ptr, target_rows_ptr, place, target_stride_k)
-        p = token_probability(rows, token, drafted, scale, V)
+        p = token_probability(rows, token, drafted, scale, CUT.vocab)
         noise = tl.load(accept_noise_ptr + row * accept_stride + place, mask=drafted, other=0.0)
         stays = drafted & (noise * q < p)
         accepted = tl.minimum(tl.min(tl.where(stays, BLOCK_K, place), axis=0), length)
@@ -195,49 +189,36 @@ def reject_logits_kernel(
             rows = rows_at(draft_logits_ptr, draft_rows_ptr, behind, draft_stride_k)
             draft = (rows[0], rows[1], proposed)
         if accepted < length:
-            at = part * BLOCK + tl.arange(0, BLOCK)
-            residual = residual_weight(at, V, target, draft, V, DRAFT_V)
+            at = part * CUT.block + tl.arange(0, CUT.block)
+            residual = residual_weight(at, CUT.vocab, target, draft, CUT.vocab, DRAFT_V)
             tl.store(residuals_ptr + part, tl.sum(residual, axis=0))
 
     # 3. The last program draws one token, from the residual or from p.
-    if is_last(counters_ptr + row, PARTS):
-        every = tl.arange(0, BLOCK_PARTS)
-        residuals = tl.zeros([BLOCK_PARTS], tl.float32)
+    if is_last(counters_ptr + row, CUT.parts):
+        every = tl.arange(0, CUT.block_parts)
+        residuals = tl.zeros(every.shape, tl.float32)
         if K > 0:
             residuals = tl.load(
                 residuals_ptr + every,
-                mask=every < tl.where(accepted < length, PARTS, 0),
+                mask=every < tl.where(accepted < length, CUT.parts, 0),
                 other=0.0,
                 cache_modifier=".cg",
             )
-        parts_ptr = target_parts_ptr + (row * (K + 1) + accepted) * PARTS
+        parts_ptr = target_parts_ptr + (row * (K + 1) + accepted) * CUT.parts
         draw = tl.load(sample_noise_ptr + row * sample_stride + accepted)
-        own = draw_token(
-            residuals, parts_ptr, draw, target, draft, V, DRAFT_V, K, PARTS, BLOCK_PARTS, BLOCK
-        )
+        own = draw_token(residuals, parts_ptr, draw, target, draft, DRAFT_V, K, CUT)
         outputs = (tokens_ptr, accepted_ptr)
         write_round(outputs, row, own, accepted, drafts, length, target_rows_ptr, K, BLOCK_K)
 
 
-def decide_with(
-    kernel: Any,
-    num_places: int,
-    draft_tokens: Tensor,
-    lens: Tensor,
-    draft_logits: Tensor | None,
-    draft_rows: Tensor | None,
-    target_logits: Tensor,
-    target: LogitRows | None,
-    temperature: float,
-    accept_noise: Tensor,
-    sample_noise: Tensor,
-) -> tuple[Tensor, Tensor]:
+def decide_with(kernel: Any, num_places: int, v: Verification) -> tuple[Tensor, Tensor]:
     """Launch a kernel with the arguments of `reject_logits_kernel`; see `ops.reject_logits`.
 
     num_places: places of each sequence whose residuals are measured, by programs of their own.
     """
-    assert target is not None
-    (batch, width), vocabulary = draft_tokens.shape, target_logits.shape[2]
+    assert v.target is not None
+    (batch, width), vocabulary = v.draft_tokens.shape, v.target_logits.shape[2]
+    draft_logits, draft_rows = v.draft_logits, v.draft_rows
     draft_vocabulary, draft_strides = vocabulary, [0, 0]
     if draft_logits is None or draft_rows is None:
         draft_logits = draft_rows = None
@@ -246,61 +227,33 @@ def decide_with(
         assert draft_rows.shape == (batch, width, 4) and draft_rows.is_contiguous()
         assert draft_logits.shape[:2] == (batch, width) and draft_vocabulary <= vocabulary
         assert width == 0 or draft_logits.stride(2) == 1
-    assert target_logits.shape[:2] == (batch, width + 1) and target_logits.stride(2) == 1
-    assert target.rows.shape == (batch * (width + 1), 4)
-    assert lens.shape == (batch,) and lens.is_contiguous() and batch <= COUNTERS
-    assert width == 0 or draft_tokens.stride(1) == accept_noise.stride(1) == 1
-    assert width == 0 or sample_noise.stride(1) == 1
-    assert accept_noise.shape == (batch, width) and sample_noise.shape == (batch, width + 1)
-    assert all(t.is_contiguous() for t in target)
-    parts = target.parts.shape[1]
-    device = target_logits.device
+    assert v.target_logits.shape[:2] == (batch, width + 1) and v.target_logits.stride(2) == 1
+    assert v.target.rows.shape == (batch * (width + 1), 4)
+    assert v.lens.shape == (batch,) and v.lens.is_contiguous() and batch <= COUNTERS
+    places = v.draft_tokens, v.accept_noise, v.sample_noise
+    assert width == 0 or all(t.stride(1) == 1 for t in places)
+    assert v.accept_noise.shape == (batch, width) and v.sample_noise.shape == (batch, width + 1)
+    assert all(t.is_contiguous() for t in v.target)
+    parts = v.target.parts.shape[1]
+    device = v.target_logits.device
     residuals = torch.empty((batch, num_places, parts), dtype=torch.float32, device=device)
     tokens = torch.empty((batch, width + 1), dtype=torch.int64, device=device)
     accepted = torch.empty(batch, dtype=torch.int64, device=device)
     kernel[(batch, num_places, parts)](
-        *(draft_tokens, lens, draft_logits, draft_rows, target_logits, *target),
-        *(accept_noise, sample_noise, residuals, counters(device), tokens, accepted),
-        draft_tokens.stride(0),
-        *draft_strides,
-        *target_logits.stride()[:2],
-        accept_noise.stride(0),
-        sample_noise.stride(0),
-        exponent_scale(temperature),
+        *(v.draft_tokens, v.lens, draft_logits, draft_rows, v.target_logits, *v.target),
+        *(v.accept_noise, v.sample_noise, residuals, counters(device), tokens, accepted),
+        *(v.draft_tokens.stride(0), *draft_strides, *v.target_logits.stride()[:2]),
+        *(v.accept_noise.stride(0), v.sample_noise.stride(0), exponent_scale(v.temperature)),
         DRAFT_V=draft_vocabulary,
         K=width,
         BLOCK_K=triton.next_power_of_2(width + 1),
+        CUT=cut(vocabulary, parts),
         num_warps=8,
-        **cut(vocabulary, parts),
-        **dependence(target_logits),
+        **dependence(v.target_logits),
     )
     return tokens, accepted
 
 
-def reject_logits_triton(
-    draft_tokens: Tensor,
-    lens: Tensor,
-    draft_logits: Tensor | None,
-    draft_rows: Tensor | None,
-    target_logits: Tensor,
-    target: LogitRows | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    accept_noise: Tensor,
-    sample_noise: Tensor,
-) -> tuple[Tensor, Tensor]:
+def reject_logits_triton(v: Verification) -> tuple[Tensor, Tensor]:
     """See `ops.reject_logits`."""
-    return decide_with(
-        reject_logits_kernel,
-        1,
-        draft_tokens,
-        lens,
-        draft_logits,
-        draft_rows,
-        target_logits,
-        target,
-        temperature,
-        accept_noise,
-        sample_noise,
-    )
+    return decide_with(reject_logits_kernel, 1, v)

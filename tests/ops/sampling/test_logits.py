@@ -62,17 +62,10 @@ def rule_of(function: Rule, reads_rows: bool) -> Rule:
             if draft_logits is not None:
                 draft_rows = rows_of(draft_logits).rows.view(*draft_logits.shape[:2], 4)
         return function(
-            draft_tokens,
-            lens,
-            draft_logits,
-            draft_rows,
-            target_logits,
-            target,
-            temperature,
-            top_k,
-            top_p,
-            accept_noise,
-            sample_noise,
+            ops.Verification(
+                *(draft_tokens, lens, draft_logits, draft_rows, target_logits, target),
+                *(temperature, top_k, top_p, accept_noise, sample_noise),
+            )
         )
 
     return decide
