@@ -129,6 +129,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "a DFlash drafter",
         "dflash_config",
     ),
+    "dflash, with a Markov rank of none": (
+        QWEN3 | {"markov_rank": 0, "dflash_config": {"mask_token_id": 90, "markov_rank": 0}},
+        "a DFlash drafter",
+        "dflash_config",
+    ),
     "dflash, speculators": (
         speculators("dflash", block_size=8, mask_token_id=90, **REDUCED),
         "a DFlash drafter",
