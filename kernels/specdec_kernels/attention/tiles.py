@@ -156,6 +156,19 @@ def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int
     return min(block_m // 4, power_of_2_to(fitting))
 
 
+class PagedTiles(NamedTuple):
+    """Launch configuration of `paged_triton.paged_attention_kernel`."""
+
+    block_m: int  # rows: query tokens times query heads of a key head
+    block_n: int  # keys at a time
+    block_dk: int  # features of a key, padded
+    block_dv: int  # of a value
+    splits: int  # parts of the context
+    packed: bool  # tiles of queries are numbered by packed token
+    num_warps: int
+    num_stages: int = 3
+
+
 def paged_tiles(
     max_query_len: int, group: int, head_bytes: int, room: int = SHARED_MEMORY
 ) -> tuple[int, int]:
