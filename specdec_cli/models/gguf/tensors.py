@@ -144,9 +144,7 @@ def _as_row(value: torch.Tensor) -> torch.Tensor:
     return value[None] if value.dim() == 1 else value
 
 
-def _reader(
-    name: str, stored: list[TensorPlace], dtype: torch.dtype, change: Change | None
-) -> Read:
+def _reader(stored: list[TensorPlace], dtype: torch.dtype, change: Change | None) -> Read:
     """Reads a tensor that the file has whole, or, of experts, in two: gates, then values."""
 
     def read(part: Part | None = None) -> torch.Tensor:
