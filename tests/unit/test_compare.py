@@ -44,6 +44,7 @@ from specdec_cli.experiment.statistics.promise import tokens_line
 from specdec_cli.launch.ranks import RanksOutcome
 from specdec_cli.launch.reports import End, Report
 from specdec_cli.prompts import Prompt
+from specdec_cli.prompts.prompt_set import PromptSet
 from specdec_cli.recipe import load_recipe
 from specdec_cli.terminal.compare import print_results
 
@@ -521,12 +522,12 @@ def test_few_prompts_are_told_at_the_batch_size_that_has_fewest() -> None:
     recipe = load_recipe("demo", {"run.device": "cpu"}, {})
     prompts = [Prompt(i, "def f():") for i in range(40)]
     degrees = ((1, 2), (1,))
-    found = plan_comparison(recipe, prompts, degrees, (32, 4), 2, Permissions())
+    found = plan_comparison(recipe, PromptSet(prompts), degrees, (32, 4), 2, Permissions())
     assert [found.settings.num_prompts(b) for b in (32, 4)] == [40, 8]
     said = "8 prompts are few: intervals are wide (--limit, --dataset)"
     assert few_prompts(20) == [] != few_prompts(19)
     assert [one.message for one in warnings_of(found)] == [said]
-    found = plan_comparison(recipe, prompts, degrees, (32, 4), None, Permissions())
+    found = plan_comparison(recipe, PromptSet(prompts), degrees, (32, 4), None, Permissions())
     assert warnings_of(found) == []
 
 
@@ -545,7 +546,9 @@ def test_what_ended_the_ranks_is_the_failure_of_each_open_batch_size(
 ) -> None:
     recipe = load_recipe("demo", {"run.device": "cpu"}, {})
     degrees = ((1,), (1,))
-    plan = plan_comparison(recipe, [Prompt(0, "def f():")], degrees, (2, 1), 1, Permissions())
+    plan = plan_comparison(
+        recipe, PromptSet([Prompt(0, "def f():")]), degrees, (2, 1), 1, Permissions()
+    )
     records, told = ComparisonRecords(plan.settings, plan.skips), []
     ended = RanksOutcome(report.code, report)
     monkeypatch.setattr("specdec_cli.experiment.compare.parent.run_ranks", lambda *_, **__: ended)
@@ -583,7 +586,9 @@ def test_records_of_earlier_pairs_that_are_lost_end_the_run(
 ) -> None:
     recipe = load_recipe("demo", {"run.device": "cpu", "run.repeats": 1}, {})
     degrees = ((2,), (1, 2))
-    plan = plan_comparison(recipe, [Prompt(0, "def f():")], degrees, (1,), 1, Permissions())
+    plan = plan_comparison(
+        recipe, PromptSet([Prompt(0, "def f():")]), degrees, (1,), 1, Permissions()
+    )
     change, lost = LOSSES[loss]
     begun: list[Pair] = []
 
@@ -613,7 +618,7 @@ def test_records_of_earlier_pairs_that_are_lost_end_the_run(
 
 def test_pairs_without_gpus_enough_are_skipped() -> None:
     recipe = load_recipe("demo", {"run.device": "cpu"}, {})
-    job = prepare(native, recipe, [Prompt(0, "def f():")], Permissions())
+    job = prepare(native, recipe, PromptSet([Prompt(0, "def f():")]), Permissions())
     asked = replace(SETTINGS, target_tps=(1, 2, 4), draft_tps=(1, 4))
     skips = skips_of(asked, job, num_gpus=2)
     assert skips[Pair(4, 1)] == skips[Pair(4, 4)]
@@ -630,7 +635,7 @@ def test_pairs_without_gpus_enough_are_skipped() -> None:
 def test_a_borrowed_head_needs_the_targets_degree() -> None:
     keys = {"run.device": "cpu", "draft.model": "demo:target", "draft.share": ["lm_head"]}
     recipe = load_recipe("demo", keys, {})
-    job = prepare(native, recipe, [Prompt(0, "def f():")], Permissions())
+    job = prepare(native, recipe, PromptSet([Prompt(0, "def f():")]), Permissions())
     skips = skips_of(replace(SETTINGS, target_tps=(1, 2), draft_tps=(1, 2)), job, num_gpus=None)
     assert set(skips) == {Pair(1, 2), Pair(2, 1)}
     reason = "draft TP 1 cannot borrow lm_head at target TP 2"

@@ -30,7 +30,7 @@ from specdec_cli.experiment.preparing import (
 )
 from specdec_cli.models.description import describe
 from specdec_cli.models.draft import Draft
-from specdec_cli.prompts import Prompt
+from specdec_cli.prompts.prompt_set import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from
 
@@ -39,14 +39,11 @@ from specdec_cli.recipe.choices.registry import weights_from
 class ComparisonPlan:
     """A checked comparison.
 
-    recipe: as resolved from the command line, for the first pair and batch size. engine_recipe: the
-    same with a cache for the largest batch size, which every pair gets. job: the pair at one rank
-    each, and its prompts. notices: warnings about prompts. own_prompts: text of the prompts that
-    the run folder is to keep, since no other file holds them.
+    recipe: as resolved from the command line, for the first pair and batch size. job: the pair at
+    one rank each, and its prompts. notices, own_prompts: as in `SweepPlan`.
     """
 
     recipe: Recipe
-    engine_recipe: Recipe
     settings: ComparisonSettings
     job: Job
     skips: Mapping[Pair, Skip]
@@ -72,23 +69,16 @@ class ComparisonPlan:
 
 def plan_comparison(
     recipe: Recipe,
-    prompts: list[Prompt],
+    prompts: PromptSet,
     degrees: tuple[Sequence[int], Sequence[int]],
     batch_sizes: Sequence[int],
     batches: int | None,
     permissions: Permissions,
-    *,
-    chat: str = "auto",
-    notices: Sequence[Notice] = (),
-    own_prompts: str | None = None,
-    skip_bad: bool = False,
 ) -> ComparisonPlan:
     """A checked comparison: tokenised prompts, and which pairs can run.
 
-    degrees: the target's and the draft's. chat: the setting that prompts were read with. notices:
-    warnings about them. skip_bad: as for `tokenised`. Raises `UsageError` where no pair is
-    legal, `SetupError` where this machine has too few GPUs for each of them, and what
-    `generation.tokenised` raises.
+    degrees: the target's and the draft's. Raises `UsageError` where no pair is legal, `SetupError`
+    where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
     """
     if recipe.draft is None or weights_from(recipe.speculation.method) != "draft":
         raise UsageError(
@@ -103,12 +93,12 @@ def plan_comparison(
             f"run.device: {recipe.run.device} is one device; ranks need their own",
             "use cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs",
         )
-    engine_recipe = native.for_engine(recipe, k, max(batch_sizes))
+    alone = with_degrees(recipe, Pair(1, 1))
     job = tokenised(
         native,
-        native.prepare(with_degrees(engine_recipe, Pair(1, 1)), permissions),
-        prompts,
-        skip_bad=skip_bad,
+        native.prepare(alone, permissions, (k, max(batch_sizes))),
+        prompts.prompts,
+        skip_bad=prompts.skip_bad,
     )
     common = common_settings(recipe, job)
     for role in ("target", "draft"):
@@ -128,10 +118,8 @@ def plan_comparison(
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
     kept = dated(with_degrees(recipe, first).model_copy(update={"run": run}), job)
-    notices = [*notices, *warnings_of_texts(job, chat)]
-    return ComparisonPlan(
-        kept, engine_recipe, settings, job, skips, permissions, notices, own_prompts
-    )
+    notices = [*prompts.notices, *warnings_of_texts(job, prompts.chat)]
+    return ComparisonPlan(kept, settings, job, skips, permissions, notices, prompts.own)
 
 
 def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:

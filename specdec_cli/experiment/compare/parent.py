@@ -46,7 +46,7 @@ def run_pairs(
         task = PairTask(
             pair=pair,
             settings=plan.settings,
-            recipe=plan.engine_recipe,
+            recipe=plan.recipe,
             prompts=plan.job.prompts,
             permissions=plan.permissions,
             batch_sizes=tuple(sizes),

@@ -62,7 +62,8 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     began = time.perf_counter()
     for file in task.permissions.plugins:
         plugin.load(file)
-    planned = native.prepare(with_degrees(task.recipe, task.pair), task.permissions)
+    largest = task.settings.k, max(task.settings.batch_sizes)
+    planned = native.prepare(with_degrees(task.recipe, task.pair), task.permissions, largest)
     job = tokenised(native, planned, task.prompts)
     session = native.open_session(planned, job.longest_prompt)
     num_blocks = session.weights.cache.num_blocks

@@ -28,6 +28,7 @@ from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_categ
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.experiment.sweep.time_curve import cost_by_part, curve_point
+from specdec_cli.recipe import Recipe
 
 
 def points_at(
@@ -100,11 +101,12 @@ def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) ->
 
 def sweep_document(
     settings: SweepSettings,
-    recipe: dict[str, Any],
+    recipe: Recipe,
     where: dict[str, Any],
     records: SweepRecords,
     points: Sequence[Point],
     warnings: Sequence[Notice],
+    *,
     clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
     check: CheckResult | None = None,
@@ -139,7 +141,7 @@ def sweep_document(
     document: dict[str, Any] = {
         "schema": "specdec.sweep-k/1",
         "version": VERSION,
-        "recipe": recipe,
+        "recipe": recipe.model_dump(mode="json"),
         "environment": where,
         "sweep": settings.in_document(),
         "points": list(points),
