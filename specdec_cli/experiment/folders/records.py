@@ -146,6 +146,15 @@ class CategoryMetrics(Record):
     mean_acceptance_length_ci: Interval = None
     impossible_speedup: Figure = None
 
+    @property
+    def is_ok(self) -> bool:
+        return True
+
+    def number(self, name: str, _: str | None = None) -> float | None:
+        """A figure by its name, as of a point."""
+        value: float | None = getattr(self, name, None)
+        return value
+
 
 class BreakEven(Record):
     """The acceptance at which a point is as fast as plain decoding, at the costs of its rounds.
