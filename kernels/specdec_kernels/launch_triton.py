@@ -46,6 +46,13 @@ def launch_options(dependent: bool = False) -> dict[str, bool]:
 
 
 @cache
+def options_of(tiles: NamedTuple) -> dict[str, int]:
+    """Triton's own options of a launch configuration."""
+    names = ("num_warps", "num_stages", "maxnreg")
+    return {n: value for n, value in tiles._asdict().items() if n in names}
+
+
+@cache
 def constants_of(tiles: NamedTuple) -> dict[str, Any]:
     """A launch configuration as a kernel's constants, in capitals, and as Triton's own options."""
     options = ("num_warps", "num_stages", "maxnreg")

@@ -33,8 +33,8 @@ from specdec_kernels.linear.products_triton import (
     norm_linear_by,
 )
 from specdec_kernels.linear.reference import Normed
-from specdec_kernels.linear.tile_tables import Case
 from specdec_kernels.linear.tiles import FEW_ROWS, Tiles, choose_tiles
+from specdec_kernels.tiles import Case
 from torch import Tensor
 
 WEIGHT_BYTES = 300e6  # read between two uses of the same weight
@@ -158,7 +158,7 @@ def main() -> None:
         for (fresh, cached), name in shown:
             print(f"  {fresh:7.2f} {cached:7.2f}  {name}")
         if best and times[best[0]][0] * GAIN < library[0]:
-            print(f"  {Case(kind, rows, width, case.features, best[0])}")
+            print(f"  {kind}: {Case(best[0], (rows, case.features), (width,))}")
 
 
 if __name__ == "__main__":

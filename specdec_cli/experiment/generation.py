@@ -58,7 +58,7 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The number of prompts and a digest of their tokens, as settings hold them.
+        """The number of prompts and digests of their tokens and categories, as settings hold them.
 
         Of prompts with a date what they are rendered from counts: a run may go on another day.
         """
@@ -68,7 +68,8 @@ class Job:
                 ids if p.messages is None else [p.messages, {**p.template, DATE_KEY: None}]
                 for p, ids in zip(self.prompts, self.token_ids, strict=True)
             ]
-        return {"count": len(found), "sha256": digest(found)}
+        categories = digest([prompt.category for prompt in self.prompts])
+        return {"count": len(found), "sha256": digest(found), "categories": categories}
 
     def part(self, start: int, stop: int) -> "Job":
         """The job with the prompts at places start to stop."""

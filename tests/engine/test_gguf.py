@@ -12,7 +12,7 @@ from gguf import dequantize
 from gguf.constants import GGML_QUANT_SIZES
 
 from specdec_cli.models.description import describe
-from specdec_cli.models.gguf.header import Stored
+from specdec_cli.models.gguf.header import TensorPlace
 from specdec_cli.models.gguf.tensors import FROM_GGUF, is_undone, read_stored
 from specdec_cli.models.loader import load
 from specdec_cli.models.spec import ModelSpec
@@ -104,7 +104,7 @@ def test_every_type_is_dequantised(kind: TYPES, tmp_path: Path) -> None:
     width, nbytes = GGML_QUANT_SIZES[kind]
     blocks = random_blocks(kind, 3 * 5 * 2, 7)
     (tmp_path / "t").write_bytes(b"front" + blocks.tobytes())
-    stored = Stored(tmp_path / "t", (3, 5, 2 * width), int(kind), 5, blocks.size)
+    stored = TensorPlace(tmp_path / "t", (3, 5, 2 * width), int(kind), 5, blocks.size)
     with np.errstate(all="ignore"):
         want = torch.from_numpy(dequantize(blocks.reshape(15, 2 * nbytes), kind))
     want = want.view(3, 5, 2 * width)

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import triton
+from specdec_kernels.attention.call import Form
 from specdec_kernels.attention.dense_triton import TILES as DENSE_TILES
-from specdec_kernels.attention.tiles import choose_cut, paged_tiles
+from specdec_kernels.attention.tiles import PagedTiles, choose_cut, paged_tiles
 from specdec_kernels.experts.down_triton import down_constants
 from specdec_kernels.experts.gate_up_triton import gate_up_constants
 from specdec_kernels.experts.grouped_triton import grouped_constants
@@ -39,6 +40,7 @@ INT32 = {
     *("lens", "accepted", "counters", "epochs"),
 }
 FP32 = {"row_max", "row_sum", "partial"}
+FORM = Form(8, 4, 128, 128, block_size=16, window=0, has_softcap=False, causal=True)
 PRESENT = "present"  # an operand that a case has and the cases like it lack
 
 
@@ -52,11 +54,10 @@ def attention(
 ) -> dict[str, Any]:
     """Constants as the launcher chooses them, with 16-bit dots, unlike in the interpreter."""
     block_m, block_n = paged_tiles(max_query_len, 4, dim * itemsize)
-    sizes = {"DK": dim, "DV": dim, "BLOCK_DK": dim, "BLOCK_DV": dim, "BLOCK_SIZE": 16, "GROUP": 4}
-    sizes |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLITS": splits}
-    flags = {"WINDOW": 0, "HAS_SOFTCAP": False, "CAUSAL": True, "PACKED": False}
-    flags |= absent("sinks", "slots")
-    constants = {**sizes, **flags, **extra}
+    form = {name: extra.pop(name) for name in Form._fields if name in extra}
+    tiles = PagedTiles(block_m, block_n, dim, dim, splits, extra.pop("packed", False), 4)
+    constants = {"FORM": FORM._replace(dim=dim, value_dim=dim, **form), "TILES": tiles}
+    constants |= {"num_stages": 3} | absent("sinks", "slots") | extra
     return {name: value for name, value in constants.items() if value != PRESENT}
 
 
@@ -130,10 +131,9 @@ def rope_attention(
     **extra: Any,
 ) -> dict[str, Any]:
     cut = choose_cut(max_query_len, 4, 8, dim, itemsize, sequences, 2**17, room=room)
-    constants = {name.upper(): value for name, value in cut._asdict().items()}
+    form = {name: extra.pop(name) for name in Form._fields if name in extra}
+    constants = {"CUT": cut, "FORM": FORM._replace(dim=dim, value_dim=dim, **form)}
     constants |= {"num_warps": cut.num_warps, "num_stages": cut.num_stages, "maxnreg": cut.maxnreg}
-    constants |= {"KV_HEADS": 8, "GROUP": 4, "D": dim, "BLOCK_HALF": cut.block_d // 2}
-    constants |= {"BLOCK_SIZE": 16, "WINDOW": 0, "HAS_SOFTCAP": False, "CAUSAL": True}
     constants |= absent("sinks", "query_norm", "key_norm")
     if cut.splits == 1:
         constants |= absent("partial", "stats", "epochs")
@@ -205,8 +205,11 @@ MIXTURE = {
     **{"factors_ptr": "*fp32", "slope": "fp32", "limit": "fp32", **SQUARES},
 }
 GROUPS = {**MIXTURE, **dict.fromkeys(("sizes_ptr", "pairs_ptr", "read_ptr"), "*i32")}
-EVERYTHING = {"WINDOW": 512, "HAS_SOFTCAP": True}
+EVERYTHING = {"window": 512, "has_softcap": True}
 EVERYTHING |= dict.fromkeys(("sinks_ptr", "query_norm_ptr", "key_norm_ptr"), PRESENT)
+
+ROPE_KV = {"KV_HEADS": 8, "D": 128, "BLOCK_HALF": 64, "BLOCK_SIZE": 16, "BLOCK_HEADS": 8}
+ROPE_KV |= {"DEPENDENT": True, "num_warps": 4, "num_stages": 3}
 
 PEERS = {"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"}
 
@@ -366,17 +369,17 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("decode", "*bf16", attention(1, splits=8), {"out_ptr": "*fp32"}),
             ("verify", "*bf16", attention(6, splits=8), {"out_ptr": "*fp32"}),
             ("prefill", "*bf16", attention(4096), {}),
-            ("prefill-D256", "*bf16", attention(4096, 256, PACKED=True), {}),
+            ("prefill-D256", "*bf16", attention(4096, 256, packed=True), {}),
             ("fp32-D256", "*fp32", attention(4096, 256, 4), {}),
             (
                 "everything-fp64-scalars",
                 "*bf16",
-                attention(4096, WINDOW=512, HAS_SOFTCAP=True, sinks_ptr=PRESENT),
+                attention(4096, window=512, has_softcap=True, sinks_ptr=PRESENT),
                 {"scale": "fp64", "softcap": "fp64"},
             ),
             (
                 *("bidirectional", "*bf16"),
-                attention(16, splits=8, WINDOW=512, CAUSAL=False, slots_ptr=PRESENT),
+                attention(16, splits=8, window=512, causal=False, slots_ptr=PRESENT),
                 {"out_ptr": "*fp32"},
             ),
         ]
@@ -385,7 +388,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         "attention.paged_triton",
         "combine_splits_kernel",
         "*bf16",
-        {"DV": 128, "BLOCK_DV": 128, "SPLITS": 8},
+        attention(1, splits=8, sinks_ptr=PRESENT),
         {},
     ),
     **{
@@ -600,7 +603,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("batch-32", "*bf16", rope_attention(1, 32), {}),
             ("D256", "*bf16", rope_attention(6, 8, dim=256), {}),
             ("fp32-D128", "*fp32", rope_attention(1, 8, itemsize=4), {}),
-            ("bidirectional", "*bf16", rope_attention(16, WINDOW=512, CAUSAL=False), {}),
+            ("bidirectional", "*bf16", rope_attention(16, window=512, causal=False), {}),
             (
                 *("everything-fp64-scalars", "*bf16", rope_attention(6, 8, **EVERYTHING)),
                 {"scale": "fp64", "softcap": "fp64", "eps": "fp64"},
@@ -611,12 +614,12 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         "attention.rope_triton",
         "rope_kv_kernel",
         "*bf16",
-        rope_attention(1, **EVERYTHING) | {"HEADS": 32, "BLOCK_HEADS": 8},
+        ROPE_KV | {"HEADS": 32},
         {},
     ),
     "rope_kv-without-queries": (
         *("attention.rope_triton", "rope_kv_kernel", "*bf16"),
-        rope_attention(1, key_norm_ptr=PRESENT) | {"HEADS": 0, "BLOCK_HEADS": 8},
+        ROPE_KV | {"HEADS": 0} | absent("query_norm"),
         {},
     ),
     "greedy_argmax": (
@@ -693,8 +696,6 @@ def compile_case(
         if name not in constants and (name.endswith("_ptr") or "stride" in name or name == "place")
     }
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
-    if kernel == "paged_attention_kernel":
-        options["num_stages"] = 3
     options |= launch_options(constants.get("DEPENDENT", False))
     said = json.dumps([source.hash(), sorted(options.items()), arch, triton.__version__])
     key = hashlib.sha256(said.encode()).hexdigest()[:32]

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from specdec_kernels.attention.tiles import DEPTHS, Depth, choose_cut, depth_of, paged_tiles
+from specdec_kernels.attention.tiles import DEPTHS, choose_cut, depth_of, paged_tiles
 from specdec_kernels.gpu import CAPABILITY
 from specdec_kernels.linear.tile_tables import ANY, TABLES
 from specdec_kernels.linear.tiles import FEW_ROWS, choose_row_tiles, choose_tiles, tiles_for
@@ -90,8 +90,9 @@ def test_every_product_has_tiles_and_every_case_is_used(device):
         assert tiles is None or tiles.block_m >= rows
         used |= {(kind, tiles)}
     library = {(kind, None) for kind in ("norm", "gate", "add")}
-    assert used == {(case.kind, case.tiles) for case in TABLES[device]} | library
-    assert any(case.features == ANY for case in TABLES[device])
+    cases = [(kind, case) for kind, found in TABLES[device].items() for case in found]
+    assert used == {(kind, case.tiles) for kind, case in cases} | library
+    assert any(case.most[1] == ANY for _, case in cases)
 
 
 def test_gates_of_more_rows_have_tiles_where_these_were_faster_than_cublas():
@@ -128,7 +129,7 @@ def test_devices_without_a_table_use_that_of_an_h200():
 
 @pytest.mark.parametrize("device", DEPTHS)
 def test_every_depth_is_used(device):
-    def first(case: Depth) -> int:
-        return depth_of(device, case.head_bytes, case.block_m, min(case.crowding, 100.0))
+    def first(head_bytes: int, block_m: int, crowding: float) -> int:
+        return depth_of(device, head_bytes, block_m, min(crowding, 100.0))
 
-    assert [first(case) for case in DEPTHS[device]] == [c.num_stages for c in DEPTHS[device]]
+    assert [first(*case.most) for case in DEPTHS[device]] == [c.tiles for c in DEPTHS[device]]

@@ -19,3 +19,27 @@ class AttentionCall(NamedTuple):
     """[H], per-head logits that join the softmax and carry no value, as in GPT-OSS."""
     causal: bool = True
     """False: the rows of a pass also see the rows after them, but no padding."""
+
+
+class Form(NamedTuple):
+    """What kernels know of a layer and its cache when they are compiled."""
+
+    kv_heads: int
+    group: int
+    """Query heads of a key head."""
+    dim: int
+    """Of queries and keys."""
+    value_dim: int
+    block_size: int
+    window: int
+    has_softcap: bool
+    causal: bool
+
+
+def form_of(call: AttentionCall, num_heads: int, key_cache: Tensor, value_cache: Tensor) -> Form:
+    """The form of a layer with caches [NB, BS, Hkv, Dk] and [NB, BS, Hkv, Dv]."""
+    _, block_size, kv_heads, dim = key_cache.shape
+    return Form(
+        *(kv_heads, num_heads // kv_heads, dim, value_cache.shape[3], block_size),
+        *(call.sliding_window, call.softcap > 0, call.causal),
+    )

@@ -31,7 +31,7 @@ class Bound(NamedTuple):
 BOUNDS = {(9, 0): Bound(448, 2**20)}
 
 
-class Chunk(NamedTuple):
+class LongChunk(NamedTuple):
     """A long chunk of a pass."""
 
     sequence: int
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
     context: int
 
 
-class Run(NamedTuple):
+class ShortRun(NamedTuple):
     """Sequences of a pass that follow each other and have no long chunk."""
 
     sequences: slice
@@ -54,8 +54,8 @@ class Run(NamedTuple):
 class ChunkPlan:
     """The gathered chunks of a pass, for all of its layers. longest: tokens of one's context."""
 
-    chunks: list[Chunk]
-    runs: list[Run]
+    chunks: list[LongChunk]
+    runs: list[ShortRun]
     longest: int
 
 
@@ -71,8 +71,8 @@ def plan_chunks(
     if bound is None or max(query_lens, default=0) < bound.queries:
         return None
     starts = [0, *accumulate(query_lens)]
-    chunks: list[Chunk] = []
-    runs: list[Run] = []
+    chunks: list[LongChunk] = []
+    runs: list[ShortRun] = []
     others: list[int] = []
 
     def end_run() -> None:
@@ -81,14 +81,14 @@ def plan_chunks(
             own = [start - starts[begin] for start in starts[begin : end + 1]]
             start = torch.tensor(own, dtype=torch.int32).to(device, non_blocking=True)
             sequences, tokens = slice(begin, end), slice(starts[begin], starts[end])
-            runs.append(Run(sequences, tokens, start, max(query_lens[begin:end])))
+            runs.append(ShortRun(sequences, tokens, start, max(query_lens[begin:end])))
             others.clear()
 
     for b, (queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         is_long = queries >= bound.queries and queries * context >= bound.scores
         if is_long and context <= LONGEST:
             end_run()
-            chunks.append(Chunk(b, slice(starts[b], starts[b + 1]), context))
+            chunks.append(LongChunk(b, slice(starts[b], starts[b + 1]), context))
         else:
             others.append(b)
     end_run()

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.attention.call import AttentionCall
+from specdec_kernels.attention.call import AttentionCall, form_of
 from specdec_kernels.attention.chunks import ChunkPlan
 from specdec_kernels.attention.chunks_triton import attend_chunks, takes_chunks
 from specdec_kernels.attention.paged_triton import paged_attention_triton
@@ -43,11 +43,11 @@ from specdec_kernels.launch_triton import (
     INTERPRETED,
     after_predecessor,
     arrive,
-    constants_of,
     dependence,
     epoch_of,
     epochs,
     finish,
+    options_of,
     wait_for,
 )
 
@@ -58,18 +58,17 @@ def zero_padding(
     begin,
     end,
     kv_head,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    dim,
+    FORM: tl.constexpr,
 ):
     """Zeros for the padding tokens [begin, end) of one key head, which no program attends."""
-    dim = tl.arange(0, BLOCK_D)
-    zeros = tl.zeros([BLOCK_D], out_ptr.dtype.element_ty)
+    GROUP: tl.constexpr = FORM.group
+    zeros = tl.zeros(dim.shape, out_ptr.dtype.element_ty)
     for tail in range(begin, end):
         for member in tl.static_range(GROUP):
-            place = (tl.full([], KV_HEADS * GROUP, tl.int64) * tail + kv_head * GROUP + member) * D
-            tl.store(out_ptr + place + dim, zeros, mask=dim < D)
+            first = tl.full([], FORM.kv_heads * GROUP, tl.int64) * tail
+            place = (first + kv_head * GROUP + member) * FORM.dim
+            tl.store(out_ptr + place + dim, zeros, mask=dim < FORM.dim)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "alone", "min_keys", "table_stride"])
@@ -106,32 +105,23 @@ def rope_attention_kernel(
     value_stride_s,
     value_stride_h,
     table_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FEW_PARTS: tl.constexpr,  # at most SPLITS
-    FEW_ROWS: tl.constexpr,  # combined at a time, of at most FEW_PARTS parts
-    MANY_ROWS: tl.constexpr,  # of more
-    BLOCK_M: tl.constexpr,
-    BLOCK_NEW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr,
+    CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    UNIT: tl.constexpr = BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else 16  # of a part's length
-    HEADS: tl.constexpr = KV_HEADS * GROUP
+    BLOCK_M: tl.constexpr = CUT.block_m
+    BLOCK_N: tl.constexpr = CUT.block_n
+    BLOCK_NEW: tl.constexpr = CUT.block_new
+    BLOCK_D: tl.constexpr = CUT.block_d
+    BLOCK_HALF: tl.constexpr = CUT.block_d // 2
+    # Of a part's length.
+    UNIT: tl.constexpr = FORM.block_size if BLOCK_N % FORM.block_size == 0 else 16
+    HEADS: tl.constexpr = FORM.kv_heads * FORM.group
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     # A Python float reaches a kernel inside torch.compile as fp64.
-    scale = tl.full([], scale, tl.float32)
-    softcap = tl.full([], softcap, tl.float32)
+    scaling = (tl.full([], scale, tl.float32), tl.full([], softcap, tl.float32))
     eps = tl.full([], eps, tl.float32)
 
     query_begin = tl.load(query_start_ptr + sequence)
@@ -142,10 +132,10 @@ def rope_attention_kernel(
     # Older keys that some query sees: [low, old). This program has [first, high).
     old = tl.maximum(context - query_len, 0)
     early = tl.maximum(query_len - context, 0)  # padding before the first token; never seen
-    low, begin = first_seen(old, BLOCK_SIZE, BLOCK_N, WINDOW)
+    low, begin = first_seen(old, FORM, CUT)
     keys = old - begin
-    if SPLITS > 1:
-        parts, first, high = part_of(keys, split, alone, min_keys, SPLITS, UNIT, BLOCK_N)
+    if CUT.splits > 1:
+        parts, first, high = part_of(keys, split, alone, min_keys, UNIT, CUT)
         first += begin
         high += begin
         # A program without work returns at once and makes room for others. Part 0 waits for the
@@ -160,19 +150,18 @@ def rope_attention_kernel(
     # Nothing up to the wait depends on the preceding kernel: older keys, cosines, sines, slots.
     dim = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_HALF)
-    half_live = half < D // 2
+    half_live = half < FORM.dim // 2
     key_cache = (key_cache_ptr + kv_head * key_stride_h, key_stride_b, key_stride_s)
     value_cache = (value_cache_ptr + kv_head * value_stride_h, value_stride_b, value_stride_s)
     table = block_tables_ptr + sequence.to(tl.int64) * table_stride
     cache = (key_cache, value_cache, table)
     row = tl.arange(0, BLOCK_M)
-    token = row // GROUP
+    token = row // FORM.group
     query_position = old + token
-    tile = cached_tile(
-        cache, first, low, high, query_position, D, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW
-    )
+    seen = (low, high, query_position)
+    tile = cached_tile(cache, first, seen, FORM, CUT)
 
-    head = kv_head * GROUP + row % GROUP
+    head = kv_head * FORM.group + row % FORM.group
     row_live = token < query_len
     packed = (query_begin + token).to(tl.int64)
     row_mask = row_live[:, None] & half_live[None, :]
@@ -180,38 +169,38 @@ def rope_attention_kernel(
 
     fresh = tl.arange(0, BLOCK_NEW)
     num_fresh = query_len  # of this part
-    if SPLITS > 1:
+    if CUT.splits > 1:
         num_fresh = tl.where(split == 0, query_len, 0)
     fresh_live = fresh < num_fresh
     fresh_token = (query_begin + fresh).to(tl.int64)
-    new_key_ptr = qkv_ptr + (HEADS + kv_head) * D
-    new_value_ptr = new_key_ptr + KV_HEADS * D
+    new_key_ptr = qkv_ptr + (HEADS + kv_head) * FORM.dim
+    new_value_ptr = new_key_ptr + FORM.kv_heads * FORM.dim
     fresh_mask = fresh_live[:, None] & half_live[None, :]
     new_turn = load_turn(cos_ptr, sin_ptr, fresh_token, half, fresh_mask, rope_stride)
     slot = tl.load(slots_ptr + fresh_token, mask=fresh_live, other=0)
-    if not CAUSAL:
-        fresh_live = fresh_live & (slot >= BLOCK_SIZE)  # rows do not see padding after them either
+    if not FORM.causal:  # rows do not see padding after them either
+        fresh_live = fresh_live & (slot >= FORM.block_size)
     after_predecessor(DEPENDENT)
 
     if split == 0:
         if sequence == 0:
-            zero_padding(out_ptr, end_of_all, num_tokens, kv_head, KV_HEADS, GROUP, D, BLOCK_D)
+            zero_padding(out_ptr, end_of_all, num_tokens, kv_head, dim, FORM)
     if query_len <= 0:
         return
 
-    if SPLITS > 1:
-        own = (sequence * KV_HEADS + kv_head).to(tl.int64)
+    if CUT.splits > 1:
+        own = (sequence * FORM.kv_heads + kv_head).to(tl.int64)
         epochs_ptr += 2 * own
         epoch = epoch_of(epochs_ptr, parts)
-    query = load_queries(qkv_ptr, packed, head, half, row_mask, qkv_stride, D)
+    query = load_queries(qkv_ptr, packed, head, half, row_mask, qkv_stride, FORM.dim)
     new_first = tl.zeros([BLOCK_NEW, BLOCK_HALF], qkv_ptr.dtype.element_ty)
     new_key = (new_first, new_first)
     new_value = tl.zeros([BLOCK_NEW, BLOCK_D], qkv_ptr.dtype.element_ty)
     if num_fresh > 0:
         new_key, new_value = load_heads(
-            new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
+            new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, FORM.dim
         )
-    query = rotated(query, query_turn, query_norm_ptr, half, eps, D)
+    query = rotated(query, query_turn, query_norm_ptr, half, eps, FORM.dim)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -220,58 +209,36 @@ def rope_attention_kernel(
     # Always true without splits, but the branch stays: otherwise queries and new keys would be
     # rotated in a product's layout, in which every warp holds all of them.
     if num_fresh > 0:
-        new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, D)
-        store_heads(
-            key_cache, value_cache, new_key, new_value, slot, fresh_live, half, dim, D, BLOCK_SIZE
-        )
-        new = new_tile(new_key, new_value, fresh, fresh_live, token, early, WINDOW, CAUSAL)
+        new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, FORM.dim)
+        store_heads(key_cache, value_cache, new_key, new_value, slot, fresh_live, half, dim, FORM)
+        new = new_tile(new_key, new_value, fresh, fresh_live, token, early, FORM)
         if first < high:
-            row_max, sums, fresh_weights, acc = attend_both(
-                query, tile, new, scale, softcap, HAS_SOFTCAP
-            )
+            row_max, sums, fresh_weights, acc = attend_both(query, tile, new, scaling, FORM)
         else:
-            row_max, _, fresh_weights, acc = attend(
-                row_max, acc, query, new, scale, softcap, HAS_SOFTCAP
-            )
+            row_max, _, fresh_weights, acc = attend(row_max, acc, query, new, scaling, FORM)
         row_sum = tl.sum(fresh_weights, axis=1)
-    elif SPLITS > 1:
-        row_max, _, sums, acc = attend(row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP)
+    elif CUT.splits > 1:
+        row_max, _, sums, acc = attend(row_max, acc, query, tile, scaling, FORM)
     # Even a pipelined loop without iterations takes half a microsecond.
-    if (SPLITS == 1) | (first + BLOCK_N < high):
+    if (CUT.splits == 1) | (first + BLOCK_N < high):
         before = row_max
         row_max, sums, acc = join_tiles(
-            (row_max, sums, acc),
-            query,
-            cache,
-            first + BLOCK_N,
-            low,
-            high,
-            query_position,
-            scale,
-            softcap,
-            D,
-            BLOCK_D,
-            BLOCK_SIZE,
-            BLOCK_N,
-            WINDOW,
-            HAS_SOFTCAP,
+            (row_max, sums, acc), query, cache, first + BLOCK_N, seen, scaling, FORM, CUT
         )
         row_sum *= tl.exp2(before - finite(row_max))
     row_sum += tl.sum(sums, axis=1)
 
-    out_mask = row_live[:, None] & (dim < D)[None, :]
-    if SPLITS > 1:
+    out_mask = row_live[:, None] & (dim < FORM.dim)[None, :]
+    if CUT.splits > 1:
         if parts > 1:
-            stats_ptr += own * (SPLITS * BLOCK_M)
-            partial_ptr += own * (SPLITS * BLOCK_M * BLOCK_D)
-            store_part(
-                partial_ptr, stats_ptr, split, row_max, row_sum, acc, row_live, BLOCK_D, BLOCK_M
-            )
-            rows = query_len * GROUP
+            stats_ptr += own * (CUT.splits * BLOCK_M)
+            partial_ptr += own * (CUT.splits * BLOCK_M * BLOCK_D)
+            store_part(partial_ptr, stats_ptr, split, (row_max, row_sum, acc), row_live, CUT)
+            rows = query_len * FORM.group
             last = arrive(epochs_ptr, epoch, INTERPRETED)
-            out_ptr += (query_begin.to(tl.int64) * HEADS + kv_head * GROUP) * D
-            few = parts <= FEW_PARTS
-            at_a_time = tl.where(few, FEW_ROWS, MANY_ROWS)
+            out_ptr += (query_begin.to(tl.int64) * HEADS + kv_head * FORM.group) * FORM.dim
+            few = parts <= CUT.few_parts
+            at_a_time = tl.where(few, CUT.few_rows, CUT.many_rows)
             mine = 0
             step = at_a_time
             if INTERPRETED:  # programs run one by one: the last combines all
@@ -284,20 +251,16 @@ def rope_attention_kernel(
                     return
                 wait_for(epochs_ptr, epoch)
             memory = (partial_ptr, stats_ptr, sinks_ptr, out_ptr)
-            span = (mine, rows, step, parts, kv_head * GROUP)
+            span = (mine, rows, step, parts, kv_head * FORM.group)
             if few:
-                combine_rows(
-                    memory, span, HEADS, GROUP, D, BLOCK_D, BLOCK_M, True, FEW_PARTS, FEW_ROWS
-                )
-            elif SPLITS > FEW_PARTS:
-                combine_rows(
-                    memory, span, HEADS, GROUP, D, BLOCK_D, BLOCK_M, False, SPLITS, MANY_ROWS
-                )
+                combine_rows(memory, span, FORM, CUT, True)
+            elif CUT.splits > CUT.few_parts:
+                combine_rows(memory, span, FORM, CUT, False)
             if mine == 0:
                 finish(epochs_ptr, epoch)
             return
     acc = weighted_mean(row_max, row_sum, acc, sinks_ptr, head, row_live)
-    out_at = (packed * HEADS + head)[:, None] * D + dim[None, :]
+    out_at = (packed * HEADS + head)[:, None] * FORM.dim + dim[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
@@ -394,15 +357,9 @@ def rope_attention_triton(
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         block_tables.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        D=head_dim,
-        BLOCK_HALF=cut.block_d // 2,
-        BLOCK_SIZE=block_size,
-        WINDOW=call.sliding_window,
-        HAS_SOFTCAP=call.softcap > 0,
-        CAUSAL=call.causal,
-        **constants_of(cut),
+        FORM=form_of(call, heads, key_cache, value_cache),
+        CUT=cut,
+        **options_of(cut),
         **dependence(qkv),
     )
     return out

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.attention.call import AttentionCall
+from specdec_kernels.attention.call import AttentionCall, form_of
 from specdec_kernels.attention.cpu import FEW_QUERIES
 from specdec_kernels.attention.softmax_triton import (
     LOG2E,
@@ -25,9 +25,9 @@ from specdec_kernels.attention.softmax_triton import (
     finite,
     weighted_mean,
 )
-from specdec_kernels.attention.tiles import paged_splits, paged_tiles
+from specdec_kernels.attention.tiles import PagedTiles, paged_splits, paged_tiles
 from specdec_kernels.gpu import shared_memory
-from specdec_kernels.launch_triton import INTERPRETED, launch_options
+from specdec_kernels.launch_triton import INTERPRETED, launch_options, options_of
 
 
 @triton.jit
@@ -48,74 +48,67 @@ def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
 def joined(
     softmax,  # maxima [M] in units of log2, sums [M], and weighted values [M, BLOCK_DV] so far
     query,  # [M, BLOCK_DK]
-    keys,  # of one key head: pointer, and strides of blocks and of slots in them
-    values,  # likewise
-    table,  # pointer to the sequence's blocks
+    cache,  # of a key head: (pointer, block stride, slot stride) of keys and values; block table
     start,  # position of the first key
     limits,  # the key positions' end, the number of older keys, and the queries' positions [M]
     slots_ptr,  # of the tokens after the older ones, or None
-    scale,
-    softcap,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    scaling,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
     MASKED: tl.constexpr,  # False if every query sees every key of the tile
 ):
     """Add a tile of keys and values to the softmax."""
     row_max, row_sum, acc = softmax
     high, num_old, query_position = limits
+    keys, values, table = cache
     key_ptr, key_stride_b, key_stride_s = keys
     value_ptr, value_stride_b, value_stride_s = values
-    dim_k = tl.arange(0, BLOCK_DK)
-    dim_v = tl.arange(0, BLOCK_DV)
-    position = start + tl.arange(0, BLOCK_N)
+    dim_k = tl.arange(0, TILES.block_dk)
+    dim_v = tl.arange(0, TILES.block_dv)
+    position = start + tl.arange(0, TILES.block_n)
     stored = position < high
     if MASKED:
-        block = tl.load(table + position // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+        block = tl.load(table + position // FORM.block_size, mask=stored, other=0).to(tl.int64)
     else:
-        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    inside = position % BLOCK_SIZE
+        block = tl.load(table + position // FORM.block_size).to(tl.int64)
+    inside = position % FORM.block_size
     key_at = key_ptr + (block * key_stride_b + inside * key_stride_s)[None, :] + dim_k[:, None]
     value_at = value_ptr + (block * value_stride_b + inside * value_stride_s)[:, None]
     value_at += dim_v[None, :]
     if MASKED:
-        key = tl.load(key_at, mask=stored[None, :] & (dim_k < DK)[:, None], other=0.0)
-        value = tl.load(value_at, mask=stored[:, None] & (dim_v < DV)[None, :], other=0.0)
+        key = tl.load(key_at, mask=stored[None, :] & (dim_k < FORM.dim)[:, None], other=0.0)
+        value = tl.load(
+            value_at, mask=stored[:, None] & (dim_v < FORM.value_dim)[None, :], other=0.0
+        )
         # Padding among the queries counts as context, but its keys and values went elsewhere: what
         # its places hold may be NaN, which a weight of 0 would not hide from the queries before.
         value = tl.where((position < num_old)[:, None] | (value == value), value, 0.0)
     else:
-        if DK == BLOCK_DK:
+        if FORM.dim == TILES.block_dk:
             key = tl.load(key_at)
         else:
-            key = tl.load(key_at, mask=(dim_k < DK)[:, None], other=0.0)
-        if DV == BLOCK_DV:
+            key = tl.load(key_at, mask=(dim_k < FORM.dim)[:, None], other=0.0)
+        if FORM.value_dim == TILES.block_dv:
             value = tl.load(value_at)
         else:
-            value = tl.load(value_at, mask=(dim_v < DV)[None, :], other=0.0)
+            value = tl.load(value_at, mask=(dim_v < FORM.value_dim)[None, :], other=0.0)
     if INTERPRETED:
         key = key.to(tl.float32)
         value = value.to(tl.float32)
 
-    scores, unit = capped(tl.dot(query, key, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
+    scores, unit = capped(tl.dot(query, key, input_precision="ieee"), scaling, FORM)
     if MASKED:
         visible = stored[None, :]
-        if CAUSAL:
+        if FORM.causal:
             visible = visible & (position[None, :] <= query_position[:, None])
         elif slots_ptr is not None:
             is_new = stored & (position >= num_old)
-            slot = tl.load(slots_ptr + position - num_old, mask=is_new, other=BLOCK_SIZE)
-            visible = visible & (slot >= BLOCK_SIZE)[None, :]  # else padding
-        if WINDOW > 0:
-            visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
-            if not CAUSAL:
-                visible = visible & (position[None, :] < query_position[:, None] + WINDOW)
+            slot = tl.load(slots_ptr + position - num_old, mask=is_new, other=FORM.block_size)
+            visible = visible & (slot >= FORM.block_size)[None, :]  # else padding
+        if FORM.window > 0:
+            visible = visible & (position[None, :] > query_position[:, None] - FORM.window)
+            if not FORM.causal:
+                visible = visible & (position[None, :] < query_position[:, None] + FORM.window)
         scores = tl.where(visible, scores, float("-inf"))
     # As in `attend`; the sum comes before the product, after which wide tiles spill more registers.
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
@@ -155,24 +148,19 @@ def paged_attention_kernel(
     value_stride_s,
     value_stride_h,
     table_stride,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PACKED: tl.constexpr,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_N: tl.constexpr = TILES.block_n
+    BLOCK_DV: tl.constexpr = TILES.block_dv
+    SPLITS: tl.constexpr = TILES.splits
+    GROUP: tl.constexpr = FORM.group
+    DV: tl.constexpr = FORM.value_dim
     TILE: tl.constexpr = BLOCK_M // GROUP  # query tokens of a program
     kv_head = tl.program_id(0).to(tl.int64)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    if PACKED:
+    if TILES.packed:
         sequence = sequence_of(query_start_ptr, tile, num_sequences, TILE)
         first_tile = tl.load(query_start_ptr + sequence) // TILE + sequence
         tile_start = (tile - first_tile) * TILE
@@ -182,8 +170,7 @@ def paged_attention_kernel(
         tile_start = tile // num_sequences * TILE
     split = tl.program_id(2)
     # A Python float reaches a kernel inside torch.compile as fp64.
-    scale = tl.full([], scale, tl.float32)
-    softcap = tl.full([], softcap, tl.float32)
+    scaling = (tl.full([], scale, tl.float32), tl.full([], softcap, tl.float32))
 
     query_begin = tl.load(query_start_ptr + sequence)
     query_len = tl.load(query_start_ptr + sequence + 1) - query_begin
@@ -211,11 +198,11 @@ def paged_attention_kernel(
     row_live = (row < TILE * GROUP) & (token < query_len)
     query_position = context - query_len + token
     packed = (query_begin + token).to(tl.int64)
-    dim_k = tl.arange(0, BLOCK_DK)
+    dim_k = tl.arange(0, TILES.block_dk)
     dim_v = tl.arange(0, BLOCK_DV)
     query = tl.load(
         query_ptr + (packed * query_stride_t + head * query_stride_h)[:, None] + dim_k[None, :],
-        mask=row_live[:, None] & (dim_k < DK)[None, :],
+        mask=row_live[:, None] & (dim_k < FORM.dim)[None, :],
         other=0.0,
     )
     if INTERPRETED:
@@ -224,15 +211,15 @@ def paged_attention_kernel(
     # Keys that some query of the tile sees: [low, high). Keys outside may be unwritten.
     first_position = context - query_len + tile_start
     low = 0
-    if WINDOW > 0:
-        low = tl.maximum(first_position - WINDOW + 1, 0)
+    if FORM.window > 0:
+        low = tl.maximum(first_position - FORM.window + 1, 0)
     high = context
     certain = context - query_len  # before here every query sees every key, if there is no window
-    if CAUSAL:
+    if FORM.causal:
         high = tl.minimum(context, first_position + TILE)
         certain = first_position + 1
-    elif WINDOW > 0:
-        high = tl.minimum(context, first_position + TILE + WINDOW - 1)
+    elif FORM.window > 0:
+        high = tl.minimum(context, first_position + TILE + FORM.window - 1)
     if slots_ptr is not None:
         slots_ptr += query_begin
     if SPLITS > 1:
@@ -243,6 +230,7 @@ def paged_attention_kernel(
     table = block_tables_ptr + sequence * table_stride
     keys = (key_cache_ptr + kv_head * key_stride_h, key_stride_b, key_stride_s)
     values = (value_cache_ptr + kv_head * value_stride_h, value_stride_b, value_stride_s)
+    cache = (keys, values, table)
     limits = (high, context - query_len, query_position)
     softmax = (
         tl.full([BLOCK_M], float("-inf"), tl.float32),
@@ -251,7 +239,7 @@ def paged_attention_kernel(
     )
     # Keys that every query of the tile sees need no mask: [low, whole). In fp32 a second loop would
     # only take long to compile.
-    IN_TWO: tl.constexpr = WINDOW == 0 and query_ptr.dtype.element_ty.primitive_bitwidth == 16
+    IN_TWO: tl.constexpr = FORM.window == 0 and query_ptr.dtype.element_ty.primitive_bitwidth == 16
     whole = low
     if IN_TWO:
         whole += tl.maximum(tl.minimum(certain, high) - low, 0) // BLOCK_N * BLOCK_N
@@ -259,26 +247,8 @@ def paged_attention_kernel(
         begin = whole if masked else low
         for start in range(begin, high if masked else whole, BLOCK_N):
             softmax = joined(
-                softmax,
-                query,
-                keys,
-                values,
-                table,
-                start,
-                limits,
-                slots_ptr,
-                scale,
-                softcap,
-                DK,
-                DV,
-                BLOCK_DK,
-                BLOCK_DV,
-                BLOCK_SIZE,
-                BLOCK_N,
-                WINDOW,
-                HAS_SOFTCAP,
-                CAUSAL,
-                masked == 1,
+                *(softmax, query, cache, start, limits, slots_ptr, scaling),
+                *(FORM, TILES, masked == 1),
             )
     row_max, row_sum, acc = softmax
 
@@ -312,17 +282,18 @@ def combine_splits_kernel(
     out_ptr,  # [T, H, DV], out
     num_sequences,
     num_heads,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
 ):
+    SPLITS: tl.constexpr = TILES.splits
+    DV: tl.constexpr = FORM.value_dim
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = token * num_heads + head
     # No program attended the tokens past the last sequence; their output is zero.
     live = tl.where(token < tl.load(query_start_ptr + num_sequences), SPLITS, 0)
     split = tl.arange(0, SPLITS)
-    dim = tl.arange(0, BLOCK_DV)
+    dim = tl.arange(0, TILES.block_dv)
     split_max = tl.load(row_max_ptr + row * SPLITS + split, mask=split < live, other=float("-inf"))
     split_sum = tl.load(row_sum_ptr + row * SPLITS + split, mask=split < live, other=0.0)
     top = tl.max(split_max, axis=0)
@@ -340,7 +311,11 @@ def combine_splits_kernel(
         other=0.0,
     )
     out = tl.sum(partial * factor[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + row * DV + dim, out.to(out_ptr.dtype.element_ty), mask=dim < DV)
+    tl.store(
+        out_ptr + row * DV + dim,
+        out.to(out_ptr.dtype.element_ty),
+        mask=dim < DV,
+    )
 
 
 def paged_attention_triton(
@@ -385,6 +360,10 @@ def paged_attention_triton(
         if max_query_len <= FEW_QUERIES:
             splits = paged_splits(programs, num_columns * block_size, block_n)
 
+    num_warps = 8 if block_m * max(block_dk, block_dv) > 64 * 128 else 4
+    packed = by_token < by_sequence
+    cut = PagedTiles(block_m, block_n, block_dk, block_dv, splits, packed, num_warps)
+    form = form_of(call, num_heads, key_cache, value_cache)
     device = query.device
     # Rows past the last sequence are written too, by the combine step if there is one.
     out = torch.empty((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
@@ -406,30 +385,17 @@ def paged_attention_triton(
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         block_tables.stride(0),
-        GROUP=group,
-        DK=dk,
-        DV=dv,
-        BLOCK_DK=block_dk,
-        BLOCK_DV=block_dv,
-        BLOCK_SIZE=block_size,
-        WINDOW=call.sliding_window,
-        HAS_SOFTCAP=call.softcap > 0,
-        CAUSAL=call.causal,
-        SPLITS=splits,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        PACKED=by_token < by_sequence,
-        num_warps=8 if block_m * max(block_dk, block_dv) > 64 * 128 else 4,
-        num_stages=3,
+        FORM=form,
+        TILES=cut,
+        **options_of(cut),
         **launch_options(),
     )
     if splits > 1:
         combine_splits_kernel[(num_tokens, num_heads)](
             *(partial, row_stats[0], row_stats[1], query_start, sinks, out),
             *(num_sequences, num_heads),
-            DV=dv,
-            BLOCK_DV=block_dv,
-            SPLITS=splits,
+            FORM=form,
+            TILES=cut,
             **launch_options(),
         )
     return out

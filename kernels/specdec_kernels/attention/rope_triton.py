@@ -83,21 +83,20 @@ def store_heads(
     live,
     half,
     dim,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Store new tokens' rotated keys and values at their slots."""
     first, second = key
-    mask = live[:, None] & (half < D // 2)[None, :]
+    mask = live[:, None] & (half < FORM.dim // 2)[None, :]
     key_ptr, key_stride_b, key_stride_s = key_cache
-    to = slot // BLOCK_SIZE * key_stride_b + slot % BLOCK_SIZE * key_stride_s
+    to = slot // FORM.block_size * key_stride_b + slot % FORM.block_size * key_stride_s
     to = key_ptr + to[:, None] + half[None, :]
     tl.store(to, first, mask=mask)
-    tl.store(to + D // 2, second, mask=mask)
+    tl.store(to + FORM.dim // 2, second, mask=mask)
     value_ptr, value_stride_b, value_stride_s = value_cache
-    to = slot // BLOCK_SIZE * value_stride_b + slot % BLOCK_SIZE * value_stride_s
+    to = slot // FORM.block_size * value_stride_b + slot % FORM.block_size * value_stride_s
     to = value_ptr + to[:, None] + dim[None, :]
-    tl.store(to, value, mask=live[:, None] & (dim < D)[None, :])
+    tl.store(to, value, mask=live[:, None] & (dim < FORM.dim)[None, :])
 
 
 @triton.jit

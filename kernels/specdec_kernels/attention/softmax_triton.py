@@ -1,7 +1,8 @@
 """Tiles of keys and values, and an online softmax over them.
 
 Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Maxima are in units of log2. A tile is
-keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that each query sees.
+keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that each query sees. Scores
+are scaled by a positive factor and a softcap, `scaling`.
 """
 
 import triton
@@ -18,9 +19,8 @@ def attend(
     acc,  # [M, D]
     query,  # halves [M, D / 2]
     tile,
-    scale,  # positive
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
+    scaling,
+    FORM: tl.constexpr,
 ):
     """Add one tile of keys to the softmax.
 
@@ -28,7 +28,7 @@ def attend(
     still to be summed, and the new `acc`.
     """
     key, value, visible = tile
-    scores, unit = scored(query, key, visible, scale, softcap, HAS_SOFTCAP)
+    scores, unit = scored(query, key, visible, scaling, FORM)
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
     base = finite(new_max)
     weights = tl.exp2(scores * unit - base[:, None])
@@ -38,14 +38,7 @@ def attend(
 
 
 @triton.jit
-def attend_both(
-    query,  # halves [M, D / 2]
-    tile,
-    fresh_tile,
-    scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-):
+def attend_both(query, tile, fresh_tile, scaling, FORM: tl.constexpr):
     """Start a softmax with two tiles at once, so that their steps do not wait for each other.
 
     Returns maxima [M], the weights of both tiles, [M, N] and [M, F], which are still to be summed,
@@ -53,8 +46,8 @@ def attend_both(
     """
     key, value, visible = tile
     fresh_key, fresh_value, seen = fresh_tile
-    scores, unit = scored(query, key, visible, scale, softcap, HAS_SOFTCAP)
-    fresh, _ = scored(query, fresh_key, seen, scale, softcap, HAS_SOFTCAP)
+    scores, unit = scored(query, key, visible, scaling, FORM)
+    fresh, _ = scored(query, fresh_key, seen, scaling, FORM)
     row_max = tl.maximum(tl.max(scores, axis=1), tl.max(fresh, axis=1)) * unit
     base = finite(row_max)[:, None]
     weights = tl.exp2(scores * unit - base)
@@ -66,7 +59,7 @@ def attend_both(
 
 
 @triton.jit
-def scored(query, key, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def scored(query, key, visible, scaling, FORM: tl.constexpr):
     """Scores [M, N], -inf where not visible, and the factor that makes them logarithms base 2."""
     query_first, query_second = query
     key_first, key_second = key
@@ -77,14 +70,15 @@ def scored(query, key, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr):
         key_second = key_second.to(tl.float32)
     scores = tl.dot(query_first, key_first, input_precision="ieee")
     scores = tl.dot(query_second, key_second, scores, input_precision="ieee")
-    scores, unit = capped(scores, scale, softcap, HAS_SOFTCAP)
+    scores, unit = capped(scores, scaling, FORM)
     return tl.where(visible, scores, float("-inf")), unit
 
 
 @triton.jit
-def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def capped(scores, scaling, FORM: tl.constexpr):
     """Scores after the softcap, if there is one, and the factor that `scored` returns too."""
-    if HAS_SOFTCAP:
+    scale, softcap = scaling
+    if FORM.has_softcap:
         # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
         scores = softcap * (2 * tl.sigmoid(2 * scale * scores / softcap) - 1)
         scale = 1.0
@@ -121,17 +115,17 @@ def weighted_mean(row_max, row_sum, acc, sinks_ptr, head, live):
 
 
 @triton.jit
-def first_seen(old, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+def first_seen(old, FORM: tl.constexpr, CUT: tl.constexpr):
     """The first of `old` older keys that some query sees, and the start of the first tile.
 
     Tiles of whole blocks start at a block boundary.
     """
     low = 0
-    if WINDOW > 0:
-        low = tl.maximum(old - WINDOW + 1, 0)
+    if FORM.window > 0:
+        low = tl.maximum(old - FORM.window + 1, 0)
     begin = low
-    if BLOCK_N % BLOCK_SIZE == 0:
-        begin = low // BLOCK_SIZE * BLOCK_SIZE
+    if CUT.block_n % FORM.block_size == 0:
+        begin = low // FORM.block_size * FORM.block_size
     return low, begin
 
 
@@ -139,70 +133,66 @@ def first_seen(old, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.
 def cached_tile(
     cache,  # of a key head: (pointer, block stride, slot stride) of keys and values; block table
     start,
-    low,
-    high,
-    query_position,  # [M]; only with WINDOW
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
+    seen,  # range of the positions that some query sees; the queries' positions [M] for a window
+    FORM: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """The tile of keys and values from position `start` on.
 
     Without a window the mask is [1, N]: all queries see the positions in [low, high).
     """
     key_cache, value_cache, table = cache
+    low, high, query_position = seen
     key_ptr, key_stride_b, key_stride_s = key_cache
     value_ptr, value_stride_b, value_stride_s = value_cache
-    half = tl.arange(0, BLOCK_D // 2)
-    dim = tl.arange(0, BLOCK_D)
-    step = tl.arange(0, BLOCK_N)
+    half = tl.arange(0, CUT.block_d // 2)
+    dim = tl.arange(0, CUT.block_d)
+    step = tl.arange(0, CUT.block_n)
     position = start + step
     stored = position < high
-    if WINDOW > 0:
+    if FORM.window > 0:
         stored = stored & (position >= low)
-    if BLOCK_N % BLOCK_SIZE == 0:  # `start` is a block boundary, so offsets in blocks are constants
-        column = start // BLOCK_SIZE + step // BLOCK_SIZE
-        inside = step % BLOCK_SIZE
+    if (
+        CUT.block_n % FORM.block_size == 0
+    ):  # `start` is a block boundary, so offsets in blocks are constants
+        column = start // FORM.block_size + step // FORM.block_size
+        inside = step % FORM.block_size
     else:
-        column = position // BLOCK_SIZE
-        inside = position % BLOCK_SIZE
+        column = position // FORM.block_size
+        inside = position % FORM.block_size
     block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
     # Loaded as the columns that a product takes. Transposing rows later would go through shared
     # memory in eight pieces, with barriers between them, before the wait for the predecessor.
     key_at = key_ptr + (inside * key_stride_s)[None, :] + half[:, None]
     key_at += (block * key_stride_b)[None, :]
     # Keys behind the last are loaded from a valid address (block 0) and ignored.
-    key_mask = (half < D // 2)[:, None]
+    key_mask = (half < FORM.dim // 2)[:, None]
     key_first = tl.load(key_at, mask=key_mask, other=0.0)
-    key_second = tl.load(key_at + D // 2, mask=key_mask, other=0.0)
+    key_second = tl.load(key_at + FORM.dim // 2, mask=key_mask, other=0.0)
     value_at = value_ptr + (inside * value_stride_s)[:, None] + dim[None, :]
     value_at += (block * value_stride_b)[:, None]
-    value = tl.load(value_at, mask=stored[:, None] & (dim < D)[None, :], other=0.0)
+    value = tl.load(value_at, mask=stored[:, None] & (dim < FORM.dim)[None, :], other=0.0)
     visible = stored[None, :]
-    if WINDOW > 0:
-        visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
+    if FORM.window > 0:
+        visible = visible & (position[None, :] > query_position[:, None] - FORM.window)
     return (key_first, key_second), value, visible
 
 
 @triton.jit
-def new_tile(
-    key, value, fresh, fresh_live, token, early, WINDOW: tl.constexpr, CAUSAL: tl.constexpr
-):
+def new_tile(key, value, fresh, fresh_live, token, early, FORM: tl.constexpr):
     """The tile of new keys, given as rows of halves [N, D / 2], and values.
 
     A query of `token` [M] sees the new tokens within its window, and up to itself if it is causal,
     except the first `early`.
     """
     seen = fresh_live[None, :]
-    if CAUSAL:
+    if FORM.causal:
         seen = seen & (fresh[None, :] <= token[:, None])
     seen = seen & (fresh[None, :] >= early)
-    if WINDOW > 0:
-        seen = seen & (fresh[None, :] > token[:, None] - WINDOW)
-        if not CAUSAL:
-            seen = seen & (fresh[None, :] < token[:, None] + WINDOW)
+    if FORM.window > 0:
+        seen = seen & (fresh[None, :] > token[:, None] - FORM.window)
+        if not FORM.causal:
+            seen = seen & (fresh[None, :] < token[:, None] + FORM.window)
     key_first, key_second = key
     return (tl.trans(key_first), tl.trans(key_second)), value, seen
 
@@ -213,27 +203,18 @@ def join_tiles(
     query,
     cache,
     begin,
-    low,
-    high,
-    query_position,
-    scale,
-    softcap,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    seen,  # as in `cached_tile`
+    scaling,
+    FORM: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Add the cached keys from `begin` on to the softmax.
 
     Weights are summed over threads only at the end, since that takes shuffles and barriers.
     """
     row_max, sums, acc = state
-    for start in range(begin, high, BLOCK_N):
-        tile = cached_tile(
-            cache, start, low, high, query_position, D, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW
-        )
-        row_max, keep, weights, acc = attend(row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP)
+    for start in range(begin, seen[1], CUT.block_n):
+        tile = cached_tile(cache, start, seen, FORM, CUT)
+        row_max, keep, weights, acc = attend(row_max, acc, query, tile, scaling, FORM)
         sums = sums * keep[:, None] + weights
     return row_max, sums, acc

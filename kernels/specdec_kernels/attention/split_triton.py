@@ -13,15 +13,7 @@ NOTHING = tl.constexpr(-(0x800000 << 32))  # `packed_stats` of a maximum of -inf
 
 
 @triton.jit
-def part_of(
-    keys,
-    part,
-    alone,
-    min_keys,
-    SPLITS: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def part_of(keys, part, alone, min_keys, UNIT: tl.constexpr, CUT: tl.constexpr):
     """The number of parts of `keys` older keys, at most SPLITS, and one part's begin and end.
 
     Each part has an equal share of at least `min_keys`. Part 0 also has the new keys, which arrive
@@ -29,10 +21,10 @@ def part_of(
     would need one more tile of BLOCK_N for that. Up to `alone` keys all belong to part 0.
     """
     least = tl.cdiv(min_keys, UNIT) * UNIT
-    share = tl.cdiv(tl.maximum(tl.cdiv(keys, SPLITS), least), UNIT) * UNIT
-    wider = tl.cdiv(tl.maximum(tl.cdiv(keys + least, SPLITS), least), UNIT) * UNIT
+    share = tl.cdiv(tl.maximum(tl.cdiv(keys, CUT.splits), least), UNIT) * UNIT
+    wider = tl.cdiv(tl.maximum(tl.cdiv(keys + least, CUT.splits), least), UNIT) * UNIT
     fewer = least
-    if tl.cdiv(wider, BLOCK_N) > tl.cdiv(share, BLOCK_N):
+    if tl.cdiv(wider, CUT.block_n) > tl.cdiv(share, CUT.block_n):
         fewer = 0
     else:
         share = wider
@@ -54,19 +46,17 @@ def store_part(
     partial_ptr,  # [parts, M, BLOCK_D] fp32, out
     stats_ptr,  # [parts, M] int64, `packed_stats`, out
     part,
-    row_max,
-    row_sum,
-    acc,
+    softmax,  # maxima, sums, and weighted values
     row_live,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Store one part's maxima and sums of all rows, and weighted values of live rows."""
-    row = tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, BLOCK_D)
-    tl.store(stats_ptr + part * BLOCK_M + row, packed_stats(row_max, row_sum))
-    inside = row[:, None] * BLOCK_D + dim[None, :]
-    tl.store(partial_ptr + part * (BLOCK_M * BLOCK_D) + inside, acc, mask=row_live[:, None])
+    row_max, row_sum, acc = softmax
+    row = tl.arange(0, CUT.block_m)
+    dim = tl.arange(0, CUT.block_d)
+    tl.store(stats_ptr + part * CUT.block_m + row, packed_stats(row_max, row_sum))
+    inside = row[:, None] * CUT.block_d + dim[None, :]
+    tl.store(partial_ptr + part * (CUT.block_m * CUT.block_d) + inside, acc, mask=row_live[:, None])
 
 
 @triton.jit
@@ -75,31 +65,30 @@ def few_parts(
     stats_ptr,  # [parts, M] int64: `packed_stats`
     parts,
     row,  # [R], below M
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PARTS: tl.constexpr,  # at least `parts`
+    CUT: tl.constexpr,
 ):
     """Maxima and sums [R] and weighted values [R, BLOCK_D] of a softmax of parts.
 
     Every thread goes through all parts. No load depends on another, so all are in flight together,
     and threads exchange nothing.
     """
-    dim = tl.arange(0, BLOCK_D)
+    PARTS: tl.constexpr = CUT.few_parts
+    dim = tl.arange(0, CUT.block_d)
     maxima, sums, values = (), (), ()
     row_max = tl.full(row.shape, float("-inf"), tl.float32)
     for part in tl.static_range(PARTS):
-        there = row < tl.where(part < parts, BLOCK_M, 0)
-        at = part * BLOCK_M + row
+        there = row < tl.where(part < parts, CUT.block_m, 0)
+        at = part * CUT.block_m + row
         stats = tl.load(stats_ptr + at, mask=there, other=NOTHING, cache_modifier=".cg")
         part_max = (stats >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         row_max = tl.maximum(row_max, part_max)
         maxima += (part_max,)
         sums += (stats.to(tl.int32).to(tl.float32, bitcast=True),)
-        at = partial_ptr + at[:, None] * BLOCK_D + dim[None, :]
+        at = partial_ptr + at[:, None] * CUT.block_d + dim[None, :]
         values += (tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg"),)
     base = finite(row_max)
     row_sum = tl.zeros(row.shape, tl.float32)
-    acc = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
+    acc = tl.zeros([row.shape[0], dim.shape[0]], tl.float32)
     for part in tl.static_range(PARTS):
         weight = tl.exp2(maxima[part] - base)
         row_sum += sums[part] * weight
@@ -108,36 +97,29 @@ def few_parts(
 
 
 @triton.jit
-def many_parts(
-    partial_ptr,
-    stats_ptr,
-    parts,
-    row,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def many_parts(partial_ptr, stats_ptr, parts, row, CUT: tl.constexpr):
     """`few_parts` for many parts, which take long to compile unrolled: BESIDE at a time over
     threads."""
+    PARTS: tl.constexpr = CUT.splits
     beside = tl.arange(0, BESIDE)
-    dim = tl.arange(0, BLOCK_D)
+    dim = tl.arange(0, CUT.block_d)
     maxima, sums, values = (), (), ()
     top = tl.full([row.shape[0], BESIDE], float("-inf"), tl.float32)
     for first in tl.static_range(0, PARTS, BESIDE):
         part = first + beside[None, :]
-        there = (part < parts) & (row < BLOCK_M)[:, None]
-        at = part * BLOCK_M + row[:, None]
+        there = (part < parts) & (row < CUT.block_m)[:, None]
+        at = part * CUT.block_m + row[:, None]
         stats = tl.load(stats_ptr + at, mask=there, other=NOTHING, cache_modifier=".cg")
         part_max = (stats >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         top = tl.maximum(top, part_max)
         maxima += (part_max,)
         sums += (stats.to(tl.int32).to(tl.float32, bitcast=True),)
-        at = partial_ptr + at[:, :, None] * BLOCK_D + dim[None, None, :]
+        at = partial_ptr + at[:, :, None] * CUT.block_d + dim[None, None, :]
         values += (tl.load(at, mask=there[:, :, None], other=0.0, cache_modifier=".cg"),)
     row_max = tl.max(top, axis=1)
     base = finite(row_max)[:, None]
     total = tl.zeros([row.shape[0], BESIDE], tl.float32)
-    acc = tl.zeros([row.shape[0], BESIDE, BLOCK_D], tl.float32)
+    acc = tl.zeros([row.shape[0], BESIDE, dim.shape[0]], tl.float32)
     for index in tl.static_range(0, (PARTS + BESIDE - 1) // BESIDE):
         weight = tl.exp2(maxima[index] - base)
         total += sums[index] * weight
@@ -149,33 +131,27 @@ def many_parts(
 def combine_rows(
     memory,  # partial_ptr, stats_ptr, sinks_ptr (or None), and out_ptr of this key head's first row
     span,  # first row, rows, step, number of parts, first query head
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    FORM: tl.constexpr,
+    CUT: tl.constexpr,
     FEW: tl.constexpr,
-    PARTS: tl.constexpr,  # at least as many as there are
-    ROWS: tl.constexpr,
 ):
-    """Combine and store ROWS rows from `first` on, then from `first + step` on and so on.
+    """Combine and store some rows from `first` on, then from `first + step` on and so on.
 
-    FEW selects `few_parts`, else `many_parts`.
+    FEW: there are few parts.
     """
+    HEADS: tl.constexpr = FORM.kv_heads * FORM.group
     partial_ptr, stats_ptr, sinks_ptr, out_ptr = memory
     first, rows, step, parts, head = span
     for start in range(first, rows, step):
-        row = start + tl.arange(0, ROWS)
-        dim = tl.arange(0, BLOCK_D)
+        row = start + tl.arange(0, CUT.few_rows if FEW else CUT.many_rows)
+        dim = tl.arange(0, CUT.block_d)
         if FEW:
-            row_max, row_sum, acc = few_parts(
-                partial_ptr, stats_ptr, parts, row, BLOCK_D, BLOCK_M, PARTS
-            )
+            row_max, row_sum, acc = few_parts(partial_ptr, stats_ptr, parts, row, CUT)
         else:
-            row_max, row_sum, acc = many_parts(
-                partial_ptr, stats_ptr, parts, row, BLOCK_D, BLOCK_M, PARTS
-            )
+            row_max, row_sum, acc = many_parts(partial_ptr, stats_ptr, parts, row, CUT)
         live = row < rows
-        acc = weighted_mean(row_max, row_sum, acc, sinks_ptr, head + row % GROUP, live)
-        out_at = out_ptr + (row // GROUP * (HEADS * D) + row % GROUP * D)[:, None] + dim[None, :]
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < D)[None, :])
+        acc = weighted_mean(row_max, row_sum, acc, sinks_ptr, head + row % FORM.group, live)
+        at = row // FORM.group * (HEADS * FORM.dim) + row % FORM.group * FORM.dim
+        out_at = out_ptr + at[:, None] + dim[None, :]
+        mask = live[:, None] & (dim < FORM.dim)[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)

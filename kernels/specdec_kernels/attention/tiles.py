@@ -13,6 +13,7 @@ from specdec_kernels.gpu import (
     power_of_2_from,
     power_of_2_to,
 )
+from specdec_kernels.tiles import Case, first_fit, table_for
 
 MAX_SPLITS = 33
 MAX_PAGED_SPLITS = 32
@@ -40,35 +41,23 @@ class Cut(NamedTuple):
     maxnreg: int | None  # registers a thread
 
 
-class Depth(NamedTuple):
-    """Pipeline stages of programs that have a whole context each."""
-
-    head_bytes: int  # of a padded head, at most
-    block_m: int  # at most
-    crowding: float  # programs for each multiprocessor, at most
-    num_stages: int
-
-
-# The first depth that fits counts. A program that is alone on a multiprocessor, or has small heads,
-# must load further ahead. Fewer than 7 stages would leave room for a third program where two are
-# intended.
+# Pipeline stages of programs that have a whole context each, by the most bytes of a padded head,
+# rows of a tile, and programs for each multiprocessor. A program that is alone on a multiprocessor,
+# or has small heads, must load further ahead. Fewer than 7 stages would leave room for a third
+# program where two are intended.
 H200 = (
-    Depth(128, 16, math.inf, 7),
-    Depth(128, 32, math.inf, 5),
-    Depth(256, 32, 1, 5),
-    Depth(256, 16, math.inf, 2),
+    Case(7, (128, 16, math.inf)),
+    Case(5, (128, 32, math.inf)),
+    Case(5, (256, 32, 1)),
+    Case(2, (256, 16, math.inf)),
 )
-DEPTHS = {(9, 0): H200}  # by compute capability; devices without a table use an H200's
+DEPTHS = {(9, 0): H200}  # by compute capability
 SHALLOW = 3  # stages of all others
 
 
 def depth_of(device: tuple[int, int], head_bytes: int, block_m: int, crowding: float) -> int:
     """The stages in the table of `device`."""
-    wanted = (head_bytes, block_m, crowding)
-    for *limits, num_stages in DEPTHS.get(device, DEPTHS[CAPABILITY]):
-        if all(value <= limit for value, limit in zip(wanted, limits, strict=True)):
-            return int(num_stages)
-    return SHALLOW
+    return first_fit(table_for(DEPTHS, device), (head_bytes, block_m, crowding)) or SHALLOW
 
 
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
@@ -154,6 +143,19 @@ def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int
     """Rows whose `parts` parts fit into a program's registers; programs share BLOCK_M rows."""
     fitting = COMBINED * 32 * num_warps // (parts * block_d)
     return min(block_m // 4, power_of_2_to(fitting))
+
+
+class PagedTiles(NamedTuple):
+    """Launch configuration of `paged_triton.paged_attention_kernel`."""
+
+    block_m: int  # rows: query tokens times query heads of a key head
+    block_n: int  # keys at a time
+    block_dk: int  # features of a key, padded
+    block_dv: int  # of a value
+    splits: int  # parts of the context
+    packed: bool  # tiles of queries are numbered by packed token
+    num_warps: int
+    num_stages: int = 3
 
 
 def paged_tiles(

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.experts.gate_up_triton import has_chosen
-from specdec_kernels.experts.plan import Plan
+from specdec_kernels.experts.plan import ExpertPlan
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.tiles import ExpertTiles
 from specdec_kernels.gpu import CACHE_LINE, power_of_2_to
@@ -135,7 +135,7 @@ def down_kernel(
 
 def down_add_norm_triton(
     x: Tensor,
-    plan: Plan,
+    plan: ExpertPlan,
     experts: Experts,
     tiles: ExpertTiles,
     residual: Tensor,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.experts.plan import Plan
+from specdec_kernels.experts.plan import ExpertPlan
 from specdec_kernels.experts.reference import CLAMPED, Experts
 from specdec_kernels.experts.tiles import ExpertTiles
 from specdec_kernels.launch_triton import after_predecessor, constants_of, dependence
@@ -32,7 +32,7 @@ CLAMPED_KIND = tl.constexpr(CLAMPED)
 
 @triton.jit
 def has_chosen(bits, row):
-    """Whether the tokens `row` [M] chose the expert of a slot, from its `Plan.chosen`."""
+    """Whether the tokens `row` [M] chose the expert of a slot, from its `ExpertPlan.chosen`."""
     return ((bits >> row.to(tl.int64)) & 1) != 0
 
 
@@ -134,7 +134,7 @@ def gate_up_kernel(
     tl.store(out_ptr + at, out, mask=row_live[:, None] & column_live[None, :])
 
 
-def gate_up_triton(x: Tensor, plan: Plan, experts: Experts, tiles: ExpertTiles) -> Tensor:
+def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertTiles) -> Tensor:
     """Gated features of each slot's tokens, times their routing weights: [P, T, F].
 
     Rows of tokens that did not choose a slot's expert are undefined.

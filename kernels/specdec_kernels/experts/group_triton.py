@@ -8,7 +8,7 @@ order of an expert's pairs varies, which no result depends on. Reads nothing on 
 import triton
 import triton.language as tl
 
-from specdec_kernels.experts.plan import Groups, empty_groups
+from specdec_kernels.experts.plan import PairGroups, empty_groups
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.route_triton import (
     launch_router,
@@ -79,7 +79,7 @@ def group_kernel(
         tl.store(read_ptr, tl.sum((size > 0).to(tl.int32)))
 
 
-def group_triton(x: Normed, experts: Experts) -> Groups:
+def group_triton(x: Normed, experts: Experts) -> PairGroups:
     """The groups of some tokens, x [T, K]."""
     num_rows = len(x.scaled)
     assert num_rows < SIZES.value

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.experts.gate_up_triton import gated
-from specdec_kernels.experts.plan import Groups
+from specdec_kernels.experts.plan import PairGroups
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.sorted_triton import combine_triton
 from specdec_kernels.experts.tiles import GroupTiles
@@ -116,7 +116,7 @@ def grouped_linear_kernel(
         pair = tl.load(pairs_ptr + following, mask=following < size, other=0)
 
 
-def grouped_gate_up(x: Tensor, groups: Groups, experts: Experts, tiles: GroupTiles) -> Tensor:
+def grouped_gate_up(x: Tensor, groups: PairGroups, experts: Experts, tiles: GroupTiles) -> Tensor:
     """Gated features of every pair, [T * C, F].
 
     x: [T, K], rows contiguous; the groups' factors multiply the products of its rows.
@@ -125,14 +125,14 @@ def grouped_gate_up(x: Tensor, groups: Groups, experts: Experts, tiles: GroupTil
     return _grouped(x, groups, experts, tiles, is_gate=True)
 
 
-def grouped_down(x: Tensor, groups: Groups, experts: Experts, tiles: GroupTiles) -> Tensor:
+def grouped_down(x: Tensor, groups: PairGroups, experts: Experts, tiles: GroupTiles) -> Tensor:
     """Each pair's output, without its weight: [T * C, N] from `grouped_gate_up`'s [T * C, F]."""
     assert len(x) == groups.weights.numel()
     return _grouped(x, groups._replace(factors=None), experts, tiles, is_gate=False)
 
 
 def _grouped(
-    x: Tensor, groups: Groups, experts: Experts, tiles: GroupTiles, is_gate: bool
+    x: Tensor, groups: PairGroups, experts: Experts, tiles: GroupTiles, is_gate: bool
 ) -> Tensor:
     (num_rows, num_chosen), width = groups.weights.shape, x.shape[1]
     weight, bias = experts.down, experts.down_bias
@@ -166,7 +166,7 @@ def grouped_constants(
 
 def grouped_mixture_add_norm(
     x: Normed,
-    groups: Groups,
+    groups: PairGroups,
     experts: Experts,
     tiles: tuple[GroupTiles, GroupTiles],
     norm_weight: Tensor,

@@ -22,7 +22,7 @@ def are_few(num_rows: int, num_chosen: int, num_experts: int) -> bool:
     return 0 < num_rows <= FEW_TOKENS and num_rows * num_chosen < num_experts
 
 
-class Plan(NamedTuple):
+class ExpertPlan(NamedTuple):
     """The chosen experts, in ascending order; P = min(E, T * C) slots, of which some are unused."""
 
     used: Tensor
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     """[T] fp32, by which products of rows are multiplied; None for rows that are normed."""
 
 
-def empty_plan(num_rows: int, experts: Experts, scaled: bool, device: torch.device) -> Plan:
+def empty_plan(num_rows: int, experts: Experts, scaled: bool, device: torch.device) -> ExpertPlan:
     """Uninitialised tensors of a plan for T = `num_rows` tokens; scaled: with factors."""
     assert 0 < num_rows <= FEW_TOKENS
     slots = min(experts.num_experts, num_rows * experts.routing.num_chosen)
@@ -45,7 +45,7 @@ def empty_plan(num_rows: int, experts: Experts, scaled: bool, device: torch.devi
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    return Plan(
+    return ExpertPlan(
         used=empty(1) if experts.read is None else experts.read,
         experts=empty(slots),
         chosen=empty(slots, dtype=torch.int64),
@@ -54,7 +54,7 @@ def empty_plan(num_rows: int, experts: Experts, scaled: bool, device: torch.devi
     )
 
 
-class Groups(NamedTuple):
+class PairGroups(NamedTuple):
     """The pairs of a token and one of its experts, by expert. Pair t * C + c is token t's, whose
     experts are in ascending order."""
 
@@ -65,16 +65,16 @@ class Groups(NamedTuple):
     weights: Tensor
     """[T, C] fp32."""
     factors: Tensor | None
-    """As in `Plan`."""
+    """As in `ExpertPlan`."""
 
 
-def empty_groups(num_rows: int, experts: Experts, scaled: bool, device: torch.device) -> Groups:
+def empty_groups(num_rows: int, experts: Experts, scaled: bool, device: torch.device) -> PairGroups:
     """Uninitialised tensors of the groups of T = `num_rows` tokens; scaled: with factors."""
 
     def empty(*size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    return Groups(
+    return PairGroups(
         sizes=empty(experts.num_experts, dtype=torch.int32),
         pairs=empty(experts.num_experts, num_rows, dtype=torch.int32),
         weights=empty(num_rows, experts.routing.num_chosen, dtype=torch.float32),

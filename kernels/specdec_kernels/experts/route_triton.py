@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.experts.plan import FEW_TOKENS, Plan, empty_plan
+from specdec_kernels.experts.plan import FEW_TOKENS, ExpertPlan, empty_plan
 from specdec_kernels.experts.reference import TINY, Experts
 from specdec_kernels.experts.tiles import router_tiles
 from specdec_kernels.gpu import power_of_2_from
@@ -258,7 +258,7 @@ def route_kernel(
     tl.store(at, weights, mask=used[None, :] & row_live[:, None])
 
 
-def route_triton(x: Normed, experts: Experts) -> Plan:
+def route_triton(x: Normed, experts: Experts) -> ExpertPlan:
     """The plan of at most FEW_TOKENS tokens, x [T, K]."""
     num_rows = len(x.scaled)
     assert 0 < num_rows <= FEW_TOKENS

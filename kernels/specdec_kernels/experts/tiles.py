@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.linear.tiles import SCRATCH
+from specdec_kernels.tiles import Case, first_fit
 
 MANY_TOKENS = 512  # at most so many are grouped; more are sorted for the library
 
@@ -21,26 +22,22 @@ class ExpertTiles(NamedTuple):
     num_stages: int
 
 
-class Case(NamedTuple):
-    rows: int  # at most
-    gate_up: ExpertTiles
-    down: ExpertTiles
-
-
-# By scripts/bench/experts.py on experts of 2048 x 768. From 8 tokens on, the slots of a program are
-# so many that splitting them pays, although the last program of a block has to wait for the others.
+# Of gate and up, and of down, by the most tokens (scripts/bench/experts.py, experts of 2048 x 768).
+# From 8 tokens on, the slots of a program are so many that splitting them pays, although the last
+# program of a block has to wait for the others.
 H200 = (
-    Case(2, ExpertTiles(8, 64, 128, 1, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)),
-    Case(8, ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)),
-    Case(16, ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)),
+    Case((ExpertTiles(8, 64, 128, 1, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (2,)),
+    Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (8,)),
+    Case((ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)), (16,)),
 )
-PARTIAL_SUMS = max(case.down.splits for case in H200)
+PARTIAL_SUMS = max(down.splits for (_, down), *_ in H200)
 
 
 def choose_expert_tiles(num_rows: int, itemsize: int) -> tuple[ExpertTiles, ExpertTiles]:
     """Tiles of gate and up, and of down, for T = `num_rows` tokens."""
-    found = next(case for case in H200 if case.rows >= num_rows)
-    gate_up, down = found.gate_up, found.down
+    found = first_fit(H200, (num_rows,))
+    assert found is not None
+    gate_up, down = found
     if itemsize > 2:
         gate_up = gate_up._replace(block_k=gate_up.block_k // 2)
         down = down._replace(block_k=down.block_k // 2)
@@ -72,19 +69,14 @@ class GroupTiles(NamedTuple):
     num_stages: int
 
 
-class GroupCase(NamedTuple):
-    pairs: int  # of an expert on average, at most
-    gate_up: GroupTiles
-    down: GroupTiles
-
-
-# Some experts have three times the average: tokens of one sequence choose alike. A second block of
-# pairs reads all weights from the L2 cache again, which takes nearly as long as the first.
+# Of gate and up, and of down, by the most pairs of an expert on average. Some have three times the
+# average: tokens of one sequence choose alike. A second block of pairs reads all weights from L2
+# again, which takes nearly as long as the first.
 H200_GROUPS = (
-    GroupCase(6, GroupTiles(16, 64, 128, 4, 3), GroupTiles(16, 128, 128, 8, 3)),
-    GroupCase(12, GroupTiles(32, 64, 64, 4, 5), GroupTiles(32, 128, 64, 8, 5)),
-    GroupCase(24, GroupTiles(64, 64, 64, 4, 6), GroupTiles(64, 128, 64, 4, 4)),
-    GroupCase(64, GroupTiles(64, 64, 128, 4, 4), GroupTiles(64, 128, 128, 4, 4)),
+    Case((GroupTiles(16, 64, 128, 4, 3), GroupTiles(16, 128, 128, 8, 3)), (6,)),
+    Case((GroupTiles(32, 64, 64, 4, 5), GroupTiles(32, 128, 64, 8, 5)), (12,)),
+    Case((GroupTiles(64, 64, 64, 4, 6), GroupTiles(64, 128, 64, 4, 4)), (24,)),
+    Case((GroupTiles(64, 64, 128, 4, 4), GroupTiles(64, 128, 128, 4, 4)), (64,)),
 )
 
 
@@ -94,10 +86,10 @@ def choose_group_tiles(
     """Tiles of gate and up, and of down, for T = `num_rows` tokens; None where the library is
     faster. room: bytes of shared memory that a program can have."""
     pairs = num_rows * num_chosen / num_experts
-    found = next((case for case in H200_GROUPS if case.pairs >= pairs), None)
+    found = first_fit(H200_GROUPS, (pairs,))
     if found is None or not 0 < num_rows <= MANY_TOKENS:
         return None
-    return _fitted(found.gate_up, 2, itemsize, room), _fitted(found.down, 1, itemsize, room)
+    return _fitted(found[0], 2, itemsize, room), _fitted(found[1], 1, itemsize, room)
 
 
 def _fitted(tiles: GroupTiles, weights: int, itemsize: int, room: int) -> GroupTiles:

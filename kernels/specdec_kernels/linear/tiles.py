@@ -13,7 +13,6 @@ from torch import Tensor
 
 from specdec_kernels.gpu import (
     CACHE_LINE,
-    CAPABILITY,
     MULTIPROCESSORS,
     SHARED_MEMORY,
     capability,
@@ -22,6 +21,7 @@ from specdec_kernels.gpu import (
     shared_memory,
 )
 from specdec_kernels.linear.tile_tables import TABLES, Tiles
+from specdec_kernels.tiles import first_fit, table_for
 
 FEW_ROWS = 64  # every table has tiles for so many rows; their norms are part of the products
 WASTE = 1.25  # a partial last wave matters if ceil(waves) is at least this times waves
@@ -137,15 +137,7 @@ def tiles_for(
 ) -> Tiles | None:
     """Tiles of the first case in the table of `device`, a compute capability, that a product fits;
     None, for cuBLAS, where it has none or no case fits."""
-    found = (
-        case.tiles
-        for case in TABLES.get(device, TABLES[CAPABILITY])
-        if case.kind == kind
-        and case.rows >= num_rows
-        and case.width <= width
-        and case.features >= num_features
-    )
-    return next(found, None)
+    return first_fit(table_for(TABLES, device)[kind], (num_rows, num_features), (width,))
 
 
 class RowTiles(NamedTuple):

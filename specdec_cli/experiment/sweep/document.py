@@ -4,7 +4,6 @@ Everything is computed from the run folder. Knows no engine.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from specdec_cli.errors import ExitCode, Notice
@@ -142,7 +141,7 @@ def sweep_document(
         "version": VERSION,
         "recipe": recipe,
         "environment": where,
-        "sweep": settings.as_dict() | {"settings_hash": settings.digest},
+        "sweep": settings.in_document(),
         "points": list(points),
         "best": best[settings.batch_sizes[0]],
         "best_by_batch_size": {str(b): found for b, found in best.items()},
@@ -177,8 +176,7 @@ def gains_of(
 def tokens_of(settings: SweepSettings, records: SweepRecords) -> Tokens:
     """The document's `tokens`: whether every k wrote the same."""
     keys = sorted(records.samples, key=order_of(settings))
-    points = ((asdict(key), records.samples[key]) for key in keys)
-    return compare_tokens(settings, settings.dtype, points)
+    return compare_tokens(settings, {key: records.samples[key] for key in keys})
 
 
 def order_of(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:

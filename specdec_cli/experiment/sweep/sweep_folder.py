@@ -25,23 +25,23 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
     Raises `UsageError` when it holds a sweep with other settings, or another run.
     """
     where = _where(plan)
-    if resume and (path / settings_file.SETTINGS).exists():
-        theirs = read_settings(path)
-        settings_file.check_same(path, "sweep", theirs.as_dict(), plan.settings.as_dict())
-        folder = settings_file.reopened(path, lambda kept: records.load(kept.path, plan.settings))
+    contents = settings_file.Contents(
+        *("sweep", "sweep-k", "ks", plan.recipe, plan.settings, where),
+        notices=warnings_of(plan),
+        own_prompts=plan.own_prompts,
+    )
+
+    def load(kept: RunFolder) -> bool:
+        records.load(kept.path, plan.settings)
         records.earlier_clock = _earlier_clock(path)
         records.earlier_where = settings_file.earlier_environment(path, where)
-        if not (path / "recipe.yaml").exists():
-            folder.write_recipe(plan.recipe)
-        is_open = sum(map(len, records.samples.values())) < plan.num_samples
-        if is_open:
-            settings_file.keep_environment_warning(folder, plan.settings, where)
-        if not (path / "environment.json").exists():
-            folder.write("environment.json", to_json(records.earlier_where) + "\n")
-    else:
-        folder = RunFolder.create(path, plan.recipe, where, plan.own_prompts)
-        settings_file.write_settings(folder, plan.settings, warnings_of(plan))
-    records.folder = folder
+        return sum(map(len, records.samples.values())) < plan.num_samples
+
+    if resume and (path / settings_file.SETTINGS).exists():
+        read_settings(path)  # they may be damaged
+    records.folder = folder = settings_file.opened(path, contents, load, resume=resume)
+    if not (path / "environment.json").exists():
+        folder.write("environment.json", to_json(records.earlier_where) + "\n")
     return folder
 
 

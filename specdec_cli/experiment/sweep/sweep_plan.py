@@ -7,15 +7,13 @@ from typing import Any
 from specdec_cli.backends.base import Backend
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.experiment.folders.run_settings import settings_values
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
 from specdec_cli.experiment.lossless_check import refuse_unfit
-from specdec_cli.experiment.preparing import device_settings, warnings_of_texts, with_weights
+from specdec_cli.experiment.preparing import common_settings, warnings_of_texts, with_weights
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, weights_from
-from specdec_cli.text import digest
 
 
 @dataclass(slots=True)
@@ -103,19 +101,16 @@ def plan_sweep(
         raise UsageError(f"--draft: {twice} is there twice")
     run = recipes[0].run.model_copy(update={"batch_size": batch_sizes[0]})
     recipe = dated(recipes[0].model_copy(update={"run": run}), jobs[0])
-    values = settings_values(recipe)
-    del values["draft"]
-    values["target"] = with_weights(values["target"], jobs[0].plan, "target")
-    values["drafts"] = [_draft_values(job, recipe.speculation.method) for job in jobs]
+    common = common_settings(recipe, jobs[0], ["target"])
+    del common["recipe"]["draft"]
+    common["recipe"]["drafts"] = [_draft_values(job, recipe.speculation.method) for job in jobs]
     settings = SweepSettings(
-        recipe=values,
+        **common,
         drafts=tuple(names),
         ks=tuple(ks),
         batch_sizes=tuple(batch_sizes),
         predict_only=predict_only,
-        prompts=jobs[0].identity | {"categories": digest([p.category for p in jobs[0].prompts])},
         shard=shard,
-        **device_settings(jobs[0]),
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
     found = [*notices, *warnings_of_texts(jobs[0], chat), *_short_drafts(jobs)]

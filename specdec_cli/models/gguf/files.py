@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.gguf.header import Header, Stored, read_header
+from specdec_cli.models.gguf.header import Header, TensorPlace, read_header
 from specdec_cli.text import one_line
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -86,7 +86,7 @@ def layers_in(header: Header) -> int | None:
 
 
 def _joined(headers: list[Header]) -> Header:
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorPlace] = {}
     for i, header in enumerate(headers):
         place = header.values.get("split.no"), header.values.get("split.count")
         if place != (i, len(headers)) or tensors.keys() & header.tensors.keys():

@@ -30,7 +30,7 @@ _MOST_ALIGNMENT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorPlace:
     """A tensor in a file: its shape, slowest dimension first, the number of its type in GGUF, and
     its place, in bytes from the beginning."""
 
@@ -47,7 +47,7 @@ class Header:
 
     file: Path
     values: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorPlace]
     size: int
 
 
@@ -79,10 +79,10 @@ def _read(file: Path, size: int, changed: int) -> Header:
         raise ValueError(f"it has {size} bytes, and a header has 24")
     with file.open("rb") as stream:
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _Reader(file, content, size).read()
+            return _HeaderReader(file, content, size).read()
 
 
-class _Reader:
+class _HeaderReader:
     """Reads a header from the front; `at` is the next byte."""
 
     def __init__(self, file: Path, content: mmap.mmap, size: int) -> None:
@@ -197,7 +197,7 @@ class _Reader:
 
     def placed(
         self, name: str, begin: int, shape: tuple[int, ...], kind: int, offset: int
-    ) -> Stored:
+    ) -> TensorPlace:
         """The place of a tensor in the file, which has to hold all of it."""
         name = one_line(name)
         width, nbytes = _block(kind, name)
@@ -208,7 +208,7 @@ class _Reader:
         stored, start = prod(shape) // width * nbytes, begin + offset
         if start + stored > self.size:
             raise ValueError(f"{name} ends {start + stored - self.size} bytes after the file")
-        return Stored(self.file, shape, kind, start, stored)
+        return TensorPlace(self.file, shape, kind, start, stored)
 
 
 def _block(kind: int, name: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.gguf.header import Header, Stored, name_of
+from specdec_cli.models.gguf.header import Header, TensorPlace, name_of
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.weights import Part, Read, WrongShape
 from specdec_cli.text import one_line, shown
@@ -88,7 +88,7 @@ def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, 
             sources = [name_in_file(name)]
         if all(source in header.tensors for source in sources):
             stored = [header.tensors[source] for source in sources]
-            found[name] = _reader(name, stored, dtype, _layout(architecture, sources[0], module))
+            found[name] = _reader(stored, dtype, _layout(architecture, sources[0], module))
             used |= set(sources)
     unused = [n for n in header.tensors if n not in used and n not in _USED_ELSEWHERE]
     return found, unused
@@ -144,7 +144,7 @@ def _as_row(value: torch.Tensor) -> torch.Tensor:
     return value[None] if value.dim() == 1 else value
 
 
-def _reader(name: str, stored: list[Stored], dtype: torch.dtype, change: Change | None) -> Read:
+def _reader(stored: list[TensorPlace], dtype: torch.dtype, change: Change | None) -> Read:
     """Reads a tensor that the file has whole, or, of experts, in two: gates, then values."""
 
     def read(part: Part | None = None) -> torch.Tensor:
@@ -173,7 +173,7 @@ def _reader(name: str, stored: list[Stored], dtype: torch.dtype, change: Change 
 
 
 def read_stored(
-    stored: Stored,
+    stored: TensorPlace,
     dtype: torch.dtype,
     rows: slice = _ALL,
     out: torch.Tensor | None = None,

@@ -19,7 +19,7 @@ from specdec_kernels import ops
 from specdec_kernels.attention.decode_triton import rope_attention_triton
 from specdec_kernels.attention.reference import Rotation, split_heads_reference
 from specdec_kernels.attention.split_triton import part_of
-from specdec_kernels.attention.tiles import num_splits
+from specdec_kernels.attention.tiles import choose_cut, num_splits
 from specdec_kernels.launch_triton import epochs
 from torch import Tensor
 
@@ -192,9 +192,9 @@ def test_wide_tables_and_strided_rows(device):
 
 
 @triton.jit
-def parts_kernel(out_ptr, keys, alone, min_keys, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+def parts_kernel(out_ptr, keys, alone, min_keys, CUT: tl.constexpr):
     part = tl.program_id(0)
-    parts, first, high = part_of(keys, part, alone, min_keys, SPLITS, 16, BLOCK_N)
+    parts, first, high = part_of(keys, part, alone, min_keys, 16, CUT)
     tl.store(out_ptr + 3 * part, parts)
     tl.store(out_ptr + 3 * part + 1, first)
     tl.store(out_ptr + 3 * part + 2, high)
@@ -203,9 +203,10 @@ def parts_kernel(out_ptr, keys, alone, min_keys, SPLITS: tl.constexpr, BLOCK_N: 
 @pytest.mark.parametrize("splits", [3, 4, 33])
 def test_parts_are_few_even_and_whole(splits, device):
     tile = 128
+    cut = choose_cut(1, 4, 2, 64, 2, 1, 4096, splits=splits, block_n=tile)
     for keys in (0, 1, 128, 129, 299, 383, 384, 1000, 4095, 4096, 4224, 16383):
         found = torch.full((splits, 3), -1, dtype=torch.int32, device=device)
-        parts_kernel[(splits,)](found, keys, 128, 128, SPLITS=splits, BLOCK_N=tile)
+        parts_kernel[(splits,)](found, keys, 128, 128, CUT=cut)
         number = int(found[0, 0])
         assert (found[:, 0] == number).all() and 1 <= number <= splits
         bounds = found[:number, 1:].tolist()

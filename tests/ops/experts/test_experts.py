@@ -16,7 +16,7 @@ from specdec_kernels.experts.gate_up_triton import gate_up_triton
 from specdec_kernels.experts.group_triton import group_triton
 from specdec_kernels.experts.grouped_triton import grouped_down, grouped_gate_up
 from specdec_kernels.experts.mixture_triton import mixture_add_norm_triton
-from specdec_kernels.experts.plan import FEW_TOKENS, Groups, Plan
+from specdec_kernels.experts.plan import FEW_TOKENS, ExpertPlan, PairGroups
 from specdec_kernels.experts.reference import (
     CLAMPED,
     Experts,
@@ -125,7 +125,7 @@ def wide(experts: Experts) -> Experts:
     )
 
 
-def routes_from(plan: Plan, num_experts: int, num_chosen: int) -> Routes:
+def routes_from(plan: ExpertPlan, num_experts: int, num_chosen: int) -> Routes:
     """Experts, ascending, and weights of each token, from the slots in use."""
     count = int(plan.used)
     assert 0 < count <= len(plan.experts)
@@ -146,7 +146,7 @@ def routes_from(plan: Plan, num_experts: int, num_chosen: int) -> Routes:
     return Routes(chosen, torch.tensor([[w for _, w in row] for row in found]))
 
 
-def routes_in(groups: Groups, num_experts: int) -> Routes:
+def routes_in(groups: PairGroups, num_experts: int) -> Routes:
     """Experts, ascending, and weights of each token, from the pairs of each expert."""
     rows, count = groups.weights.shape
     assert groups.sizes.shape == (num_experts,) and groups.pairs.shape == (num_experts, rows)
@@ -345,12 +345,14 @@ def test_ties_are_decided_as_transformers_decides_them(routing, is_grouped, devi
     assert_close("weights", expected.weights, found.weights, 1e-6)
 
 
-def plan_of(routes: Routes, num_experts: int, factors: Tensor | None, device: torch.device) -> Plan:
+def plan_of(
+    routes: Routes, num_experts: int, factors: Tensor | None, device: torch.device
+) -> ExpertPlan:
     """The plan as `route_triton` would write it, with absurd numbers in unused slots."""
     rows, count = routes.experts.shape
     slots = min(num_experts, rows * count)
     chosen = routes.experts.unique().tolist()
-    plan = Plan(
+    plan = ExpertPlan(
         torch.tensor([len(chosen)], dtype=torch.int32),
         torch.full((slots,), 2**30, dtype=torch.int32),
         torch.full((slots,), -1, dtype=torch.int64),
@@ -362,7 +364,7 @@ def plan_of(routes: Routes, num_experts: int, factors: Tensor | None, device: to
         plan.experts[slot] = expert
         plan.chosen[slot] = sum(1 << t for t in range(rows) if is_chosen[t])
         plan.weights[slot] = (routes.weights * (routes.experts == expert)).sum(1)
-    return Plan(*(None if t is None else t.to(device) for t in plan))
+    return ExpertPlan(*(None if t is None else t.to(device) for t in plan))
 
 
 def some_routes(rows: int, num_experts: int, num_chosen: int) -> Routes:
@@ -446,7 +448,7 @@ def test_products(size, what, tiles, dtype, device):
     assert not counters(device).any()
 
 
-def groups_of(routes: Routes, num_experts: int, factors: Tensor | None) -> Groups:
+def groups_of(routes: Routes, num_experts: int, factors: Tensor | None) -> PairGroups:
     """The groups as `group_triton` would write them, with absurd numbers after the pairs."""
     routes = ascending(routes)
     pairs = torch.full((num_experts, len(routes.experts)), 2**30, dtype=torch.int32)
@@ -456,7 +458,7 @@ def groups_of(routes: Routes, num_experts: int, factors: Tensor | None) -> Group
         expert = routes.experts.flatten()[pair]
         pairs[expert, sizes[expert]] = pair
         sizes[expert] += 1
-    return Groups(sizes, pairs, routes.weights, factors)
+    return PairGroups(sizes, pairs, routes.weights, factors)
 
 
 GROUP_TILES = [
@@ -479,7 +481,7 @@ def test_grouped_products(size, what, tiles, dtype, device):
     if x.squares is not None:
         factors = torch.rsqrt(x.squares.sum(1) / width + EPS)
     groups = groups_of(routes, num_experts, None)
-    groups = Groups(*(t.to(device) for t in groups[:3]), factors)
+    groups = PairGroups(*(t.to(device) for t in groups[:3]), factors)
     inner = grouped_gate_up(x.scaled, groups, experts, tiles)
     parts = grouped_down(inner, groups, experts, tiles)
     exact = wide(experts)

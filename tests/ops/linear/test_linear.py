@@ -10,7 +10,7 @@ from specdec_kernels.linear import tiles as tiles_module
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.one_row_triton import one_row_linear
 from specdec_kernels.linear.reference import Normed, rms_norm_reference
-from specdec_kernels.linear.tile_tables import ANY, TABLES, Case
+from specdec_kernels.linear.tile_tables import ANY, TABLES
 from specdec_kernels.linear.tiles import (
     FEW_ROWS,
     NARROW,
@@ -23,6 +23,7 @@ from specdec_kernels.linear.tiles import (
     spread,
     tiles_for,
 )
+from specdec_kernels.tiles import Case
 from torch import Tensor
 
 EPS = 1e-5
@@ -53,8 +54,11 @@ def test_layer(size, activation, dtype, device):
 def test_layer_of_more_rows_by_a_table_that_has_them(kinds, dtype, device, monkeypatch):
     """Products of the table and the library's follow each other in each way. In fp32 all are the
     library's."""
-    cases = [Case(kind, 128, 0, ANY, Tiles(128, 16, 32, 1, 1, 0, 4, 3)) for kind in kinds]
-    table = {device: (*cases, *found) for device, found in TABLES.items()}
+    case = Case(Tiles(128, 16, 32, 1, 1, 0, 4, 3), (128, ANY), (0,))
+    table = {
+        device: found | {kind: (case, *found[kind]) for kind in kinds}
+        for device, found in TABLES.items()
+    }
     monkeypatch.setattr(tiles_module, "TABLES", table)
     tiles_module.tiles_for.cache_clear()
     try:
