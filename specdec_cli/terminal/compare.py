@@ -27,8 +27,8 @@ from specdec_cli.experiment.folders.records import (
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.statistics.promise import tokens_line
-from specdec_cli.report import point_cells as cell
-from specdec_cli.report.point_cells import Cell
+from specdec_cli.report import cells as cell
+from specdec_cli.report.cells import Cell
 from specdec_cli.terminal import render
 
 _SETTING = ("target TP", "draft TP", "batch")

@@ -30,7 +30,7 @@ from specdec_cli.core.figures import TTFT_PARTS, Metrics, stages_in
 from specdec_cli.experiment.folders.records import Sample
 from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.statistics.stats import among_rounds
-from specdec_cli.report.point_cells import span_after
+from specdec_cli.report.cells import span_after
 from specdec_cli.text import inert
 
 _WORD = 20  # columns

@@ -28,7 +28,7 @@ from specdec_cli.experiment.statistics.promise import check_line, tokens_line
 from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
-from specdec_cli.report import point_cells as cell
+from specdec_cli.report import cells as cell
 from specdec_cli.terminal import render
 from specdec_cli.text import inert, one_line
 

@@ -22,8 +22,12 @@ from specdec_cli.experiment.compare.comparison_plan import (
     skips_of,
     warnings_of,
 )
-from specdec_cli.experiment.compare.comparison_records import ComparisonRecords, merge_repeats
-from specdec_cli.experiment.compare.pairs import ComparisonSettings, Skip
+from specdec_cli.experiment.compare.comparison_records import (
+    ComparisonRecords,
+    ComparisonSettings,
+    Skip,
+    merge_repeats,
+)
 from specdec_cli.experiment.compare.parent import exit_code, run_pairs
 from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
 from specdec_cli.experiment.compare.worker import PairTask, with_degrees

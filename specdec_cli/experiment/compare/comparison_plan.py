@@ -15,8 +15,11 @@ from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.types import Permissions
 from specdec_cli.engine.plan import Plan, draft_at
 from specdec_cli.errors import Notice, SetupError, UsageError
-from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
-from specdec_cli.experiment.compare.pairs import ComparisonSettings, Skip
+from specdec_cli.experiment.compare.comparison_records import (
+    ComparisonRecords,
+    ComparisonSettings,
+    Skip,
+)
 from specdec_cli.experiment.compare.worker import WARM_UP_TOKENS, with_degrees
 from specdec_cli.experiment.duration import estimated, own_plan
 from specdec_cli.experiment.folders import settings_file

@@ -13,11 +13,10 @@ from specdec_cli.experiment.compare.verdict import verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.folders.conclusions import VERSION, Tokens
 from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
-from specdec_cli.experiment.lossless import tokens_notice
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure, error_of
-from specdec_cli.experiment.statistics.disturbed import disturbances
-from specdec_cli.experiment.statistics.noise import impossible_speeds, noise_in
+from specdec_cli.experiment.statistics.noise import disturbances, impossible_speeds, noise_in
+from specdec_cli.experiment.statistics.promise import tokens_notice
 from specdec_cli.experiment.sweep.document import prompts_that_failed
 from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import Report

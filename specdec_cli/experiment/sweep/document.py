@@ -11,22 +11,20 @@ from specdec_cli.experiment.folders.conclusions import VERSION, CheckResult, Tok
 from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.samples import Samples, why_none
 from specdec_cli.experiment.forecasts import Forecasts
-from specdec_cli.experiment.lossless import compare_tokens, tokens_notice
 from specdec_cli.experiment.lossless_check import failed_check
 from specdec_cli.experiment.points import Failure, arm_points, error_of
 from specdec_cli.experiment.predict import Text, with_recorded
-from specdec_cli.experiment.statistics.disturbed import disturbances
 from specdec_cli.experiment.statistics.noise import (
+    disturbances,
     impossible_speeds,
     noise_in,
     predictions_off,
     proposals_of_another_k,
 )
-from specdec_cli.experiment.sweep.comparisons import compare_arms
-from specdec_cli.experiment.sweep.gains import Gains, measured_gains, predicted_gains
+from specdec_cli.experiment.statistics.promise import compare_tokens, tokens_notice
+from specdec_cli.experiment.sweep.gains import Gains, compare_arms, measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_category
-from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
-from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords, SweepSettings
 from specdec_cli.experiment.sweep.time_curve import cost_by_part, curve_point
 from specdec_cli.recipe import Recipe
 

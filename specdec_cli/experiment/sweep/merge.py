@@ -23,8 +23,7 @@ from specdec_cli.experiment.sweep.document import (
     sweep_document,
 )
 from specdec_cli.experiment.sweep.sweep_folder import read_settings
-from specdec_cli.experiment.sweep.sweep_records import SweepRecords, read_kept
-from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_records import SweepRecords, SweepSettings, read_kept
 from specdec_cli.recipe import PROMPTS, Recipe, load_recipe
 
 SHARDS_MISSING = "shards_missing"  # the code of a warning

@@ -14,8 +14,7 @@ from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.experiment.sweep.runner import Sweep
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, warnings_of
-from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
-from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords, SweepSettings
 
 
 def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: bool) -> RunFolder:
