@@ -1,4 +1,5 @@
-"""Tables of a report as values, and how a table of points is made of cells."""
+"""Cells, the figures of points for people, with heading, unit and value once for terminals and
+reports; and the tables that are made of them. CSV files name fields instead, see `raw_tables`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

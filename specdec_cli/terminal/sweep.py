@@ -25,7 +25,6 @@ from specdec_cli.experiment.folders.conclusions import (
 from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Point, Sample
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.statistics.promise import check_line, tokens_line
-from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.report import cells as cell
@@ -91,7 +90,7 @@ class SweepTable(Watcher):
         self._shown = key.batch_size
         self._sums.setdefault(key, render.Sums()).add(sample)
         if sample.could_run:
-            self._spent[key][sample.index] = decoded_tokens(sample), decode_seconds(sample)
+            self._spent[key][sample.index] = sample.decoded_tokens, sample.usual_seconds
         self._progress.advance(self._task)
 
     def points(self, points: Sequence[Point]) -> None:

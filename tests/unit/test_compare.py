@@ -48,7 +48,7 @@ from specdec_cli.experiment.statistics.promise import tokens_line
 from specdec_cli.launch.ranks import RanksOutcome
 from specdec_cli.launch.reports import End, Report
 from specdec_cli.prompts import Prompt
-from specdec_cli.prompts.prompt_set import PromptSet
+from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import load_recipe
 from specdec_cli.terminal.compare import print_results
 

@@ -16,9 +16,9 @@ from specdec_cli.experiment.folders.records import (
     Key,
     Point,
     Sample,
+    Samples,
     not_measured,
 )
-from specdec_cli.experiment.folders.samples import Samples, speedup
 from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.measure import MeasuringLoop, sample_of
 from specdec_cli.experiment.points import Failure, arm_points, measured
@@ -29,6 +29,7 @@ from specdec_cli.experiment.statistics.noise import (
     off_points,
     proposals_of_another_k,
 )
+from specdec_cli.experiment.statistics.stats import speedup
 from specdec_cli.experiment.sweep.gains import compare_arms, measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
 from specdec_cli.experiment.sweep.sweep_records import SweepClock

@@ -33,7 +33,7 @@ from specdec_cli.experiment.preparing import (
 )
 from specdec_cli.models.description import describe
 from specdec_cli.models.draft import Draft
-from specdec_cli.prompts.prompt_set import PromptSet
+from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from
 

@@ -1,4 +1,4 @@
-"""The samples of a comparison and the points that follow from them.
+"""A comparison: a sweep whose points have two degrees. Its settings, and points from its samples.
 
 Everything is computed from the run folder. Knows no ranks and no terminal.
 """
@@ -11,12 +11,12 @@ from typing import Any
 
 from specdec_cli.core.figures import Record
 from specdec_cli.experiment import points
-from specdec_cli.experiment.folders.records import Key, Pair, Point, Sample
+from specdec_cli.experiment.folders.records import Key, Pair, Point, Sample, Samples, without_errors
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.run_settings import RunSettings
-from specdec_cli.experiment.folders.samples import Samples, speedup, without_errors
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.statistics.stats import speedup
 from specdec_cli.experiment.sweep.sweep_records import SweepRecords
 from specdec_cli.text import digest
 

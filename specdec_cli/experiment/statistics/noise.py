@@ -1,4 +1,4 @@
-"""Signs in the samples of a run that something disturbed its times.
+"""Signs in the samples of a run that something disturbed its times, and repeats that do not count.
 
 Computed from records alone, so that merged and resumed runs are looked at like whole ones.
 """
@@ -13,10 +13,17 @@ from typing import Any
 import numpy as np
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.folders.records import Key, Pair, Point, Sample
-from specdec_cli.experiment.folders.samples import Samples, without_errors
+from specdec_cli.experiment.folders.records import (
+    OUTLYING,
+    Key,
+    Pair,
+    Point,
+    Sample,
+    Samples,
+    usual_repeats,
+    without_errors,
+)
 from specdec_cli.experiment.statistics import stats
-from specdec_cli.experiment.statistics.repeats import OUTLYING, usual_repeats
 from specdec_cli.experiment.statistics.stats import SumRatio
 
 _DRIFT = 0.10  # least relative change of a round's time that is told, its error taken off

@@ -8,8 +8,7 @@ from typing import Any
 
 from specdec_cli.errors import ExitCode, Notice
 from specdec_cli.experiment.folders.conclusions import VERSION, CheckResult, Tokens
-from specdec_cli.experiment.folders.records import Key, Point
-from specdec_cli.experiment.folders.samples import Samples, why_none
+from specdec_cli.experiment.folders.records import Key, Point, Samples, why_none
 from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.lossless_check import failed_check
 from specdec_cli.experiment.points import Failure, arm_points, error_of

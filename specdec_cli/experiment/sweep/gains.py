@@ -9,18 +9,17 @@ from itertools import combinations
 from typing import Any
 
 from specdec_cli.experiment.folders.conclusions import Arm, CategoryComparison, Comparison
-from specdec_cli.experiment.folders.records import Key, Point
-from specdec_cli.experiment.folders.samples import (
+from specdec_cli.experiment.folders.records import (
+    Key,
+    Point,
     Samples,
     baseline_of,
-    measured_speed,
     prompts_by_category,
-    speedup,
     without_errors,
 )
 from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.statistics.factors import Measure, Product, interval_of, ratio_of
-from specdec_cli.experiment.statistics.stats import SumRatio
+from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
 
 
 @dataclass(frozen=True, slots=True)

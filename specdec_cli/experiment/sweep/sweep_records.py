@@ -1,6 +1,5 @@
-"""The records of a sweep, in memory and in its folder."""
+"""The settings and the records of a sweep, in memory and in its folder. Imports no torch."""
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -73,9 +72,6 @@ class SweepSettings(RunSettings):
             values[name] = tuple(values[name])
         values["shard"] = tuple(values["shard"]) if values["shard"] else None
         return cls(**values)
-
-
-_log = logging.getLogger("specdec")
 
 
 class Settings(Protocol):
