@@ -24,17 +24,15 @@ def row_of(start_ptr, token, num_rows, STEPS: tl.constexpr):
 
 
 # Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_columns", "limit", "table_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_columns", "table_stride"])
 def slot_mapping_kernel(
     block_tables_ptr,  # [B, MB] int32
     out_start_ptr,  # [B + 1] int32
     positions_ptr,  # [T] int64
-    rejected_ptr,  # [T] bool, or None
     slots_ptr,  # [T] int64, out
     num_tokens,
     num_rows,
     num_columns,
-    limit,
     table_stride,
     BLOCK_SIZE: tl.constexpr,
     STEPS: tl.constexpr,
@@ -44,39 +42,23 @@ def slot_mapping_kernel(
     live = place < num_tokens
     row = row_of(out_start_ptr, place, num_rows, STEPS)
     position = tl.load(positions_ptr + place, mask=live, other=0)
-    keep = (position < limit) & (place < tl.load(out_start_ptr + num_rows))
-    if rejected_ptr is not None:
-        keep = keep & (tl.load(rejected_ptr + place, mask=live, other=1) == 0)
-    column = tl.maximum(tl.minimum(position // BLOCK_SIZE, num_columns - 1), 0)
+    column = tl.maximum(position // BLOCK_SIZE, 0)
+    keep = (column < num_columns) & (place < tl.load(out_start_ptr + num_rows))
     entry = block_tables_ptr + row.to(tl.int64) * table_stride + column
     block = tl.load(entry, mask=live & keep, other=0).to(tl.int64)
     tl.store(slots_ptr + place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=live)
 
 
 def slot_mapping_triton(
-    block_tables: Tensor,
-    out_start: Tensor,
-    positions: Tensor,
-    rejected: Tensor | None,
-    block_size: int,
-    max_model_len: int,
+    block_tables: Tensor, out_start: Tensor, positions: Tensor, block_size: int
 ) -> Tensor:
     """See `ops.slot_mapping`."""
     (num_rows, num_columns), (num_tokens,) = block_tables.shape, positions.shape
     assert out_start.shape == (num_rows + 1,)
-    assert rejected is None or rejected.shape == positions.shape
     slots = torch.empty(num_tokens, dtype=torch.int64, device=positions.device)
     slot_mapping_kernel[(triton.cdiv(num_tokens, BLOCK),)](
-        block_tables,
-        out_start,
-        positions,
-        rejected,
-        slots,
-        num_tokens,
-        num_rows,
-        num_columns,
-        min(max_model_len, num_columns * block_size),
-        block_tables.stride(0),
+        *(block_tables, out_start, positions, slots),
+        *(num_tokens, num_rows, num_columns, block_tables.stride(0)),
         BLOCK_SIZE=block_size,
         STEPS=num_rows.bit_length(),
         BLOCK=BLOCK,
