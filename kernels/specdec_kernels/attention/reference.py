@@ -3,7 +3,7 @@
 Rotary embedding (Su et al., arXiv 2104.09864) uses the layout of transformers' Llama: the first and
 the second half of a head form the pairs that are rotated. Per-head norms are those of Qwen 3.
 
-Does not know layers or models. Block 0 of a cache is the trash block.
+Does not know layers or models. Caches are contiguous, and block 0 of a cache is the trash block.
 Legend: T packed tokens, B sequences, H query heads, Hkv key heads, D features of a head, NB blocks
 of BS slots, MB block-table columns.
 """
