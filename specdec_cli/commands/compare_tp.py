@@ -84,18 +84,7 @@ def compare_tp(
                 unsaid,
             )
 
-        plan = plan_comparison(
-            resolved,
-            found.prompts,
-            degrees,
-            sizes,
-            batches,
-            asked.permissions(),
-            chat=found.chat,
-            notices=found.notices,
-            own_prompts=found.own,
-            skip_bad=source.skip_bad,
-        )
+        plan = plan_comparison(resolved, found, degrees, sizes, batches, asked.permissions())
         warnings = warnings_of(plan)
         records, where = ComparisonRecords(plan.settings, plan.skips), plan.where
         if dry_run:

@@ -61,7 +61,6 @@ def generate(
                 is_single=is_single,
                 resume=resume,
                 checks=check_lossless,
-                skip_bad=source.skip_bad,
             )
         world.ready()
         code = write(

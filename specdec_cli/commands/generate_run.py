@@ -11,7 +11,6 @@ import typer
 from specdec_cli.backends import native
 from specdec_cli.backends.base import Finished, Session, Written
 from specdec_cli.commands.options import Asked
-from specdec_cli.commands.reading import Found
 from specdec_cli.commands.status import Stages, warn
 from specdec_cli.core.figures import Metrics
 from specdec_cli.errors import ExitCode, Notice, UsageError
@@ -49,6 +48,7 @@ from specdec_cli.experiment.preparing import warnings_of_texts
 from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import jsonl_of, next_turn
+from specdec_cli.prompts.prompt_set import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.stages import FIRST_TOKEN, begin_stage
 from specdec_cli.terminal.render import has_colour, print_failures, print_summary
@@ -83,21 +83,20 @@ class Ready:
 def get_ready(
     world: World,
     resolved: Recipe,
-    found: Found,
+    found: PromptSet,
     asked: Asked,
     stages: Stages,
     *,
     is_single: bool,
     resume: bool,
     checks: bool,
-    skip_bad: bool,
 ) -> Ready:
     """Check everything, create or resume the run folder, load the models.
 
     checks: of losslessness follow.
     """
     resolved = resolved.model_copy(update={"data": found.data})
-    job = prepare(native, resolved, found.prompts, asked.permissions(), skip_bad=skip_bad)
+    job = prepare(native, resolved, found, asked.permissions())
     resolved = dated(resolved, job)
     if checks:
         refuse_unfit(job.plan, [job.plan.k])

@@ -8,7 +8,6 @@ import stat
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked
 from specdec_cli.demo import PREFIX
-from specdec_cli.errors import Notice, SpecdecError, UsageError
+from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.prompts import (
     DATE_KEY,
     LoadedPrompts,
@@ -28,28 +27,13 @@ from specdec_cli.prompts import (
     read_prompts,
     unused_keys,
 )
+from specdec_cli.prompts.prompt_set import PromptSet
 from specdec_cli.recipe import PROMPTS, DataSection, Recipe, load_recipe
 from specdec_cli.text import is_unicode
 
 _SAMPLES = ("random", "stratified")
 _OF_CHAT = ("template", "chat_template")  # options that mean nothing without a chat template
 _TEMPLATE_CHARACTERS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The prompts of a command line.
-
-    data: the section of a recipe that names them; None for prompts that no recipe can name. chat:
-    the setting that they were read with. own: the text of `PROMPTS`, if `data` names that file of
-    a run folder, which is still to be written.
-    """
-
-    prompts: list[Prompt]
-    data: DataSection | None
-    chat: str
-    notices: list[Notice] = field(default_factory=list)
-    own: str | None = None
 
 
 def recipe_options(source: options.Prompts) -> dict[str, object]:
@@ -82,14 +66,14 @@ def find_prompts(
     asked: Asked,
     *,
     reads_pipe: bool = False,
-) -> Found:
+) -> PromptSet:
     """Prompts from the options, else from a pipe (reads_pipe), else from the recipe's data.
 
     `resolved` already contains the values of `recipe_options`. Prompts that no recipe can name go
     into the run folder, if there is one.
     """
     chat, system = _chat_of(source, resolved.data)
-    data, notices = resolved.data, list[Notice]()
+    data = resolved.data
     of_chat, template = _template_of(source, resolved.data, asked.output)
     prompts = None
     if not any(value is not None for value in recipe_options(source).values()):
@@ -101,14 +85,14 @@ def find_prompts(
         data, loaded = _from_data(source, resolved, data, asked)
         prompts = as_conversations(loaded.prompts, chat, system, template)
         data = data.model_copy(update={"chat": chat, "system": system, **of_chat})
-        return Found(prompts, data, chat, [*loaded.notices, *unused_keys(prompts)])
+        notices = [*loaded.notices, *unused_keys(prompts)]
+        return PromptSet(prompts, data, chat, notices, skip_bad=source.skip_bad)
     prompts = as_conversations(prompts, chat, system, template)
-    notices = unused_keys(prompts)
-    if asked.output is None:
-        return Found(prompts, None, chat, notices)
-    path = os.path.abspath(asked.output / PROMPTS)
-    data = DataSection.model_validate({"path": path, "chat": chat})
-    return Found(prompts, data, chat, notices, jsonl_of(prompts))
+    data, own = None, None
+    if asked.output is not None:
+        path = os.path.abspath(asked.output / PROMPTS)
+        data, own = DataSection.model_validate({"path": path, "chat": chat}), jsonl_of(prompts)
+    return PromptSet(prompts, data, chat, unused_keys(prompts), own, source.skip_bad)
 
 
 def _loose(source: options.Prompts, resolved: Recipe, *, reads_pipe: bool) -> list[Prompt] | None:

@@ -106,16 +106,12 @@ def sweep_k(
             plan = plan_sweep(
                 native,
                 named,
-                found.prompts,
+                found,
                 lengths,
                 sizes,
                 asked.permissions(),
                 predict_only=predict_only,
                 shard=part,
-                chat=found.chat,
-                notices=found.notices,
-                own_prompts=found.own,
-                skip_bad=source.skip_bad,
                 check_lossless=check_lossless,
             )
         code = _sweep(world, plan, asked, resume=resume, dry_run=dry_run)
@@ -172,20 +168,19 @@ def _sweep(
             folder.close()
 
     def end() -> ExitCode:
-        failures = sweep.failures.values()
         found = unsaid(sweep.notices, warnings)
         if folder is not None:
             for one in found:
                 keep_warning(folder, plan.settings, one)
         said = [*warnings, *found, *unsaid(LOGGED, warnings)]
-        document = finish(plan, records, measured, said, sweep.clock, folder, failures, sweep.check)
+        document = finish(sweep, measured, said)
         with world.outside():
             # What was logged is on stderr already.
             warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
             if folder is not None:
                 write_pictures(folder.path)
             show(document, print_results, as_json=asked.as_json)
-        return exit_code(document, records, failures)
+        return exit_code(document, records, sweep.failures.values())
 
     return world.once(end)
 

@@ -1,12 +1,12 @@
 """An estimate of the time of a sweep or a comparison before anything is loaded.
 
 A pass reads the weights once, multiplies each token with them, and starts the work of each layer.
-The first two take what this device takes for them now; the third is a round figure. Knows neither
-drafts in turn nor pairs of degrees.
+The first two take what this device takes for them now; the third is a round figure. Knows no drafts
+in turn.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +14,10 @@ import torch
 
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.plan import Plan
-from specdec_cli.experiment.folders.records import Key
+from specdec_cli.experiment.folders.records import Key, Pair
 from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.measure import units_of
+from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.held import held_bytes
 
@@ -193,8 +195,29 @@ def start_seconds(plans: Iterable[Plan]) -> float:
     return start + sum(models.values()) / _LOAD
 
 
-def estimated(seconds: float) -> tuple[str, dict[str, Any]]:
-    """A dry run's line about its time, and the fields of its document."""
+def total_seconds(
+    jobs: Mapping[Key, Job], *, has_curve: bool = False, most_warm_up: int | None = None
+) -> float:
+    """The time of measuring points. Each pair of degrees has ranks that load both models.
+
+    has_curve: whether a time curve is measured too. most_warm_up: as for `point_seconds`.
+    """
+    plans = [own_plan(job) for job in jobs.values()]
+    speeds = speeds_of(plans[0].device, plans[0].target.dtype)
+    found = start_seconds(plans) * len({Pair.of(key) for key in jobs})
+    for key, job in jobs.items():
+        count = len(job.prompts)
+        estimate = DurationEstimate(job, speeds, (key.target_tp or 1, key.draft_tp or 1))
+        found += estimate.point_seconds(key, count, most_warm_up)
+        if has_curve:
+            parts = curve_parts(job, key.batch_size) / len(units_of(job, key.batch_size))
+            found += estimate.run_seconds(key, max(1, round(parts * count)), job.plan.params)
+    return found
+
+
+def estimated(jobs: Mapping[Key, Job], **more: Any) -> tuple[str, dict[str, Any]]:
+    """A dry run's line about its time, and the fields of its document. more: of `total_seconds`."""
+    seconds = total_seconds(jobs, **more)
     line = (
         f"time: about {in_words(seconds)}, usually right within a factor of {_OFTEN_OFF_BY:g}; "
         "texts that end early take less"

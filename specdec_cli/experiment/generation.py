@@ -17,6 +17,7 @@ from specdec_cli.errors import SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.experiment.folders.records import Sample, given
 from specdec_cli.experiment.folders.results import Output
 from specdec_cli.prompts import DATE_KEY, Prompt
+from specdec_cli.prompts.prompt_set import PromptSet
 from specdec_cli.prompts.types import Message
 from specdec_cli.recipe import Recipe
 from specdec_cli.stages import begin_stage
@@ -58,7 +59,7 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The number of prompts and a digest of their tokens, as settings hold them.
+        """The number of prompts and digests of their tokens and categories, as settings hold them.
 
         Of prompts with a date what they are rendered from counts: a run may go on another day.
         """
@@ -68,7 +69,8 @@ class Job:
                 ids if p.messages is None else [p.messages, {**p.template, DATE_KEY: None}]
                 for p, ids in zip(self.prompts, self.token_ids, strict=True)
             ]
-        return {"count": len(found), "sha256": digest(found)}
+        categories = digest([prompt.category for prompt in self.prompts])
+        return {"count": len(found), "sha256": digest(found), "categories": categories}
 
     def part(self, start: int, stop: int) -> "Job":
         """The job with the prompts at places start to stop."""
@@ -88,17 +90,10 @@ class Job:
         return f"the prompt has {length} tokens; the model's context holds {most} with the output"
 
 
-def prepare(
-    backend: Backend,
-    recipe: Recipe,
-    prompts: list[Prompt],
-    permissions: Permissions,
-    *,
-    skip_bad: bool = False,
-) -> Job:
+def prepare(backend: Backend, recipe: Recipe, prompts: PromptSet, permissions: Permissions) -> Job:
     """`tokenised`, and a warning in the log if texts may outgrow the draft's context."""
     planned = backend.prepare(recipe, permissions)
-    job = tokenised(backend, planned, prompts, skip_bad=skip_bad)
+    job = tokenised(backend, planned, prompts.prompts, skip_bad=prompts.skip_bad)
     if (warning := draft_context_warning(job.plan, job.token_ids)) is not None:
         _log.warning("%s", warning)
     return job

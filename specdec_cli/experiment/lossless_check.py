@@ -6,7 +6,7 @@ rank calls these functions in one order. Knows no terminal.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdec_cli.backends.base import Finished, Prepared, Session
@@ -69,7 +69,7 @@ class LosslessCheck:
                 self._noise = max(self._noise, float(abs(alone - wide).max()))
                 lower = min(float(alone[text.tokens[at]]), float(alone[text.plain[at]]))
                 gap = float(alone.max()) - lower
-            self._parted.append(asdict(key) | {"index": index, "position": at, "gap": gap})
+            self._parted.append(key.as_dict() | {"index": index, "position": at, "gap": gap})
 
     @property
     def result(self) -> CheckResult:

@@ -7,7 +7,7 @@ of the machine affect every point alike. Knows no folders and no terminals.
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -138,7 +138,7 @@ def sample_of(
     are_counted = len(experts) == len(runs)
     parts = [part for s in runs if (part := s.ttft_parts_ms) is not None]
     return Sample(
-        **asdict(key),
+        **key.as_dict(),
         index=first.index,
         category=category,
         prompt_token_ids=first.prompt_token_ids,

@@ -5,7 +5,7 @@ sweeps give the same points as a whole one. Knows no engine and no terminal.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -71,7 +71,7 @@ def arm_points(
     for key in keys:
         own = {} if key in failures else samples.get(key, {})
         point = Point(
-            **asdict(key),
+            **key.as_dict(),
             predicted_speedup=None,
             **measured(key, own, baseline, failures.get(key), seed),
         )

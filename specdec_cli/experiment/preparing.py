@@ -1,11 +1,13 @@
-"""Preparation that sweeps and comparisons share: settings and warnings."""
+"""Preparation that runs share: settings and warnings."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from specdec_cli.backends.base import Prepared
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.statistics.stats import FEWEST
+from specdec_cli.recipe import Recipe
 
 _FEW_PROMPTS = 20
 
@@ -16,9 +18,21 @@ def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str
     return section if found is None else section | {"weights": found}
 
 
-def device_settings(job: Job) -> dict[str, str]:
-    """The settings `device`, the name of its kind, and `dtype`, the target's."""
-    return {"device": job.plan.device_name, "dtype": job.plan.dtype_name}
+def common_settings(
+    recipe: Recipe, job: Job, roles: Sequence[str] = ("target", "draft")
+) -> dict[str, Any]:
+    """The fields of `RunSettings`. roles: the models whose weights are told from others."""
+    values = recipe.model_dump(mode="json")
+    del values["data"], values["run"]["batch_size"], values["run"]["device"]
+    for role in roles:
+        if values[role] is not None:
+            values[role] = with_weights(values[role], job.plan, role)
+    return {
+        "recipe": values,
+        "prompts": job.identity,
+        "device": job.plan.device_name,
+        "dtype": job.plan.dtype_name,
+    }
 
 
 def warnings_of_texts(job: Job, chat: str) -> list[Notice]:

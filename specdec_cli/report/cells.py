@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.folder import ReportedRun
@@ -50,6 +51,33 @@ def cell(value: Value, column: Column) -> str:
     return str(value)
 
 
+def table_of(
+    texts: tuple[str, str, str],
+    items: Iterable[Any],
+    cells: Sequence[Cell],
+    strong: frozenset[int] = frozenset(),
+) -> Table:
+    """A table with a row for each item. A figure with an interval takes two columns.
+
+    texts: the table's name, title and note.
+    """
+    columns: list[Column] = []
+    values: list[Callable[[Any], Value]] = []
+    for one in cells:
+        columns.append(Column(one.title, one.digits, one.unit))
+        values.append(one.of)
+        if (interval := one.interval) is not None:
+            columns.append(Column("95 % interval"))
+            values.append(partial(_span, interval))
+    rows = tuple(tuple(value(item) for value in values) for item in items)
+    name, title, note = texts
+    return Table(name, title, tuple(columns), rows, note, strong)
+
+
+def _span(of: Callable[[Any], Sequence[float] | None], item: Any) -> str | None:
+    return span_of(item, of(item))
+
+
 def by_point(
     texts: tuple[str, str, str],
     run: ReportedRun,
@@ -57,29 +85,7 @@ def by_point(
     cells: Sequence[Cell],
     strong: frozenset[int] = frozenset(),
 ) -> Table:
-    """A table with a row for each point, after the cells that name it. A figure with an interval
-    takes two columns.
-
-    texts: the table's name, title and note.
-    """
+    """A table with a row for each point, after the cells that name it."""
     draft = Cell("draft", lambda p: run.labels[p.draft])
     setting = (TARGET_TP, DRAFT_TP) if run.is_comparison else (draft,)
-    columns: list[Column] = []
-    values: list[Callable[[Point], Value]] = []
-    for one in (*setting, BATCH, K, *cells):
-        columns.append(Column(one.title, one.digits, one.unit))
-        values.append(one.of)
-        if one.interval is not None:
-            columns.append(Column("95 % interval"))
-            values.append(partial(_interval, one.interval))
-    rows = tuple(tuple(value(point) for value in values) for point in points)
-    name, title, note = texts
-    return Table(name, title, tuple(columns), rows, note, strong)
-
-
-def _interval(of: Callable[[Point], Sequence[float] | None], point: Point) -> str | None:
-    return span_of(point, of(point))
-
-
-def is_ok(point: Point) -> bool:
-    return point.is_ok
+    return table_of(texts, points, (*setting, BATCH, K, *cells), strong)

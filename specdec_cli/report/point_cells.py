@@ -1,8 +1,9 @@
-"""The figures of a point for people: the heading, unit and value of each, written once for
-terminals and for reports. In CSV files they have the names of their fields, see `raw_tables`."""
+"""The figures of points and categories for people: heading, unit and value of each, once for
+terminals and reports. In CSV files they have the names of their fields, see `raw_tables`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.folders.records import CategoryMetrics, Point, blocks_in_words
@@ -12,27 +13,30 @@ Value = str | float | int | None
 PERCENTILES = ("p50", "p90", "p99")
 
 
+Figures = Point | CategoryMetrics
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A figure of a point. title, unit: of a report's column. digits: after the decimal point; None
-    for text and whole numbers. heading, places: likewise on a terminal, where the unit is part of
-    the heading. interval: its 95 % interval, if it has one."""
+    """A figure of what a row is about, such as a point. title, unit: of a report's column. digits:
+    after the decimal point; None for text and whole numbers. heading, places: likewise on a
+    terminal, where the unit is part of the heading. interval: its 95 % interval, if it has one."""
 
     title: str
-    of: Callable[[Point], Value]
+    of: Callable[[Any], Value]
     unit: str = ""
     digits: int | None = None
     heading: str = ""
     places: int = 2
-    interval: Callable[[Point], Sequence[float] | None] | None = None
+    interval: Callable[[Any], Sequence[float] | None] | None = None
 
-    def text(self, point: Point) -> str:
+    def text(self, row: Any) -> str:
         """The figure and its interval on a terminal; empty without one."""
-        value = self.of(point)
+        value = self.of(row)
         if value is None or isinstance(value, str) or self.digits is None:
             return "" if value is None else str(value)
         sign = "%" if self.unit.startswith("%") else ""
-        ends = self.interval(point) if self.interval is not None else None
+        ends = self.interval(row) if self.interval is not None else None
         return f"{value:.{self.places}f}{sign}{span_after(ends)}"
 
 
@@ -41,12 +45,12 @@ def span_after(ends: Sequence[float] | None) -> str:
     return "" if ends is None or ends[0] == ends[1] else f" ({ends[0]:.2f}–{ends[1]:.2f})"
 
 
-def number(name: str, part: str | None = None) -> Callable[[Point], float | None]:
-    """A figure of a point or of its metrics, by name."""
-    return lambda point: point.number(name, part)
+def number(name: str, part: str | None = None) -> Callable[[Figures], float | None]:
+    """A figure by its name."""
+    return lambda found: found.number(name, part)
 
 
-def speedup(found: Point | CategoryMetrics) -> Value:
+def speedup(found: Figures) -> Value:
     return "impossible" if found.impossible_speedup is not None else found.speedup
 
 
@@ -58,8 +62,9 @@ def span(ends: Sequence[float] | None) -> str | None:
     return None if ends is None else f"{ends[0]:.2f} – {ends[1]:.2f}"
 
 
-def span_of(point: Point, ends: Sequence[float] | None) -> str | None:
-    if ends is None and point.is_ok and (point.number("num_prompts") or FEWEST) < FEWEST:
+def span_of(found: Figures, ends: Sequence[float] | None) -> str | None:
+    """An interval, or why a figure over few prompts has none."""
+    if ends is None and found.is_ok and (found.number("num_prompts") or FEWEST) < FEWEST:
         return "too few prompts"
     return span(ends)
 
@@ -74,7 +79,8 @@ TARGET_TP = Cell("target TP", lambda p: p.target_tp)
 DRAFT_TP = Cell("draft TP", lambda p: None if p.is_baseline else p.draft_tp)
 BATCH = Cell("batch", lambda p: p.batch_size)
 K = Cell("k", lambda p: p.k)
-SPEEDUP = Cell("speed-up", speedup, "×", 2, "x k = 0", interval=lambda p: p.speedup_ci)
+PROMPTS = Cell("prompts", number("num_prompts"))
+SPEEDUP = Cell(*("speed-up", speedup, "×", 2, "x k = 0"), interval=lambda p: p.speedup_ci)
 SPEED = Cell("decoding", number("decode_tokens_per_second"), "tokens/s", 1, "tokens/s", 1)
 LENGTH = Cell(
     *("tokens a round", number("mean_acceptance_length"), "", 2),
@@ -100,6 +106,6 @@ LATENCIES = [
 ]
 
 
-def columns_of(cells: Sequence[Cell], points: Sequence[Point]) -> dict[str, list[str]]:
+def columns_of(cells: Sequence[Cell], rows: Sequence[Any]) -> dict[str, list[str]]:
     """The columns of a terminal's table, by heading."""
-    return {c.heading or c.title: [c.text(point) for point in points] for c in cells}
+    return {c.heading or c.title: [c.text(row) for row in rows] for c in cells}

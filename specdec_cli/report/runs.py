@@ -13,11 +13,11 @@ from typing import Any
 from specdec_cli.experiment.folders.records import Point, Sample
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
-from specdec_cli.report.cells import Column, Table
+from specdec_cli.report.cells import Column, Table, table_of
 from specdec_cli.report.findings import setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 from specdec_cli.report.page import rows_of
-from specdec_cli.report.point_cells import Value, span
+from specdec_cli.report.point_cells import Cell, span
 
 Prompt = tuple[tuple[int, ...], int]  # its ids, and which of the prompts with these ids
 _SEED = 0
@@ -63,6 +63,15 @@ class Ratio:
             few = self.num_prompts < stats.FEWEST
             return "too few prompts" if few else "no interval"
         return "tied" if self.ends[0] <= 1.0 <= self.ends[1] else "differ"
+
+    @property
+    def ends_in_words(self) -> str:
+        tied = " (tied)" if self.verdict == "tied" else ""
+        return f"{span(self.ends)}{tied}" if self.ends else self.verdict
+
+    @property
+    def texts_in_words(self) -> str:
+        return f"{self.parted} of {self.num_prompts} differ" if self.parted else "same"
 
     def as_dict(self) -> dict[str, Any]:
         found = {"num_prompts": self.num_prompts, "speed_ratio": self.value}
@@ -283,29 +292,21 @@ def _differing(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
 
 
 def _side_by_side(whole: SideBySide) -> Table:
-    rows: list[tuple[Value, ...]] = []
-    for one in whole.shown:
-        point, ratio = one.point, whole.against_first(one)
-        against: tuple[Value, ...] = (None,) * 3
-        if ratio is not None:
-            same = "same" if not ratio.parted else f"{ratio.parted} of {ratio.num_prompts} differ"
-            tied = " (tied)" if ratio.verdict == "tied" else ""
-            ends = span(ratio.ends)
-            against = (ratio.value, f"{ends}{tied}" if ends else ratio.verdict, same)
-        rows.append(
-            (
-                *(one.run, one.setting, point.batch_size, len(one.timed)),
-                *(_speed(point), point.speedup, span(point.speedup_ci)),
-                *(point.number("mean_acceptance_length"), *against),
-            )
-        )
+    rows = [(one, one.point, whole.against_first(one)) for one in whole.shown]
     first = f"over {whole.names[0]}"
-    columns = (
-        *(Column("run"), Column("point"), Column("batch"), Column("prompts")),
-        *(Column("decoding", 1, "tokens/s"), Column("speed-up", 2, "×"), Column("95 % interval")),
-        *(Column("tokens a round", 2), Column(first, 2, "×"), Column("95 % interval")),
-        Column("text"),
-    )
+    cells = [
+        Cell("run", lambda r: r[0].run),
+        Cell("point", lambda r: r[0].setting),
+        Cell("batch", lambda r: r[1].batch_size),
+        Cell("prompts", lambda r: len(r[0].timed)),
+        Cell("decoding", lambda r: _speed(r[1]), "tokens/s", 1),
+        Cell("speed-up", lambda r: r[1].speedup, "×", 2),
+        Cell("95 % interval", lambda r: span(r[1].speedup_ci)),
+        Cell("tokens a round", lambda r: r[1].number("mean_acceptance_length"), "", 2),
+        Cell(first, lambda r: r[2] and r[2].value, "×", 2),
+        Cell("95 % interval", lambda r: r[2] and r[2].ends_in_words),
+        Cell("text", lambda r: r[2] and r[2].texts_in_words),
+    ]
     note = (
         "Plain decoding, and each arm at its fastest point. Speed-up is over the run's own plain "
         f"decoding; the ratio over {whole.names[0]} is over the same prompts, paired. Runs were "
@@ -313,25 +314,24 @@ def _side_by_side(whole: SideBySide) -> Table:
         "that was slower in one of them."
     )
     strong = frozenset(i for i, one in enumerate(whole.shown) if one.is_best)
-    return Table("runs", "Side by side", columns, tuple(rows), note, strong)
+    return table_of(("runs", "Side by side", note), rows, cells, strong)
 
 
 def _pairs(whole: SideBySide) -> Table | None:
-    rows = [
-        (
-            *(one.run, one.setting, other.run, other.setting, one.point.batch_size),
-            *(ratio.num_prompts, ratio.value, span(ratio.ends), ratio.verdict),
-        )
-        for one, other, ratio in whole.pairs
-        if ratio is not None
+    rows = [(one, other, ratio) for one, other, ratio in whole.pairs if ratio is not None]
+    cells = [
+        Cell("run", lambda r: r[0].run),
+        Cell("point", lambda r: r[0].setting),
+        Cell("against", lambda r: r[1].run),
+        Cell("its point", lambda r: r[1].setting),
+        Cell("batch", lambda r: r[0].point.batch_size),
+        Cell("prompts", lambda r: r[2].num_prompts),
+        Cell("ratio of speeds", lambda r: r[2].value, "×", 2),
+        Cell("95 % interval", lambda r: span(r[2].ends)),
+        Cell("verdict", lambda r: r[2].verdict),
     ]
-    columns = (
-        *(Column("run"), Column("point"), Column("against"), Column("its point")),
-        *(Column("batch"), Column("prompts"), Column("ratio of speeds", 2, "×")),
-        *(Column("95 % interval"), Column("verdict")),
-    )
     note = "Each run at its fastest point, the faster one first; speeds over common prompts."
-    return Table("pairs", "Best against best", columns, tuple(rows), note) if rows else None
+    return table_of(("pairs", "Best against best", note), rows, cells) if rows else None
 
 
 def _differences(whole: SideBySide) -> Table | None:

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
+from operator import itemgetter
 
 from specdec_cli.core.figures import stages_in
 from specdec_cli.experiment.folders.conclusions import (
     Arm,
     Best,
-    CategoryComparison,
-    Comparison,
     ComparisonSummary,
     Decision,
     Fastest,
@@ -17,12 +17,11 @@ from specdec_cli.experiment.folders.records import (
     BreakEven,
     Point,
 )
-from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.report import point_cells as cell
-from specdec_cli.report.cells import Column, Table, by_point, is_ok
+from specdec_cli.report.cells import Table, by_point, table_of
 from specdec_cli.report.findings import Finding, residual, residuals_in_words, times
 from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.point_cells import Cell, Value, percent, span, speedup
+from specdec_cli.report.point_cells import Cell, Value, percent, span, span_of
 
 
 def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
@@ -96,24 +95,22 @@ def degrees(run: ReportedRun) -> Table | None:
     """The best draft TP for each target TP, as the run recorded it, and what decided."""
     if not isinstance(run.summary, ComparisonSummary):
         return None
-    rows = tuple(
-        (
-            *(target, size, best.draft_tp, ", ".join(str(d.draft_tp) for d in best.tied) or None),
-            _decision_in_words(best.decided_by),
-            best.decode_tokens_per_second,
-        )
+    rows = [
+        (target, size, best)
         for target, row in run.summary.best_by_target_tp.items()
         for size, best in row.items()
         if best.draft_tp is not None
-    )
-    if not rows:
-        return None
-    columns = (
-        *(Column("target TP"), Column("batch"), Column("best draft TP"), Column("tied")),
-        *(Column("decided by"), Column("decoding", 1, "tokens/s")),
-    )
+    ]
+    cells = [
+        Cell("target TP", lambda r: r[0]),
+        Cell("batch", lambda r: r[1]),
+        Cell("best draft TP", lambda r: r[2].draft_tp),
+        Cell("tied", lambda r: ", ".join(str(d.draft_tp) for d in r[2].tied) or None),
+        Cell("decided by", lambda r: _decision_in_words(r[2].decided_by)),
+        Cell("decoding", lambda r: r[2].decode_tokens_per_second, "tokens/s", 1),
+    ]
     note = "Decided by: the stage in which a round saves most against the next best draft TP."
-    return Table("degrees", "The best draft TP", columns, rows, note)
+    return table_of(("degrees", "The best draft TP", note), rows, cells) if rows else None
 
 
 def _decision_in_words(decided: Decision | None) -> str | None:
@@ -141,7 +138,9 @@ def counts_experts(run: ReportedRun) -> bool:
 def latencies(run: ReportedRun) -> Table:
     """Time to the first token and per token after it, over prompts."""
     note = "Percentiles over prompts: to the first token (TTFT), and per token after it (TPOT)."
-    return by_point(("latencies", "Latency", note), run, filter(is_ok, run.points), cell.LATENCIES)
+    return by_point(
+        ("latencies", "Latency", note), run, [p for p in run.points if p.is_ok], cell.LATENCIES
+    )
 
 
 def predictions(run: ReportedRun) -> Table | None:
@@ -184,58 +183,39 @@ def categories(run: ReportedRun, point: Point, best: Finding | None = None) -> T
 
     best: at the point's batch size, with the run's own recommendation for each category.
     """
-    found: list[tuple[Value, ...]] = []
     own = best.by_category if best is not None else {}
-    for name, row in point.per_category.items():
-        few = row.num_prompts < FEWEST
-        lengths, gains = (
-            "too few prompts" if few and ends is None else span(ends)
-            for ends in (row.mean_acceptance_length_ci, row.speedup_ci)
-        )
-        found.append(
-            (
-                *(name, row.num_prompts, row.mean_acceptance_length, lengths),
-                percent(row.draft_acceptance_rate),
-                *(row.decode_tokens_per_second, speedup(row), gains),
-                *_recommended(run, own.get(name)),
-            )
-        )
-    if not found:
-        return None
-    note = ""
+    rows = sorted(
+        point.per_category.items(), key=lambda row: (-row[1].mean_acceptance_length, row[0])
+    )
+    cells = [
+        Cell("category", lambda r: r[0]),
+        *chain.from_iterable(map(_of_category, _OF_CATEGORIES)),
+    ]
     if own:
+        cells += [
+            Cell("fastest here", lambda r: _named(run, own[r[0]].fastest) if r[0] in own else None),
+            Cell("recommended here", lambda r: _named(run, own.get(r[0]))),
+        ]
         note = (
             "Fastest here, recommended here: over the prompts of a category alone. The smallest k "
             "that is tied with its fastest, and faster than plain decoding beyond chance."
         )
-    found.sort(key=lambda row: (-float(row[2] or 0), str(row[0])))
-    columns = (
-        Column("category"),
-        Column("prompts"),
-        Column("tokens a round", 2),
-        Column("95 % interval"),
-        Column("accepted", 1, "%"),
-        Column("decoding", 1, "tokens/s"),
-        Column("speed-up", 2, "×"),
-        Column("95 % interval"),
-        Column("fastest here"),
-        Column("recommended here"),
-    )
-    kept = [i for i in range(len(columns)) if i < 3 or any(row[i] is not None for row in found)]
-    return Table(
-        "categories",
-        "By category",
-        tuple(columns[i] for i in kept),
-        tuple(tuple(row[i] for i in kept) for row in found),
-        note,
-    )
+    found = table_of(("categories", "By category", note if own else ""), rows, cells)
+    columns = range(len(found.columns))
+    kept = itemgetter(*(i for i in columns if i < 3 or any(r[i] is not None for r in found.rows)))
+    whole = replace(found, columns=kept(found.columns), rows=tuple(map(kept, found.rows)))
+    return whole if rows else None
 
 
-def _recommended(run: ReportedRun, best: Best | None) -> tuple[str | None, str | None]:
-    """The fastest point and the recommended one of a category's record, in words."""
-    if best is None:
-        return None, None
-    return _named(run, best.fastest), _named(run, best)
+_OF_CATEGORIES = (cell.PROMPTS, cell.LENGTH, cell.ACCEPTED, cell.SPEED, cell.SPEEDUP)
+
+
+def _of_category(one: Cell) -> list[Cell]:
+    """The cells of a category's figure for rows that begin with the category's name."""
+    found = [Cell(one.title, lambda row: one.of(row[1]), one.unit, one.digits)]
+    if (ends := one.interval) is not None:
+        found.append(Cell("95 % interval", lambda row: span_of(row[1], ends(row[1]))))
+    return found
 
 
 def _named(run: ReportedRun, one: Best | Fastest | None) -> str | None:
@@ -254,22 +234,25 @@ def comparisons(run: ReportedRun) -> Table | None:
     if len({draft for one in pairs for draft in (one.arm.draft, one.against.draft) if draft}) < 2:
         return None
     has_categories = any(one.per_category for one in pairs)
-    rows = []
-    for one in pairs:
-        setting = (arm_in_words(run, one.arm), arm_in_words(run, one.against), one.batch_size)
-        parts: list[tuple[str | None, Comparison | CategoryComparison]] = [(None, one)]
-        parts += one.per_category.items()
-        for name, part in parts:
-            kept: tuple[Value, ...] = ("all" if name is None else name,) if has_categories else ()
-            found = (part.speed_ratio, span(part.speed_ratio_ci), _tie_in_words(part.tied))
-            rows.append((*setting, *kept, part.num_prompts, *found))
-    columns = [Column("arm"), Column("against"), Column("batch")]
-    columns += [Column("category")] * has_categories
-    columns += [Column("prompts"), Column("ratio of speeds", 2, "×"), Column("95 % interval")]
+    rows = [
+        (one, name, part)
+        for one in pairs
+        for name, part in (("all", one), *one.per_category.items())
+    ]
+    cells = [
+        Cell("arm", lambda r: arm_in_words(run, r[0].arm)),
+        Cell("against", lambda r: arm_in_words(run, r[0].against)),
+        Cell("batch", lambda r: r[0].batch_size),
+        *([Cell("category", lambda r: r[1])] if has_categories else []),
+        Cell("prompts", lambda r: r[2].num_prompts),
+        Cell("ratio of speeds", lambda r: r[2].speed_ratio, "×", 2),
+        Cell("95 % interval", lambda r: span(r[2].speed_ratio_ci)),
+        Cell("verdict", lambda r: _tie_in_words(r[2].tied)),
+    ]
     note = "Each draft at its fastest k, the faster one first; speeds over the same prompts."
     if any(one.is_predicted for one in pairs):
         note += " Speeds are predicted."
-    return Table("comparisons", "Arm against arm", (*columns, Column("verdict")), tuple(rows), note)
+    return table_of(("comparisons", "Arm against arm", note), rows, cells)
 
 
 def arm_in_words(run: ReportedRun, arm: Arm) -> str:

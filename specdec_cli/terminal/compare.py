@@ -15,9 +15,9 @@ from rich.text import Text
 
 from specdec_cli.core.figures import stages_in
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
-from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import summary_lines
 from specdec_cli.experiment.folders.records import (
+    Pair,
     PairFacts,
     Point,
     R,

@@ -18,6 +18,7 @@ from specdec_cli.demo import FOLDER
 from specdec_cli.engine.build import build
 from specdec_cli.experiment.generation import prepare, requests
 from specdec_cli.prompts import Prompt, as_conversations
+from specdec_cli.prompts.prompt_set import PromptSet
 from specdec_cli.recipe import load_recipe
 from tests.gguf_files import gguf_reference
 from tests.support import greedy_reference
@@ -58,7 +59,9 @@ def test_each_writes_the_targets_text_and_is_accepted() -> None:
         ({"draft.model": "demo:smollm2-draft"}, 1.8),
         ({"speculation.method": "ngram"}, 1.0),
     ):
-        job = prepare(native, load_recipe("smollm2-offline", keys | arm), prompts, Permissions())
+        job = prepare(
+            native, load_recipe("smollm2-offline", keys | arm), PromptSet(prompts), Permissions()
+        )
         if not want:
             place = Path(job.plan.target.place)
             oracle = gguf_reference(place)

@@ -1,13 +1,19 @@
 """Compile kernels for sm_90; print the sizes of cubin and shared memory as JSON.
 
-Arguments name cases; without arguments all are compiled. test_aot_compile.py runs this in a
-separate process, since a process that interprets kernels cannot compile them. The compiler refuses
-code that the interpreter accepts, and needs no GPU.
+    python tests/ops/aot_compile.py [--anew | --record-of FILE] [CASE ...]
+    python tests/ops/aot_compile.py --write      # keeps the results of all cases in compiled.json
+
+compiled.json keeps results by a digest of the kernel's source and what it calls, its types and
+constants, the target and Triton's version: a case that none of these changed is not compiled
+again. test_aot_compile.py runs this in a separate process, since a process that interprets kernels
+cannot compile them. The compiler refuses code that the interpreter accepts, and needs no GPU.
 """
 
+import argparse
+import hashlib
 import importlib
 import json
-import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -660,6 +666,10 @@ def type_of(parameter: str, pointer: str) -> str:
     return "*fp32" if name in FP32 else pointer
 
 
+RECORD = Path(__file__).with_name("compiled.json")
+Sizes = dict[str, int]
+
+
 def compile_case(
     module: str,
     kernel: str,
@@ -667,7 +677,9 @@ def compile_case(
     constants: dict[str, Any],
     types: dict[str, str],
     arch: int = 90,
-) -> dict[str, int]:
+    known: tuple[str, Sizes] | None = None,
+) -> tuple[str, Sizes]:
+    """The digest of a case and its sizes, which are those of `known` if it has the same digest."""
     function = getattr(importlib.import_module(f"specdec_kernels.{module}"), kernel)
     names = function.arg_names
     chosen = {name: constants.get(name) for name in ("num_warps", "num_stages", "maxnreg")}
@@ -685,9 +697,13 @@ def compile_case(
     }
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
     options |= launch_options(constants.get("DEPENDENT", False))
+    said = json.dumps([source.hash(), sorted(options.items()), arch, triton.__version__])
+    key = hashlib.sha256(said.encode()).hexdigest()[:32]
+    if known is not None and known[0] == key:
+        return key, known[1]
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     before_wait, _, after_wait = compiled.asm["ptx"].partition("griddepcontrol.wait")
-    return {
+    return key, {
         "cubin": len(compiled.asm["cubin"]),
         "shared": compiled.metadata.shared,
         "early_barriers": before_wait.count("bar.sync"),
@@ -695,7 +711,27 @@ def compile_case(
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile kernels ahead of time.")
+    parser.add_argument("names", nargs="*", metavar="CASE")
+    parser.add_argument("--anew", action="store_true", help="compile what the record has, too")
+    parser.add_argument("--record-of", type=Path, default=RECORD, metavar="FILE")
+    parser.add_argument("--write", action="store_true", help="write the record of all cases")
+    args = parser.parse_args()
     cases = {name: (*case, 90) for name, case in CASES.items()}
     cases |= {name: (*case, arch) for name, (arch, case) in SMALLER.items()}
-    print(json.dumps({name: compile_case(*cases[name]) for name in sys.argv[1:] or cases}))
+    known: dict[str, tuple[str, Sizes]] = {}
+    if not args.anew and args.record_of.exists():
+        known = {
+            name: (key, sizes)
+            for name, (key, sizes) in json.loads(args.record_of.read_text()).items()
+        }
+    found = {name: compile_case(*cases[name], known.get(name)) for name in args.names or cases}
+    if args.write:
+        lines = (f"{json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(found.items()))
+        RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(json.dumps({name: sizes for name, (_, sizes) in found.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,58 +16,60 @@ HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
 SHARED_MEMORY = 227 * 1024  # bytes for one block on sm_90
 
-# These cases take a third of the time, and other cases cover nearly the same code.
-# `pytest tests/ops/test_aot_compile.py` compiles all.
-SLOW = {
-    *("rope_attention-fp32-D128", "rope_attention-verify-long", "rope_attention-verify-D64"),
-    *("rope_attention-batch-32", "attention-fp32-D256", "linear-fp32-many", "batch-16-sm_89"),
-    *("rope_attention-decode", "rope_attention-batch-16", "attention-prefill-D256"),
-    *("block_verify-other-dtype", "reject_logits-other-dtype", "linear-add-48-sm_80", "down-fp32"),
-    *("rope_attention-D256", "linear-add-2-sm_80", "linear-add-48-sm_89", "linear-add-wide"),
-    *("route-8", "route-fp32", "gate_up-8", "gate_up-fp32", "down-8", "group-4"),
-    *(f"grouped_gate_up-{kind}" for kind in ("17", "512", "fp32", "512-sm_80")),
-    *(f"grouped_down-{kind}" for kind in ("17", "512", "fp32", "512-sm_80", "512-sm_89")),
-}
-
-
-def marked(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in names]
-
 
 @pytest.fixture(scope="module")
 def sizes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, int]]:
-    """Sizes of the kernels in the selected tests."""
+    """Sizes of the kernels in the selected tests, compiled where the record has them not."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     here = [item for item in items if item.path == Path(__file__) and "sizes" in item.fixturenames]
-    names = dict.fromkeys(str(item.callspec.params["case"]) for item in here)
+    return compiled(tmp_path_factory, {str(item.callspec.params["case"]): None for item in here})
+
+
+def compiled(folders: pytest.TempPathFactory, arguments: Iterable[str]) -> dict[str, Any]:
+    """The output of aot_compile.py."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["TRITON_CACHE_DIR"] = str(folders.mktemp("triton"))
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(KERNELS), os.getenv("PYTHONPATH")])
     )
-    command = [sys.executable, str(HERE / "aot_compile.py"), *names]
+    command = [sys.executable, str(HERE / "aot_compile.py"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    parsed: dict[str, dict[str, int]] = json.loads(done.stdout)
+    parsed: dict[str, Any] = json.loads(done.stdout)
     return parsed
 
 
-@pytest.mark.parametrize("case", marked(aot_compile.CASES))
+@pytest.mark.slow
+def test_the_record_is_what_compiling_gives(tmp_path_factory):
+    record = json.loads(aot_compile.RECORD.read_text())
+    anew = compiled(tmp_path_factory, ["--anew"])
+    assert anew == {name: sizes for name, (_, sizes) in record.items()}
+
+
+def test_a_case_that_the_record_has_of_other_code_is_compiled(tmp_path_factory, tmp_path):
+    """A record whose digest is of other code, and whose sizes are not to be believed."""
+    record = {"advance": ["0" * 32, {"cubin": 1}]}
+    (tmp_path / "other.json").write_text(json.dumps(record))
+    found = compiled(tmp_path_factory, ["--record-of", str(tmp_path / "other.json"), "advance"])
+    assert found["advance"]["cubin"] > 1000
+
+
+@pytest.mark.parametrize("case", aot_compile.CASES)
 def test_kernel_compiles_for_sm_90(case, sizes):
     assert sizes[case]["cubin"] > 0
     assert sizes[case]["shared"] <= SHARED_MEMORY
 
 
-@pytest.mark.parametrize("case", marked(aot_compile.SMALLER))
+@pytest.mark.parametrize("case", aot_compile.SMALLER)
 def test_kernel_fits_gpus_with_less_shared_memory(case, sizes):
     arch, _ = aot_compile.SMALLER[case]
     assert sizes[case]["cubin"] > 0
     assert sizes[case]["shared"] <= aot_compile.ROOMS[arch]
 
 
-@pytest.mark.parametrize("case", marked(c for c in aot_compile.CASES if c.startswith("rope_att")))
+@pytest.mark.parametrize("case", [c for c in aot_compile.CASES if c.startswith("rope_att")])
 def test_attention_begins_to_wait_soon(case, sizes):
     """Transposing keys in pieces before the wait, with barriers between, took 2 us a layer."""
     assert sizes[case]["early_barriers"] <= 4 < sizes[case]["late_barriers"]
@@ -94,6 +96,4 @@ def test_every_kernel_is_compiled():
         for line in path.read_text().splitlines()
         if line.startswith("def ") and line.endswith("_kernel(")
     }
-    cases = {name: case for name, case in aot_compile.CASES.items() if name not in SLOW}
-    assert defined == {kernel for _, kernel, *_ in cases.values()}
-    assert set(aot_compile.CASES) | set(aot_compile.SMALLER) > SLOW
+    assert defined == {kernel for _, kernel, *_ in aot_compile.CASES.values()}

@@ -23,12 +23,12 @@ from specdec_cli.experiment.compare.comparison_plan import (
     warnings_of,
 )
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords, merge_repeats
-from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Skip
 from specdec_cli.experiment.compare.parent import exit_code, run_pairs
 from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
 from specdec_cli.experiment.compare.worker import PairTask, with_degrees
 from specdec_cli.experiment.folders.conclusions import Degrees, Diverging, Tokens
-from specdec_cli.experiment.folders.records import Key, PairFacts, Point, Sample
+from specdec_cli.experiment.folders.records import Pair, PairFacts, Point, Sample
 from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.folders.settings_file import (
     earlier_environment,
@@ -44,6 +44,7 @@ from specdec_cli.experiment.statistics.promise import tokens_line
 from specdec_cli.launch.ranks import RanksOutcome
 from specdec_cli.launch.reports import End, Report
 from specdec_cli.prompts import Prompt
+from specdec_cli.prompts.prompt_set import PromptSet
 from specdec_cli.recipe import load_recipe
 from specdec_cli.terminal.compare import print_results
 
@@ -114,8 +115,8 @@ def filled(
             for index in range(10):
                 for k, draft in ((0, 0.0), (settings.k, spent)):
                     found = sample(pair, batch_size, k, index, draft=draft, verify=10.0)
-                    records.samples[pair, Key("a-draft", batch_size, k)][index] = found
-        records.facts[pair] = facts(pair, [9, 12])
+                    records.kept.samples[SETTINGS.key(pair, batch_size, k)][index] = found
+        records.kept.facts[pair] = facts(pair, [9, 12])
     return records
 
 
@@ -129,13 +130,13 @@ def metrics_of(point: Point) -> Metrics:
 
 
 def verdict(records: ComparisonRecords, folder: Path) -> dict[str, Any]:
-    records.update_points(RunFolder(folder))
+    records.update_points()
     return verdict_of(records)
 
 
 def test_points(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
-    changed = records.update_points(RunFolder(tmp_path))
+    changed = records.update_points()
     assert len(changed) == len(records.points) == 2 * 3
     point = next(p for p in changed if (p.draft_tp, p.batch_size) == (1, 8))
     # 3 tokens in 18 ms against 1 in 10 ms, and against 3 in 13 ms.
@@ -145,7 +146,7 @@ def test_points(tmp_path: Path) -> None:
     assert point.blocks_per_rank == [9, 12] and "draft" not in point.as_dict()
     plain = next(p for p in changed if p.draft_tp is None)
     assert metrics_of(plain).num_rounds == 300 and plain.speedup == 1.0
-    assert records.update_points(RunFolder(tmp_path)) == []  # nothing is written twice
+    assert records.update_points() == []  # nothing is written twice
 
 
 def test_where_the_best_degree_flips(tmp_path: Path) -> None:
@@ -214,14 +215,14 @@ def test_why_the_best_is_the_best(best: Round, rival: Round, why: str, tmp_path:
                 decode_seconds=[(draft + verify + host) * rounds / 1e3],
             )
             for k, taken in ((0, plain), (2, found)):
-                records.samples[pair, Key("a-draft", 1, k)][index] = taken
+                records.kept.samples[SETTINGS.key(pair, 1, k)][index] = taken
     found = verdict(records, tmp_path)["best"]
     assert found.draft_tp == 1 and found.reason.endswith(f"; {why}")
 
 
 def test_equal_pairs_are_tied(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 2.0), tp2=(2.0, 2.0))
-    records.update_points(RunFolder(tmp_path))
+    records.update_points()
     best = best_of(records, [2], 1)
     assert best.tied == [Degrees(target_tp=2, draft_tp=3 - (best.draft_tp or 0))]
 
@@ -252,7 +253,7 @@ def test_what_failed_is_a_row_and_no_baseline(
 def spoil(records: ComparisonRecords, pair: Pair, batch_size: int, indices: Sequence[int]) -> None:
     """Mark prompts as unable to run at a pair, both at k = 0 and at k."""
     for k in (0, 2):
-        found = records.samples[pair, Key("a-draft", batch_size, k)]
+        found = records.kept.samples[SETTINGS.key(pair, batch_size, k)]
         for index in indices:
             nothing: dict[str, Any] = {"token_ids": [], "accepted_per_round": [], "error": "large"}
             nothing |= {"decode_seconds": [0.0], "seconds": [0.0], "finish_reason": "error"}
@@ -261,10 +262,10 @@ def spoil(records: ComparisonRecords, pair: Pair, batch_size: int, indices: Sequ
 
 def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
-    before = {(p.draft_tp, p.batch_size): p for p in records.update_points(RunFolder(tmp_path))}
+    before = {(p.draft_tp, p.batch_size): p for p in records.update_points()}
     spoil(records, Pair(2, 2), 1, range(5))
     spoil(records, Pair(2, 2), 8, range(10))
-    records.update_points(RunFolder(tmp_path))
+    records.update_points()
     points = {(p.draft_tp, p.batch_size): p for p in records.points}
     for place in ((1, 1), (2, 1)):
         same = before[place].speedup_vs_equal_tp
@@ -281,7 +282,7 @@ def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> N
     spoil(records, Pair(2, 1), 1, range(10))
     spoil(records, Pair(2, 1), 8, range(10))
     spoil(records, Pair(2, 2), 1, range(10))
-    records.update_points(RunFolder(tmp_path))
+    records.update_points()
     assert {p.status for p in records.points} == {"failed"}
     assert tokens_of(records).identical is None and tokens_line(tokens_of(records)) is None
     assert exit_code(planned({}), records, [], tokens_of(records)) == 3, (
@@ -363,7 +364,7 @@ def test_no_figure_is_cut_on_a_terminal(
 ) -> None:
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
     for degree, counts in ((1, [57422, 86121]), (2, [70947, 70947])):
-        records.facts[Pair(2, degree)] = facts(Pair(2, degree), counts)
+        records.kept.facts[Pair(2, degree)] = facts(Pair(2, degree), counts)
     found = verdict(records, tmp_path)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -381,17 +382,17 @@ def test_no_figure_is_cut_on_a_terminal(
 
 def test_a_pair_without_all_prompts_is_no_point(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 8.0))
-    del records.samples[Pair(2, 1), Key("a-draft", 8, 0)][9]
+    del records.kept.samples[SETTINGS.key(Pair(2, 1), 8, 0)][9]
     assert records.open_sizes(Pair(2, 1)) == [8]
-    assert {p.batch_size for p in records.update_points(RunFolder(tmp_path))} == {1}
-    del records.samples[Pair(2, 1), Key("a-draft", 1, SETTINGS.k)][0]
+    assert {p.batch_size for p in records.update_points()} == {1}
+    del records.kept.samples[SETTINGS.key(Pair(2, 1), 1, SETTINGS.k)][0]
     assert records.open_sizes(Pair(2, 1)) == [1, 8]
 
 
 def test_diverging_tokens_are_found(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
     assert tokens_of(records).identical
-    other = records.samples[Pair(2, 2), Key("a-draft", 8, 2)]
+    other = records.kept.samples[SETTINGS.key(Pair(2, 2), 8, 2)]
     other[3] = changed(other[3], token_ids=[*WRITTEN[:-1], 99])
     found = tokens_of(records)
     assert found.must_be_identical and not found.identical
@@ -399,7 +400,7 @@ def test_diverging_tokens_are_found(tmp_path: Path) -> None:
     assert (only.draft_tp, only.batch_size, only.k) == (2, 8, 2)
     assert (only.num_diverging, only.num_prompts, only.first) == (1, 10, 3)
     assert "which in float32 they must not: 1 of 10 prompts" in (tokens_line(found) or "")
-    records.update_points(RunFolder(tmp_path))
+    records.update_points()
     assert exit_code(planned({}), records, [], tokens_of(records)) == 4
 
     records.settings = replace(SETTINGS, dtype="bfloat16")
@@ -447,8 +448,8 @@ def test_plain_decoding_has_the_smallest_cache_of_the_pairs_that_ran_it(tmp_path
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
     held = {1: (9, [9, 12]), 2: (11, [11, 11])}
     for degree, (_, by_rank) in held.items():
-        records.facts[Pair(2, degree)] = facts(Pair(2, degree), by_rank)
-    records.update_points(RunFolder(tmp_path))
+        records.kept.facts[Pair(2, degree)] = facts(Pair(2, degree), by_rank)
+    records.update_points()
     found = {p.draft_tp: (p.num_blocks, p.blocks_per_rank) for p in records.points}
     assert found == {None: held[1], **held}
 
@@ -457,10 +458,10 @@ def test_plain_decoding_has_failed_once_it_has_at_every_pair(tmp_path: Path) -> 
     """Before that, the ranks of the next pair may still measure it."""
     records = ComparisonRecords(SETTINGS, {})
     records.failures[Pair(2, 2), 1] = Failure("failed", "rank 0: gone")
-    first = records.update_points(RunFolder(tmp_path))
+    first = records.update_points()
     assert [(p.draft_tp, p.batch_size, p.status) for p in first] == [(2, 1, "failed")]
     records.failures[Pair(2, 1), 1] = Failure("oom", "rank 1: out of memory")
-    plain, *_ = records.update_points(RunFolder(tmp_path))
+    plain, *_ = records.update_points()
     assert (plain.draft_tp, plain.k, plain.status) == (None, 0, "oom")
     assert plain.reason == "rank 1: out of memory"
 
@@ -506,7 +507,7 @@ def test_exit_codes(
     for degree, status in failures.items():
         for batch_size in (1, 8):
             records.failures[Pair(2, degree), batch_size] = Failure(status, "so it was")
-    records.update_points(RunFolder(tmp_path))
+    records.update_points()
     assert exit_code(planned(skips), records, codes, tokens_of(records)) == expected
 
 
@@ -521,12 +522,12 @@ def test_few_prompts_are_told_at_the_batch_size_that_has_fewest() -> None:
     recipe = load_recipe("demo", {"run.device": "cpu"}, {})
     prompts = [Prompt(i, "def f():") for i in range(40)]
     degrees = ((1, 2), (1,))
-    found = plan_comparison(recipe, prompts, degrees, (32, 4), 2, Permissions())
+    found = plan_comparison(recipe, PromptSet(prompts), degrees, (32, 4), 2, Permissions())
     assert [found.settings.num_prompts(b) for b in (32, 4)] == [40, 8]
     said = "8 prompts are few: intervals are wide (--limit, --dataset)"
     assert few_prompts(20) == [] != few_prompts(19)
     assert [one.message for one in warnings_of(found)] == [said]
-    found = plan_comparison(recipe, prompts, degrees, (32, 4), None, Permissions())
+    found = plan_comparison(recipe, PromptSet(prompts), degrees, (32, 4), None, Permissions())
     assert warnings_of(found) == []
 
 
@@ -545,7 +546,9 @@ def test_what_ended_the_ranks_is_the_failure_of_each_open_batch_size(
 ) -> None:
     recipe = load_recipe("demo", {"run.device": "cpu"}, {})
     degrees = ((1,), (1,))
-    plan = plan_comparison(recipe, [Prompt(0, "def f():")], degrees, (2, 1), 1, Permissions())
+    plan = plan_comparison(
+        recipe, PromptSet([Prompt(0, "def f():")]), degrees, (2, 1), 1, Permissions()
+    )
     records, told = ComparisonRecords(plan.settings, plan.skips), []
     ended = RanksOutcome(report.code, report)
     monkeypatch.setattr("specdec_cli.experiment.compare.parent.run_ranks", lambda *_, **__: ended)
@@ -583,7 +586,9 @@ def test_records_of_earlier_pairs_that_are_lost_end_the_run(
 ) -> None:
     recipe = load_recipe("demo", {"run.device": "cpu", "run.repeats": 1}, {})
     degrees = ((2,), (1, 2))
-    plan = plan_comparison(recipe, [Prompt(0, "def f():")], degrees, (1,), 1, Permissions())
+    plan = plan_comparison(
+        recipe, PromptSet([Prompt(0, "def f():")]), degrees, (1,), 1, Permissions()
+    )
     change, lost = LOSSES[loss]
     begun: list[Pair] = []
 
@@ -613,7 +618,7 @@ def test_records_of_earlier_pairs_that_are_lost_end_the_run(
 
 def test_pairs_without_gpus_enough_are_skipped() -> None:
     recipe = load_recipe("demo", {"run.device": "cpu"}, {})
-    job = prepare(native, recipe, [Prompt(0, "def f():")], Permissions())
+    job = prepare(native, recipe, PromptSet([Prompt(0, "def f():")]), Permissions())
     asked = replace(SETTINGS, target_tps=(1, 2, 4), draft_tps=(1, 4))
     skips = skips_of(asked, job, num_gpus=2)
     assert skips[Pair(4, 1)] == skips[Pair(4, 4)]
@@ -630,7 +635,7 @@ def test_pairs_without_gpus_enough_are_skipped() -> None:
 def test_a_borrowed_head_needs_the_targets_degree() -> None:
     keys = {"run.device": "cpu", "draft.model": "demo:target", "draft.share": ["lm_head"]}
     recipe = load_recipe("demo", keys, {})
-    job = prepare(native, recipe, [Prompt(0, "def f():")], Permissions())
+    job = prepare(native, recipe, PromptSet([Prompt(0, "def f():")]), Permissions())
     skips = skips_of(replace(SETTINGS, target_tps=(1, 2), draft_tps=(1, 2)), job, num_gpus=None)
     assert set(skips) == {Pair(1, 2), Pair(2, 1)}
     reason = "draft TP 1 cannot borrow lm_head at target TP 2"
@@ -647,8 +652,8 @@ def two_targets(draft_ms: dict[Pair, float], verify: dict[int, float]) -> Compar
         for index in range(10):
             for k, draft in ((0, 0.0), (2, spent)):
                 found = sample(pair, 1, k, index, draft=draft, verify=verify[pair.target_tp])
-                records.samples[pair, Key("a-draft", 1, k)][index] = found
-        records.facts[pair] = facts(pair, [9])
+                records.kept.samples[SETTINGS.key(pair, 1, k)][index] = found
+        records.kept.facts[pair] = facts(pair, [9])
     return records
 
 
@@ -672,9 +677,9 @@ def test_the_best_is_held_against_its_own_targets_other_degrees(tmp_path: Path) 
 def test_pairs_are_compared_on_the_prompts_of_both(tmp_path: Path) -> None:
     """One pair could not run the prompts that are slow at the other."""
     records = filled(tp1=(3.0, 3.0), tp2=(2.0, 2.0))
-    slow = records.samples[Pair(2, 2), Key("a-draft", 1, 2)]
+    slow = records.kept.samples[SETTINGS.key(Pair(2, 2), 1, 2)]
     for index in range(5):
         slow[index] = sample(Pair(2, 2), 1, 2, index, draft=40.0, verify=10.0)
     spoil(records, Pair(2, 1), 1, range(5))
-    records.update_points(RunFolder(tmp_path))
+    records.update_points()
     assert best_of(records, [2], 1).draft_tp == 2

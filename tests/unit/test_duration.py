@@ -1,7 +1,6 @@
 """Forecasts of the time of sweeps and comparisons, against rounds measured on a GPU."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +8,9 @@ import torch
 
 from specdec_cli.backends import native
 from specdec_cli.engine.plan import plan
-from specdec_cli.experiment.compare.comparison_plan import comparison_seconds
-from specdec_cli.experiment.compare.pairs import Pair
-from specdec_cli.experiment.duration import DurationEstimate, Speeds, in_words
+from specdec_cli.experiment.duration import DurationEstimate, Speeds, in_words, total_seconds
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.generation import Job
-from specdec_cli.experiment.sweep.dry_run import sweep_seconds
 from specdec_cli.models.draft import Passes
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
@@ -94,21 +90,19 @@ def test_degrees_share_what_is_read_and_add_sums() -> None:
 
 
 def test_a_sweep_takes_its_repeats_warm_up_and_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("sweep.dry_run", "compare.comparison_plan"):
-        monkeypatch.setattr(f"specdec_cli.experiment.{module}.speeds_of", lambda *_: H200)
+    monkeypatch.setattr("specdec_cli.experiment.duration.speeds_of", lambda *_: H200)
     job = job_of("demo", 8, run__repeats=2, run__warmup=0)
     keys = {Key("d", 1, 0): job, Key("d", 1, 2): job}
     start = 3.0 + sum(m.weight_bytes for m in job.plan.models) / 1e9
     found, params = DurationEstimate(job, H200), job.plan.params
     once = sum(found.run_seconds(key, 8, params) for key in keys)
     curve = sum(found.run_seconds(key, 4, params) for key in keys)
-    assert sweep_seconds(keys, has_curve=False) == pytest.approx(start + 2 * once)
-    assert sweep_seconds(keys, has_curve=True) == pytest.approx(start + 2 * once + curve)
+    assert total_seconds(keys) == pytest.approx(start + 2 * once)
+    assert total_seconds(keys, has_curve=True) == pytest.approx(start + 2 * once + curve)
     # Ranks of a comparison load models anew, for each pair that can run.
-    pairs = [Pair(1, 1), Pair(2, 1)]
-    values = {"batch_sizes": (1,), "draft": "d", "k": 2, "num_prompts": lambda _: 8}
-    compared: Any = SimpleNamespace(to_run=pairs, job=job, settings=SimpleNamespace(**values))
-    ranks = [DurationEstimate(job, H200, (pair.target_tp, pair.draft_tp)) for pair in pairs]
+    degrees = ((1, 1), (2, 1))
+    compared = {Key("d", 1, k, *pair): job for pair in degrees for k in (0, 2)}
+    ranks = [DurationEstimate(job, H200, pair) for pair in degrees]
     rounds = 2 * sum(one.run_seconds(key, 8, params) for one in ranks for key in keys)
-    assert comparison_seconds(compared) == pytest.approx(2 * start + rounds)
+    assert total_seconds(compared) == pytest.approx(2 * start + rounds)
     assert [in_words(s) for s in (8.4, 600, 9000)] == ["8 s", "10 min", "2.5 h"]

@@ -29,6 +29,7 @@ from specdec_cli.experiment.sweep.sweep_records import SweepRecords
 from specdec_cli.launch.world import World
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.prompts import Prompt
+from specdec_cli.prompts.prompt_set import PromptSet
 from specdec_cli.recipe import load_recipe
 from tests.support import noise_of
 
@@ -138,12 +139,10 @@ def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[Point]:
     plan = plan_sweep(
         native,
         [recipe],
-        prompts,
+        PromptSet(prompts),
         list(range(9)),
         [batch_size],
         Permissions(),
-        predict_only=False,
-        shard=None,
     )
     engine = KnownEngine(batch_size)
     monkeypatch.setattr("specdec_cli.backends.native.build", lambda *_: engine)
@@ -169,8 +168,7 @@ def test_settings_name_every_prompt() -> None:
     hashes = set()
     for last in ((7, 8), (7, 9)):
         prompts = [Prompt(0, None, (1, 2)), Prompt(1, None, last)]
-        asked = dict(predict_only=False, shard=None)
-        plan = plan_sweep(native, [recipe], prompts, [0, 1], [1], Permissions(), **asked)
+        plan = plan_sweep(native, [recipe], PromptSet(prompts), [0, 1], [1], Permissions())
         hashes.add((plan.settings.prompts["sha256"], plan.settings.digest))
     assert len({of_prompts for of_prompts, _ in hashes}) == len(hashes) == 2
 
@@ -178,11 +176,12 @@ def test_settings_name_every_prompt() -> None:
 def test_prompts_that_the_vocabulary_refuses_may_be_skipped() -> None:
     recipe = load_recipe("demo", {"run.device": "cpu"})
     prompts = [Prompt(0, None, (1, 10**6)), Prompt(1, None, (1, 2))]
-    asked = dict(predict_only=False, shard=None)
-    plan = plan_sweep(native, [recipe], prompts, [0, 1], [1], Permissions(), skip_bad=True, **asked)
+    plan = plan_sweep(
+        native, [recipe], PromptSet(prompts, skip_bad=True), [0, 1], [1], Permissions()
+    )
     assert plan.settings.prompts["count"] == 1 and plan.jobs[0].token_ids == [(1, 2)]
     with pytest.raises(UsageError, match="token id 1000000"):
-        plan_sweep(native, [recipe], prompts, [0, 1], [1], Permissions(), **asked)
+        plan_sweep(native, [recipe], PromptSet(prompts), [0, 1], [1], Permissions())
 
 
 @pytest.mark.parametrize(

@@ -16,30 +16,21 @@ from specdec_cli.core.types import Permissions
 from specdec_cli.engine.plan import Plan, draft_at
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
-from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Skip
 from specdec_cli.experiment.compare.worker import WARM_UP_TOKENS, with_degrees
-from specdec_cli.experiment.disk import refuse_special_files
-from specdec_cli.experiment.duration import (
-    DurationEstimate,
-    estimated,
-    own_plan,
-    speeds_of,
-    start_seconds,
-)
+from specdec_cli.experiment.duration import estimated, own_plan
 from specdec_cli.experiment.folders import settings_file
-from specdec_cli.experiment.folders.records import Key
+from specdec_cli.experiment.folders.records import Pair
 from specdec_cli.experiment.folders.run_folder import RunFolder
-from specdec_cli.experiment.folders.run_settings import settings_values
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
 from specdec_cli.experiment.preparing import (
-    device_settings,
+    common_settings,
     few_prompts,
     warnings_of_texts,
-    with_weights,
 )
 from specdec_cli.models.description import describe
 from specdec_cli.models.draft import Draft
-from specdec_cli.prompts import Prompt
+from specdec_cli.prompts.prompt_set import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from
 
@@ -48,14 +39,11 @@ from specdec_cli.recipe.choices.registry import weights_from
 class ComparisonPlan:
     """A checked comparison.
 
-    recipe: as resolved from the command line, for the first pair and batch size. engine_recipe: the
-    same with a cache for the largest batch size, which every pair gets. job: the pair at one rank
-    each, and its prompts. notices: warnings about prompts. own_prompts: text of the prompts that
-    the run folder is to keep, since no other file holds them.
+    recipe: as resolved from the command line, for the first pair and batch size. job: the pair at
+    one rank each, and its prompts. notices, own_prompts: as in `SweepPlan`.
     """
 
     recipe: Recipe
-    engine_recipe: Recipe
     settings: ComparisonSettings
     job: Job
     skips: Mapping[Pair, Skip]
@@ -81,23 +69,16 @@ class ComparisonPlan:
 
 def plan_comparison(
     recipe: Recipe,
-    prompts: list[Prompt],
+    prompts: PromptSet,
     degrees: tuple[Sequence[int], Sequence[int]],
     batch_sizes: Sequence[int],
     batches: int | None,
     permissions: Permissions,
-    *,
-    chat: str = "auto",
-    notices: Sequence[Notice] = (),
-    own_prompts: str | None = None,
-    skip_bad: bool = False,
 ) -> ComparisonPlan:
     """A checked comparison: tokenised prompts, and which pairs can run.
 
-    degrees: the target's and the draft's. chat: the setting that prompts were read with. notices:
-    warnings about them. skip_bad: as for `tokenised`. Raises `UsageError` where no pair is
-    legal, `SetupError` where this machine has too few GPUs for each of them, and what
-    `generation.tokenised` raises.
+    degrees: the target's and the draft's. Raises `UsageError` where no pair is legal, `SetupError`
+    where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
     """
     if recipe.draft is None or weights_from(recipe.speculation.method) != "draft":
         raise UsageError(
@@ -112,27 +93,24 @@ def plan_comparison(
             f"run.device: {recipe.run.device} is one device; ranks need their own",
             "use cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs",
         )
-    engine_recipe = native.for_engine(recipe, k, max(batch_sizes))
+    alone = with_degrees(recipe, Pair(1, 1))
     job = tokenised(
         native,
-        native.prepare(with_degrees(engine_recipe, Pair(1, 1)), permissions),
-        prompts,
-        skip_bad=skip_bad,
+        native.prepare(alone, permissions, (k, max(batch_sizes))),
+        prompts.prompts,
+        skip_bad=prompts.skip_bad,
     )
-    values = settings_values(recipe)
+    common = common_settings(recipe, job)
     for role in ("target", "draft"):
-        del values[role]["tensor_parallel_size"]
-        values[role] = with_weights(values[role], job.plan, role)
+        del common["recipe"][role]["tensor_parallel_size"]
     settings = ComparisonSettings(
-        recipe=values,
+        **common,
         draft=recipe.draft.model,
         k=k,
         target_tps=tuple(degrees[0]),
         draft_tps=tuple(degrees[1]),
         batch_sizes=tuple(batch_sizes),
         batches=batches,
-        prompts=job.identity,
-        **device_settings(job),
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
     skips = skips_of(settings, job, num_gpus)
@@ -140,10 +118,8 @@ def plan_comparison(
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
     kept = dated(with_degrees(recipe, first).model_copy(update={"run": run}), job)
-    notices = [*notices, *warnings_of_texts(job, chat)]
-    return ComparisonPlan(
-        kept, engine_recipe, settings, job, skips, permissions, notices, own_prompts
-    )
+    notices = [*prompts.notices, *warnings_of_texts(job, prompts.chat)]
+    return ComparisonPlan(kept, settings, job, skips, permissions, notices, prompts.own)
 
 
 def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
@@ -231,23 +207,6 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
     return [*found, *plan.notices, *few_prompts(min(counts))]
 
 
-def comparison_seconds(plan: ComparisonPlan) -> float:
-    """The time of measuring all pairs, each of which starts ranks and loads both models."""
-    s, job = plan.settings, plan.job
-    own = own_plan(job)
-    speeds = speeds_of(own.device, own.target.dtype)
-    found = 0.0
-    for pair in plan.to_run:
-        estimate = DurationEstimate(job, speeds, (pair.target_tp, pair.draft_tp))
-        found += start_seconds([own])
-        for batch_size in s.batch_sizes:
-            count = s.num_prompts(batch_size)
-            for k in (0, s.k):
-                key = Key(s.draft, batch_size, k)
-                found += estimate.point_seconds(key, count, WARM_UP_TOKENS)
-    return found
-
-
 def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
     """The document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
@@ -270,12 +229,18 @@ def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str,
         f"prompts: {prompts}; the longest of {plan.job.longest_prompt} tokens",
         f"samples: {plan.num_samples}, k = 0 included, each measured {run.repeats} times",
     ]
-    line, seconds = estimated(comparison_seconds(plan))
+    jobs = {
+        key: plan.job.part(0, s.num_prompts(batch_size))
+        for pair in plan.to_run
+        for batch_size in s.batch_sizes
+        for key in s.keys(pair, batch_size)
+    }
+    line, seconds = estimated(jobs, most_warm_up=WARM_UP_TOKENS)
     text.append(line)
     return {
         "schema": "specdec.compare-tp.plan/1",
         "recipe": plan.recipe.model_dump(mode="json"),
-        "comparison": s.as_dict() | {"settings_hash": s.digest},
+        "comparison": s.in_document(),
         "pairs": pairs,
         "num_samples": plan.num_samples,
         **seconds,
@@ -291,17 +256,14 @@ def open_folder(
 
     Raises `UsageError` when it holds a comparison with other settings, or none at all.
     """
-    where = plan.where
-    if resume and (path / "settings.json").exists():
-        refuse_special_files(path)
-        theirs = settings_file.read_settings_file(path).get("settings")
-        if not isinstance(theirs, dict) or "target_tps" not in theirs:
-            raise UsageError(f"{path} holds no comparison of compare-tp", "name another with -o")
-        settings_file.check_same(path, "comparison", theirs, plan.settings.as_dict())
-        folder = settings_file.reopened(path, records.load)
-        if records.is_open(plan.to_run):
-            settings_file.keep_environment_warning(folder, plan.settings, where)
-        return folder
-    folder = RunFolder.create(path, plan.recipe, where, plan.own_prompts)
-    settings_file.write_settings(folder, plan.settings, warnings_of(plan))
-    return folder
+    contents = settings_file.Contents(
+        *("comparison", "compare-tp", "target_tps", plan.recipe, plan.settings, plan.where),
+        notices=warnings_of(plan),
+        own_prompts=plan.own_prompts,
+    )
+
+    def load(kept: RunFolder) -> bool:
+        records.load(kept)
+        return records.is_open(plan.to_run)
+
+    return settings_file.opened(path, contents, load, resume=resume)

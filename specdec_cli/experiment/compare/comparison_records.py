@@ -3,27 +3,19 @@
 Everything is computed from the run folder. Knows no ranks and no terminal.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from specdec_cli.experiment import points
-from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
-from specdec_cli.experiment.folders.records import (
-    Key,
-    PairFacts,
-    Point,
-    Sample,
-    elsewhere,
-    not_measured,
-    read_records,
-)
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Skip
+from specdec_cli.experiment.folders.records import Key, Pair, Point, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.samples import Samples, speedup, without_errors
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.sweep.sweep_records import SweepRecords
 from specdec_cli.text import digest
 
 _OF_REPEATS = (
@@ -34,38 +26,29 @@ _OF_REPEATS = (
 
 @dataclass(slots=True)
 class ComparisonRecords:
-    """The records of a comparison.
+    """The records of a comparison, and what became of pairs without them.
 
-    samples: by pair and point, then by prompt. facts: of each pair whose models were loaded.
-    failures: of pairs and batch sizes, in this run of the command. points: as last written.
+    failures: of pairs and batch sizes, in this run of the command. points: as last computed.
     """
 
     settings: ComparisonSettings
     skips: Mapping[Pair, Skip]
-    samples: dict[tuple[Pair, Key], dict[int, Sample]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )
-    facts: dict[Pair, PairFacts] = field(default_factory=dict)
+    kept: SweepRecords = field(default_factory=SweepRecords)
     failures: dict[tuple[Pair, int], Failure] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
 
     def load(self, folder: RunFolder) -> None:
-        """Read a folder. Of two records of one prompt the last counts."""
-        self.samples.clear()
-        further = partial(_problem, settings=self.settings)
-        for sample in read_records(folder.path / "samples.jsonl", Sample, further):
-            self.samples[Pair.of(sample), Key.of(sample)][sample.index] = sample
-        facts = read_records(folder.path / "pairs.jsonl", PairFacts)
-        self.facts = {Pair.of(fact): fact for fact in facts}
-        written = read_records(folder.path / "points.jsonl", Point)
-        self.points = list({_place(p): p for p in written}.values())
+        """Take over what a folder holds, in place of what is known."""
+        self.kept = SweepRecords(folder)
+        self.kept.load(folder.path, self.settings)
+        self.points = list(self.kept.points.values())
 
     @property
     def counts(self) -> Counter[tuple[Pair, str]]:
         """The number of records by pair and file."""
-        found = Counter((pair, "pairs.jsonl") for pair in self.facts)
-        for (pair, _), samples in self.samples.items():
-            found[pair, "samples.jsonl"] += len(samples)
+        found = Counter((pair, "pairs.jsonl") for pair in self.kept.facts)
+        for key, samples in self.kept.samples.items():
+            found[Pair.of(key), "samples.jsonl"] += len(samples)
         return found
 
     def open_sizes(self, pair: Pair) -> list[int]:
@@ -81,48 +64,35 @@ class ComparisonRecords:
         return all(len(self.of(pair, batch_size, k)) >= needed for k in (0, self.settings.k))
 
     def of(self, pair: Pair, batch_size: int, k: int) -> Samples:
-        return self.samples.get((pair, Key(self.settings.draft, batch_size, k)), {})
+        return self.kept.samples.get(self.settings.key(pair, batch_size, k), {})
 
-    def by_key(self, pair: Pair) -> dict[Key, Samples]:
-        """The samples of one pair, by point."""
-        return {key: found for (of, key), found in self.samples.items() if of == pair}
-
-    def update_points(self, folder: RunFolder) -> list[Point]:
-        """Compute all points anew and write those that changed; returns these."""
-        earlier = {_place(point): point for point in self.points}
+    def update_points(self) -> list[Point]:
+        """Compute all points anew and keep those that changed; returns these."""
         self.points = self._points()
-        changed = [p for p in self.points if earlier.get(_place(p)) != p]
-        for point in changed:
-            folder.append("points.jsonl", point)
-        return changed
+        return [point for point in self.points if self.kept.add_point(point)]
 
     def _points(self) -> list[Point]:
         """Points of pairs that ran, failed or were skipped, and of plain decoding beside them."""
-        found = []
+        found: list[Point | None] = []
         for target_tp in self.settings.target_tps:
             pairs = [p for p in self.settings.pairs if p.target_tp == target_tp]
             for batch_size in self.settings.batch_sizes:
-                if (plain := self._plain(target_tp, batch_size)) is not None:
-                    found.append(plain)
-                for pair in pairs:
-                    if (point := self._point(pair, batch_size)) is not None:
-                        found.append(point)
-        return found
+                found.append(self._plain(target_tp, batch_size))
+                found += [self._point(pair, batch_size) for pair in pairs]
+        return [point for point in found if point is not None]
 
     def _point(self, pair: Pair, batch_size: int) -> Point | None:
         failure = self._failure(pair, batch_size)
         if failure is None and not self.is_complete(pair, batch_size):
             return None
-        own = self.of(pair, batch_size, self.settings.k)
-        point = point_of(
-            self.settings, pair, batch_size, own, self.of(pair, batch_size, 0), failure
-        )
+        plain, key = self.settings.keys(pair, batch_size)
+        own, baseline = (self.kept.samples.get(one, {}) for one in (key, plain))
+        point = point_of(key, own, baseline, failure, self.settings.seed)
         update = self._blocks([pair])
-        own = without_errors(own)
         equal = Pair(pair.target_tp, pair.target_tp)
         if point.is_ok and self.is_complete(equal, batch_size):
-            others = without_errors(self.of(equal, batch_size, self.settings.k))
-            if (faster := speedup(own, others)) is not None:
+            others = without_errors(self.of(equal, batch_size, key.k))
+            if (faster := speedup(without_errors(own), others)) is not None:
                 is_equal, name = pair == equal, "speedup_vs_equal_tp"
                 update[name] = 1.0 if is_equal else faster.value
                 update[f"{name}_ci"] = (
@@ -140,9 +110,8 @@ class ComparisonRecords:
             return None
         merged = merge_repeats([self.of(p, batch_size, 0) for p in complete])
         failure = None if complete else failures[0]
-        point = point_of(
-            self.settings, Pair(target_tp, 0), batch_size, merged, merged, failure, k=0
-        )
+        key = Key(self.settings.draft, batch_size, 0, target_tp)
+        point = point_of(key, merged, merged, failure, self.settings.seed)
         return point.model_copy(update=self._blocks(complete))
 
     def _failure(self, pair: Pair, batch_size: int) -> Failure | None:
@@ -152,51 +121,28 @@ class ComparisonRecords:
 
     def _blocks(self, pairs: Iterable[Pair]) -> dict[str, Any]:
         """The smallest cache among the pairs."""
-        known = [self.facts[pair] for pair in pairs if pair in self.facts]
+        known = [self.kept.facts[pair] for pair in pairs if pair in self.kept.facts]
         least = min(known, key=lambda fact: fact.num_blocks, default=None)
         return {name: getattr(least, name, None) for name in ("num_blocks", "blocks_per_rank")}
 
 
-def _problem(sample: Sample, settings: ComparisonSettings) -> str | None:
-    """The reason that a sample belongs to no point of the comparison, or None."""
-    if (pair := Pair.of(sample)) not in settings.pairs:
-        return f"its degrees are {pair}"
-    known = {"draft": [settings.draft], "k": (0, settings.k), "batch_size": settings.batch_sizes}
-    told = elsewhere(sample, known)
-    return told or not_measured(sample, settings.prompts["count"], settings.repeats)
-
-
-def point_of(
-    settings: ComparisonSettings,
-    pair: Pair,
-    batch_size: int,
-    own: Samples,
-    plain: Samples,
-    failure: Failure | None,
-    k: int | None = None,
-) -> Point:
-    """A point without its comparison to other pairs.
-
-    own, plain: samples of the point and of k = 0, by prompt. k: the comparison's unless given.
-    """
-    k = settings.k if k is None else k
-    key = Key(settings.draft, batch_size, k)
-    found = points.measured(key, own, without_errors(plain), failure, settings.seed)
+def point_of(key: Key, own: Samples, plain: Samples, failure: Failure | None, seed: int) -> Point:
+    """A point without its comparison to other pairs. own, plain: samples at `key` and at k = 0."""
+    found = points.measured(key, own, without_errors(plain), failure, seed)
     metrics = found["metrics"]
+    texts = [[i, s.token_ids] for i, s in sorted(own.items())]
     return Point(
-        target_tp=pair.target_tp,
-        draft_tp=pair.draft_tp if k else None,
-        k=k,
-        batch_size=batch_size,
+        target_tp=key.target_tp,
+        draft_tp=key.draft_tp if key.k else None,
+        k=key.k,
+        batch_size=key.batch_size,
         **found,
         broadcast_ms=metrics.broadcast_ms if metrics else None,
         num_blocks=None,
         blocks_per_rank=None,
         speedup_vs_equal_tp=None,
         speedup_vs_equal_tp_ci=None,
-        tokens_sha256=digest([[i, s.token_ids] for i, s in sorted(own.items())])
-        if metrics
-        else None,
+        tokens_sha256=digest(texts) if metrics else None,
     )
 
 
@@ -230,7 +176,3 @@ def _joined(ours: Any, theirs: Any) -> Any:
     if isinstance(ours, dict):
         return {name: spent + theirs.get(name, []) for name, spent in ours.items()}
     return ours + theirs
-
-
-def _place(point: Point) -> tuple[Any, ...]:
-    return (point.target_tp, point.draft_tp, point.batch_size, point.k)

@@ -1,4 +1,4 @@
-"""The nouns of a comparison: pairs of tensor-parallel degrees, and its settings.
+"""The settings of a comparison: a sweep whose points have a pair of tensor-parallel degrees.
 
 Imports nothing heavy.
 """
@@ -6,31 +6,10 @@ Imports nothing heavy.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
-from specdec_cli.experiment.folders.records import PairFacts, Point, Sample
+from specdec_cli.core.figures import Record
+from specdec_cli.experiment.folders.records import Key, Pair, Sample
 from specdec_cli.experiment.folders.run_settings import RunSettings
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Pair:
-    """The number of target ranks, and how many of them also hold the draft."""
-
-    target_tp: int
-    draft_tp: int
-
-    @property
-    def divides(self) -> bool:
-        """Whether the draft's degree divides the target's."""
-        return self.target_tp % self.draft_tp == 0
-
-    @classmethod
-    def of(cls, record: Point | Sample | PairFacts) -> "Pair":
-        """The pair of a record that has one; a draft TP of 0 stands for k = 0."""
-        return cls(record.target_tp or 0, record.draft_tp or 0)
-
-    def __str__(self) -> str:
-        return f"target TP {self.target_tp}, draft TP {self.draft_tp}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +20,9 @@ class Skip:
     expected: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonSettings(RunSettings):
-    """The settings that samples depend on; a resumed comparison must have the same.
-
-    batches: most batches of prompts at each batch size; None takes all. prompts: how many, and a
-    digest of their tokens.
-    """
+    """batches: most batches of prompts at each batch size; None takes all."""
 
     draft: str
     k: int
@@ -55,9 +30,6 @@ class ComparisonSettings(RunSettings):
     draft_tps: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     batches: int | None
-    prompts: dict[str, Any]
-    device: str
-    dtype: str
 
     @property
     def pairs(self) -> list[Pair]:
@@ -74,3 +46,20 @@ class ComparisonSettings(RunSettings):
         """The number of prompts, from the first on, that are decoded at a batch size."""
         count = int(self.prompts["count"])
         return count if self.batches is None else min(count, self.batches * batch_size)
+
+    def key(self, pair: Pair, batch_size: int, k: int) -> Key:
+        """The samples of a pair's ranks at a k."""
+        return Key(self.draft, batch_size, k, pair.target_tp, pair.draft_tp)
+
+    def keys(self, pair: Pair, batch_size: int) -> list[Key]:
+        """The samples of k = 0, then those of the comparison's k."""
+        return [self.key(pair, batch_size, k) for k in (0, self.k)]
+
+    def misfit(self, record: Record) -> str | None:
+        if not isinstance(record, Sample):
+            return None
+        if (pair := Pair.of(record)) not in self.pairs:
+            return f"its degrees are {pair}"
+        return self.misfit_in(
+            record, draft=[self.draft], k=(0, self.k), batch_size=self.batch_sizes
+        )

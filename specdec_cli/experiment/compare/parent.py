@@ -36,7 +36,8 @@ def run_pairs(
     appended.
     """
     codes = []
-    records.update_points(folder)
+    records.kept.folder = folder
+    records.update_points()
     for pair in plan.to_run:
         if not (sizes := records.open_sizes(pair)):
             continue
@@ -45,7 +46,7 @@ def run_pairs(
         task = PairTask(
             pair=pair,
             settings=plan.settings,
-            recipe=plan.engine_recipe,
+            recipe=plan.recipe,
             prompts=plan.job.prompts,
             permissions=plan.permissions,
             batch_sizes=tuple(sizes),
@@ -58,7 +59,7 @@ def run_pairs(
             )
         except (KeyboardInterrupt, SystemExit):
             _take_over(folder, records)
-            records.update_points(folder)
+            records.update_points()
             raise
         _take_over(folder, records)
         if outcome.failure is not None:
@@ -67,7 +68,7 @@ def run_pairs(
             failure = _failure(outcome.failure)
             records.failures[pair, batch_size] = failure
             watcher.failed(pair, batch_size, failure)
-        records.update_points(folder)
+        records.update_points()
     return codes
 
 
@@ -102,12 +103,12 @@ def conclusion(
 
     codes: of failed pairs. where: the document's environment.
     """
-    noise = [one for pair in plan.settings.pairs for one in noise_in(records.by_key(pair))]
-    noise += impossible_speeds(records.points)
+    kept = records.kept
+    noise = [*noise_in(kept.samples), *impossible_speeds(records.points)]
     verdict = verdict_of(records, disturbances([*warnings, *noise]))
     said = [
         *warnings,
-        *prompts_that_failed(records.samples.values()),
+        *prompts_that_failed(kept.samples.values()),
         *noise,
         *tokens_notice(verdict["tokens"]),
     ]
@@ -116,10 +117,10 @@ def conclusion(
         "version": VERSION,
         "recipe": plan.recipe.model_dump(mode="json"),
         "environment": where,
-        "comparison": plan.settings.as_dict() | {"settings_hash": plan.settings.digest},
+        "comparison": plan.settings.in_document(),
         "points": records.points,
         **verdict,
-        "pairs": [records.facts[pair] for pair in plan.settings.pairs if pair in records.facts],
+        "pairs": [kept.facts[pair] for pair in plan.settings.pairs if pair in kept.facts],
         "warnings": said,
     }
     code = exit_code(plan, records, codes, verdict["tokens"])
@@ -138,7 +139,7 @@ def exit_code(
     (`tokens`, of the document) come before missing results, which make it partial.
     """
     statuses = {point.status for point in records.points}
-    samples = [s for found in records.samples.values() for s in found.values()]
+    samples = [s for found in records.kept.samples.values() for s in found.values()]
     if "ok" not in statuses and not records.failures:
         return ExitCode.PARTIAL  # every pair ran, and no prompt could
     if "ok" not in statuses:

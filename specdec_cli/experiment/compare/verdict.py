@@ -4,16 +4,14 @@ Computed from points and samples alone. Knows no terminal.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import groupby, pairwise
 from typing import Any
 
 from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
-from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.folders.conclusions import BestPair, Decision, Degrees, Tokens
-from specdec_cli.experiment.folders.records import Point
+from specdec_cli.experiment.folders.records import Pair, Point
 from specdec_cli.experiment.folders.samples import measured_speed, without_errors
 from specdec_cli.experiment.lossless import compare_tokens
 from specdec_cli.experiment.statistics.disturbed import doubt_in_words
@@ -242,15 +240,10 @@ def _tied(best: BestPair) -> str:
 def tokens_of(records: ComparisonRecords) -> Tokens:
     """The document's `tokens`: whether every pair wrote the same."""
     settings = records.settings
-    complete = (
-        (pair, batch_size)
+    keys = (
+        settings.keys(pair, batch_size)
         for pair in sorted(settings.pairs)
         for batch_size in settings.batch_sizes
         if records.is_complete(pair, batch_size)
     )
-    points = (
-        ({**asdict(pair), "batch_size": b, "k": k}, records.of(pair, b, k))
-        for pair, b in complete
-        for k in (0, settings.k)
-    )
-    return compare_tokens(settings, settings.dtype, points)
+    return compare_tokens(settings, {key: records.kept.samples[key] for of in keys for key in of})

@@ -5,7 +5,7 @@ Rank 0 writes each sample as it comes, so that finished samples outlive the rank
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from specdec_cli.core.types import Permissions
 from specdec_cli.engine.memory.budget import available_memory, room_now
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.experiment.compare.comparison_records import point_of
-from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
-from specdec_cli.experiment.folders.records import Key, PairFacts, Point, Sample
+from specdec_cli.experiment.compare.pairs import ComparisonSettings
+from specdec_cli.experiment.folders.records import Key, Pair, PairFacts, Point, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, tokenised
 from specdec_cli.experiment.measure import MeasuringLoop, units_of
@@ -62,7 +62,8 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     began = time.perf_counter()
     for file in task.permissions.plugins:
         plugin.load(file)
-    planned = native.prepare(with_degrees(task.recipe, task.pair), task.permissions)
+    largest = task.settings.k, max(task.settings.batch_sizes)
+    planned = native.prepare(with_degrees(task.recipe, task.pair), task.permissions, largest)
     job = tokenised(native, planned, task.prompts)
     session = native.open_session(planned, job.longest_prompt)
     num_blocks = session.weights.cache.num_blocks
@@ -73,7 +74,8 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
         folder.append(
             "pairs.jsonl",
             PairFacts(
-                **asdict(task.pair),
+                target_tp=task.pair.target_tp,
+                draft_tp=task.pair.draft_tp,
                 num_blocks=num_blocks,
                 blocks_per_rank=blocks,
                 load_seconds=time.perf_counter() - began,
@@ -88,7 +90,7 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
         if world.is_first:
             plain, *_ = samples.values()
             for key, own in samples.items():
-                found = point_of(task.settings, task.pair, batch_size, own, plain, None, key.k)
+                found = point_of(key, own, plain, None, task.settings.seed)
                 with world.outside():
                     on_point(found)
         sized.forget_rounds()
@@ -101,14 +103,13 @@ def _measure_size(
     world: World, task: PairTask, job: Job, session: Session, folder: RunFolder
 ) -> dict[Key, dict[int, Sample]]:
     """Samples of every prompt at k = 0 and at k, by point and prompt; rank 0 also writes them."""
-    keys = [Key(task.settings.draft, session.batch_size, k) for k in (0, task.settings.k)]
+    keys = task.settings.keys(task.pair, session.batch_size)
     found: dict[Key, dict[int, Sample]] = {key: {} for key in keys}
 
     def keep(key: Key, samples: list[Sample]) -> None:
-        of_pair = [sample.model_copy(update=asdict(task.pair)) for sample in samples]
         if world.is_first:
-            folder.append("samples.jsonl", *of_pair)
-        found[key] |= {sample.index: sample for sample in of_pair}
+            folder.append("samples.jsonl", *samples)
+        found[key] |= {sample.index: sample for sample in samples}
 
     loop = MeasuringLoop(lambda _: session, world, keep, partial(native.peak_memory, job.plan))
     loop.warm_up(dict.fromkeys(keys, job), WARM_UP_TOKENS)

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.errors import Notice, UsageError
-from specdec_cli.experiment.disk import refuse_special_files
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.records import (
     Key,
@@ -16,26 +15,17 @@ from specdec_cli.experiment.folders.records import (
     read_records,
 )
 from specdec_cli.experiment.folders.run_folder import RunFolder
-from specdec_cli.experiment.folders.run_settings import RunSettings, settings_values
+from specdec_cli.experiment.folders.run_settings import RunSettings
 from specdec_cli.experiment.generation import Job
-from specdec_cli.experiment.preparing import device_settings, with_weights
+from specdec_cli.experiment.preparing import common_settings
 from specdec_cli.recipe import Recipe
-from specdec_cli.text import digest
 
 SAMPLES = "samples.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateSettings(RunSettings):
-    """The settings that samples depend on; a resumed run must have the same.
-
-    prompts: how many, and digests of their tokens and categories.
-    """
-
     batch_size: int
-    prompts: dict[str, Any]
-    device: str
-    dtype: str
 
 
 @dataclass(slots=True)
@@ -68,44 +58,22 @@ def open_folder(
 ) -> Kept:
     """The run's folder, new or (resume) with the samples that it holds.
 
-    notices: warnings to keep with a new one. own_prompts: as for `RunFolder.create`. Raises
-    `UsageError` where the folder holds a run with other settings or prompts, or another command's.
+    notices: warnings to keep with a new one. own_prompts, errors: as for `settings_file.opened`.
     """
-    settings = _settings(recipe, job)
-    if not resume or not (path / settings_file.SETTINGS).exists():
-        folder = RunFolder.create(path, recipe, where, own_prompts)
-        settings_file.write_settings(folder, settings, notices)
-        return Kept(folder)
-    refuse_special_files(path)
-    theirs = settings_file.read_settings_file(path).get("settings")
-    if not isinstance(theirs, dict) or "batch_size" not in theirs:
-        raise UsageError(f"{path} holds no run of generate", "name another with -o")
-    settings_file.check_same(path, "run", theirs, settings.as_dict())
+    settings = GenerateSettings(**common_settings(recipe, job), batch_size=recipe.run.batch_size)
+    contents = settings_file.Contents(
+        "run", "generate", "batch_size", recipe, settings, where, notices, own_prompts
+    )
     done: dict[int, Sample] = {}
 
-    def load(kept: RunFolder) -> None:
+    def load(kept: RunFolder) -> bool:
         for sample in _read(kept.path / SAMPLES, job):
             done.setdefault(sample.index, sample)
+        return len(done) < len(job.prompts)
 
-    folder = settings_file.reopened(path, load)
-    if not (path / "recipe.yaml").exists():
-        folder.write_recipe(recipe)
-    if len(done) < len(job.prompts):
-        settings_file.keep_environment_warning(folder, settings, where)
-    return Kept(folder, done, settings_file.read_warnings(path))
-
-
-def _settings(recipe: Recipe, job: Job) -> GenerateSettings:
-    values = settings_values(recipe)
-    for role in ("target", "draft"):
-        if values[role] is not None:
-            values[role] = with_weights(values[role], job.plan, role)
-    return GenerateSettings(
-        recipe=values,
-        batch_size=recipe.run.batch_size,
-        prompts=job.identity | {"categories": digest([p.category for p in job.prompts])},
-        **device_settings(job),
-    )
+    is_old = resume and (path / settings_file.SETTINGS).exists()
+    folder = settings_file.opened(path, contents, load, resume=resume)
+    return Kept(folder, done, settings_file.read_warnings(path) if is_old else ())
 
 
 def _read(path: Path, job: Job) -> list[Sample]:

@@ -31,17 +31,47 @@ _LONGEST = 1e12  # milliseconds: 30 years
 Time = Annotated[float, Field(ge=0, lt=_LONGEST)]  # also a share of a round, or a mean count
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Pair:
+    """The number of target ranks, and how many of them also hold the draft."""
+
+    target_tp: int
+    draft_tp: int
+
+    @property
+    def divides(self) -> bool:
+        """Whether the draft's degree divides the target's."""
+        return self.target_tp % self.draft_tp == 0
+
+    @classmethod
+    def of(cls, found: "Key | Point | Sample | PairFacts") -> "Pair":
+        """The pair of what has one; a draft TP of 0 stands for k = 0."""
+        return cls(found.target_tp or 0, found.draft_tp or 0)
+
+    def __str__(self) -> str:
+        return f"target TP {self.target_tp}, draft TP {self.draft_tp}"
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The point that a record belongs to, at one pair of degrees."""
+    """The point that a record belongs to. target_tp, draft_tp: in comparisons only, whose points of
+    k = 0 have no draft TP."""
 
     draft: str | None
     batch_size: int
     k: int
+    target_tp: int | None = None
+    draft_tp: int | None = None
 
     @classmethod
     def of(cls, record: "Sample | Point | CurvePart") -> "Key":
-        return cls(record.draft, record.batch_size, record.k)
+        degrees = (getattr(record, name, None) for name in ("target_tp", "draft_tp"))
+        return cls(record.draft, record.batch_size, record.k, *degrees)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields of its records."""
+        point = {"draft": self.draft, "batch_size": self.batch_size, "k": self.k}
+        return point | given(target_tp=self.target_tp, draft_tp=self.draft_tp)
 
 
 class Sample(Record):
@@ -115,6 +145,15 @@ class CategoryMetrics(Record):
     speedup_ci: Interval
     mean_acceptance_length_ci: Interval = None
     impossible_speedup: Figure = None
+
+    @property
+    def is_ok(self) -> bool:
+        return True
+
+    def number(self, name: str, _: str | None = None) -> float | None:
+        """A figure by its name, as of a point."""
+        value: float | None = getattr(self, name, None)
+        return value
 
 
 class BreakEven(Record):

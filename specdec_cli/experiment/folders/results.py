@@ -6,7 +6,6 @@ Knows the contract's JSON names; knows nothing of terminals or folders.
 import json
 import math
 from collections.abc import Sequence as Values
-from dataclasses import asdict
 from typing import Any
 
 from specdec_cli.core.figures import Metrics, Name, Record
@@ -76,7 +75,7 @@ def point_record(outputs: Values[Output], metrics: Metrics, key: Key) -> dict[st
     could_run = any(o.error is None for o in outputs)
     why = next((o.error for o in outputs if o.error is not None), None)
     point = Point(
-        **asdict(key),
+        **key.as_dict(),
         status="ok" if could_run else "failed",
         metrics=metrics if could_run else None,
         speedup=None,

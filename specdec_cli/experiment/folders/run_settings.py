@@ -1,32 +1,32 @@
-"""The common part of a sweep's and a comparison's settings.
+"""The common part of the settings of all runs that keep records.
 
 Imports nothing heavy.
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec_cli import text
-from specdec_cli.recipe import Recipe
+from specdec_cli.core.figures import Record
+from specdec_cli.experiment.folders.records import Sample, elsewhere, not_measured
 from specdec_cli.recipe.choices.registry import is_given
 
 
-def settings_values(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as settings hold it: without keys that other settings cover."""
-    values = recipe.model_dump(mode="json")
-    del values["data"], values["run"]["batch_size"], values["run"]["device"]
-    return values
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """The settings that samples depend on, as kept in a run folder.
+    """The settings that samples depend on, as kept in a run folder; a resumed run must have the
+    same.
 
-    recipe: as resolved, without the keys that other fields cover.
+    recipe: as resolved, without the keys that other fields cover. prompts: how many, and digests
+    of their tokens and categories. device: the name of its kind. dtype: the target's.
     """
 
     recipe: dict[str, Any]
+    prompts: dict[str, Any]
+    device: str
+    dtype: str
 
     @property
     def digest(self) -> str:
@@ -52,3 +52,17 @@ class RunSettings:
         """The settings as read back from JSON: with lists for tuples."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found
+
+    def in_document(self) -> dict[str, Any]:
+        """The settings as documents have them."""
+        return self.as_dict() | {"settings_hash": self.digest}
+
+    def misfit_in(self, record: Record, **known: Collection[Any]) -> str | None:
+        """The reason that a record is of no point of the run, or None.
+
+        known: the values that its fields may have.
+        """
+        told = elsewhere(record, known)
+        if told or not isinstance(record, Sample):
+            return told
+        return not_measured(record, self.prompts["count"], self.repeats)

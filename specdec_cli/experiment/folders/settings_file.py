@@ -3,28 +3,69 @@
 import json
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import Notice, SetupError, UsageError
+from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders.conclusions import VERSION, refuse_other_version
 from specdec_cli.experiment.folders.records import json_of
 from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.run_settings import RunSettings
 from specdec_cli.experiment.folders.settings_diff import first_difference, settings_difference
+from specdec_cli.recipe import Recipe
 
 SETTINGS = "settings.json"
 
 
-def reopened(path: Path, load: Callable[[RunFolder], None]) -> RunFolder:
-    """A folder to resume in, after `load` has read it."""
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The contents of a run folder from its beginning on.
+
+    what, command: the kind of run and its command, in words. mark: a key that only the settings of
+    that kind have. notices: warnings of the run's plan. own_prompts: as for `RunFolder.create`.
+    """
+
+    what: str
+    command: str
+    mark: str
+    recipe: Recipe
+    settings: RunSettings
+    where: dict[str, Any]
+    notices: Sequence[Notice] = ()
+    own_prompts: str | None = None
+
+
+def opened(
+    path: Path, contents: Contents, load: Callable[[RunFolder], bool], *, resume: bool
+) -> RunFolder:
+    """A run's folder: a new one or (resume) an earlier one of the same settings.
+
+    load: reads an earlier one, and returns whether something is left to measure. Raises
+    `UsageError` where it holds a run with other settings, or another command's.
+    """
+    settings, what = contents.settings, contents.what
+    if not resume or not (path / SETTINGS).exists():
+        folder = RunFolder.create(path, contents.recipe, contents.where, contents.own_prompts)
+        write_settings(folder, settings, contents.notices)
+        return folder
+    refuse_special_files(path)
+    theirs = read_settings_file(path).get("settings")
+    if not isinstance(theirs, dict) or contents.mark not in theirs:
+        raise UsageError(f"{path} holds no {what} of {contents.command}", "name another with -o")
+    check_same(path, what, theirs, settings.as_dict())
     folder = RunFolder.reopen(path)
     try:
-        load(folder)
+        is_open = load(folder)
     except BaseException:
         folder.close()
         raise
+    if not (path / "recipe.yaml").exists():
+        folder.write_recipe(contents.recipe)
+    if is_open:
+        keep_environment_warning(folder, settings, contents.where)
     return folder
 
 

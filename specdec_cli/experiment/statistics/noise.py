@@ -5,7 +5,6 @@ Computed from records alone, so that merged and resumed runs are looked at like 
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.folders.records import Key, Point, Sample
+from specdec_cli.experiment.folders.records import Key, Pair, Point, Sample
 from specdec_cli.experiment.folders.samples import Samples, without_errors
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.disturbed import off_points
@@ -34,11 +33,11 @@ _OFF = 0.03  # least relative error of a prediction that is told
 def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
     """Warnings about the times of a run's samples."""
     found = []
-    by_size: dict[int, dict[Key, Samples]] = {}
+    by_run: dict[tuple[int, Pair], dict[Key, Samples]] = {}
     for key, of in samples.items():
         if usable := without_errors(of):
-            by_size.setdefault(key.batch_size, {})[key] = usable
-    for chosen in by_size.values():
+            by_run.setdefault((key.batch_size, Pair.of(key)), {})[key] = usable
+    for chosen in by_run.values():
         found += [*_drift(chosen), *_outliers(chosen), *_repeats(chosen)]
     return found
 
@@ -127,7 +126,7 @@ def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
         f"at {_name(worst.key)} took {seconds} s; {count} of {outliers.repeats} repeats do not "
         "count"
     )
-    evidence = asdict(worst.key) | {
+    evidence = worst.key.as_dict() | {
         "index": worst.sample.index,
         "seconds": worst.sample.decode_seconds,
         "lost_seconds": worst.lost,
@@ -174,7 +173,7 @@ def impossible_speeds(points: Iterable[Point]) -> list[Notice]:
         "is left out; measure again on a quiet machine, with more repeats"
     )
     more = f" (and {len(found) - 1} more points)" if len(found) > 1 else ""
-    evidence = [asdict(Key.of(p)) | {"speedup": s} for s, p in found]
+    evidence = [Key.of(p).as_dict() | {"speedup": s} for s, p in found]
     return [Notice("impossible_speedup", told + more, {"points": evidence})]
 
 
@@ -190,7 +189,7 @@ def predictions_off(points: Iterable[Point]) -> list[Notice]:
         f"{'high' if error > 0 else 'low'}, more than chance explains"
     )
     more = f" (and {len(large) - 1} more are off)" if len(large) > 1 else ""
-    evidence = [asdict(Key.of(p)) | {"error": e} for p, e in large]
+    evidence = [Key.of(p).as_dict() | {"error": e} for p, e in large]
     return [Notice("prediction_off", told + more, {"points": evidence})]
 
 
@@ -204,7 +203,7 @@ def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
         f"what {names} proposes depends on k, so that predictions of a smaller k are rough: they "
         "take the proposals of the largest one"
     )
-    evidence = [asdict(Key.of(point)) for point in found]
+    evidence = [Key.of(point).as_dict() for point in found]
     return [Notice("proposals_of_another_k", told, {"points": evidence})]
 
 

@@ -4,7 +4,6 @@ Everything is computed from the run folder. Knows no engine.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from specdec_cli.errors import ExitCode, Notice
@@ -29,6 +28,7 @@ from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_categ
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.experiment.sweep.time_curve import cost_by_part, curve_point
+from specdec_cli.recipe import Recipe
 
 
 def points_at(
@@ -101,11 +101,12 @@ def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) ->
 
 def sweep_document(
     settings: SweepSettings,
-    recipe: dict[str, Any],
+    recipe: Recipe,
     where: dict[str, Any],
     records: SweepRecords,
     points: Sequence[Point],
     warnings: Sequence[Notice],
+    *,
     clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
     check: CheckResult | None = None,
@@ -140,9 +141,9 @@ def sweep_document(
     document: dict[str, Any] = {
         "schema": "specdec.sweep-k/1",
         "version": VERSION,
-        "recipe": recipe,
+        "recipe": recipe.model_dump(mode="json"),
         "environment": where,
-        "sweep": settings.as_dict() | {"settings_hash": settings.digest},
+        "sweep": settings.in_document(),
         "points": list(points),
         "best": best[settings.batch_sizes[0]],
         "best_by_batch_size": {str(b): found for b, found in best.items()},
@@ -177,8 +178,7 @@ def gains_of(
 def tokens_of(settings: SweepSettings, records: SweepRecords) -> Tokens:
     """The document's `tokens`: whether every k wrote the same."""
     keys = sorted(records.samples, key=order_of(settings))
-    points = ((asdict(key), records.samples[key]) for key in keys)
-    return compare_tokens(settings, settings.dtype, points)
+    return compare_tokens(settings, {key: records.samples[key] for key in keys})
 
 
 def order_of(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:

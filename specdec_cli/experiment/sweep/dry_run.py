@@ -1,37 +1,11 @@
 """The dry run of a sweep on our own engine: its points, and about how long they take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.duration import (
-    DurationEstimate,
-    estimated,
-    own_plan,
-    speeds_of,
-    start_seconds,
-)
-from specdec_cli.experiment.folders.records import Key
-from specdec_cli.experiment.generation import Job
-from specdec_cli.experiment.measure import units_of
+from specdec_cli.experiment.duration import estimated
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
-from specdec_cli.experiment.sweep.time_curve import curve_parts
-
-
-def sweep_seconds(jobs: Mapping[Key, Job], *, has_curve: bool) -> float:
-    """The time of measuring all points. has_curve: whether a time curve is measured too."""
-    plans = [own_plan(job) for job in jobs.values()]
-    speeds = speeds_of(plans[0].device, plans[0].target.dtype)
-    found = start_seconds(plans)
-    estimates = {id(job): DurationEstimate(job, speeds) for job in jobs.values()}
-    for key, job in jobs.items():
-        estimate, count = estimates[id(job)], len(job.prompts)
-        found += estimate.point_seconds(key, count)
-        if has_curve:
-            parts = curve_parts(job, key.batch_size) / len(units_of(job, key.batch_size))
-            some = max(1, round(parts * count))
-            found += estimate.run_seconds(key, some, job.plan.params)
-    return found
 
 
 def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
@@ -58,12 +32,12 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
     ]
     jobs = dict(zip(s.drafts, plan.jobs, strict=True))
     by_key = {key: jobs.get(key.draft, plan.jobs[0]) for key in s.measured_keys}
-    line, seconds = estimated(sweep_seconds(by_key, has_curve=max(s.ks) > 0))
+    line, seconds = estimated(by_key, has_curve=max(s.ks) > 0)
     text.append(line)
     return {
         "schema": "specdec.sweep-k.plan/1",
         "recipe": plan.recipe.model_dump(mode="json"),
-        "sweep": s.as_dict() | {"settings_hash": s.digest},
+        "sweep": s.in_document(),
         "points": points,
         "num_prompts": plan.num_prompts,
         "num_samples": plan.num_samples,

@@ -78,9 +78,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
         *prompts_that_failed(records.samples.values()),
         *LOGGED,
     ]
-    document = sweep_document(
-        whole, recipe.model_dump(mode="json"), where, records, points, warnings
-    )
+    document = sweep_document(whole, recipe, where, records, points, warnings)
     folder.write("summary.json", to_json(document) + "\n")
     folder.close()
     return document, records

@@ -276,7 +276,7 @@ class Sweep:
         stages: dict[str, Any] = {f"{s}_ms": m.stage_ms(s) * m.num_rounds for s in STAGES}
         self.records.add(
             CurvePart(
-                **asdict(key),
+                **key.as_dict(),
                 part=part,
                 sequence_rounds=m.num_drafts + without,
                 rounds=m.num_rounds,

@@ -1,7 +1,7 @@
 """The run folder of a sweep: creating, resuming and reading it."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
-from specdec_cli.experiment.lossless_check import LosslessCheck
-from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
+from specdec_cli.experiment.sweep.runner import Sweep
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, warnings_of
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
@@ -25,23 +24,23 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
     Raises `UsageError` when it holds a sweep with other settings, or another run.
     """
     where = _where(plan)
-    if resume and (path / settings_file.SETTINGS).exists():
-        theirs = read_settings(path)
-        settings_file.check_same(path, "sweep", theirs.as_dict(), plan.settings.as_dict())
-        folder = settings_file.reopened(path, lambda kept: records.load(kept.path, plan.settings))
+    contents = settings_file.Contents(
+        *("sweep", "sweep-k", "ks", plan.recipe, plan.settings, where),
+        notices=warnings_of(plan),
+        own_prompts=plan.own_prompts,
+    )
+
+    def load(kept: RunFolder) -> bool:
+        records.load(kept.path, plan.settings)
         records.earlier_clock = _earlier_clock(path)
         records.earlier_where = settings_file.earlier_environment(path, where)
-        if not (path / "recipe.yaml").exists():
-            folder.write_recipe(plan.recipe)
-        is_open = sum(map(len, records.samples.values())) < plan.num_samples
-        if is_open:
-            settings_file.keep_environment_warning(folder, plan.settings, where)
-        if not (path / "environment.json").exists():
-            folder.write("environment.json", to_json(records.earlier_where) + "\n")
-    else:
-        folder = RunFolder.create(path, plan.recipe, where, plan.own_prompts)
-        settings_file.write_settings(folder, plan.settings, warnings_of(plan))
-    records.folder = folder
+        return sum(map(len, records.samples.values())) < plan.num_samples
+
+    if resume and (path / settings_file.SETTINGS).exists():
+        read_settings(path)  # they may be damaged
+    records.folder = folder = settings_file.opened(path, contents, load, resume=resume)
+    if not (path / "environment.json").exists():
+        folder.write("environment.json", to_json(records.earlier_where) + "\n")
     return folder
 
 
@@ -67,39 +66,24 @@ def read_settings(path: Path) -> SweepSettings:
     return settings
 
 
-def finish(
-    plan: SweepPlan,
-    records: SweepRecords,
-    points: Sequence[Point],
-    warnings: Sequence[Notice],
-    clock: SweepClock,
-    folder: RunFolder | None,
-    failures: Collection[Failure],
-    check: LosslessCheck | None = None,
-) -> dict[str, Any]:
+def finish(sweep: Sweep, points: Sequence[Point], warnings: Sequence[Notice]) -> dict[str, Any]:
     """The sweep's document, also written as the folder's summary.
 
-    Its warnings are `warnings` and those found since. failures: of this run. check: of
-    losslessness, if one was asked for.
+    Its warnings are `warnings` and those found since.
     """
+    plan, records, clock = sweep.plan, sweep.records, sweep.clock
     warnings = [*warnings, *prompts_that_failed(records.samples.values())]
     where = _where(plan)
     if records.earlier_where is not None and not clock.rounds:  # nothing was measured now
         clock, where = records.earlier_clock, records.earlier_where
-    recipe = plan.recipe.model_dump(mode="json")
     document = sweep_document(
-        plan.settings,
-        recipe,
-        where,
-        records,
-        points,
-        warnings,
-        clock,
-        failures,
-        check.result if check is not None else None,
+        *(plan.settings, plan.recipe, where, records, points, warnings),
+        clock=clock,
+        failures=sweep.failures.values(),
+        check=sweep.check.result if sweep.check is not None else None,
     )
-    if folder is not None:
-        folder.write("summary.json", to_json(document) + "\n")
+    if records.folder is not None:
+        records.folder.write("summary.json", to_json(document) + "\n")
     return document
 
 

@@ -7,15 +7,13 @@ from typing import Any
 from specdec_cli.backends.base import Backend
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.experiment.folders.run_settings import settings_values
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
 from specdec_cli.experiment.lossless_check import refuse_unfit
-from specdec_cli.experiment.preparing import device_settings, warnings_of_texts, with_weights
+from specdec_cli.experiment.preparing import common_settings, warnings_of_texts, with_weights
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
-from specdec_cli.prompts import Prompt
+from specdec_cli.prompts.prompt_set import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, weights_from
-from specdec_cli.text import digest
 
 
 @dataclass(slots=True)
@@ -53,23 +51,16 @@ class SweepPlan:
 def plan_sweep(
     backend: Backend,
     recipes: Sequence[Recipe],
-    prompts: list[Prompt],
+    prompts: PromptSet,
     ks: Sequence[int],
     batch_sizes: Sequence[int],
     permissions: Permissions,
     *,
-    predict_only: bool,
-    shard: tuple[int, int] | None,
-    chat: str = "auto",
-    notices: Sequence[Notice] = (),
-    own_prompts: str | None = None,
+    predict_only: bool = False,
+    shard: tuple[int, int] | None = None,
     check_lossless: bool = False,
-    skip_bad: bool = False,
 ) -> SweepPlan:
     """A checked sweep with tokenised prompts. recipes: one for each draft, otherwise equal.
-
-    chat: the setting that prompts were read with. notices: warnings about them. skip_bad: as for
-    `tokenised`.
 
     Raises `UsageError` for a sweep without a proposer, and what `generation.tokenised` raises.
     """
@@ -90,8 +81,8 @@ def plan_sweep(
         tokenised(
             backend,
             backend.prepare(r, permissions, (largest, max(batch_sizes))),
-            prompts,
-            skip_bad=skip_bad,
+            prompts.prompts,
+            skip_bad=prompts.skip_bad,
         )
         for r in recipes
     ]
@@ -103,22 +94,19 @@ def plan_sweep(
         raise UsageError(f"--draft: {twice} is there twice")
     run = recipes[0].run.model_copy(update={"batch_size": batch_sizes[0]})
     recipe = dated(recipes[0].model_copy(update={"run": run}), jobs[0])
-    values = settings_values(recipe)
-    del values["draft"]
-    values["target"] = with_weights(values["target"], jobs[0].plan, "target")
-    values["drafts"] = [_draft_values(job, recipe.speculation.method) for job in jobs]
+    common = common_settings(recipe, jobs[0], ["target"])
+    del common["recipe"]["draft"]
+    common["recipe"]["drafts"] = [_draft_values(job, recipe.speculation.method) for job in jobs]
     settings = SweepSettings(
-        recipe=values,
+        **common,
         drafts=tuple(names),
         ks=tuple(ks),
         batch_sizes=tuple(batch_sizes),
         predict_only=predict_only,
-        prompts=jobs[0].identity | {"categories": digest([p.category for p in jobs[0].prompts])},
         shard=shard,
-        **device_settings(jobs[0]),
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
-    found = [*notices, *warnings_of_texts(jobs[0], chat), *_short_drafts(jobs)]
+    found = [*prompts.notices, *warnings_of_texts(jobs[0], prompts.chat), *_short_drafts(jobs)]
     if shard is not None:
         place, count = shard
         jobs = [job.only(lambda index: index % count == place) for job in jobs]
@@ -126,7 +114,7 @@ def plan_sweep(
             raise UsageError(
                 f"shard {place}/{count} has no prompts: there are {settings.prompts['count']}"
             )
-    return SweepPlan(recipe, settings, jobs, found, own_prompts, check_lossless)
+    return SweepPlan(recipe, settings, jobs, found, prompts.own, check_lossless)
 
 
 def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:

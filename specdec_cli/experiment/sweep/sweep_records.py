@@ -4,23 +4,27 @@ import logging
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from specdec_cli.core.figures import Record
 from specdec_cli.experiment.folders.records import (
     CurvePart,
     Key,
+    Pair,
+    PairFacts,
     Point,
     Sample,
-    elsewhere,
-    not_measured,
     read_records,
 )
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.predict import ReplayText
-from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 
 _log = logging.getLogger("specdec")
+
+
+class Settings(Protocol):
+    def misfit(self, record: Record) -> str | None:
+        """The reason that a record is of no point of the run, or None."""
 
 
 @dataclass(slots=True)
@@ -42,9 +46,10 @@ class SweepClock:
 
 @dataclass(slots=True)
 class SweepRecords:
-    """The records of a sweep, in memory and in its folder.
+    """The records of a sweep or a comparison, in memory and in its folder.
 
-    texts: by draft and prompt. costs: the time curves. earlier_clock, earlier_where: from the
+    texts: by draft and prompt. costs: the time curves. facts: of the pairs of a comparison whose
+    models were loaded. earlier_clock, earlier_where: from the
     summary of the last earlier process that measured anything; the summary itself is removed with
     the first new record.
     """
@@ -56,6 +61,7 @@ class SweepRecords:
     )
     costs: dict[Key, dict[int, CurvePart]] = field(default_factory=lambda: defaultdict(dict))
     points: dict[Key, Point] = field(default_factory=dict)
+    facts: dict[Pair, PairFacts] = field(default_factory=dict)
     earlier_clock: SweepClock = field(default_factory=SweepClock)
     earlier_where: dict[str, Any] | None = None
 
@@ -63,8 +69,8 @@ class SweepRecords:
         """The same records, for a rank that writes nothing."""
         return replace(self, folder=None)
 
-    def load(self, folder: Path, settings: SweepSettings) -> None:
-        """Read a folder. The first record of a sample counts, and the last one of a point."""
+    def load(self, folder: Path, settings: Settings) -> None:
+        """Read a folder. Of two records of one thing the last counts."""
         for kind in _FILES:
             for record in read_kept(folder, kind, settings):
                 self._enter(record)
@@ -76,21 +82,25 @@ class SweepRecords:
         for record in records:
             self._enter(record)
 
-    def add_point(self, point: Point) -> None:
-        """Add a point if it changed. A retried point has a second line, and the last one counts."""
-        if self.points.get(Key.of(point)) != point:
+    def add_point(self, point: Point) -> bool:
+        """Add a point if it changed, and tell. A retried point has a second line."""
+        has_changed = self.points.get(Key.of(point)) != point
+        if has_changed:
             self.add(point)
+        return has_changed
 
     def _enter(self, record: Record) -> None:
         match record:
             case Sample():
-                self.samples[Key.of(record)].setdefault(record.index, record)
+                self.samples[Key.of(record)][record.index] = record
             case ReplayText():
-                self.texts[record.draft].setdefault(record.index, record)
+                self.texts[record.draft][record.index] = record
             case CurvePart():
-                self.costs[Key.of(record)].setdefault(record.part, record)
+                self.costs[Key.of(record)][record.part] = record
             case Point():
                 self.points[Key.of(record)] = record
+            case PairFacts():
+                self.facts[Pair.of(record)] = record
 
 
 _FILES: dict[type[Record], str] = {
@@ -98,23 +108,14 @@ _FILES: dict[type[Record], str] = {
     ReplayText: "replay.jsonl",
     CurvePart: "curve.jsonl",
     Point: "points.jsonl",
+    PairFacts: "pairs.jsonl",
 }
 R = TypeVar("R", bound=Record)
 
 
-def read_kept(folder: Path, kind: type[R], settings: SweepSettings) -> list[R]:
-    """The records of one kind in a sweep's folder.
+def read_kept(folder: Path, kind: type[R], settings: Settings) -> list[R]:
+    """The records of one kind in a run's folder.
 
-    Raises `SetupError` for a damaged record, or one of no point of the sweep.
+    Raises `SetupError` for a damaged record, or one of no point of the run.
     """
-    known = {"k": settings.ks, "batch_size": settings.batch_sizes}
-
-    def problem(record: R) -> str | None:
-        is_baseline = settings.shares_baseline and getattr(record, "k", None) == 0
-        drafts = (None,) if is_baseline else settings.drafts
-        told = elsewhere(record, {"draft": drafts, **known})
-        if told or not isinstance(record, Sample):
-            return told
-        return not_measured(record, settings.prompts["count"], settings.repeats)
-
-    return read_records(folder / _FILES[kind], kind, problem)
+    return read_records(folder / _FILES[kind], kind, settings.misfit)

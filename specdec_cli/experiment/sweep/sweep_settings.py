@@ -4,26 +4,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specdec_cli.core.figures import Record
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.folders.run_settings import RunSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSettings(RunSettings):
-    """The settings that samples depend on; folders with equal settings may be merged.
+    """The settings of a sweep; folders with equal settings may be merged.
 
-    drafts: the names of the arms. prompts: how many, and digests of their tokens and categories.
-    shard: place and number of shards, or None.
+    drafts: the names of the arms. shard: place and number of shards, or None.
     """
 
     drafts: tuple[str | None, ...]
     ks: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     predict_only: bool
-    prompts: dict[str, Any]
     shard: tuple[int, int] | None
-    device: str
-    dtype: str
 
     @property
     def shares_baseline(self) -> bool:
@@ -49,6 +46,11 @@ class SweepSettings(RunSettings):
     def measured_keys(self) -> list[Key]:
         """All points that are measured, not predicted."""
         return [key for b in self.batch_sizes for key in self.keys(b, self.measured_ks)]
+
+    def misfit(self, record: Record) -> str | None:
+        is_baseline = self.shares_baseline and getattr(record, "k", None) == 0
+        drafts = (None,) if is_baseline else self.drafts
+        return self.misfit_in(record, draft=drafts, k=self.ks, batch_size=self.batch_sizes)
 
     @classmethod
     def of_dict(cls, found: Mapping[str, Any]) -> "SweepSettings":

@@ -1,7 +1,6 @@
 """The time curve of a sweep: the cost of a round at each k, measured in parts."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from specdec_cli.core.figures import STAGES
@@ -45,7 +44,7 @@ def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
     drafting = stage_ms.pop("draft_ms") + stage_ms["commit_ms"]
     experts = [p.distinct_experts for p in parts.values() if p.distinct_experts is not None]
     are_counted = bool(experts) and len(experts) == len(parts)
-    return asdict(key) | {
+    return key.as_dict() | {
         "rounds": total,
         "draft_ms_per_step": drafting / key.k if key.k else None,
         **stage_ms,
