@@ -87,9 +87,7 @@ def make_batch(
     return ForwardBatch(
         token_ids=packed_ids(spans).to(device, non_blocking=True),
         positions=positions,
-        slots=ops.slot_mapping(
-            block_tables, query_start_t, positions, None, block_size, widest * block_size
-        ),
+        slots=ops.slot_mapping(block_tables, query_start_t, positions, block_size),
         query_start=query_start_t,
         context_lens=context_lens,
         block_tables=block_tables,

@@ -127,13 +127,10 @@ class PackedInputs:
         """
         positions = self.positions[:width]
         tables = self.block_tables
-        limit = tables.shape[1] * self.block_size
         batch = ForwardBatch(
             token_ids=self.token_ids[:width],
             positions=positions,
-            slots=ops.slot_mapping(
-                tables, self.query_start, positions, None, self.block_size, limit
-            ),
+            slots=ops.slot_mapping(tables, self.query_start, positions, self.block_size),
             query_start=self.query_start,
             context_lens=self.context_lens,
             block_tables=tables,

@@ -4,8 +4,8 @@ import filecmp
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from datetime import datetime
 from functools import partial
 from inspect import signature
@@ -19,8 +19,7 @@ from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tokenizer import gguf_tokenizer
-from specdec_cli.models.native_calls import in_time, is_panic, native_lines
-from specdec_cli.models.tokenizer_limits import (
+from specdec_cli.models.guards import (
     FILE_BYTES,
     MOST_CHARACTERS,
     TEMPLATE_BYTES,
@@ -28,6 +27,9 @@ from specdec_cli.models.tokenizer_limits import (
     bounded,
     check_length,
     growth_of,
+    in_time,
+    native_lines,
+    refusing,
     unsafe_file,
 )
 from specdec_cli.prompts.records import DATE_KEY, TEMPLATE_KEYS
@@ -52,6 +54,12 @@ class PretrainedTokenizer:
             check_length(max(map(len, tokenizer.get_vocab()), default=0), growth)
         self._decodes_by_regex = '"Regex"' in json.dumps(steps.get("decoder"))
 
+    def _failure(self, problem: BaseException) -> SetupError:
+        return SetupError(
+            f"the tokenizer of {self._name} fails: {_reason(problem)}",
+            "its files are damaged or were edited; download the model again",
+        )
+
     @property
     def has_template(self) -> bool:
         """Whether it has a chat template."""
@@ -61,7 +69,7 @@ class PretrainedTokenizer:
         """The ids of a text. Raises `SetupError` for a tokenizer that fails or takes too long."""
         # Not verbose: it would warn of texts that are too long, which we report ourselves.
         more = {"add_special_tokens": add_special_tokens, "verbose": False}
-        with _failures(self._name):
+        with refusing(self._failure, MemoryError):
             check_length(len(text), self._growth)
             found = in_time(partial(self._tokenizer, text, **more), len(text))
         ids: list[int] = found["input_ids"]
@@ -114,7 +122,7 @@ class PretrainedTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids. Raises `SetupError` for a tokenizer that fails or takes too long."""
         ids = list(token_ids)
-        with _failures(self._name):
+        with refusing(self._failure, MemoryError):
             if self._decodes_by_regex:
                 # Other threads run on during this function only. The limit takes longer than
                 # decoding a token does, and the time of other decoders is linear.
@@ -210,22 +218,18 @@ def load_tokenizer(
 
 def _loaded(load: Callable[[], Any], name: str, hint: str) -> PretrainedTokenizer:
     """The tokenizer that `load` makes. Raises `SetupError` if it fails, with this hint."""
-    try:
-        # Without the option transformers asks on the terminal whether to run remote code.
-        with native_lines(), redirect_stdout(sys.stderr):
-            found = load()
-        return PretrainedTokenizer(found, name)
-    except BaseException as problem:
-        if isinstance(problem, SetupError) or not (
-            isinstance(problem, Exception) or is_panic(problem)
-        ):
-            raise
+
+    def refusal(problem: BaseException) -> SetupError:
         if "trust_remote_code" in str(problem):
-            raise SetupError(
+            return SetupError(
                 f"the tokenizer of {name} needs code from its own repository",
                 "pass --trust-remote-code if you trust it",
-            ) from None
-        raise SetupError(f"cannot load the tokenizer of {name}: {_reason(problem)}", hint) from None
+            )
+        return SetupError(f"cannot load the tokenizer of {name}: {_reason(problem)}", hint)
+
+    # Without the option transformers asks on the terminal whether to run remote code.
+    with refusing(refusal, SetupError), native_lines(), redirect_stdout(sys.stderr):
+        return PretrainedTokenizer(load(), name)
 
 
 def _steps_of(tokenizer: Any) -> dict[str, Any]:
@@ -233,22 +237,6 @@ def _steps_of(tokenizer: Any) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts = {name: getattr(backend, name, None) for name in _PARTS}
     return {n: json.loads(part.__getstate__()) for n, part in parts.items() if part is not None}
-
-
-@contextmanager
-def _failures(name: str) -> Iterator[None]:
-    """Turn failures and panics inside a tokenizer into `SetupError`; `MemoryError` stays."""
-    try:
-        yield
-    except BaseException as problem:
-        if isinstance(problem, MemoryError) or not (
-            isinstance(problem, Exception) or is_panic(problem)
-        ):
-            raise
-        raise SetupError(
-            f"the tokenizer of {name} fails: {_reason(problem)}",
-            "its files are damaged or were edited; download the model again",
-        ) from problem
 
 
 def at_moment(template: str, moment: datetime) -> str:

@@ -14,8 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from specdec_cli.errors import ExitCode, SetupError
-from specdec_cli.models import native_calls
-from specdec_cli.models import tokenizer_limits as limits
+from specdec_cli.models import guards
 from specdec_cli.models.tokenizer import load_tokenizer
 
 
@@ -73,7 +72,7 @@ def test_only_the_lines_of_a_panic_are_dropped(
     def others() -> None:
         os.write(2, b"a line of another thread\n")
 
-    with suppress(PanicException), native_calls.native_lines():
+    with suppress(PanicException), guards.native_lines():
         thread = threading.Thread(target=others)
         thread.start()
         thread.join()
@@ -88,7 +87,7 @@ def test_a_panic_without_stderr(tmp_path: Path) -> None:
     stderr = os.dup(2)
     os.close(2)
     try:
-        with native_calls.native_lines():
+        with guards.native_lines():
             pass
         with pytest.raises(OSError):
             os.fstat(2)
@@ -103,17 +102,17 @@ def test_a_text_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tokenizer = load_tokenizer(folder, "m", 97, is_dummy=False)
     before = tokenizer.encode("a")
     with monkeypatch.context() as patch:
-        patch.setattr(native_calls, "TEXT_SECONDS", 0.05)
+        patch.setattr(guards, "TEXT_SECONDS", 0.05)
         said = refusal(folder, ("a" * 12 + "b") * 1000)
     assert said.startswith("the tokenizer of m fails: it takes over 0.05 seconds for 13000 ")
     assert tokenizer.encode("a") == before, "a text after it"
 
 
 def test_an_interrupted_text_leaves_no_answer_behind() -> None:
-    assert native_calls.in_time(lambda: 1, 1) == 1
+    assert guards.in_time(lambda: 1, 1) == 1
     with pytest.raises(KeyboardInterrupt):
-        native_calls.in_time(lambda: signal.raise_signal(signal.SIGINT) or time.sleep(0.5), 1)
-    assert native_calls.in_time(lambda: 2, 1) == 2
+        guards.in_time(lambda: signal.raise_signal(signal.SIGINT) or time.sleep(0.5), 1)
+    assert guards.in_time(lambda: 2, 1) == 2
 
 
 def test_texts_in_a_fork(tmp_path: Path) -> None:
@@ -131,7 +130,7 @@ def test_ids_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     steps.append(decoders.Replace(Regex(r"(a+)+$"), "x"))
     tokenizer = load_tokenizer(saved(tmp_path, decoder=decoders.Sequence(steps)), "m", 97, False)
     assert tokenizer.decode([1]).startswith("a")
-    monkeypatch.setattr(native_calls, "TEXT_SECONDS", 0.05)
+    monkeypatch.setattr(guards, "TEXT_SECONDS", 0.05)
     with pytest.raises(SetupError, match=r"tokenizer of m fails: it takes over 0.05 seconds"):
         tokenizer.decode([1] * 1000)
 
@@ -194,7 +193,7 @@ def test_replacements_that_models_have(tmp_path: Path) -> None:
 
 def test_files_are_regular_and_not_huge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
-    monkeypatch.setattr(limits, "FILE_BYTES", 100)
+    monkeypatch.setattr(guards, "FILE_BYTES", 100)
     assert "no regular file of at most" in refusal(tmp_path, "a")
     monkeypatch.undo()
     (tmp_path / "vocab.txt").symlink_to("/dev/zero")

@@ -208,7 +208,7 @@ GROUPS = {**MIXTURE, **dict.fromkeys(("sizes_ptr", "pairs_ptr", "read_ptr"), "*i
 EVERYTHING = {"window": 512, "has_softcap": True}
 EVERYTHING |= dict.fromkeys(("sinks_ptr", "query_norm_ptr", "key_norm_ptr"), PRESENT)
 
-ROPE_KV = {"KV_HEADS": 8, "D": 128, "BLOCK_HALF": 64, "BLOCK_SIZE": 16, "BLOCK_HEADS": 8}
+ROPE_KV = {"KV_HEADS": 8, "D": 128, "BLOCK_HALF": 64, "BLOCK_HEADS": 8}
 ROPE_KV |= {"DEPENDENT": True, "num_warps": 4, "num_stages": 3}
 
 PEERS = {"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"}
@@ -226,7 +226,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         "attention.cache_triton",
         "write_kv_kernel",
         "*bf16",
-        {"HEADS": 8, "DK": 128, "DV": 128, "BLOCK_SIZE": 16, "BLOCK_K": 1024, "BLOCK_V": 1024},
+        {"HEADS": 8, "DK": 128, "DV": 128, "BLOCK_K": 1024, "BLOCK_V": 1024},
         {},
     ),
     "gather_kv": (

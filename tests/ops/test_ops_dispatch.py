@@ -32,7 +32,7 @@ from specdec_kernels import ops
 
 start = torch.tensor([0, 2], dtype=torch.int32)
 tables = torch.tensor([[1]], dtype=torch.int32)
-slots = ops.slot_mapping(tables, start, torch.tensor([0, 1]), None, 4, 4)
+slots = ops.slot_mapping(tables, start, torch.tensor([0, 1]), 4)
 key_cache, value_cache = torch.zeros(2, 2, 4, 1, 8)
 x = torch.randn(2, 1, 8)
 ops.write_kv(x, x, key_cache, value_cache, slots)
@@ -103,7 +103,7 @@ def test_cuda_never_waits_for_the_host(device):
     caches = (problem.key_cache.clone(), problem.value_cache.clone())
 
     def run() -> list[torch.Tensor]:
-        slots = ops.slot_mapping(problem.block_tables, start, positions, None, 8, 64)
+        slots = ops.slot_mapping(problem.block_tables, start, positions, 8)
         ops.write_kv(key, key, *caches, slots)
         rows = ops.logit_rows(logits.flatten(0, 1), *filters)
         drawn = ops.sample_logits(logits.flatten(0, 1), rows, *filters, noise.flatten())

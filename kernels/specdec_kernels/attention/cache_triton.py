@@ -24,17 +24,15 @@ def row_of(start_ptr, token, num_rows, STEPS: tl.constexpr):
 
 
 # Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_columns", "limit", "table_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_columns", "table_stride"])
 def slot_mapping_kernel(
     block_tables_ptr,  # [B, MB] int32
     out_start_ptr,  # [B + 1] int32
     positions_ptr,  # [T] int64
-    rejected_ptr,  # [T] bool, or None
     slots_ptr,  # [T] int64, out
     num_tokens,
     num_rows,
     num_columns,
-    limit,
     table_stride,
     BLOCK_SIZE: tl.constexpr,
     STEPS: tl.constexpr,
@@ -44,39 +42,23 @@ def slot_mapping_kernel(
     live = place < num_tokens
     row = row_of(out_start_ptr, place, num_rows, STEPS)
     position = tl.load(positions_ptr + place, mask=live, other=0)
-    keep = (position < limit) & (place < tl.load(out_start_ptr + num_rows))
-    if rejected_ptr is not None:
-        keep = keep & (tl.load(rejected_ptr + place, mask=live, other=1) == 0)
-    column = tl.maximum(tl.minimum(position // BLOCK_SIZE, num_columns - 1), 0)
+    column = tl.maximum(position // BLOCK_SIZE, 0)
+    keep = (column < num_columns) & (place < tl.load(out_start_ptr + num_rows))
     entry = block_tables_ptr + row.to(tl.int64) * table_stride + column
     block = tl.load(entry, mask=live & keep, other=0).to(tl.int64)
     tl.store(slots_ptr + place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=live)
 
 
 def slot_mapping_triton(
-    block_tables: Tensor,
-    out_start: Tensor,
-    positions: Tensor,
-    rejected: Tensor | None,
-    block_size: int,
-    max_model_len: int,
+    block_tables: Tensor, out_start: Tensor, positions: Tensor, block_size: int
 ) -> Tensor:
     """See `ops.slot_mapping`."""
     (num_rows, num_columns), (num_tokens,) = block_tables.shape, positions.shape
     assert out_start.shape == (num_rows + 1,)
-    assert rejected is None or rejected.shape == positions.shape
     slots = torch.empty(num_tokens, dtype=torch.int64, device=positions.device)
     slot_mapping_kernel[(triton.cdiv(num_tokens, BLOCK),)](
-        block_tables,
-        out_start,
-        positions,
-        rejected,
-        slots,
-        num_tokens,
-        num_rows,
-        num_columns,
-        min(max_model_len, num_columns * block_size),
-        block_tables.stride(0),
+        *(block_tables, out_start, positions, slots),
+        *(num_tokens, num_rows, num_columns, block_tables.stride(0)),
         BLOCK_SIZE=block_size,
         STEPS=num_rows.bit_length(),
         BLOCK=BLOCK,
@@ -96,33 +78,21 @@ def write_kv_kernel(
     key_stride_h,
     value_stride_t,
     value_stride_h,
-    key_cache_stride_b,
-    key_cache_stride_s,
-    key_cache_stride_h,
-    value_cache_stride_b,
-    value_cache_stride_s,
-    value_cache_stride_h,
     HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
-    block = slot // BLOCK_SIZE
-    inside = slot % BLOCK_SIZE
-
     lane = tl.arange(0, BLOCK_K)
     head = lane // DK
     dim = lane % DK
     key = tl.load(
         key_ptr + token * key_stride_t + head * key_stride_h + dim, mask=lane < HEADS * DK, other=0
     )
-    target = block * key_cache_stride_b + inside * key_cache_stride_s
-    tl.store(key_cache_ptr + target + head * key_cache_stride_h + dim, key, mask=lane < HEADS * DK)
-
+    tl.store(key_cache_ptr + slot * (HEADS * DK) + lane, key, mask=lane < HEADS * DK)
     lane = tl.arange(0, BLOCK_V)
     head = lane // DV
     dim = lane % DV
@@ -131,10 +101,7 @@ def write_kv_kernel(
         mask=lane < HEADS * DV,
         other=0,
     )
-    target = block * value_cache_stride_b + inside * value_cache_stride_s
-    tl.store(
-        value_cache_ptr + target + head * value_cache_stride_h + dim, value, mask=lane < HEADS * DV
-    )
+    tl.store(value_cache_ptr + slot * (HEADS * DV) + lane, value, mask=lane < HEADS * DV)
 
 
 def write_kv_triton(
@@ -142,11 +109,11 @@ def write_kv_triton(
 ) -> None:
     """See `ops.write_kv`."""
     (num_tokens, heads, dk), dv = key.shape, value.shape[2]
-    block_size = key_cache.shape[1]
     assert value.shape[:2] == key.shape[:2]
     assert key_cache.shape[2:] == key.shape[1:] and value_cache.shape[2:] == value.shape[1:]
     assert value_cache.shape[:2] == key_cache.shape[:2] and slots.shape == (num_tokens,)
-    assert all(t.stride(-1) == 1 for t in (key, value, key_cache, value_cache))
+    assert key.stride(-1) == value.stride(-1) == 1
+    assert key_cache.is_contiguous() and value_cache.is_contiguous()
     write_kv_kernel[(num_tokens,)](
         key,
         value,
@@ -155,12 +122,9 @@ def write_kv_triton(
         slots,
         *key.stride()[:2],
         *value.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
         HEADS=heads,
         DK=dk,
         DV=dv,
-        BLOCK_SIZE=block_size,
         BLOCK_K=triton.next_power_of_2(heads * dk),
         BLOCK_V=triton.next_power_of_2(heads * dv),
         **launch_options(),

@@ -22,12 +22,6 @@ def gather_kv_kernel(
     key_ptr,  # [C, Hkv, D], out
     value_ptr,  # [C, Hkv, D], out
     context,
-    key_stride_b,
-    key_stride_s,
-    key_stride_h,
-    value_stride_b,
-    value_stride_s,
-    value_stride_h,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -39,16 +33,10 @@ def gather_kv_kernel(
     block = tl.load(block_tables_ptr + position // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
     inside = position % BLOCK_SIZE
     place = tl.arange(0, BLOCK)
-    head = place // D
-    dim = place % D
-    live = (place < KV_HEADS * D)[None, :]
-    mask = stored[:, None] & live
-    key_at = (block * key_stride_b + inside * key_stride_s)[:, None]
-    value_at = (block * value_stride_b + inside * value_stride_s)[:, None]
-    key_at += (head * key_stride_h + dim)[None, :]
-    value_at += (head * value_stride_h + dim)[None, :]
-    key = tl.load(key_cache_ptr + key_at, mask=mask)
-    value = tl.load(value_cache_ptr + value_at, mask=mask)
+    mask = stored[:, None] & (place < KV_HEADS * D)[None, :]
+    at = ((block * BLOCK_SIZE + inside) * (KV_HEADS * D))[:, None] + place[None, :]
+    key = tl.load(key_cache_ptr + at, mask=mask)
+    value = tl.load(value_cache_ptr + at, mask=mask)
     to = position.to(tl.int64)[:, None] * (KV_HEADS * D) + place[None, :]
     tl.store(key_ptr + to, key, mask=mask)
     tl.store(value_ptr + to, value, mask=mask)
@@ -60,15 +48,13 @@ def gather_kv_triton(
     """See `reference.gather_kv`."""
     _, block_size, kv_heads, dim = key_cache.shape
     assert value_cache.shape == key_cache.shape and table.dim() == 1
-    assert all(t.stride(-1) == 1 for t in (key_cache, value_cache, table))
+    assert all(t.is_contiguous() for t in (key_cache, value_cache, table))
     size = context, kv_heads, dim
     key, value = (
         torch.empty(size, dtype=c.dtype, device=c.device) for c in (key_cache, value_cache)
     )
     gather_kv_kernel[(triton.cdiv(context, ROWS),)](
         *(key_cache, value_cache, table, key, value, context),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
         KV_HEADS=kv_heads,
         D=dim,
         BLOCK_SIZE=block_size,

@@ -98,12 +98,6 @@ def rope_attention_kernel(
     min_keys,
     qkv_stride,
     rope_stride,
-    key_stride_b,
-    key_stride_s,
-    key_stride_h,
-    value_stride_b,
-    value_stride_s,
-    value_stride_h,
     table_stride,
     FORM: tl.constexpr,
     CUT: tl.constexpr,
@@ -151,10 +145,10 @@ def rope_attention_kernel(
     dim = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_HALF)
     half_live = half < FORM.dim // 2
-    key_cache = (key_cache_ptr + kv_head * key_stride_h, key_stride_b, key_stride_s)
-    value_cache = (value_cache_ptr + kv_head * value_stride_h, value_stride_b, value_stride_s)
+    key_ptr = key_cache_ptr + kv_head * FORM.dim
+    value_ptr = value_cache_ptr + kv_head * FORM.dim
     table = block_tables_ptr + sequence.to(tl.int64) * table_stride
-    cache = (key_cache, value_cache, table)
+    cache = (key_ptr, value_ptr, table)
     row = tl.arange(0, BLOCK_M)
     token = row // FORM.group
     query_position = old + token
@@ -210,7 +204,7 @@ def rope_attention_kernel(
     # rotated in a product's layout, in which every warp holds all of them.
     if num_fresh > 0:
         new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, FORM.dim)
-        store_heads(key_cache, value_cache, new_key, new_value, slot, fresh_live, half, dim, FORM)
+        store_heads(cache, new_key, new_value, slot, fresh_live, half, dim, FORM)
         new = new_tile(new_key, new_value, fresh, fresh_live, token, early, FORM)
         if first < high:
             row_max, sums, fresh_weights, acc = attend_both(query, tile, new, scaling, FORM)
@@ -302,8 +296,8 @@ def rope_attention_triton(
     assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
     assert all(t is None or t.shape == (head_dim,) for t in (query_norm, key_norm))
     assert call.sinks is None or call.sinks.shape == (heads,)
-    tensors = (qkv, cos, sin, key_cache, value_cache, block_tables)
-    assert all(t.stride(-1) == 1 for t in tensors)
+    assert all(t.stride(-1) == 1 for t in (qkv, cos, sin, block_tables))
+    assert key_cache.is_contiguous() and value_cache.is_contiguous()
     # Wider heads leave space for fewer rows.
     if max_query_len * group > min(MAX_ROWS, 2**15 // (head_dim * qkv.element_size())):
         query = rope_kv(qkv, cos, sin, key_cache, value_cache, slots, query_norm, key_norm, eps)
@@ -354,8 +348,6 @@ def rope_attention_triton(
         min_keys,
         qkv.stride(0),
         cos.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
         block_tables.stride(0),
         FORM=form_of(call, heads, key_cache, value_cache),
         CUT=cut,

@@ -48,7 +48,7 @@ def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
 def joined(
     softmax,  # maxima [M] in units of log2, sums [M], and weighted values [M, BLOCK_DV] so far
     query,  # [M, BLOCK_DK]
-    cache,  # of a key head: (pointer, block stride, slot stride) of keys and values; block table
+    cache,  # of a key head: pointers to keys and values, and the block table
     start,  # position of the first key
     limits,  # the key positions' end, the number of older keys, and the queries' positions [M]
     slots_ptr,  # of the tokens after the older ones, or None
@@ -60,9 +60,9 @@ def joined(
     """Add a tile of keys and values to the softmax."""
     row_max, row_sum, acc = softmax
     high, num_old, query_position = limits
-    keys, values, table = cache
-    key_ptr, key_stride_b, key_stride_s = keys
-    value_ptr, value_stride_b, value_stride_s = values
+    KEYS: tl.constexpr = FORM.kv_heads * FORM.dim
+    VALUES: tl.constexpr = FORM.kv_heads * FORM.value_dim
+    key_ptr, value_ptr, table = cache
     dim_k = tl.arange(0, TILES.block_dk)
     dim_v = tl.arange(0, TILES.block_dv)
     position = start + tl.arange(0, TILES.block_n)
@@ -72,9 +72,9 @@ def joined(
     else:
         block = tl.load(table + position // FORM.block_size).to(tl.int64)
     inside = position % FORM.block_size
-    key_at = key_ptr + (block * key_stride_b + inside * key_stride_s)[None, :] + dim_k[:, None]
-    value_at = value_ptr + (block * value_stride_b + inside * value_stride_s)[:, None]
-    value_at += dim_v[None, :]
+    slot = block * FORM.block_size + inside
+    key_at = key_ptr + (slot * KEYS)[None, :] + dim_k[:, None]
+    value_at = value_ptr + (slot * VALUES)[:, None] + dim_v[None, :]
     if MASKED:
         key = tl.load(key_at, mask=stored[None, :] & (dim_k < FORM.dim)[:, None], other=0.0)
         value = tl.load(
@@ -141,12 +141,6 @@ def paged_attention_kernel(
     num_heads,
     query_stride_t,
     query_stride_h,
-    key_stride_b,
-    key_stride_s,
-    key_stride_h,
-    value_stride_b,
-    value_stride_s,
-    value_stride_h,
     table_stride,
     FORM: tl.constexpr,
     TILES: tl.constexpr,
@@ -228,9 +222,7 @@ def paged_attention_kernel(
         high = tl.minimum(high, low + share)
 
     table = block_tables_ptr + sequence * table_stride
-    keys = (key_cache_ptr + kv_head * key_stride_h, key_stride_b, key_stride_s)
-    values = (value_cache_ptr + kv_head * value_stride_h, value_stride_b, value_stride_s)
-    cache = (keys, values, table)
+    cache = (key_cache_ptr + kv_head * FORM.dim, value_cache_ptr + kv_head * DV, table)
     limits = (high, context - query_len, query_position)
     softmax = (
         tl.full([BLOCK_M], float("-inf"), tl.float32),
@@ -343,7 +335,8 @@ def paged_attention_triton(
     assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
     assert slots is None or slots.shape == (num_tokens,)
     assert sinks is None or sinks.shape == (num_heads,)
-    assert all(t.stride(-1) == 1 for t in (query, key_cache, value_cache, block_tables))
+    assert query.stride(-1) == block_tables.stride(-1) == 1
+    assert key_cache.is_contiguous() and value_cache.is_contiguous()
 
     group = num_heads // kv_heads
     block_dk = max(16, triton.next_power_of_2(dk))
@@ -382,8 +375,6 @@ def paged_attention_triton(
         num_sequences,
         num_heads,
         *query.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
         block_tables.stride(0),
         FORM=form,
         TILES=cut,

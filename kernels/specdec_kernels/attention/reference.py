@@ -3,7 +3,7 @@
 Rotary embedding (Su et al., arXiv 2104.09864) uses the layout of transformers' Llama: the first and
 the second half of a head form the pairs that are rotated. Per-head norms are those of Qwen 3.
 
-Does not know layers or models. Block 0 of a cache is the trash block.
+Does not know layers or models. Caches are contiguous, and block 0 of a cache is the trash block.
 Legend: T packed tokens, B sequences, H query heads, Hkv key heads, D features of a head, NB blocks
 of BS slots, MB block-table columns.
 """
@@ -24,25 +24,18 @@ MANY = 64  # fewer slots are not worth a look at them
 
 @kernel("specdec_kernels.attention.cache_triton:slot_mapping_triton")
 def slot_mapping(
-    block_tables: Tensor,
-    out_start: Tensor,
-    positions: Tensor,
-    rejected: Tensor | None,
-    block_size: int,
-    max_model_len: int,
+    block_tables: Tensor, out_start: Tensor, positions: Tensor, block_size: int
 ) -> Tensor:
     """KV cache slot of every token: `block_tables[b, pos // block_size]`, at `pos % block_size`.
 
-    Rejected tokens, positions at or past `max_model_len` or the block table's end, and tokens at
-    or past `out_start[B]` (padding) go to the trash block.
+    Positions at or past the block table's end, and tokens at or past `out_start[B]` (padding) go to
+    the trash block.
 
     Args:
         block_tables: [B, MB] int32.
         out_start: [B + 1] int32, where each row begins in `positions`.
         positions: [T] int64.
-        rejected: [T] bool, or None for none.
         block_size: Slots a block.
-        max_model_len: Positions a sequence may have.
 
     Returns:
         [T] int64, indices into `[NB * BS]`.
@@ -50,10 +43,7 @@ def slot_mapping(
     num_rows, num_columns = block_tables.shape
     place = torch.arange(positions.shape[0], device=positions.device)
     row = torch.searchsorted(out_start[1:].long(), place, right=True)
-    limit = min(max_model_len, num_columns * block_size)
-    trash = (positions >= limit) | (row >= num_rows)
-    if rejected is not None:
-        trash = trash | rejected
+    trash = (positions >= num_columns * block_size) | (row >= num_rows)
     column = (positions // block_size).clamp(0, num_columns - 1)
     block = block_tables[row.clamp(max=num_rows - 1), column].long().masked_fill(trash, 0)
     return block * block_size + positions % block_size

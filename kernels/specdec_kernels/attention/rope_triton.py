@@ -75,8 +75,7 @@ def load_heads(key_ptr, value_ptr, token, live, half, dim, qkv_stride, D: tl.con
 
 @triton.jit
 def store_heads(
-    key_cache,  # of one key head: pointer, and strides of blocks and of slots in them
-    value_cache,
+    cache,  # pointers to keys and values of one key head
     key,  # halves [N, D / 2]
     value,  # [N, D]
     slot,
@@ -88,15 +87,11 @@ def store_heads(
     """Store new tokens' rotated keys and values at their slots."""
     first, second = key
     mask = live[:, None] & (half < FORM.dim // 2)[None, :]
-    key_ptr, key_stride_b, key_stride_s = key_cache
-    to = slot // FORM.block_size * key_stride_b + slot % FORM.block_size * key_stride_s
-    to = key_ptr + to[:, None] + half[None, :]
+    slot = (slot * (FORM.kv_heads * FORM.dim))[:, None]
+    to = cache[0] + slot + half[None, :]
     tl.store(to, first, mask=mask)
     tl.store(to + FORM.dim // 2, second, mask=mask)
-    value_ptr, value_stride_b, value_stride_s = value_cache
-    to = slot // FORM.block_size * value_stride_b + slot % FORM.block_size * value_stride_s
-    to = value_ptr + to[:, None] + dim[None, :]
-    tl.store(to, value, mask=live[:, None] & (dim < FORM.dim)[None, :])
+    tl.store(cache[1] + slot + dim[None, :], value, mask=live[:, None] & (dim < FORM.dim)[None, :])
 
 
 @triton.jit
@@ -113,17 +108,10 @@ def rope_kv_kernel(
     eps,
     qkv_stride,
     rope_stride,
-    key_stride_b,
-    key_stride_s,
-    key_stride_h,
-    value_stride_b,
-    value_stride_s,
-    value_stride_h,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -160,18 +148,14 @@ def rope_kv_kernel(
     rotated = (first * cos - second * sin).to(dtype)
 
     slot = tl.load(slots_ptr + token)
-    block = slot // BLOCK_SIZE
-    inside = slot % BLOCK_SIZE
     if HEADS > 0:
         to = query_ptr + (token * HEADS + head)[:, None] * D + half[None, :]
         tl.store(to, rotated, mask=mask & is_query[:, None])
         tl.store(to + HALF, turned, mask=mask & is_query[:, None])
-    to = key_cache_ptr + block * key_stride_b + inside * key_stride_s
-    to += (head - HEADS)[:, None] * key_stride_h + half[None, :]
+    to = key_cache_ptr + (slot * KV_HEADS + head - HEADS)[:, None] * D + half[None, :]
     tl.store(to, rotated, mask=mask & is_key[:, None])
     tl.store(to + HALF, turned, mask=mask & is_key[:, None])
-    to = value_cache_ptr + block * value_stride_b + inside * value_stride_s
-    to += (head - HEADS - KV_HEADS)[:, None] * value_stride_h + half[None, :]
+    to = value_cache_ptr + (slot * KV_HEADS + head - HEADS - KV_HEADS)[:, None] * D + half[None, :]
     tl.store(to, rotated, mask=mask & is_value[:, None])
     tl.store(to + HALF, turned, mask=mask & is_value[:, None])
 
@@ -189,7 +173,7 @@ def rope_kv(
 ) -> Tensor:
     """Store every token's rotated key and its value; return the rotated query [T, H, D]."""
     num_tokens, width = qkv.shape
-    _, block_size, kv_heads, head_dim = key_cache.shape
+    kv_heads, head_dim = key_cache.shape[2:]
     heads = width // head_dim - 2 * kv_heads
     query = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_heads = 8
@@ -198,13 +182,10 @@ def rope_kv(
         float(eps),
         qkv.stride(0),
         cos.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        BLOCK_SIZE=block_size,
         BLOCK_HEADS=block_heads,
         num_warps=2,
         **dependence(qkv),

@@ -131,7 +131,7 @@ def first_seen(old, FORM: tl.constexpr, CUT: tl.constexpr):
 
 @triton.jit
 def cached_tile(
-    cache,  # of a key head: (pointer, block stride, slot stride) of keys and values; block table
+    cache,  # of a key head: pointers to keys and values, and the block table
     start,
     seen,  # range of the positions that some query sees; the queries' positions [M] for a window
     FORM: tl.constexpr,
@@ -141,10 +141,9 @@ def cached_tile(
 
     Without a window the mask is [1, N]: all queries see the positions in [low, high).
     """
-    key_cache, value_cache, table = cache
+    ROW: tl.constexpr = FORM.kv_heads * FORM.dim
+    key_ptr, value_ptr, table = cache
     low, high, query_position = seen
-    key_ptr, key_stride_b, key_stride_s = key_cache
-    value_ptr, value_stride_b, value_stride_s = value_cache
     half = tl.arange(0, CUT.block_d // 2)
     dim = tl.arange(0, CUT.block_d)
     step = tl.arange(0, CUT.block_n)
@@ -163,14 +162,14 @@ def cached_tile(
     block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
     # Loaded as the columns that a product takes. Transposing rows later would go through shared
     # memory in eight pieces, with barriers between them, before the wait for the predecessor.
-    key_at = key_ptr + (inside * key_stride_s)[None, :] + half[:, None]
-    key_at += (block * key_stride_b)[None, :]
+    key_at = key_ptr + (inside * ROW)[None, :] + half[:, None]
+    key_at += (block * (FORM.block_size * ROW))[None, :]
     # Keys behind the last are loaded from a valid address (block 0) and ignored.
     key_mask = (half < FORM.dim // 2)[:, None]
     key_first = tl.load(key_at, mask=key_mask, other=0.0)
     key_second = tl.load(key_at + FORM.dim // 2, mask=key_mask, other=0.0)
-    value_at = value_ptr + (inside * value_stride_s)[:, None] + dim[None, :]
-    value_at += (block * value_stride_b)[:, None]
+    value_at = value_ptr + (inside * ROW)[:, None] + dim[None, :]
+    value_at += (block * (FORM.block_size * ROW))[:, None]
     value = tl.load(value_at, mask=stored[:, None] & (dim < FORM.dim)[None, :], other=0.0)
     visible = stored[None, :]
     if FORM.window > 0:

@@ -18,10 +18,11 @@ def test_tokens_land_in_their_slots(tokens, heads, dk, dv, block_size, dtype, wr
     # Transposed, as models pass them: [Hkv, T, D] in memory.
     key = torch.randn(heads, tokens, dk, device=device).to(dtype).transpose(0, 1)
     value = torch.randn(heads, tokens, dv, device=device).to(dtype).transpose(0, 1)
-    # Key and value interleaved in one pool: the caches are not contiguous as a whole.
-    pool = torch.zeros(blocks * block_size, heads * (dk + dv), device=device, dtype=dtype)
-    key_cache = pool[:, : heads * dk].view(blocks, block_size, heads, dk)
-    value_cache = pool[:, heads * dk :].view(blocks, block_size, heads, dv)
+    # Side by side in one memory, so that what is written past the end of the first is seen.
+    sizes = [blocks * block_size * heads * dim for dim in (dk, dv)]
+    pool = torch.zeros(sum(sizes), device=device, dtype=dtype)
+    key_cache = pool[: sizes[0]].view(blocks, block_size, heads, dk)
+    value_cache = pool[sizes[0] :].view(blocks, block_size, heads, dv)
     usable = torch.randperm((blocks - 1) * block_size) + block_size
     if tokens > len(usable):
         usable = torch.cat([usable, torch.zeros(tokens - len(usable), dtype=torch.int64)])
@@ -34,7 +35,8 @@ def test_tokens_land_in_their_slots(tokens, heads, dk, dv, block_size, dtype, wr
     assert torch.equal(value_cache.view(-1, heads, dv)[written], value[:count])
     untouched = torch.ones(blocks * block_size, dtype=torch.bool, device=device)
     untouched[slots] = False
-    assert not pool[untouched].any()
+    for cache in (key_cache, value_cache):
+        assert not cache.view(blocks * block_size, -1)[untouched].any()
 
 
 @pytest.mark.parametrize("write", [ops.write_kv.reference, write_kv_triton])
