@@ -42,7 +42,7 @@ class Failure:
 
     status: Literal["failed", "oom", "skipped"]
     reason: str
-    code: ExitCode = ExitCode.RUN_FAILED
+    code: int = ExitCode.RUN_FAILED
 
 
 def arm_points(

@@ -165,6 +165,11 @@ def why_none(samples: Samples) -> str:
     return f"no prompt could run: {why}" if why else "no prompt was run"
 
 
+def could_run_no_prompt(reason: str | None) -> bool:
+    """Whether a point ran to its end although none of its prompts could."""
+    return (reason or "").startswith("no prompt could run")
+
+
 def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
     """The samples at k = 0 of an arm's own, else those that all arms share; none without."""
     return samples.get(Key(key.draft, key.batch_size, 0)) or samples.get(
@@ -401,6 +406,25 @@ def read_records(
             )
         records.append(found)
     return records
+
+
+def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
+    """A function that returns the records that were added to a .jsonl file since its last call."""
+    offset = 0
+
+    def read() -> list[R]:
+        nonlocal offset
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                whole = file.read().rpartition(b"\n")[0]
+        except OSError:
+            return []
+        offset += len(whole)
+        found = (parsed(line, kind) for line in whole.split(b"\n"))
+        return [record for record in found if not isinstance(record, str)]
+
+    return read
 
 
 def parsed(line: bytes, kind: type[R]) -> R | str:
