@@ -345,13 +345,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         name: (
-            *(
-                ("sampling.block_triton", "block_verify_kernel")
-                if name.startswith("block")
-                else ("sampling.verify_triton", "reject_logits_kernel")
-            ),
-            "*bf16",
-            constants,
+            *("sampling.verify_triton", "verify_kernel", "*bf16"),
+            constants | {"BY_BLOCK": name.startswith("block")},
             LOGIT_TYPES | types,
         )
         for name, constants, types in [
