@@ -79,7 +79,7 @@ def chat(recipe: str, arm: Mapping[str, object], question: str) -> tuple[Answer,
         from specdec_cli.core.types import Permissions
         from specdec_cli.experiment.generation import prepare, requests
         from specdec_cli.prompts import Prompt, as_conversations
-        from specdec_cli.prompts.prompt_set import PromptSet
+        from specdec_cli.prompts.types import PromptSet
         from specdec_cli.recipe import load_recipe
         from specdec_cli.terminal.render import console, has_colour
         from specdec_cli.terminal.sinks import collector, sinks_for

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.experiment.statistics.disturbed import DISTURBED
+from specdec_cli.experiment.statistics.noise import DISTURBED
 
 # Every other k: the points between them take time and decide nothing that these do not.
 _KS = (0, 2, 4)

@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specdec_cli.experiment.folders.conclusions import Arm
-from specdec_cli.experiment.folders.records import Key, Point, Sample, read_records
-from specdec_cli.experiment.folders.samples import measured_speed, without_errors
-from specdec_cli.experiment.sweep.comparisons import compare_arms
-from specdec_cli.experiment.sweep.gains import measured_gains
+from specdec_cli.experiment.folders.records import Key, Point, Sample, read_records, without_errors
+from specdec_cli.experiment.statistics.stats import measured_speed
+from specdec_cli.experiment.sweep.gains import compare_arms, measured_gains
 
 Found = Mapping[Key, dict[int, Sample]]
 

@@ -103,12 +103,15 @@ def compare_tp(
         return
 
     from specdec_cli.experiment.compare.parent import conclusion, run_pairs
-    from specdec_cli.terminal.compare import print_results, watcher
+    from specdec_cli.experiment.folders.records import Sample, added_records
+    from specdec_cli.terminal.compare import print_results
+    from specdec_cli.terminal.sweep import watcher
 
-    view = watcher(folder.path, records, plan.num_samples, quiet=quiet)
+    unseen = added_records(folder.path / "samples.jsonl", Sample)
+    view = watcher(plan.num_samples, unseen, quiet=quiet)
     with kept:
         try:
-            codes = run_pairs(plan, records, folder, ranks_program(asked), view)
+            run_pairs(plan, records, folder, ranks_program(asked), view)
         except (KeyboardInterrupt, SystemExit):
             if output is not None:
                 view.close()
@@ -118,9 +121,7 @@ def compare_tp(
         finally:
             view.close()
             folder.close()
-        document, code = conclusion(
-            plan, records, codes, [*warnings, *unsaid(LOGGED, warnings)], where
-        )
+        document, code = conclusion(plan, records, [*warnings, *unsaid(LOGGED, warnings)], where)
         if output is not None:
             folder.write("summary.json", to_json(document) + "\n")
             write_pictures(output)

@@ -48,7 +48,7 @@ from specdec_cli.experiment.preparing import warnings_of_texts
 from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import jsonl_of, next_turn
-from specdec_cli.prompts.prompt_set import PromptSet
+from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.stages import FIRST_TOKEN, begin_stage
 from specdec_cli.terminal.render import has_colour, print_failures, print_summary

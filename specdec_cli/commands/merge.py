@@ -9,7 +9,7 @@ from specdec_cli.commands import options
 from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.commands.starting import NUMPY_MIB, check_room
 from specdec_cli.commands.status import show, waiting, warn, write_pictures
-from specdec_cli.errors import LOGGED, ExitCode, UsageError
+from specdec_cli.errors import LOGGED, UsageError
 from specdec_cli.launch.world import Place
 
 Folders = Annotated[
@@ -41,15 +41,11 @@ def merge(
     check_room("numpy", NUMPY_MIB)
     with waiting("merging", quiet=quiet):
         from specdec_cli.experiment.folders.settings_file import unsaid
-        from specdec_cli.experiment.sweep.document import exit_code
-        from specdec_cli.experiment.sweep.merge import SHARDS_MISSING, merge_folders
+        from specdec_cli.experiment.sweep.merge import merge_folders
         from specdec_cli.terminal.sweep import print_results
 
-        document, records = merge_folders(folders, output)
+        document, code = merge_folders(folders, output)
     warn(unsaid(document["warnings"], LOGGED))
     write_pictures(output)
     show(document, print_results, as_json=as_json)
-    code = exit_code(document, records)
-    if code == ExitCode.OK and any(one.code == SHARDS_MISSING for one in document["warnings"]):
-        code = ExitCode.PARTIAL
     raise typer.Exit(code)

@@ -27,7 +27,7 @@ from specdec_cli.prompts import (
     read_prompts,
     unused_keys,
 )
-from specdec_cli.prompts.prompt_set import PromptSet
+from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import PROMPTS, DataSection, Recipe, load_recipe
 from specdec_cli.text import is_unicode
 

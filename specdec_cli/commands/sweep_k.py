@@ -130,7 +130,6 @@ def _sweep(
     from specdec_cli.experiment.folders.results import to_json
     from specdec_cli.experiment.folders.settings_file import keep_warning, read_warnings, unsaid
     from specdec_cli.experiment.preparing import few_prompts
-    from specdec_cli.experiment.sweep.document import exit_code
     from specdec_cli.experiment.sweep.runner import Sweep
     from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder
     from specdec_cli.experiment.sweep.sweep_plan import warnings_of
@@ -173,14 +172,14 @@ def _sweep(
             for one in found:
                 keep_warning(folder, plan.settings, one)
         said = [*warnings, *found, *unsaid(LOGGED, warnings)]
-        document = finish(sweep, measured, said)
+        document, code = finish(sweep, measured, said)
         with world.outside():
             # What was logged is on stderr already.
             warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
             if folder is not None:
                 write_pictures(folder.path)
             show(document, print_results, as_json=asked.as_json)
-        return exit_code(document, records, sweep.failures.values())
+        return code
 
     return world.once(end)
 

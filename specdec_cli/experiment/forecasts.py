@@ -5,8 +5,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec_cli.experiment.folders.records import BreakEven, Point, Prediction, Sample, given
-from specdec_cli.experiment.folders.samples import Samples, speedup
+from specdec_cli.experiment.folders.records import (
+    BreakEven,
+    Point,
+    Prediction,
+    Sample,
+    Samples,
+    given,
+)
 from specdec_cli.experiment.predict import (
     ExpectedRounds,
     Text,
@@ -16,7 +22,7 @@ from specdec_cli.experiment.predict import (
 )
 from specdec_cli.experiment.statistics.break_even import break_even
 from specdec_cli.experiment.statistics.factors import MidRatio, Product, midmean
-from specdec_cli.experiment.statistics.stats import SumRatio
+from specdec_cli.experiment.statistics.stats import SumRatio, speedup
 
 
 @dataclass(frozen=True, slots=True)

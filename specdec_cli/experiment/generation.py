@@ -17,8 +17,7 @@ from specdec_cli.errors import SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.experiment.folders.records import Sample, given
 from specdec_cli.experiment.folders.results import Output
 from specdec_cli.prompts import DATE_KEY, Prompt
-from specdec_cli.prompts.prompt_set import PromptSet
-from specdec_cli.prompts.types import Message
+from specdec_cli.prompts.types import Message, PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.stages import begin_stage
 from specdec_cli.text import digest, in_lines, is_unicode, of_many

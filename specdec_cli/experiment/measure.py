@@ -5,19 +5,19 @@ of the machine affect every point alike. Knows no folders and no terminals.
 """
 
 import logging
+import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec_cli.backends.base import Finished, Session, Written
 from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.experiment.folders.records import Key, Point, Sample, given
 from specdec_cli.experiment.generation import Job, requests
-from specdec_cli.experiment.order import balanced
 from specdec_cli.experiment.points import Failure
 from specdec_cli.launch.world import World
 
@@ -163,3 +163,30 @@ def sample_of(
             ttft_parts_ms={n: [p[n] for p in parts] for n in parts[0]} if parts else None,
         ),
     )
+
+
+T = TypeVar("T")
+
+
+def balanced(values: Sequence[T], turn: int, seed: int) -> list[T]:
+    """The order of `values` at a turn, the same on every rank.
+
+    Over n turns (2n, if n is odd) each value comes once (twice) at every place, and once (twice)
+    right after every other value: what a point leaves behind, such as a warm cache or a hot
+    device, meets all points alike. These are the rows of a Williams square (Williams 1949,
+    Experimental designs balanced for the estimation of residual effects), with values and rows
+    shuffled by the seed, anew for each square.
+    """
+    n = len(values)
+    if n < 2:
+        return list(values)
+    height = n if n % 2 == 0 else 2 * n
+    square, row = divmod(turn, height)
+    shuffled = random.Random(f"{seed} {square}")
+    labels = shuffled.sample(range(n), n)
+    row = shuffled.sample(range(height), height)[row]
+    # 0, 1, n - 1, 2, n - 2 ...: neighbours differ by each distance once.
+    steps = [(place + 1) // 2 if place % 2 else (n - place // 2) % n for place in range(n)]
+    if row >= n:
+        steps.reverse()
+    return [values[labels[(step + row) % n]] for step in steps]

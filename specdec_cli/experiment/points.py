@@ -13,25 +13,20 @@ import numpy as np
 from specdec_cli.core.figures import STAGES, Metrics, Spread
 from specdec_cli.core.metrics import RunClock, acceptance_of, mean_parts, metrics_of
 from specdec_cli.errors import ExitCode
-from specdec_cli.experiment.folders.records import BreakEven, CategoryMetrics, Key, Point, Sample
-from specdec_cli.experiment.folders.samples import (
+from specdec_cli.experiment.folders.records import (
+    BreakEven,
+    CategoryMetrics,
+    Key,
+    Point,
+    Sample,
     Samples,
-    measured_speed,
-    speedup,
     why_none,
     without_errors,
 )
 from specdec_cli.experiment.forecasts import Forecasts, iid_alpha, prediction_of
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.break_even import break_even
-from specdec_cli.experiment.statistics.point_intervals import intervals_of
-from specdec_cli.experiment.statistics.repeats import (
-    decode_seconds,
-    decoded_tokens,
-    rounds_of,
-    usual_mean,
-)
-from specdec_cli.experiment.statistics.stats import SumRatio
+from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
 
 # A round at k costs no less than one at k = 0, so no speed-up exceeds its tokens a round. Times
 # that say so are wrong if it is by more than this factor, which leaves room for noise.
@@ -47,7 +42,7 @@ class Failure:
 
     status: Literal["failed", "oom", "skipped"]
     reason: str
-    code: ExitCode = ExitCode.RUN_FAILED
+    code: int = ExitCode.RUN_FAILED
 
 
 def arm_points(
@@ -135,12 +130,12 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     `num_rounds` is the sum of the sequences' shares in engine rounds, rounded.
     """
     done = [s for s in samples if s.could_run]
-    decode = sum(map(decode_seconds, done))
+    decode = sum(s.usual_seconds for s in done)
     clock = RunClock(
-        num_rounds=sum(usual_mean(s, s.round_share) for s in done),
-        prefill_seconds=sum(usual_mean(s, s.seconds) for s in done) - decode,
+        num_rounds=sum(s.usual_mean(s.round_share) for s in done),
+        prefill_seconds=sum(s.usual_mean(s.seconds) for s in done) - decode,
         decode_seconds=decode,
-        stage_ms={x: sum(usual_mean(s, s.stage_ms.get(x, [])) for s in done) for x in STAGES},
+        stage_ms={x: sum(s.usual_mean(s.stage_ms.get(x, [])) for s in done) for x in STAGES},
         distinct_experts=_experts_read(done),
     )
     return metrics_of(
@@ -149,8 +144,8 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
         k=key.k,
         batch_size=key.batch_size,
         num_output_tokens=sum(len(s.token_ids) for s in done),
-        ttft_ms=Spread.of([usual_mean(s, s.ttft_ms) for s in done]),
-        tpot_ms=Spread.of([usual_mean(s, s.tpot_ms) for s in done if s.tpot_ms]),
+        ttft_ms=Spread.of([s.usual_mean(s.ttft_ms) for s in done]),
+        tpot_ms=Spread.of([s.usual_mean(s.tpot_ms) for s in done if s.tpot_ms]),
         peak_memory_bytes=max((s.peak_memory_bytes for s in done), default=None),
         **mean_parts(map(_first_token_parts, done)),
     )
@@ -158,7 +153,7 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
 
 def _first_token_parts(sample: Sample) -> dict[str, float] | None:
     parts = sample.ttft_parts_ms
-    return None if parts is None else {n: usual_mean(sample, each) for n, each in parts.items()}
+    return None if parts is None else {n: sample.usual_mean(each) for n, each in parts.items()}
 
 
 def _experts_read(done: Sequence[Sample]) -> float | None:
@@ -168,7 +163,7 @@ def _experts_read(done: Sequence[Sample]) -> float | None:
         if sample.distinct_experts is None:
             return None
         shares = zip(sample.distinct_experts, sample.round_share, strict=True)
-        found += usual_mean(sample, [count * share for count, share in shares])
+        found += sample.usual_mean([count * share for count, share in shares])
     return found if done else None
 
 
@@ -217,8 +212,8 @@ def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, 
 
 def _most_speedup(samples: Samples) -> float:
     """Tokens a round over all rounds, which no speed-up exceeds."""
-    rounds = sum(map(rounds_of, samples.values()))
-    return sum(map(decoded_tokens, samples.values())) / rounds if rounds else float("inf")
+    rounds = sum(s.num_rounds for s in samples.values())
+    return sum(s.decoded_tokens for s in samples.values()) / rounds if rounds else float("inf")
 
 
 def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> BreakEven | None:
@@ -228,7 +223,8 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
         return None
     own, plain = [samples[i] for i in common], [baseline[i] for i in common]
     costs = (
-        stats.speed(list(map(decode_seconds, s)), list(map(rounds_of, s))) for s in (own, plain)
+        stats.speed([s.usual_seconds for s in of], [s.num_rounds for s in of])
+        for of in (own, plain)
     )
     cost = next(costs).over(next(costs))
     if not np.isfinite(cost.value):
@@ -238,7 +234,7 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
         k,
         drafts=sum(len(s.proposed_per_round) for s in own),
         draft_tokens=sum(sum(s.proposed_per_round) for s in own),
-        rounds=sum(map(rounds_of, own)),
+        rounds=sum(s.num_rounds for s in own),
         seed=seed,
     )
 
@@ -263,3 +259,37 @@ def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[f
         return [mean, mean] if len(length.columns) >= stats.FEWEST else None
     low, high = (min(max(end, 1.0), k + 1.0) for end in found)
     return [min(low, mean), max(high, mean)]
+
+
+def intervals_of(samples: Mapping[int, Sample], k: int, seed: int) -> dict[str, Any]:
+    """The intervals of figures of a point's metrics."""
+    own = [samples[index] for index in sorted(samples)]
+    seconds = [s.usual_seconds for s in own]
+    shares = [s.usual_mean(s.round_share) for s in own]
+    verify = [s.usual_mean(s.stage_ms.get("verify", [])) for s in own]
+    tokens = [s.decoded_tokens for s in own]
+    speed = stats.speed(tokens, seconds)
+    rounds = stats.speed(tokens, [s.num_rounds for s in own])
+    marginal, conditional = [], []
+    for place in range(1, k + 1):
+        accepted = [sum(a >= place for a in s.accepted_per_round) for s in own]
+        reached = [
+            sum(p >= place and a >= place - 1 for p, a in zip(*pair, strict=True))
+            for pair in ((s.proposed_per_round, s.accepted_per_round) for s in own)
+        ]
+        drafts = [len(s.accepted_per_round) for s in own]
+        marginal.append(_share_interval(accepted, drafts))
+        conditional.append(_share_interval(accepted, reached))
+    return {
+        "tokens_per_round_ci": [1.0, 1.0] if k == 0 else stats.interval(rounds, seed),
+        "decode_tokens_per_second_ci": stats.linear_interval(speed),
+        "round_ms_ci": stats.linear_interval(stats.speed([1e3 * s for s in seconds], shares)),
+        "verify_ms_ci": stats.linear_interval(stats.speed(verify, shares)),
+        "acceptance_rate_per_pos_ci": marginal,
+        "conditional_acceptance_rate_per_pos_ci": conditional,
+    }
+
+
+def _share_interval(accepted: Sequence[float], of: Sequence[float]) -> list[float] | None:
+    found = stats.linear_interval(stats.speed(accepted, of))
+    return None if found is None else [found[0], min(1.0, found[1])]

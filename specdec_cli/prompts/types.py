@@ -1,7 +1,10 @@
-"""Prompts, rows and bad rows. Knows nothing of files."""
+"""Prompts, those of a run, rows and bad rows. Knows nothing of files."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from specdec_cli.errors import Notice
+from specdec_cli.recipe import DataSection
 
 # `role`, `content`, and any other key that a chat template may read.
 Message = Mapping[str, object]
@@ -47,3 +50,21 @@ class Source:
     rows: Iterable[tuple[str, object]]
     columns: tuple[str, ...] | None = None
     hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of a run.
+
+    data: the section of a recipe that names them; None for prompts that no recipe can name. chat:
+    the setting that they were read with. notices: warnings about them. own: the text of the
+    prompts that a run folder is to keep, since no other file holds them. skip_bad: leave out those
+    that cannot be rendered or tokenised.
+    """
+
+    prompts: list[Prompt]
+    data: DataSection | None = None
+    chat: str = "auto"
+    notices: Sequence[Notice] = ()
+    own: str | None = None
+    skip_bad: bool = False

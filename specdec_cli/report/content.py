@@ -8,8 +8,8 @@ from specdec_cli.experiment.statistics.promise import lossless_in_words
 from specdec_cli.report import findings, tables
 from specdec_cli.report.cells import Table
 from specdec_cli.report.findings import Finding
-from specdec_cli.report.first_tokens import first_tokens
 from specdec_cli.report.folder import ReportedRun
+from specdec_cli.report.tables import first_tokens
 from specdec_cli.report.vllm import deployment
 
 

@@ -7,11 +7,10 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from specdec_cli.report.cells import Table, is_text
+from specdec_cli.report.cells import Table, Value, is_text
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.plots import Plot
-from specdec_cli.report.point_cells import Value
 from specdec_cli.report.raw_tables import (
     raw_acceptance,
     raw_categories,

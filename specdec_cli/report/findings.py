@@ -10,7 +10,7 @@ from statistics import fmean
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Best, BestPair, Fastest
 from specdec_cli.experiment.folders.records import Point
-from specdec_cli.experiment.statistics.disturbed import disturbances, off_points
+from specdec_cli.experiment.statistics.noise import disturbances, off_points
 from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
 

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from specdec_cli.core.figures import STAGES, TTFT_PARTS
 from specdec_cli.experiment.folders.conclusions import CategoryComparison, Comparison
 from specdec_cli.experiment.folders.records import Point
-from specdec_cli.report.cells import Column, Table
+from specdec_cli.report.cells import PERCENTILES, Column, Table, Value
 from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.point_cells import PERCENTILES, Value
 from specdec_cli.report.tables import counts_experts
 
 _SETTING = ("draft", "target_tp", "draft_tp", "k", "batch_size")

@@ -12,12 +12,10 @@ from typing import Any
 
 from specdec_cli.experiment.folders.records import Point, Sample
 from specdec_cli.experiment.statistics import stats
-from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
-from specdec_cli.report.cells import Column, Table, table_of
+from specdec_cli.report.cells import Cell, Column, Table, span, table_of
 from specdec_cli.report.findings import setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 from specdec_cli.report.page import rows_of
-from specdec_cli.report.point_cells import Cell, span
 
 Prompt = tuple[tuple[int, ...], int]  # its ids, and which of the prompts with these ids
 _SEED = 0
@@ -272,7 +270,7 @@ def _timed(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Timed]]:
         if not sample.could_run or sample.index in seen:
             continue
         written = tuple(sample.token_ids)
-        timed = Timed(written, decoded_tokens(sample), decode_seconds(sample))
+        timed = Timed(written, sample.decoded_tokens, sample.usual_seconds)
         found[place][ids, len(seen)] = timed
         seen.add(sample.index)
     return found

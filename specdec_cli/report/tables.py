@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 
-from specdec_cli.core.figures import stages_in
+from specdec_cli.core.figures import TTFT_PARTS, stages_in
 from specdec_cli.experiment.folders.conclusions import (
     Arm,
     Best,
@@ -17,11 +18,20 @@ from specdec_cli.experiment.folders.records import (
     BreakEven,
     Point,
 )
-from specdec_cli.report import point_cells as cell
-from specdec_cli.report.cells import Table, by_point, table_of
+from specdec_cli.report import cells as cell
+from specdec_cli.report.cells import (
+    Cell,
+    Table,
+    Value,
+    by_point,
+    number,
+    percent,
+    span,
+    span_of,
+    table_of,
+)
 from specdec_cli.report.findings import Finding, residual, residuals_in_words, times
 from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.point_cells import Cell, Value, percent, span, span_of
 
 
 def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
@@ -264,3 +274,27 @@ def _tie_in_words(tied: bool | None) -> str:
     if tied is None:
         return "too few prompts for an interval"
     return "tied" if tied else "differ"
+
+
+_NOTE = (
+    "Means over prompts. The queue is the wait for a slot, which the time to the first token does "
+    "not contain. Prefill counts all passes that a prompt waits for, other prompts' too. The first "
+    "round is the rest. In plain decoding prefill decides the first token, and no round is needed."
+)
+
+
+def first_tokens(run: ReportedRun) -> Table | None:
+    """The parts of the time to the first token; None where no prompt has them."""
+    points = [p for p in run.points if p.metrics is not None and p.metrics.ttft_parts_ms]
+    if not points:
+        return None
+    cells = [
+        Cell("first token", number("ttft_ms", "mean"), "ms", 1),
+        *(Cell(title, partial(_part, name), "ms", 1) for name, title in TTFT_PARTS.items()),
+    ]
+    return by_point(("first_tokens", "The first token", _NOTE), run, points, cells)
+
+
+def _part(name: str, point: Point) -> Value:
+    assert point.metrics is not None and point.metrics.ttft_parts_ms is not None
+    return point.metrics.ttft_parts_ms.get(name)

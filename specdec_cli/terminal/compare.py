@@ -1,127 +1,23 @@
-"""A comparison on the terminal: progress as lines or a live table, then the results.
+"""The results of a comparison on the terminal. Computes nothing."""
 
-Computes only running means; `comparison_records` and `verdict` compute the results.
-"""
-
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
-from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.core.figures import stages_in
-from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.verdict import summary_lines
 from specdec_cli.experiment.folders.records import (
-    Pair,
-    PairFacts,
     Point,
-    R,
-    Sample,
-    parsed,
 )
-from specdec_cli.experiment.measure import Watcher
-from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.statistics.promise import tokens_line
-from specdec_cli.report import point_cells as cell
-from specdec_cli.report.point_cells import Cell
+from specdec_cli.report import cells as cell
+from specdec_cli.report.cells import Cell
 from specdec_cli.terminal import render
 
-_SETTING = ("target TP", "draft TP", "batch")
 _SPEEDS = (cell.SPEED, cell.SPEEDUP, cell.EQUAL, replace(cell.LENGTH, interval=None))
-
-
-class ComparisonLines(Watcher):
-    """Prints failed points on stderr; rank 0 prints the others itself."""
-
-    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
-        render.say(f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}")
-
-
-class ComparisonTable(Watcher):
-    """A live table and a progress bar on a terminal, from the records in the run folder."""
-
-    def __init__(self, folder: Path, records: ComparisonRecords, total: int) -> None:
-        self._settings = records.settings
-        self._rows: dict[tuple[Pair, int], dict[int, render.Sums]] = {}
-        self._failures: dict[tuple[Pair, int], Failure] = {}
-        self._samples = _Tail(folder / "samples.jsonl", Sample)
-        self._loaded = _Tail(folder / "pairs.jsonl", PairFacts)
-        self._done: set[tuple[Pair, int, int, int]] = set()
-        self._pair: Pair | None = None
-        self._progress = render.progress_bar()
-        self._task = self._progress.add_task("getting ready", total=total)
-        self._live = render.live_view(self._render, 4)
-
-    def begin(self, pair: Pair) -> None:
-        self._pair = pair
-        self._progress.update(self._task, description=f"{pair}: starting and loading")
-        self._live.start()
-
-    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
-        self._rows.setdefault((pair, batch_size), {})
-        self._failures[pair, batch_size] = failure
-
-    def close(self) -> None:
-        self._live.stop()
-
-    def _render(self) -> Group:
-        for fact in self._loaded.read():
-            if (pair := Pair.of(fact)) == self._pair:
-                self._progress.update(self._task, description=f"{pair}: measuring")
-        for sample in self._samples.read():
-            self._add(sample)
-        self._progress.update(self._task, completed=len(self._done))
-        table = render.plain_table(*_SETTING, "prompts", "tokens/s", "x k = 0")
-        for (pair, batch_size), by_k in list(self._rows.items()):  # a copy: another thread draws
-            cells = [str(pair.target_tp), str(pair.draft_tp), str(batch_size)]
-            if (failure := self._failures.get((pair, batch_size))) is not None:
-                table.add_row(*cells, "", failure.status, "")
-                continue
-            own, plain = (by_k.get(k, render.Sums()) for k in (self._settings.k, 0))
-            gain = f"{own.speed / plain.speed:.2f}" if plain.speed and own.speed else ""
-            table.add_row(*cells, str(own.prompts), f"{own.speed:.1f}" if own.speed else "", gain)
-        return Group(table, self._progress)
-
-    def _add(self, sample: Sample) -> None:
-        pair, batch_size, k = Pair.of(sample), sample.batch_size, sample.k
-        place = (pair, batch_size, k, sample.index)
-        if place in self._done:
-            return
-        self._done.add(place)
-        self._rows.setdefault((pair, batch_size), {}).setdefault(k, render.Sums()).add(sample)
-
-
-class _Tail(Generic[R]):
-    """Reads the records that were added to a .jsonl file since the last call."""
-
-    def __init__(self, path: Path, kind: type[R]) -> None:
-        self._path = path
-        self._kind = kind
-        self._offset = 0
-
-    def read(self) -> list[R]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                whole = file.read().rpartition(b"\n")[0]
-        except OSError:
-            return []
-        if whole:
-            self._offset += len(whole) + 1
-        found = (parsed(line, self._kind) for line in whole.split(b"\n"))
-        return [record for record in found if not isinstance(record, str)]
-
-
-def watcher(folder: Path, records: ComparisonRecords, total: int, *, quiet: bool) -> Watcher:
-    """The progress display for this stderr."""
-    if quiet:
-        return Watcher()
-    return ComparisonTable(folder, records, total) if sys.stderr.isatty() else ComparisonLines()
 
 
 def point_line(point: Point) -> str:

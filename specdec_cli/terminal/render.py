@@ -28,9 +28,8 @@ from rich.text import Text
 
 from specdec_cli.core.figures import TTFT_PARTS, Metrics, stages_in
 from specdec_cli.experiment.folders.records import Sample
-from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.statistics.stats import among_rounds
-from specdec_cli.report.point_cells import span_after
+from specdec_cli.report.cells import span_after
 from specdec_cli.text import inert
 
 _WORD = 20  # columns
@@ -153,8 +152,8 @@ class Sums:
 
     def add(self, sample: Sample) -> None:
         self.prompts += 1
-        self.tokens += decoded_tokens(sample)
-        self.seconds += decode_seconds(sample)
+        self.tokens += sample.decoded_tokens
+        self.seconds += sample.usual_seconds
         self.drafts += len(sample.accepted_per_round)
         self.accepted += sum(sample.accepted_per_round)
 

@@ -6,7 +6,7 @@ Computes only running means; `points` computes the results.
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +22,13 @@ from specdec_cli.experiment.folders.conclusions import (
     Comparison,
     Fastest,
 )
-from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Point, Sample
+from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Pair, Point, Sample
 from specdec_cli.experiment.measure import Watcher
+from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.statistics.promise import check_line, tokens_line
-from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
-from specdec_cli.report import point_cells as cell
+from specdec_cli.report import cells as cell
 from specdec_cli.terminal import render
 from specdec_cli.text import inert, one_line
 
@@ -51,7 +51,7 @@ class SweepLines(Watcher):
         self._said = 0
         self._began: float | None = None
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: object) -> None:
         if what == "measuring" and self._began is None:
             self._began = time.monotonic()
 
@@ -68,14 +68,19 @@ class SweepLines(Watcher):
         for point in points:
             render.say(point_line(point))
 
+    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
+        render.say(failure_line(pair, batch_size, failure))
+
 
 class SweepTable(Watcher):
     """A live table and a progress bar with the time left, on a terminal.
 
-    Each finished point leaves a line above them.
+    Each finished point leaves a line above them. unseen: the samples that other processes have
+    written since its last call.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
+        self._unseen = unseen
         self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
         self._sums: dict[Key, render.Sums] = {}
@@ -83,45 +88,54 @@ class SweepTable(Watcher):
         self._shown: int | None = None  # batch size
         self._live = render.live_view(self._render, 2)
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: object) -> None:
         self._live.start()
-        self._progress.update(self._task, description=what)
+        self._progress.update(self._task, description=str(what))
 
     def sample(self, key: Key, sample: Sample) -> None:
         self._shown = key.batch_size
         self._sums.setdefault(key, render.Sums()).add(sample)
         if sample.could_run:
-            self._spent[key][sample.index] = decoded_tokens(sample), decode_seconds(sample)
+            self._spent[key][sample.index] = sample.decoded_tokens, sample.usual_seconds
         self._progress.advance(self._task)
 
     def points(self, points: Sequence[Point]) -> None:
         for point in points:
-            line = Text(inert(point_line(point)))
-            self._live.console.print(line, soft_wrap=True)
+            self._leave(point_line(point))
+
+    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
+        self._leave(failure_line(pair, batch_size, failure))
+
+    def _leave(self, line: str) -> None:
+        self._live.console.print(Text(inert(line)), soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()
 
     def _render(self) -> Group:
-        table = render.plain_table(
-            "draft", "batch", "k", "prompts", "tokens a round", "tokens/s", "x k = 0"
-        )
+        for sample in self._unseen():
+            self.sample(Key.of(sample), sample)
         shown = {
             key: sums
             for key, sums in list(self._sums.items())  # a copy: another thread draws
             if key.batch_size == self._shown
         }
-        plain = next((key for key in shown if key.k == 0), None)
-        for key in sorted(shown, key=lambda key: (key.draft or "", key.k)):
-            sums = shown[key]
+        plain = {Pair.of(key): key for key in shown if key.k == 0}
+        has_degrees = any(key.target_tp is not None for key in shown)
+        table = render.plain_table(
+            *(("target TP", "draft TP") if has_degrees else ("draft",)),
+            *("batch", "k", "prompts", "tokens a round", "tokens/s", "x k = 0"),
+        )
+        for key in sorted(shown, key=lambda key: (Pair.of(key), key.draft or "", key.k)):
+            sums, draft = shown[key], one_line(key.draft or _NO_DRAFT)
             table.add_row(
-                one_line(key.draft or _NO_DRAFT),
+                *((str(key.target_tp), str(key.draft_tp)) if has_degrees else (draft,)),
                 str(key.batch_size),
                 str(key.k),
                 str(sums.prompts),
                 f"{1 + sums.accepted / max(1, sums.drafts):.2f}",
                 f"{sums.speed:.1f}",
-                self._against(key, plain),
+                self._against(key, plain.get(Pair.of(key))),
             )
         return Group(table, self._progress)
 
@@ -136,11 +150,15 @@ class SweepTable(Watcher):
         return f"{tokens / seconds * spent / of_plain:.2f}" if seconds and of_plain else ""
 
 
-def watcher(total: int, *, quiet: bool) -> Watcher:
-    """The progress display for this stderr."""
+def watcher(total: int, unseen: Callable[[], Iterable[Sample]] = tuple, *, quiet: bool) -> Watcher:
+    """The progress display for this stderr. unseen: as for `SweepTable`."""
     if quiet:
         return Watcher()
-    return SweepTable(total) if sys.stderr.isatty() else SweepLines(total)
+    return SweepTable(total, unseen) if sys.stderr.isatty() else SweepLines(total)
+
+
+def failure_line(pair: Pair, batch_size: int, failure: Failure) -> str:
+    return f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}"
 
 
 def point_line(point: Point) -> str:

@@ -18,7 +18,7 @@ from specdec_cli.demo import FOLDER
 from specdec_cli.engine.build import build
 from specdec_cli.experiment.generation import prepare, requests
 from specdec_cli.prompts import Prompt, as_conversations
-from specdec_cli.prompts.prompt_set import PromptSet
+from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import load_recipe
 from tests.gguf_files import gguf_reference
 from tests.support import greedy_reference

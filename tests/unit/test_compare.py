@@ -17,18 +17,21 @@ from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.compare.comparison_plan import (
-    ComparisonPlan,
     plan_comparison,
     skips_of,
     warnings_of,
 )
-from specdec_cli.experiment.compare.comparison_records import ComparisonRecords, merge_repeats
-from specdec_cli.experiment.compare.pairs import ComparisonSettings, Skip
-from specdec_cli.experiment.compare.parent import exit_code, run_pairs
+from specdec_cli.experiment.compare.comparison_records import (
+    ComparisonRecords,
+    ComparisonSettings,
+    Skip,
+    merge_repeats,
+)
+from specdec_cli.experiment.compare.parent import code_of, run_pairs
 from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
 from specdec_cli.experiment.compare.worker import PairTask, with_degrees
 from specdec_cli.experiment.folders.conclusions import Degrees, Diverging, Tokens
-from specdec_cli.experiment.folders.records import Pair, PairFacts, Point, Sample
+from specdec_cli.experiment.folders.records import Pair, PairFacts, Point, Sample, added_records
 from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.folders.settings_file import (
     earlier_environment,
@@ -44,9 +47,10 @@ from specdec_cli.experiment.statistics.promise import tokens_line
 from specdec_cli.launch.ranks import RanksOutcome
 from specdec_cli.launch.reports import End, Report
 from specdec_cli.prompts import Prompt
-from specdec_cli.prompts.prompt_set import PromptSet
+from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import load_recipe
 from specdec_cli.terminal.compare import print_results
+from specdec_cli.terminal.sweep import SweepTable
 
 SETTINGS = ComparisonSettings(
     recipe={
@@ -272,7 +276,7 @@ def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> N
         assert points[place].speedup_vs_equal_tp == pytest.approx(same, rel=0.01)
     assert points[2, 8].status == "failed" and points[1, 8].status == "ok"
     assert points[1, 8].speedup_vs_equal_tp is points[2, 8].speedup_vs_equal_tp is None
-    assert exit_code(planned({}), records, [], tokens_of(records)) == 3
+    assert code_of(records, tokens_of(records)) == 3
     for batch_size in (1, 8):  # k = 0 is that of the pair whose prompts could run
         plain = metrics_of(points[None, batch_size])
         assert plain.num_output_tokens == 300
@@ -285,9 +289,7 @@ def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> N
     records.update_points()
     assert {p.status for p in records.points} == {"failed"}
     assert tokens_of(records).identical is None and tokens_line(tokens_of(records)) is None
-    assert exit_code(planned({}), records, [], tokens_of(records)) == 3, (
-        "as where some prompts could run"
-    )
+    assert code_of(records, tokens_of(records)) == 3, "as where some prompts could run"
 
 
 @pytest.mark.parametrize("name", ["samples.jsonl", "points.jsonl", "pairs.jsonl"])
@@ -401,12 +403,12 @@ def test_diverging_tokens_are_found(tmp_path: Path) -> None:
     assert (only.num_diverging, only.num_prompts, only.first) == (1, 10, 3)
     assert "which in float32 they must not: 1 of 10 prompts" in (tokens_line(found) or "")
     records.update_points()
-    assert exit_code(planned({}), records, [], tokens_of(records)) == 4
+    assert code_of(records, tokens_of(records)) == 4
 
     records.settings = replace(SETTINGS, dtype="bfloat16")
     narrow = tokens_of(records)
     assert not narrow.must_be_identical and "at most in 1 of 10" in (tokens_line(narrow) or "")
-    assert exit_code(planned({}), records, [], narrow) == 0
+    assert code_of(records, narrow) == 0
     sampled = SETTINGS.recipe | {"sampling": {"temperature": 0.7}}
     records.settings = replace(SETTINGS, recipe=sampled)
     assert tokens_of(records).compared is False and tokens_line(tokens_of(records)) is None
@@ -466,6 +468,27 @@ def test_plain_decoding_has_failed_once_it_has_at_every_pair(tmp_path: Path) -> 
     assert plain.reason == "rank 1: out of memory"
 
 
+def test_the_live_table_shows_what_the_ranks_have_written(tmp_path: Path) -> None:
+    folder, path = RunFolder(tmp_path), tmp_path / "samples.jsonl"
+    view = SweepTable(9, added_records(path, Sample))
+    assert column(view, "k") == []
+    folder.append("samples.jsonl", *(sample(Pair(2, 1), 8, k, 0, verify=10.0) for k in (0, 2)))
+    with path.open("ab") as file:
+        file.write(b'{"torn')
+    assert column(view, "x k = 0") == ["1.00", "3.00"]
+    with path.open("ab") as file:
+        file.write(b'": 1}\n')
+    folder.append("samples.jsonl", sample(Pair(2, 2), 8, 2, 0, verify=10.0))
+    assert column(view, "draft TP") == ["1", "1", "2"] and column(view, "x k = 0")[2] == ""
+    assert column(view, "prompts") == ["1", "1", "1"]
+
+
+def column(view: SweepTable, heading: str) -> list[str]:
+    """The cells of one column of the live table as it stands now."""
+    table: Any = view._render().renderables[0]
+    return next(list(c.cells) for c in table.columns if c.header == heading)
+
+
 def test_equal_degrees_are_run_first() -> None:
     settings = replace(SETTINGS, target_tps=(1, 4), draft_tps=(1, 2, 4))
     order = [p for p in settings.in_order if p.divides]
@@ -499,23 +522,15 @@ def test_exit_codes(
     failures: dict[int, str],
     codes: list[int],
     expected: int,
-    tmp_path: Path,
 ) -> None:
     spent = {f"tp{d}": (2.0, 2.0) for d in (1, 2) if d not in failures}
     records = filled(**{n: s for n, s in spent.items() if Pair(2, int(n[2:])) not in skips})
     records.skips = skips
-    for degree, status in failures.items():
+    for (degree, status), code in zip(failures.items(), codes, strict=True):
         for batch_size in (1, 8):
-            records.failures[Pair(2, degree), batch_size] = Failure(status, "so it was")
+            records.failures[Pair(2, degree), batch_size] = Failure(status, "so it was", code)
     records.update_points()
-    assert exit_code(planned(skips), records, codes, tokens_of(records)) == expected
-
-
-def planned(skips: dict[Pair, Skip]) -> ComparisonPlan:
-    """A plan with these skips and nothing else."""
-    plan = ComparisonPlan.__new__(ComparisonPlan)
-    object.__setattr__(plan, "skips", skips)
-    return plan
+    assert code_of(records, tokens_of(records)) == expected
 
 
 def test_few_prompts_are_told_at_the_batch_size_that_has_fewest() -> None:
@@ -553,7 +568,8 @@ def test_what_ended_the_ranks_is_the_failure_of_each_open_batch_size(
     ended = RanksOutcome(report.code, report)
     monkeypatch.setattr("specdec_cli.experiment.compare.parent.run_ranks", lambda *_, **__: ended)
     watcher = SimpleNamespace(begin=lambda pair: None, failed=lambda *found: told.append(found))
-    assert run_pairs(plan, records, RunFolder(tmp_path), ["x.py"], watcher) == [report.code]
+    run_pairs(plan, records, RunFolder(tmp_path), ["x.py"], watcher)
+    assert {failure.code for failure in records.failures.values()} == {report.code}
     assert [(pair, batch_size) for pair, batch_size, _ in told] == [(Pair(1, 1), b) for b in (2, 1)]
     points = [p for p in records.points if p.k]
     assert [(p.batch_size, p.status) for p in points] == [(2, status), (1, status)]

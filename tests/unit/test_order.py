@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from specdec_cli.experiment.order import balanced
+from specdec_cli.experiment.measure import balanced
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9, 10])

@@ -16,17 +16,21 @@ from specdec_cli.experiment.folders.records import (
     Key,
     Point,
     Sample,
+    Samples,
     not_measured,
 )
-from specdec_cli.experiment.folders.samples import Samples, speedup
 from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.measure import MeasuringLoop, sample_of
 from specdec_cli.experiment.points import Failure, arm_points, measured
 from specdec_cli.experiment.predict import Text, iid_length
-from specdec_cli.experiment.statistics.disturbed import DISTURBED, off_points
-from specdec_cli.experiment.statistics.noise import impossible_speeds, proposals_of_another_k
-from specdec_cli.experiment.sweep.comparisons import compare_arms
-from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
+from specdec_cli.experiment.statistics.noise import (
+    DISTURBED,
+    impossible_speeds,
+    off_points,
+    proposals_of_another_k,
+)
+from specdec_cli.experiment.statistics.stats import speedup
+from specdec_cli.experiment.sweep.gains import compare_arms, measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
 from specdec_cli.experiment.sweep.sweep_records import SweepClock
 from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_point, curve_unit

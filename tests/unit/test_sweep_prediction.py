@@ -29,7 +29,7 @@ from specdec_cli.experiment.sweep.sweep_records import SweepRecords
 from specdec_cli.launch.world import World
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.prompts import Prompt
-from specdec_cli.prompts.prompt_set import PromptSet
+from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import load_recipe
 from tests.support import noise_of
 

@@ -15,8 +15,11 @@ from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.types import Permissions
 from specdec_cli.engine.plan import Plan, draft_at
 from specdec_cli.errors import Notice, SetupError, UsageError
-from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
-from specdec_cli.experiment.compare.pairs import ComparisonSettings, Skip
+from specdec_cli.experiment.compare.comparison_records import (
+    ComparisonRecords,
+    ComparisonSettings,
+    Skip,
+)
 from specdec_cli.experiment.compare.worker import WARM_UP_TOKENS, with_degrees
 from specdec_cli.experiment.duration import estimated, own_plan
 from specdec_cli.experiment.folders import settings_file
@@ -30,7 +33,7 @@ from specdec_cli.experiment.preparing import (
 )
 from specdec_cli.models.description import describe
 from specdec_cli.models.draft import Draft
-from specdec_cli.prompts.prompt_set import PromptSet
+from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from
 

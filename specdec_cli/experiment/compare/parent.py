@@ -13,12 +13,11 @@ from specdec_cli.experiment.compare.verdict import verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.folders.conclusions import VERSION, Tokens
 from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
-from specdec_cli.experiment.lossless import tokens_notice
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure, error_of
-from specdec_cli.experiment.statistics.disturbed import disturbances
-from specdec_cli.experiment.statistics.noise import impossible_speeds, noise_in
-from specdec_cli.experiment.sweep.document import prompts_that_failed
+from specdec_cli.experiment.statistics.noise import disturbances, impossible_speeds, noise_in
+from specdec_cli.experiment.statistics.promise import tokens_notice
+from specdec_cli.experiment.sweep.document import exit_code, prompts_that_failed
 from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import Report
 
@@ -29,13 +28,12 @@ def run_pairs(
     folder: RunFolder,
     program: Sequence[str],
     watcher: Watcher,
-) -> list[int]:
-    """Measure every pair that is not recorded yet. Returns the exit codes of failed pairs.
+) -> None:
+    """Measure every pair that is not recorded yet.
 
     program: a rank's module and arguments; the number of ranks, the device and the timeout are
     appended.
     """
-    codes = []
     records.kept.folder = folder
     records.update_points()
     for pair in plan.to_run:
@@ -62,14 +60,11 @@ def run_pairs(
             records.update_points()
             raise
         _take_over(folder, records)
-        if outcome.failure is not None:
-            codes.append(outcome.failure.code)
         for batch_size in records.open_sizes(pair):
             failure = _failure(outcome.failure)
             records.failures[pair, batch_size] = failure
             watcher.failed(pair, batch_size, failure)
         records.update_points()
-    return codes
 
 
 def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
@@ -86,22 +81,22 @@ def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
 
 
 def _failure(report: Report | None) -> Failure:
+    code = ExitCode.RUN_FAILED if report is None else report.code
     if report is None or report.explained is None:
-        return Failure("failed", "the ranks ended without a report")
+        return Failure("failed", "the ranks ended without a report", code)
     is_memory = (report.message or "").startswith(("out of memory", "no room for a KV cache"))
-    return Failure("oom" if is_memory else "failed", report.explained.partition("\n")[0])
+    return Failure("oom" if is_memory else "failed", report.explained.partition("\n")[0], code)
 
 
 def conclusion(
     plan: ComparisonPlan,
     records: ComparisonRecords,
-    codes: Sequence[int],
     warnings: Sequence[Notice],
     where: dict[str, Any],
 ) -> tuple[dict[str, Any], ExitCode]:
     """The document of `compare-tp --json` and summary.json, and the exit code.
 
-    codes: of failed pairs. where: the document's environment.
+    where: the document's environment.
     """
     kept = records.kept
     noise = [*noise_in(kept.samples), *impossible_speeds(records.points)]
@@ -123,31 +118,16 @@ def conclusion(
         "pairs": [kept.facts[pair] for pair in plan.settings.pairs if pair in kept.facts],
         "warnings": said,
     }
-    code = exit_code(plan, records, codes, verdict["tokens"])
+    code = code_of(records, verdict["tokens"])
     return document | error_of(records.points, code), code
 
 
-def exit_code(
-    plan: ComparisonPlan,
-    records: ComparisonRecords,
-    codes: Sequence[int],
-    tokens: Tokens,
-) -> ExitCode:
-    """The exit code of a comparison.
-
-    Without any result it is the code that stopped the pairs. Tokens that differ but must not
-    (`tokens`, of the document) come before missing results, which make it partial.
-    """
-    statuses = {point.status for point in records.points}
-    samples = [s for found in records.kept.samples.values() for s in found.values()]
-    if "ok" not in statuses and not records.failures:
-        return ExitCode.PARTIAL  # every pair ran, and no prompt could
-    if "ok" not in statuses:
-        alike = set(codes)
-        return ExitCode(alike.pop()) if len(alike) == 1 else ExitCode.RUN_FAILED
-    if tokens.is_broken:
-        return ExitCode.LOSSLESSNESS
-    missing = any(not skip.expected for skip in plan.skips.values())
-    failed = bool({"failed", "oom"} & statuses) or missing
-    failed = failed or not all(s.could_run for s in samples)
-    return ExitCode.PARTIAL if failed else ExitCode.OK
+def code_of(records: ComparisonRecords, tokens: Tokens) -> ExitCode:
+    """The exit code of a comparison: partial where a pair lacks GPUs. tokens: of the document."""
+    return exit_code(
+        records.points,
+        records.kept.samples.values(),
+        tokens,
+        records.failures.values(),
+        is_partial=any(not skip.expected for skip in records.skips.values()),
+    )

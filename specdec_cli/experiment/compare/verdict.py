@@ -11,12 +11,11 @@ from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.folders.conclusions import BestPair, Decision, Degrees, Tokens
-from specdec_cli.experiment.folders.records import Pair, Point
-from specdec_cli.experiment.folders.samples import measured_speed, without_errors
-from specdec_cli.experiment.lossless import compare_tokens
-from specdec_cli.experiment.statistics.disturbed import doubt_in_words
+from specdec_cli.experiment.folders.records import Pair, Point, without_errors
 from specdec_cli.experiment.statistics.factors import choose
-from specdec_cli.experiment.statistics.stats import SumRatio
+from specdec_cli.experiment.statistics.noise import doubt_in_words
+from specdec_cli.experiment.statistics.promise import compare_tokens
+from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed
 
 Verdict = dict[str, Any]
 

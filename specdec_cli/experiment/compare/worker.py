@@ -16,8 +16,7 @@ from specdec_cli.core.parallel import local_world_size
 from specdec_cli.core.types import Permissions
 from specdec_cli.engine.memory.budget import available_memory, room_now
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
-from specdec_cli.experiment.compare.comparison_records import point_of
-from specdec_cli.experiment.compare.pairs import ComparisonSettings
+from specdec_cli.experiment.compare.comparison_records import ComparisonSettings, point_of
 from specdec_cli.experiment.folders.records import Key, Pair, PairFacts, Point, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, tokenised

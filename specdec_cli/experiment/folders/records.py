@@ -5,7 +5,7 @@ been damaged or edited, so everything is checked as it is read. Imports no torch
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -117,6 +117,28 @@ class Sample(Record):
     def could_run(self) -> bool:
         return self.finish_reason != "error"
 
+    @property
+    def decoded_tokens(self) -> int:
+        """The output tokens that rounds decided, the tokens of `decode_seconds`."""
+        return len(self.token_ids) - self.num_tokens_from_prefill
+
+    @property
+    def num_rounds(self) -> int:
+        """The rounds, with and without proposals; those of `decode_seconds`."""
+        without = self.rounds_without_proposal - self.num_tokens_from_prefill
+        return len(self.accepted_per_round) + without
+
+    @property
+    def usual_seconds(self) -> float:
+        """The share of the time of its rounds, averaged over repeats that are no outliers."""
+        return self.usual_mean(self.decode_seconds)
+
+    def usual_mean(self, values: Sequence[float]) -> float:
+        """The mean of values, one a repeat, without repeats whose time is an outlier."""
+        if len(values) == len(self.decode_seconds):
+            values = [values[place] for place in usual_repeats(self.decode_seconds)]
+        return sum(values) / len(values) if values else 0.0
+
     @model_validator(mode="after")
     def _rounds_are_possible(self) -> Self:
         proposed, accepted = self.proposed_per_round, self.accepted_per_round
@@ -127,6 +149,54 @@ class Sample(Record):
         if self.num_tokens_from_prefill > self.rounds_without_proposal:
             raise impossible("num_tokens_from_prefill exceeds rounds_without_proposal")
         return self
+
+
+Samples = Mapping[int, Sample]  # of one point, by prompt index
+
+
+def without_errors(samples: Samples) -> dict[int, Sample]:
+    """The samples of prompts that could run."""
+    return {i: s for i, s in samples.items() if s.could_run}
+
+
+def why_none(samples: Samples) -> str:
+    """The reason of a point that did not fail, but none of whose prompts ran."""
+    why = next((s.error for s in samples.values() if s.error), None)
+    return f"no prompt could run: {why}" if why else "no prompt was run"
+
+
+def could_run_no_prompt(reason: str | None) -> bool:
+    """Whether a point ran to its end although none of its prompts could."""
+    return (reason or "").startswith("no prompt could run")
+
+
+def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
+    """The samples at k = 0 of an arm's own, else those that all arms share; none without."""
+    return samples.get(Key(key.draft, key.batch_size, 0)) or samples.get(
+        Key(None, key.batch_size, 0), {}
+    )
+
+
+def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, list[int]]:
+    """The indices among `prompts` of each category, all rising; empty for fewer than two."""
+    found: dict[str, list[int]] = {}
+    for index in sorted(prompts):
+        if (name := samples[index].category) is not None:
+            found.setdefault(name, []).append(index)
+    return dict(sorted(found.items())) if len(found) > 1 else {}
+
+
+OUTLYING = 1.5  # times the fastest repeat
+
+
+def usual_repeats(seconds: Sequence[float]) -> list[int]:
+    """The places of the repeats that did not take far longer than the fastest.
+
+    Repeats do the same work, and a disturbance only adds time. So the fastest is the one to be
+    believed, even where most repeats were disturbed.
+    """
+    fastest = min(seconds, default=0.0)
+    return [place for place, value in enumerate(seconds) if value <= OUTLYING * fastest]
 
 
 class CategoryMetrics(Record):
@@ -336,6 +406,25 @@ def read_records(
             )
         records.append(found)
     return records
+
+
+def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
+    """A function that returns the records that were added to a .jsonl file since its last call."""
+    offset = 0
+
+    def read() -> list[R]:
+        nonlocal offset
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                whole = file.read().rpartition(b"\n")[0]
+        except OSError:
+            return []
+        offset += len(whole)
+        found = (parsed(line, kind) for line in whole.split(b"\n"))
+        return [record for record in found if not isinstance(record, str)]
+
+    return read
 
 
 def parsed(line: bytes, kind: type[R]) -> R | str:

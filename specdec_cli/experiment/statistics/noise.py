@@ -1,10 +1,11 @@
-"""Signs in the samples of a run that something disturbed its times.
+"""Signs in the samples of a run that something disturbed its times, and repeats that do not count.
 
 Computed from records alone, so that merged and resumed runs are looked at like whole ones.
 """
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -12,12 +13,17 @@ from typing import Any
 import numpy as np
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.folders.records import Key, Pair, Point, Sample
-from specdec_cli.experiment.folders.samples import Samples, without_errors
+from specdec_cli.experiment.folders.records import (
+    OUTLYING,
+    Key,
+    Pair,
+    Point,
+    Sample,
+    Samples,
+    usual_repeats,
+    without_errors,
+)
 from specdec_cli.experiment.statistics import stats
-from specdec_cli.experiment.statistics.disturbed import off_points
-from specdec_cli.experiment.statistics.outliers import Outliers
-from specdec_cli.experiment.statistics.repeats import OUTLYING
 from specdec_cli.experiment.statistics.stats import SumRatio
 
 _DRIFT = 0.10  # least relative change of a round's time that is told, its error taken off
@@ -215,3 +221,122 @@ def _round_seconds(sample: Sample) -> float:
 def _name(key: Key) -> str:
     with_draft = f" with {key.draft}" if key.k and key.draft is not None else ""
     return f"k = {key.k}{with_draft}, batch size {key.batch_size}"
+
+
+# Seconds that a system at rest takes from a process now and then. In recorded quiet sweeps on a
+# virtual machine of two processors the longest outlier lost 0.19 s.
+_SLICE = 0.25
+_WEIGHT = 0.01  # least share of a point's time
+# Share of the repeats that are outliers on a system at rest: 0 to 1.4 % in those sweeps. If they
+# were independent, two repeats of one prompt would both be outliers in 4 of 10,000 prompts.
+_SELDOM = 0.02
+_CHANCE = 0.001  # that so many are found where the share is `_SELDOM`
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A repeat that took far longer than the fastest one of its prompt.
+
+    lost: seconds that the disturbance took, from all prompts that are decoded together.
+    """
+
+    lost: float
+    key: Key
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Outliers:
+    """The outliers of some points. repeats: of all prompts, outliers or not.
+
+    disturbances, chances: outliers and repeats, with prompts that are decoded together as one.
+    """
+
+    found: list[Outlier]
+    repeats: int
+    disturbances: float
+    chances: float
+    seconds: Mapping[Key, float]
+
+    @classmethod
+    def of(cls, samples: Mapping[Key, Samples]) -> "Outliers":
+        found, repeats, disturbances, chances = list[Outlier](), 0, 0.0, 0.0
+        for key, of in samples.items():
+            together = min(key.batch_size, len(of))
+            for sample in of.values():
+                times = sample.decode_seconds
+                usual = usual_repeats(times)
+                lost = [t - min(times) for place, t in enumerate(times) if place not in usual]
+                found += [Outlier(together * value, key, sample) for value in lost]
+                repeats += len(times)
+                disturbances += len(lost) / together
+                chances += len(times) / together
+        seconds = {
+            key: sum(sum(s.decode_seconds) for s in of.values()) for key, of in samples.items()
+        }
+        return cls(found, repeats, disturbances, chances, seconds)
+
+    @property
+    def worst(self) -> Outlier:
+        return max(self.found, key=lambda one: one.lost)
+
+    @property
+    def are_long(self) -> bool:
+        """Whether one lost more than a slice.
+
+        What lasts longer may have met its neighbours too, and slowed them too little to tell.
+        """
+        return any(one.lost > max(_SLICE, _WEIGHT * self.seconds[one.key]) for one in self.found)
+
+    @property
+    def are_many(self) -> bool:
+        """Whether they are more than a system at rest has, so that all repeats of a prompt may be
+        disturbed.
+
+        By the bound of Chernoff and Hoeffding on a binomial's tail: n repeats, of which each is an
+        outlier with probability p, have a share of s or more with at most exp(-n KL(s, p)).
+        """
+        share, rate = self.disturbances / max(self.chances, 1e-9), _SELDOM
+        if share <= rate:
+            return False
+        divergence = share * math.log(share / rate)
+        if share < 1.0:
+            divergence += (1 - share) * math.log((1 - share) / (1 - rate))
+        return self.chances * divergence > -math.log(_CHANCE)
+
+
+# Codes of warnings over which no recommendation is called significant.
+DISTURBED = frozenset(
+    {
+        *("baseline_drift", "outlying_repeats", "repeats_disagree"),
+        "impossible_speedup",
+        *("cpu_starved", "cpu_throttled", "cpu_load", "gpu_throttled", "gpu_shared"),
+    }
+)
+
+
+def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
+    """The points whose prediction is off by more than its interval, with the relative error.
+
+    Predictions from the proposals of another k may be off without any disturbance.
+    """
+    found = []
+    for point in points:
+        prediction = point.prediction
+        if prediction is None or point.k == 0 or prediction.speedup_error is None:
+            continue
+        ends = prediction.speedup_error_ci if prediction.drafts_of_k is None else None
+        if ends is not None and not ends[0] <= 0.0 <= ends[1]:
+            found.append((point, prediction.speedup_error))
+    return found
+
+
+def disturbances(warnings: Iterable[Notice]) -> list[Notice]:
+    """The warnings over which nothing is called significant."""
+    return [one for one in warnings if one.code in DISTURBED]
+
+
+def doubt_in_words(disturbed: Iterable[Notice]) -> str:
+    """A suffix of a recommendation over disturbed times; "" over quiet ones."""
+    codes = ", ".join(dict.fromkeys(one.code for one in disturbed))
+    return f"; not called significant, since times were disturbed ({codes})" if codes else ""

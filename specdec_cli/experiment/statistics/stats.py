@@ -5,12 +5,14 @@ acceptance length is (accepted + drafts) / drafts, a speed-up is (tokens / time)
 k = 0. Prompts are resampled, since rounds of one prompt resemble each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
+
+from specdec_cli.experiment.folders.records import Sample, Samples
 
 Array = npt.NDArray[np.float64]
 
@@ -159,3 +161,19 @@ def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
         mean = (weights * influence).sum(axis=1, keepdims=True) / n
         variance = (weights * (influence - mean) ** 2).sum(axis=1) / (n - 1)
         return logs, np.sqrt(variance / n)
+
+
+def measured_speed(samples: Iterable[Sample]) -> SumRatio:
+    """Output tokens that rounds decided, per second of round time."""
+    chosen = list(samples)
+    return speed([s.decoded_tokens for s in chosen], [s.usual_seconds for s in chosen])
+
+
+def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
+    """Decoding speed relative to the same prompts at k = 0; None without common prompts."""
+    common = sorted(samples.keys() & baseline.keys())
+    if not common:
+        return None
+    return measured_speed([samples[i] for i in common]).over(
+        measured_speed([baseline[i] for i in common])
+    )

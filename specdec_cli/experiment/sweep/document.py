@@ -8,25 +8,22 @@ from typing import Any
 
 from specdec_cli.errors import ExitCode, Notice
 from specdec_cli.experiment.folders.conclusions import VERSION, CheckResult, Tokens
-from specdec_cli.experiment.folders.records import Key, Point
-from specdec_cli.experiment.folders.samples import Samples, why_none
+from specdec_cli.experiment.folders.records import Key, Point, Samples, could_run_no_prompt
 from specdec_cli.experiment.forecasts import Forecasts
-from specdec_cli.experiment.lossless import compare_tokens, tokens_notice
 from specdec_cli.experiment.lossless_check import failed_check
 from specdec_cli.experiment.points import Failure, arm_points, error_of
 from specdec_cli.experiment.predict import Text, with_recorded
-from specdec_cli.experiment.statistics.disturbed import disturbances
 from specdec_cli.experiment.statistics.noise import (
+    disturbances,
     impossible_speeds,
     noise_in,
     predictions_off,
     proposals_of_another_k,
 )
-from specdec_cli.experiment.sweep.comparisons import compare_arms
-from specdec_cli.experiment.sweep.gains import Gains, measured_gains, predicted_gains
+from specdec_cli.experiment.statistics.promise import compare_tokens, tokens_notice
+from specdec_cli.experiment.sweep.gains import Gains, compare_arms, measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_category
-from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
-from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords, SweepSettings
 from specdec_cli.experiment.sweep.time_curve import cost_by_part, curve_point
 from specdec_cli.recipe import Recipe
 
@@ -110,8 +107,9 @@ def sweep_document(
     clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
     check: CheckResult | None = None,
-) -> dict[str, Any]:
-    """The document of `sweep-k --json` and summary.json; with an `error` if no point was measured.
+) -> tuple[dict[str, Any], ExitCode]:
+    """The document of `sweep-k --json` and summary.json, with an `error` if no point was measured,
+    and the exit code.
 
     failures: of this run of the command. check: of losslessness, if one was asked for.
     """
@@ -162,7 +160,8 @@ def sweep_document(
         "warnings": told,
         "measuring": clock.as_dict() if clock is not None else None,
     }
-    return document | error_of(points, exit_code(document, records, failures))
+    code = exit_code(points, records.samples.values(), tokens, failures, check)
+    return document | error_of(points, code), code
 
 
 def gains_of(
@@ -205,29 +204,28 @@ def prompts_that_failed(samples: Iterable[Samples]) -> list[Notice]:
 
 
 def exit_code(
-    document: dict[str, Any], records: SweepRecords, failures: Collection[Failure] = ()
+    points: Iterable[Point],
+    samples: Iterable[Samples],
+    tokens: Tokens,
+    failures: Iterable[Failure] = (),
+    check: CheckResult | None = None,
+    *,
+    is_partial: bool = False,
 ) -> ExitCode:
-    """The exit code of a sweep.
+    """The exit code of a sweep or a comparison.
 
-    Partial if a point or a prompt failed, also if no prompt could run. If every point failed, the
-    code of what stopped them. Tokens that differ but must not come before missing results.
-    failures: as for `sweep_document`.
+    Partial if a point or a prompt failed, also if no prompt could run, and where `is_partial` says
+    so. If every point failed, the code of what stopped them. Tokens that differ but must not come
+    before missing results. samples: of each point. failures: of this run of the command.
     """
-    points = [p for p in document["points"] if p.status != "skipped"]
+    points = [p for p in points if p.status != "skipped"]
     statuses = {p.status for p in points}
-    check = document.get("lossless_check")
-    if document["tokens"].is_broken or (check is not None and not check.passed):
+    if tokens.is_broken or (check is not None and not check.passed):
         return ExitCode.LOSSLESSNESS
-    if "ok" not in statuses and not all(_has_run(point, records) for point in points):
+    if "ok" not in statuses and not all(could_run_no_prompt(p.reason) for p in points):
         codes = {failure.code for failure in failures}
-        is_environment = codes == {ExitCode.ENVIRONMENT} or statuses == {"oom"}
-        return ExitCode.ENVIRONMENT if is_environment else ExitCode.RUN_FAILED
-    samples = [s for found in records.samples.values() for s in found.values()]
-    failed = statuses != {"ok"} or not all(s.could_run for s in samples)
-    return ExitCode.PARTIAL if failed else ExitCode.OK
-
-
-def _has_run(point: Point, records: SweepRecords) -> bool:
-    """Whether a point ran to its end although none of its prompts could."""
-    samples = records.samples.get(Key.of(point), {})
-    return bool(samples) and point.reason == why_none(samples)
+        if statuses == {"oom"}:
+            return ExitCode.ENVIRONMENT
+        return ExitCode(codes.pop()) if len(codes) == 1 else ExitCode.RUN_FAILED
+    all_ran = all(s.could_run for found in samples for s in found.values())
+    return ExitCode.OK if statuses == {"ok"} and all_ran and not is_partial else ExitCode.PARTIAL

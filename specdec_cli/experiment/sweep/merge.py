@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec_cli.errors import LOGGED, Notice, SetupError, UsageError
+from specdec_cli.errors import LOGGED, ExitCode, Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error
 from specdec_cli.experiment.folders.records import CurvePart, Key, Point, Sample, json_of
 from specdec_cli.experiment.folders.results import to_json
@@ -23,18 +23,16 @@ from specdec_cli.experiment.sweep.document import (
     sweep_document,
 )
 from specdec_cli.experiment.sweep.sweep_folder import read_settings
-from specdec_cli.experiment.sweep.sweep_records import SweepRecords, read_kept
-from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_records import SweepRecords, SweepSettings, read_kept
 from specdec_cli.recipe import PROMPTS, Recipe, load_recipe
 
-SHARDS_MISSING = "shards_missing"  # the code of a warning
 _MAX_NAMED = 8
 
 R = TypeVar("R", Sample, ReplayText, CurvePart, Point)
 
 
-def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], SweepRecords]:
-    """Write the folder of the whole sweep; returns its document and records.
+def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], ExitCode]:
+    """Write the folder of the whole sweep; returns its document and the exit code.
 
     Raises `UsageError` for folders of different sweeps, and for the same prompt in two of them.
     A missing or unfinished shard is a warning: its prompts are missing.
@@ -78,10 +76,12 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
         *prompts_that_failed(records.samples.values()),
         *LOGGED,
     ]
-    document = sweep_document(whole, recipe, where, records, points, warnings)
+    document, code = sweep_document(whole, recipe, where, records, points, warnings)
     folder.write("summary.json", to_json(document) + "\n")
     folder.close()
-    return document, records
+    if code == ExitCode.OK and any(one.code == "shards_missing" for one in document["warnings"]):
+        code = ExitCode.PARTIAL
+    return document, code
 
 
 def _recipe_for(output: Path, shard: Path) -> tuple[Recipe, str | None]:
@@ -109,7 +109,7 @@ def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
     shown = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
     is_one = len(names) == 1
     told = f"{'shard' if is_one else 'shards'} {shown} {'is' if is_one else 'are'} missing"
-    return [Notice(SHARDS_MISSING, told, {"missing": names, "num_shards": count})]
+    return [Notice("shards_missing", told, {"missing": names, "num_shards": count})]
 
 
 def _several_dates(paths: Sequence[Path]) -> list[Notice]:

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Fastest
-from specdec_cli.experiment.folders.records import Key, Point
-from specdec_cli.experiment.folders.samples import Samples, prompts_by_category
-from specdec_cli.experiment.statistics.disturbed import doubt_in_words
+from specdec_cli.experiment.folders.records import Key, Point, Samples, prompts_by_category
 from specdec_cli.experiment.statistics.factors import choose
+from specdec_cli.experiment.statistics.noise import doubt_in_words
 from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.experiment.sweep.gains import Gains
 

@@ -23,13 +23,19 @@ from specdec_cli.errors import (
     UsageError,
     is_out_of_memory,
 )
-from specdec_cli.experiment.folders.records import CurvePart, Key, Point, Sample, given
-from specdec_cli.experiment.folders.samples import baseline_of, without_errors
+from specdec_cli.experiment.folders.records import (
+    CurvePart,
+    Key,
+    Point,
+    Sample,
+    baseline_of,
+    given,
+    without_errors,
+)
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.lossless_check import PROMPTS, LosslessCheck, greedy_texts, texts_of
 from specdec_cli.experiment.machine import MachineWatch
-from specdec_cli.experiment.measure import MeasuringLoop, Watcher, units_of
-from specdec_cli.experiment.order import balanced
+from specdec_cli.experiment.measure import MeasuringLoop, Watcher, balanced, units_of
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.sweep.arms import Arms

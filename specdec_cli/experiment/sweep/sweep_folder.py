@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.errors import Notice, SetupError, UsageError
+from specdec_cli.errors import ExitCode, Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.records import Point
@@ -14,8 +14,7 @@ from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.experiment.sweep.runner import Sweep
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, warnings_of
-from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
-from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords, SweepSettings
 
 
 def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: bool) -> RunFolder:
@@ -66,8 +65,10 @@ def read_settings(path: Path) -> SweepSettings:
     return settings
 
 
-def finish(sweep: Sweep, points: Sequence[Point], warnings: Sequence[Notice]) -> dict[str, Any]:
-    """The sweep's document, also written as the folder's summary.
+def finish(
+    sweep: Sweep, points: Sequence[Point], warnings: Sequence[Notice]
+) -> tuple[dict[str, Any], ExitCode]:
+    """The sweep's document, also written as the folder's summary, and the exit code.
 
     Its warnings are `warnings` and those found since.
     """
@@ -76,7 +77,7 @@ def finish(sweep: Sweep, points: Sequence[Point], warnings: Sequence[Notice]) ->
     where = _where(plan)
     if records.earlier_where is not None and not clock.rounds:  # nothing was measured now
         clock, where = records.earlier_clock, records.earlier_where
-    document = sweep_document(
+    document, code = sweep_document(
         *(plan.settings, plan.recipe, where, records, points, warnings),
         clock=clock,
         failures=sweep.failures.values(),
@@ -84,7 +85,7 @@ def finish(sweep: Sweep, points: Sequence[Point], warnings: Sequence[Notice]) ->
     )
     if records.folder is not None:
         records.folder.write("summary.json", to_json(document) + "\n")
-    return document
+    return document, code
 
 
 def _earlier_clock(path: Path) -> SweepClock:

@@ -10,8 +10,8 @@ from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
 from specdec_cli.experiment.lossless_check import refuse_unfit
 from specdec_cli.experiment.preparing import common_settings, warnings_of_texts, with_weights
-from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
-from specdec_cli.prompts.prompt_set import PromptSet
+from specdec_cli.experiment.sweep.sweep_records import SweepSettings
+from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, weights_from
 
