@@ -11,7 +11,7 @@ one kernel runs ahead, and it may read early everything written before its prede
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -50,13 +50,6 @@ def options_of(tiles: NamedTuple) -> dict[str, int]:
     """Triton's own options of a launch configuration."""
     names = ("num_warps", "num_stages", "maxnreg")
     return {n: value for n, value in tiles._asdict().items() if n in names}
-
-
-@cache
-def constants_of(tiles: NamedTuple) -> dict[str, Any]:
-    """A launch configuration as a kernel's constants, in capitals, and as Triton's own options."""
-    options = ("num_warps", "num_stages", "maxnreg")
-    return {n if n in options else n.upper(): value for n, value in tiles._asdict().items()}
 
 
 def counters(device: torch.device) -> Tensor:

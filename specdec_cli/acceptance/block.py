@@ -111,7 +111,7 @@ def block_verify_reference(
     return emitted(draft_tokens, lens, target_probs, accepted, last)
 
 
-@kernel("specdec_kernels.sampling.block_triton:verify_block_triton")
+@kernel("specdec_kernels.sampling.verify_triton:verify_block_triton")
 def verify_block(v: ops.Verification) -> tuple[Tensor, Tensor]:
     """`block_verify_reference` over logits, in the form of `ops.reject_logits`; K is 1 or more."""
     return verified_by(block_verify_reference, v)

@@ -28,7 +28,7 @@ from specdec_kernels.experts.reference import CLAMPED, Experts, Routing
 from specdec_kernels.experts.route_triton import router_constants
 from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
 from specdec_kernels.gpu import SHARED_MEMORY, power_of_2_from
-from specdec_kernels.launch_triton import launch_options
+from specdec_kernels.launch_triton import launch_options, options_of
 from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
 from specdec_kernels.sampling.logit_rows_triton import cut
 from triton.backends.compiler import GPUTarget
@@ -94,9 +94,7 @@ def linear(
     x = torch.empty(rows, width, dtype=dtype, device="meta")
     tiles = choose_tiles(kind, x, torch.empty(features, width, dtype=dtype, device="meta"), room)
     assert tiles is not None
-    constants = {name.upper(): value for name, value in tiles._asdict().items()}
-    constants |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return constants | around(kind, width)
+    return {"TILES": tiles} | options_of(tiles) | around(kind, width)
 
 
 def one_row(
@@ -107,8 +105,7 @@ def one_row(
     x, weight = (torch.empty(n, width, dtype=dtype, device="meta") for n in (1, rows))
     tiles = choose_row_tiles(kind, x, weight)
     assert tiles is not None
-    constants = {name.upper(): value for name, value in tiles._asdict().items()}
-    return constants | {"num_warps": tiles.num_warps} | around(kind, width)
+    return {"TILES": tiles} | options_of(tiles) | around(kind, width)
 
 
 def around(kind: str, width: int) -> dict[str, Any]:
@@ -345,13 +342,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         name: (
-            *(
-                ("sampling.block_triton", "block_verify_kernel")
-                if name.startswith("block")
-                else ("sampling.verify_triton", "reject_logits_kernel")
-            ),
-            "*bf16",
-            constants,
+            *("sampling.verify_triton", "verify_kernel", "*bf16"),
+            constants | {"BY_BLOCK": name.startswith("block")},
             LOGIT_TYPES | types,
         )
         for name, constants, types in [

@@ -6,6 +6,8 @@ weighted sum needs neither atomics nor a pass of its own, and its order is fixed
 the slots are divided among several programs, and the last of them adds their sums up.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,10 +21,10 @@ from specdec_kernels.gpu import CACHE_LINE, power_of_2_to
 from specdec_kernels.launch_triton import (
     COUNTERS,
     after_predecessor,
-    constants_of,
     counters,
     dependence,
     is_last,
+    options_of,
 )
 from specdec_kernels.linear.few_rows_triton import (
     add_product,
@@ -60,32 +62,27 @@ def down_kernel(
     num_features,  # N
     residual_stride,
     F: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,  # slots whose weights are prefetched before the wait
+    TILES: tl.constexpr,
     PREFETCH: tl.constexpr,  # numbers of each of their rows
     DEPENDENT: tl.constexpr,
 ):
-    SWAP: tl.constexpr = BLOCK_M < 16
-    CHUNKS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
-    EVEN: tl.constexpr = F % BLOCK_K == 0
+    SWAP: tl.constexpr = TILES.block_m < 16
+    CHUNKS: tl.constexpr = (F + TILES.block_k - 1) // TILES.block_k
+    EVEN: tl.constexpr = F % TILES.block_k == 0
     split = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
     column_live = column < num_features
     down_ptr += tl.minimum(column, num_features - 1).to(tl.int64) * F
     # The router finished before the predecessor began, so its plan may be read before the wait.
     count = tl.load(count_ptr)
-    first = count * split // SPLITS
-    last = count * (split + 1) // SPLITS
+    first = count * split // TILES.splits
+    last = count * (split + 1) // TILES.splits
     size = num_features.to(tl.int64) * F
-    if AHEAD > 0:
-        for slot in range(first, tl.minimum(first + AHEAD, last)):
+    if TILES.ahead > 0:
+        for slot in range(first, tl.minimum(first + TILES.ahead, last)):
             expert = tl.load(experts_ptr + slot).to(tl.int64)
             prefetch_rows(down_ptr + expert * size, 0, PREFETCH)
-    row = tl.arange(0, BLOCK_M)
+    row = tl.arange(0, TILES.block_m)
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
     mask = row_live[:, None] & column_live[None, :]
@@ -94,26 +91,26 @@ def down_kernel(
     residual = tl.load(at, mask=mask, other=0.0)
     after_predecessor(DEPENDENT)
 
-    inside = depth_of(0, BLOCK_K, SLICES)
-    sums = zero_sums(BLOCK_M, BLOCK_N, SLICES, SWAP)
+    inside = depth_of(0, TILES.block_k, TILES.slices)
+    sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
     # The next expert is read a step ahead: a load of weights whose address was loaded in the same
     # step would get half of the pipeline's buffers.
     expert = tl.load(experts_ptr + first, mask=first < last, other=0)
     bits = tl.load(chosen_ptr + first, mask=first < last, other=0)
     for step in range(first * CHUNKS, last * CHUNKS):
         slot = step // CHUNKS
-        k = step % CHUNKS * BLOCK_K + inside
+        k = step % CHUNKS * TILES.block_k + inside
         chose = has_chosen(bits, row)
         x_rows = x_ptr + (slot * num_rows + row).to(tl.int64) * F
-        x_mask = along_rows(chose, SLICES) & along_depth(k < F, SLICES)
-        x = tl.load(tile_at(x_rows, k, SLICES), mask=x_mask, other=0.0)
+        x_mask = along_rows(chose, TILES.slices) & along_depth(k < F, TILES.slices)
+        x = tl.load(tile_at(x_rows, k, TILES.slices), mask=x_mask, other=0.0)
         rows = down_ptr + expert.to(tl.int64) * size
-        weight = load_weight(tile_at(rows, k, SLICES), along_depth(k < F, SLICES), EVEN)
-        sums = add_product(x, weight, sums, SLICES, SWAP)
+        weight = load_weight(tile_at(rows, k, TILES.slices), along_depth(k < F, TILES.slices), EVEN)
+        sums = add_product(x, weight, sums, TILES.slices, SWAP)
         following = tl.minimum((step + 1) // CHUNKS, last - 1)
         expert = tl.load(experts_ptr + following)
         bits = tl.load(chosen_ptr + following)
-    sums, _ = whole_sums(sums, sums, SLICES, SWAP)
+    sums, _ = whole_sums(sums, sums, TILES.slices, SWAP)
     if bias_ptr is not None:
         for slot in range(first, last):
             chose = has_chosen(tl.load(chosen_ptr + slot), row)
@@ -122,12 +119,12 @@ def down_kernel(
             bias = tl.load(bias_at, mask=column_live, other=0.0)
             sums += share[:, None] * bias.to(tl.float32)[None, :]
 
-    if SPLITS > 1:
+    if TILES.splits > 1:
         total = num_rows.to(tl.int64) * num_features
         tl.store(partial_ptr + split * total + place, sums, mask=mask)
-        if not is_last(counters_ptr + tl.program_id(0), SPLITS):
+        if not is_last(counters_ptr + tl.program_id(0), TILES.splits):
             return
-        sums = sum_of_splits(partial_ptr, place, mask, total, SPLITS)
+        sums = sum_of_splits(partial_ptr, place, mask, total, TILES.splits)
     out = (sums + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, out, mask=mask)
     store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
@@ -175,9 +172,10 @@ def down_add_norm_triton(
     return Normed(hidden, scaled, squares, eps)
 
 
-def down_constants(width: int, itemsize: int, tiles: ExpertTiles, early: bool) -> dict[str, int]:
+def down_constants(width: int, itemsize: int, tiles: ExpertTiles, early: bool) -> dict[str, Any]:
     """Constants of the kernel and Triton's own options; early: it starts before its predecessor
     ends."""
     prefetch = power_of_2_to(width)  # must not reach past the end of the weight
     ahead = tiles.ahead if early and prefetch * itemsize >= CACHE_LINE else 0
-    return constants_of(tiles) | {"F": width, "PREFETCH": prefetch, "AHEAD": ahead}
+    tiles = tiles._replace(ahead=ahead)
+    return options_of(tiles) | {"F": width, "PREFETCH": prefetch, "TILES": tiles}

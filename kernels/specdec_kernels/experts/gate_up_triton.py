@@ -6,6 +6,8 @@ of tokens. Results are multiplied by the routing weights here, in fp32, so that 
 only sums.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from torch import Tensor
 from specdec_kernels.experts.plan import ExpertPlan
 from specdec_kernels.experts.reference import CLAMPED, Experts
 from specdec_kernels.experts.tiles import ExpertTiles
-from specdec_kernels.launch_triton import after_predecessor, constants_of, dependence
+from specdec_kernels.launch_triton import after_predecessor, dependence, options_of
 from specdec_kernels.linear.few_rows_triton import (
     add_product,
     along_depth,
@@ -68,18 +70,15 @@ def gate_up_kernel(
     SCALED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
+    TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    SWAP: tl.constexpr = BLOCK_M < 16
-    EVEN: tl.constexpr = K % BLOCK_K == 0
+    SWAP: tl.constexpr = TILES.block_m < 16
+    EVEN: tl.constexpr = K % TILES.block_k == 0
     slope = tl.full([], slope, tl.float32)
     limit = tl.full([], limit, tl.float32)
     slot = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
     column_live = column < num_features
     inside_column = tl.minimum(column, num_features - 1)
     if INTERLEAVED:
@@ -88,7 +87,7 @@ def gate_up_kernel(
     else:
         gate_row = inside_column
         up_row = inside_column + num_features
-    row = tl.arange(0, BLOCK_M)
+    row = tl.arange(0, TILES.block_m)
     after_predecessor(DEPENDENT)
 
     if slot >= tl.load(count_ptr):
@@ -108,19 +107,19 @@ def gate_up_kernel(
         up_bias = tl.load(bias_ptr + up_row)
 
     x_ptr += row.to(tl.int64) * x_stride
-    inside = depth_of(0, BLOCK_K, SLICES)
-    sums = zero_sums(BLOCK_M, BLOCK_N, SLICES, SWAP)
+    inside = depth_of(0, TILES.block_k, TILES.slices)
+    sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
     sums_up = sums
-    for start in range(0, K, BLOCK_K):
+    for start in range(0, K, TILES.block_k):
         k = start + inside
-        x_mask = along_rows(row_live, SLICES) & along_depth(k < K, SLICES)
-        mask = along_depth(k < K, SLICES)
-        x = tl.load(tile_at(x_ptr, k, SLICES), mask=x_mask, other=0.0)
-        gate = load_weight(tile_at(gate_ptr, k, SLICES), mask, EVEN)
-        sums = add_product(x, gate, sums, SLICES, SWAP)
-        up = load_weight(tile_at(up_ptr, k, SLICES), mask, EVEN)
-        sums_up = add_product(x, up, sums_up, SLICES, SWAP)
-    sums, sums_up = whole_sums(sums, sums_up, SLICES, SWAP)
+        x_mask = along_rows(row_live, TILES.slices) & along_depth(k < K, TILES.slices)
+        mask = along_depth(k < K, TILES.slices)
+        x = tl.load(tile_at(x_ptr, k, TILES.slices), mask=x_mask, other=0.0)
+        gate = load_weight(tile_at(gate_ptr, k, TILES.slices), mask, EVEN)
+        sums = add_product(x, gate, sums, TILES.slices, SWAP)
+        up = load_weight(tile_at(up_ptr, k, TILES.slices), mask, EVEN)
+        sums_up = add_product(x, up, sums_up, TILES.slices, SWAP)
+    sums, sums_up = whole_sums(sums, sums_up, TILES.slices, SWAP)
 
     if SCALED:
         sums *= factor[:, None]
@@ -159,12 +158,12 @@ def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertT
 
 def gate_up_constants(
     width: int, scaled: bool, experts: Experts, tiles: ExpertTiles
-) -> dict[str, int | str]:
+) -> dict[str, Any]:
     """Constants of the kernel and Triton's own options."""
-    constants = constants_of(tiles) | {
+    return options_of(tiles) | {
         "K": width,
         "SCALED": scaled,
         "ACTIVATION": experts.activation,
         "INTERLEAVED": experts.interleaved,
+        "TILES": tiles,
     }
-    return {name: value for name, value in constants.items() if name not in ("SPLITS", "AHEAD")}

@@ -18,7 +18,7 @@ from specdec_kernels.experts.plan import PairGroups
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.sorted_triton import combine_triton
 from specdec_kernels.experts.tiles import GroupTiles
-from specdec_kernels.launch_triton import after_predecessor, constants_of, dependence
+from specdec_kernels.launch_triton import after_predecessor, dependence, options_of
 from specdec_kernels.linear.few_rows_triton import (
     add_product,
     depth_of,
@@ -49,17 +49,15 @@ def grouped_linear_kernel(
     SCALED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "" for a plain product
     INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION != ""
-    EVEN: tl.constexpr = K % BLOCK_K == 0
+    EVEN: tl.constexpr = K % TILES.block_k == 0
     slope = tl.full([], slope, tl.float32)
     limit = tl.full([], limit, tl.float32)
     expert = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
     column_live = column < num_features
     feature = tl.minimum(column, num_features - 1)
     first_row = expert * num_features
@@ -80,16 +78,16 @@ def grouped_linear_kernel(
 
     size = tl.load(sizes_ptr + expert)
     pairs_ptr += expert * num_rows
-    place = tl.arange(0, BLOCK_M)
+    place = tl.arange(0, TILES.block_m)
     pair = tl.load(pairs_ptr + place, mask=place < num_rows, other=0)
-    inside = depth_of(0, BLOCK_K, 1)
-    for first in range(0, size, BLOCK_M):
+    inside = depth_of(0, TILES.block_k, 1)
+    for first in range(0, size, TILES.block_m):
         live = first + place < size
         x_row = tl.where(live, pair // PAIRS, 0)
         x_rows = x_ptr + x_row.to(tl.int64) * x_stride
-        sums = zero_sums(BLOCK_M, BLOCK_N, 1, True)
+        sums = zero_sums(TILES.block_m, TILES.block_n, 1, True)
         sums_up = sums
-        for start in range(0, K, BLOCK_K):
+        for start in range(0, K, TILES.block_k):
             k = start + inside
             mask = (k < K)[None, :]
             x = tl.load(tile_at(x_rows, k, 1), mask=live[:, None] & mask, other=0.0)
@@ -112,7 +110,7 @@ def grouped_linear_kernel(
         at = pair.to(tl.int64)[:, None] * num_features + column[None, :]
         out = sums.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at, out, mask=live[:, None] & column_live[None, :])
-        following = first + BLOCK_M + place
+        following = first + TILES.block_m + place
         pair = tl.load(pairs_ptr + following, mask=following < size, other=0)
 
 
@@ -155,7 +153,8 @@ def grouped_constants(
     width: int, scaled: bool, experts: Experts, tiles: GroupTiles, is_gate: bool
 ) -> dict[str, Any]:
     """Constants of the kernel and Triton's own options."""
-    return constants_of(tiles) | {
+    return options_of(tiles) | {
+        "TILES": tiles,
         "K": width,
         "PAIRS": experts.routing.num_chosen if is_gate else 1,
         "SCALED": scaled,

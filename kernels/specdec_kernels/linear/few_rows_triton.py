@@ -24,9 +24,9 @@ from specdec_kernels.launch_triton import (
     COUNTERS,
     INTERPRETED,
     after_predecessor,
-    constants_of,
     counters,
     is_last,
+    options_of,
     prefetch_l2,
 )
 from specdec_kernels.linear.fused import Fused, prepared
@@ -200,18 +200,16 @@ def few_rows_linear_kernel(
     K: tl.constexpr,
     PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
     ACTIVATION: tl.constexpr,  # "" for a plain product
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    SLICES: tl.constexpr,  # of BLOCK_K, one a group of warps
-    SPLITS: tl.constexpr,
-    PREFETCH: tl.constexpr,  # features of every weight row to prefetch before the wait
-    EARLY: tl.constexpr,  # number of last features, loaded before the wait and used at the end
     DEPENDENT: tl.constexpr,
 ):
+    BLOCK_K: tl.constexpr = TILES.block_k
+    SLICES: tl.constexpr = TILES.slices  # of BLOCK_K, one a group of warps
+    SPLITS: tl.constexpr = TILES.splits
+    EARLY: tl.constexpr = TILES.early
     GATED: tl.constexpr = ACTIVATION != ""
-    SWAP: tl.constexpr = BLOCK_M < 16  # a product of mma.sync has 16 rows and 8 columns
+    SWAP: tl.constexpr = TILES.block_m < 16  # a product of mma.sync has 16 rows and 8 columns
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     EVEN: tl.constexpr = K % (SPLITS * BLOCK_K) == 0
     tl.static_assert(EARLY == 0 or (EVEN and SPLITS == 1 and not GATED and EARLY % BLOCK_K == 0))
@@ -219,18 +217,18 @@ def few_rows_linear_kernel(
 
     split = tl.program_id(1)
     first = split * SHARE
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
     column_live = column < num_features
     weight_ptr += tl.minimum(column, num_features - 1).to(tl.int64) * K
     up_ptr = weight_ptr + num_features.to(tl.int64) * K
-    if PREFETCH > 0:
-        prefetch_rows(weight_ptr, first, PREFETCH)
+    if TILES.prefetch > 0:
+        prefetch_rows(weight_ptr, first, TILES.prefetch)
         if GATED:
-            prefetch_rows(up_ptr, first, PREFETCH)
+            prefetch_rows(up_ptr, first, TILES.prefetch)
     if EARLY > 0:
         early = depth_of(K - EARLY, EARLY, SLICES)
         early_weight = tl.load(tile_at(weight_ptr, early, SLICES))
-    row = tl.arange(0, BLOCK_M)
+    row = tl.arange(0, TILES.block_m)
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
     mask = row_live[:, None] & column_live[None, :]
@@ -249,7 +247,7 @@ def few_rows_linear_kernel(
 
     x_ptr += row.to(tl.int64) * x_stride
     inside = depth_of(0, BLOCK_K, SLICES)
-    acc = zero_sums(BLOCK_M, BLOCK_N, SLICES, SWAP)
+    acc = zero_sums(TILES.block_m, TILES.block_n, SLICES, SWAP)
     acc_up = acc
     if EARLY > 0:
         early_x = tl.load(
@@ -313,14 +311,13 @@ def few_rows_linear(
     share = triton.cdiv(width, tiles.splits * tiles.block_k) * tiles.block_k
     prefetch = tiles.prefetch if tiles.prefetch <= width - share * (tiles.splits - 1) else 0
     residual = fused.get("residual")
-    constants |= constants_of(tiles) | {
-        "PREFETCH": prefetch if constants["DEPENDENT"] else 0,
-        "EARLY": tiles.early if tiles.splits == 1 and width % tiles.block_k == 0 else 0,
-    }
+    early = tiles.early if tiles.splits == 1 and width % tiles.block_k == 0 else 0
+    tiles = tiles._replace(prefetch=prefetch if constants["DEPENDENT"] else 0, early=early)
     few_rows_linear_kernel[(blocks, tiles.splits)](
         *(*operands, partial, counts, num_rows, num_features, x.stride(0)),
         0 if residual is None else residual.stride(0),
         float(fused.get("eps", 0.0)),
-        **constants,
+        TILES=tiles,
+        **constants | options_of(tiles),
     )
     return results

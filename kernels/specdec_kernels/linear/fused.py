@@ -70,6 +70,6 @@ def prepared(x: Tensor, weight: Tensor, block_n: int, fused: Fused) -> Launch:
     constants = {"K": width, "PARTS": parts, "BLOCK_P": power_of_2_from(max(parts, 1))}
     return Launch(
         (x, squares, weight, bias, residual, norm_weight, out, scaled, out_squares),
-        constants | {"ACTIVATION": activation, "BLOCK_N": block_n} | dependence(x),
+        constants | {"ACTIVATION": activation} | dependence(x),
         (out, out if scaled is None else scaled, out if out_squares is None else out_squares),
     )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, constants_of
+from specdec_kernels.launch_triton import after_predecessor, options_of
 from specdec_kernels.linear.fused import Fused, prepared
 from specdec_kernels.linear.norm_triton import activate
 from specdec_kernels.linear.tiles import RowTiles
@@ -59,33 +59,32 @@ def one_row_linear_kernel(
     K: tl.constexpr,
     PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
     ACTIVATION: tl.constexpr,  # "" for a plain product
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION != ""
     eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
     live = column < num_features
     rows_ptr = weight_ptr + (tl.minimum(column, num_features - 1).to(tl.int64) * K)[:, None]
     # A weight is not read again before the next pass, so it is the first to leave the L2 cache.
-    weight = chunks_of(rows_ptr, K, CHUNK, "evict_first")
+    weight = chunks_of(rows_ptr, K, TILES.chunk, "evict_first")
     if GATED:
-        up = chunks_of(rows_ptr + num_features.to(tl.int64) * K, K, CHUNK, "evict_first")
+        up = chunks_of(rows_ptr + num_features.to(tl.int64) * K, K, TILES.chunk, "evict_first")
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=live, other=0.0)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=live, other=0.0)
     after_predecessor(DEPENDENT)
 
-    x = chunks_of(x_ptr + tl.zeros([1, 1], tl.int32), K, CHUNK, "")
+    x = chunks_of(x_ptr + tl.zeros([1, 1], tl.int32), K, TILES.chunk, "")
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + column, mask=live, other=0.0)
     if PARTS > 0:
         part = tl.arange(0, BLOCK_P)
         squares = tl.load(squares_ptr + part, mask=part < PARTS, other=0.0)
-    acc = dot_products(weight, x, BLOCK_N, K, CHUNK)
+    acc = dot_products(weight, x, TILES.block_n, K, TILES.chunk)
     if PARTS > 0:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
         acc *= factor
@@ -94,7 +93,7 @@ def one_row_linear_kernel(
     if residual_ptr is not None:
         acc += residual.to(tl.float32)
     if GATED:
-        acc_up = dot_products(up, x, BLOCK_N, K, CHUNK)
+        acc_up = dot_products(up, x, TILES.block_n, K, TILES.chunk)
         if PARTS > 0:
             acc_up *= factor
         acc = activate(acc, ACTIVATION) * acc_up
@@ -116,6 +115,7 @@ def one_row_linear(
     num_features = results[0].shape[1]
     one_row_linear_kernel[(triton.cdiv(num_features, tiles.block_n),)](
         *(*operands, num_features, float(fused.get("eps", 0.0))),
-        **constants | constants_of(tiles),
+        TILES=tiles,
+        **constants | options_of(tiles),
     )
     return results

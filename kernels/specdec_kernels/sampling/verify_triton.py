@@ -1,11 +1,11 @@
-"""Rejection sampling over the model's logits: a Triton kernel, and what kernels like it share.
+"""Rejection sampling and block verification over the model's logits: a Triton kernel for both.
 
 Rows are cut into the parts of `logit_rows_triton`. Probabilities are never stored. A program
-measures, in its part of the vocabulary, the residual of the first rejected place. The last program
+measures a residual in its part of the vocabulary. In rejection sampling that is the residual of the
+first rejected place. In block verification (`acceptance/block.py`) each place has programs of its
+own, since the residuals of all places decide how many drafts stand. The last program of a sequence
 draws the next token.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -21,7 +21,9 @@ from specdec_kernels.launch_triton import (
 )
 from specdec_kernels.sampling.logit_rows_triton import cut, exponent_scale, kept_weight, logits_at
 from specdec_kernels.sampling.logits_triton import first_above
-from specdec_kernels.sampling.reference import Verification
+from specdec_kernels.sampling.reference import TINY, Verification
+
+LEAST = tl.constexpr(TINY)
 
 
 @triton.jit
@@ -116,7 +118,36 @@ def write_round(
 
 
 @triton.jit
-def reject_logits_kernel(
+def running_weights(p, q, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i) from the drafts' probabilities: [BLOCK_K]."""
+    place = tl.arange(0, BLOCK_K)
+    ratios = p / tl.maximum(q, LEAST)
+    weights = tl.full([BLOCK_K], 1.0, tl.float32)
+    weight = tl.full([], 1.0, tl.float32)
+    for i in range(K):
+        ratio = tl.sum(tl.where(place == i, ratios, 0.0), axis=0)
+        weight = tl.minimum(weight * ratio, 1.0)
+        weights = tl.where(place == i + 1, weight, weights)
+    return weights
+
+
+@triton.jit
+def target_at(target, place, factor, scale):
+    """The target's row at a place, as in `draw_token`."""
+    logits_ptr, row_ptr = rows_at(target[0], target[1], place, target[2])
+    return logits_ptr, row_ptr, factor, scale
+
+
+@triton.jit
+def draft_at(draft, place, K: tl.constexpr):
+    """The draft's row at a place, as in `draw_token`."""
+    # q is not read after the last place, but needs a valid address.
+    logits_ptr, row_ptr = rows_at(draft[0], draft[1], tl.minimum(place, K - 1), draft[2])
+    return logits_ptr, row_ptr, tl.full([], 0, tl.int64)
+
+
+@triton.jit
+def verify_kernel(
     draft_tokens_ptr,  # [B, K] int64, -1 where the draft had no token
     lens_ptr,  # [B] int64 or int32
     draft_logits_ptr,  # [B, K, DRAFT_V], or None where q is one-hot
@@ -126,7 +157,7 @@ def reject_logits_kernel(
     target_parts_ptr,  # [B, K + 1, PARTS] fp32
     accept_noise_ptr,  # [B, K] fp32
     sample_noise_ptr,  # [B, K + 1] fp32
-    residuals_ptr,  # [B, 1, PARTS] fp32, scratch
+    residuals_ptr,  # [B, PLACES, PARTS] fp32, scratch
     counters_ptr,  # [>= B] int32, zeros
     tokens_ptr,  # [B, K + 1] int64, out
     accepted_ptr,  # [B] int64, out
@@ -141,23 +172,27 @@ def reject_logits_kernel(
     DRAFT_V: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BY_BLOCK: tl.constexpr,  # block verification: PLACES is K, else 1
     CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     ONE_HOT: tl.constexpr = draft_logits_ptr is None
+    PLACES: tl.constexpr = K if BY_BLOCK else 1
     row = tl.program_id(0).to(tl.int64)
+    own_place = tl.program_id(1)
     part = tl.program_id(2)
     after_predecessor(DEPENDENT)
     scale = tl.full([], scale, tl.float32)
 
     # 1. Every program computes the drafts' probabilities, which is cheaper than another kernel, and
-    # from them how many are accepted.
+    # from them the running weights, or how many are accepted.
     length = tl.load(lens_ptr + row).to(tl.int32)
     place = tl.arange(0, BLOCK_K)
     drafted = (place < length) & (place < K)
     target_rows_ptr += row * (K + 1) * 4
     target_logits_ptr += row * target_stride_b
-    residuals_ptr += row * CUT.parts
+    residuals_ptr += row * (PLACES * CUT.parts)
+    accept_noise_ptr += row * accept_stride
     drafts = tl.full([BLOCK_K], 0, tl.int64)
     accepted = tl.full([], 0, tl.int32)
     if K > 0:
@@ -171,33 +206,61 @@ def reject_logits_kernel(
             q = token_probability(rows, token, drafted, scale, DRAFT_V)
         rows = rows_at(target_logits_ptr, target_rows_ptr, place, target_stride_k)
         p = token_probability(rows, token, drafted, scale, CUT.vocab)
-        noise = tl.load(accept_noise_ptr + row * accept_stride + place, mask=drafted, other=0.0)
-        stays = drafted & (noise * q < p)
-        accepted = tl.minimum(tl.min(tl.where(stays, BLOCK_K, place), axis=0), length)
+        if BY_BLOCK:
+            weights = running_weights(p, q, K, BLOCK_K)
+        else:
+            noise = tl.load(accept_noise_ptr + place, mask=drafted, other=0.0)
+            stays = drafted & (noise * q < p)
+            accepted = tl.minimum(tl.min(tl.where(stays, BLOCK_K, place), axis=0), length)
 
-    # 2. The mass of the residual in this part, unless nothing was drafted there.
-    rows = rows_at(target_logits_ptr, target_rows_ptr, accepted, target_stride_k)
-    target = (rows[0], rows[1], 1.0, scale)
-    proposed = tl.full([], 0, tl.int64)
-    draft = (None, None, proposed)
+    # 2. The mass of a place's residual in this part, unless nothing was drafted there.
+    measured = own_place if BY_BLOCK else accepted
+    target_all = (target_logits_ptr, target_rows_ptr, target_stride_k)
+    if not ONE_HOT:
+        draft_all = (draft_logits_ptr, draft_rows_ptr, draft_stride_k)
+    factor = 1.0
+    if BY_BLOCK:
+        factor = tl.sum(tl.where(place == own_place, weights, 0.0), axis=0)
+    target = target_at(target_all, measured, factor, scale)
+    draft = (None, None, tl.full([], 0, tl.int64))
     if K > 0:
         if ONE_HOT:
             draft = (None, None, tl.sum(tl.where(place == accepted, drafts, 0), axis=0))
         else:
-            # q is not read after the last place, but needs a valid address.
-            behind = tl.minimum(accepted, K - 1)
-            rows = rows_at(draft_logits_ptr, draft_rows_ptr, behind, draft_stride_k)
-            draft = (rows[0], rows[1], proposed)
-        if accepted < length:
+            draft = draft_at(draft_all, measured, K)
+        if measured < length:
             at = part * CUT.block + tl.arange(0, CUT.block)
             residual = residual_weight(at, CUT.vocab, target, draft, CUT.vocab, DRAFT_V)
-            tl.store(residuals_ptr + part, tl.sum(residual, axis=0))
+            own = residuals_ptr + part
+            if BY_BLOCK:
+                own += own_place * CUT.parts
+            tl.store(own, tl.sum(residual, axis=0))
 
-    # 3. The last program draws one token, from the residual or from p.
-    if is_last(counters_ptr + row, CUT.parts):
+    # 3. The last program draws one token, from the residual or from p. In block verification it
+    # first finds the longest prefix that passes.
+    if is_last(counters_ptr + row, PLACES * CUT.parts):
         every = tl.arange(0, CUT.block_parts)
         residuals = tl.zeros(every.shape, tl.float32)
-        if K > 0:
+        if BY_BLOCK:
+            masses = tl.load(
+                residuals_ptr + place[:, None] * CUT.parts + every[None, :],
+                mask=drafted[:, None] & (every < CUT.parts)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            mass = tl.sum(masses, axis=1)
+            rest = mass + (1.0 - weights)
+            chance = tl.where(rest == 0.0, 1.0, mass / rest)
+            chance = tl.where(place == length, weights, chance)
+            tested = (place >= 1) & (place <= length)
+            # The noise of place i - 1 decides whether i drafts stand. Nothing is below a NaN.
+            noise = tl.load(accept_noise_ptr + place - 1, mask=tested, other=1.0)
+            accepted = tl.max(tl.where(tested & (noise < chance), place, 0), axis=0)
+            residuals = tl.sum(tl.where((place == accepted)[:, None], masses, 0.0), axis=0)
+            factor = tl.sum(tl.where(place == accepted, weights, 0.0), axis=0)
+            target = target_at(target_all, accepted, factor, scale)
+            draft = draft_at(draft_all, accepted, K)
+        elif K > 0:
             residuals = tl.load(
                 residuals_ptr + every,
                 mask=every < tl.where(accepted < length, CUT.parts, 0),
@@ -211,11 +274,8 @@ def reject_logits_kernel(
         write_round(outputs, row, own, accepted, drafts, length, target_rows_ptr, K, BLOCK_K)
 
 
-def decide_with(kernel: Any, num_places: int, v: Verification) -> tuple[Tensor, Tensor]:
-    """Launch a kernel with the arguments of `reject_logits_kernel`; see `ops.reject_logits`.
-
-    num_places: places of each sequence whose residuals are measured, by programs of their own.
-    """
+def verified(v: Verification, by_block: bool) -> tuple[Tensor, Tensor]:
+    """Launch the kernel; see `ops.reject_logits`."""
     assert v.target is not None
     (batch, width), vocabulary = v.draft_tokens.shape, v.target_logits.shape[2]
     draft_logits, draft_rows = v.draft_logits, v.draft_rows
@@ -234,12 +294,12 @@ def decide_with(kernel: Any, num_places: int, v: Verification) -> tuple[Tensor, 
     assert width == 0 or all(t.stride(1) == 1 for t in places)
     assert v.accept_noise.shape == (batch, width) and v.sample_noise.shape == (batch, width + 1)
     assert all(t.is_contiguous() for t in v.target)
-    parts = v.target.parts.shape[1]
+    parts, num_places = v.target.parts.shape[1], width if by_block else 1
     device = v.target_logits.device
     residuals = torch.empty((batch, num_places, parts), dtype=torch.float32, device=device)
     tokens = torch.empty((batch, width + 1), dtype=torch.int64, device=device)
     accepted = torch.empty(batch, dtype=torch.int64, device=device)
-    kernel[(batch, num_places, parts)](
+    verify_kernel[(batch, num_places, parts)](
         *(v.draft_tokens, v.lens, draft_logits, draft_rows, v.target_logits, *v.target),
         *(v.accept_noise, v.sample_noise, residuals, counters(device), tokens, accepted),
         *(v.draft_tokens.stride(0), *draft_strides, *v.target_logits.stride()[:2]),
@@ -247,6 +307,7 @@ def decide_with(kernel: Any, num_places: int, v: Verification) -> tuple[Tensor, 
         DRAFT_V=draft_vocabulary,
         K=width,
         BLOCK_K=triton.next_power_of_2(width + 1),
+        BY_BLOCK=by_block,
         CUT=cut(vocabulary, parts),
         num_warps=8,
         **dependence(v.target_logits),
@@ -256,4 +317,10 @@ def decide_with(kernel: Any, num_places: int, v: Verification) -> tuple[Tensor, 
 
 def reject_logits_triton(v: Verification) -> tuple[Tensor, Tensor]:
     """See `ops.reject_logits`."""
-    return decide_with(reject_logits_kernel, 1, v)
+    return verified(v, by_block=False)
+
+
+def verify_block_triton(v: Verification) -> tuple[Tensor, Tensor]:
+    """See `verify_block` of `acceptance/block.py`."""
+    assert v.draft_rows is not None
+    return verified(v, by_block=True)

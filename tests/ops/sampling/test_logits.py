@@ -7,11 +7,10 @@ import torch
 from ops_helpers import needs_cuda
 from specdec_kernels import ops
 from specdec_kernels.sampling import logit_rows_triton as rows_of_logits
-from specdec_kernels.sampling.block_triton import verify_block_triton
 from specdec_kernels.sampling.logit_rows_triton import logit_rows_triton
 from specdec_kernels.sampling.logits_triton import sample_logits_triton
 from specdec_kernels.sampling.reference import LogitRows, to_probs
-from specdec_kernels.sampling.verify_triton import reject_logits_triton
+from specdec_kernels.sampling.verify_triton import reject_logits_triton, verify_block_triton
 from torch import Tensor
 
 from specdec_cli.acceptance.block import verify_block
