@@ -14,10 +14,7 @@ from specdec_cli.experiment.folders.conclusions import (
     Decision,
     Fastest,
 )
-from specdec_cli.experiment.folders.records import (
-    BreakEven,
-    Point,
-)
+from specdec_cli.experiment.folders.records import BreakEven, Point
 from specdec_cli.report import cells as cell
 from specdec_cli.report.cells import (
     Cell,

@@ -26,11 +26,7 @@ from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.records import Pair
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
-from specdec_cli.experiment.preparing import (
-    common_settings,
-    few_prompts,
-    warnings_of_texts,
-)
+from specdec_cli.experiment.preparing import common_settings, few_prompts, warnings_of_texts
 from specdec_cli.models.description import describe
 from specdec_cli.models.draft import Draft
 from specdec_cli.prompts.types import PromptSet
