@@ -255,14 +255,14 @@ def open_folder(
 
     Raises `UsageError` when it holds a comparison with other settings, or none at all.
     """
-    contents = settings_file.Contents(
-        *("comparison", "compare-tp", "target_tps", plan.recipe, plan.settings, plan.where),
-        notices=warnings_of(plan),
-        own_prompts=plan.own_prompts,
-    )
 
     def load(kept: RunFolder) -> bool:
         records.load(kept)
         return records.is_open(plan.to_run)
 
-    return settings_file.opened(path, contents, load, resume=resume)
+    return settings_file.opened(
+        *(path, plan.settings, plan.recipe, plan.where, load),
+        resume=resume,
+        notices=warnings_of(plan),
+        own_prompts=plan.own_prompts,
+    )
