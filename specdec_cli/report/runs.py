@@ -22,27 +22,17 @@ _SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """A prompt's output at a point. num_decoded: its tokens that rounds decided. seconds: of these
-    rounds, without outlying repeats."""
-
-    tokens: tuple[int, ...]
-    num_decoded: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Shown:
     """A point of a run that is shown: an arm's fastest one, or plain decoding.
 
-    timed: its samples, by prompt. is_best: whether it is the run's fastest at its batch size.
+    samples: its own, by prompt. is_best: whether it is the run's fastest at its batch size.
     """
 
     run: str
     arm: str
     setting: str
     point: Point
-    timed: Mapping[Prompt, Timed]
+    samples: Mapping[Prompt, Sample]
     is_best: bool
 
 
@@ -139,7 +129,7 @@ class SideBySide:
                 "k": one.point.k,
                 "batch_size": one.point.batch_size,
                 "is_best": one.is_best,
-                "num_prompts": len(one.timed),
+                "num_prompts": len(one.samples),
                 "decode_tokens_per_second": _speed(one.point),
                 "speedup": one.point.speedup,
                 "speedup_ci": one.point.speedup_ci,
@@ -201,15 +191,13 @@ def warnings_of(whole: SideBySide) -> list[str]:
 
 def ratio_of(one: Shown, other: Shown) -> Ratio | None:
     """The ratio of two points' speeds over common prompts; None without any."""
-    common = sorted(one.timed.keys() & other.timed.keys())
+    common = sorted(one.samples.keys() & other.samples.keys())
     if not common:
         return None
-    speeds = (
-        stats.speed([of[p].num_decoded for p in common], [of[p].seconds for p in common])
-        for of in (one.timed, other.timed)
-    )
-    found = next(speeds).over(next(speeds))
-    parted = sum(not _agree(one.timed[p].tokens, other.timed[p].tokens) for p in common)
+    ours, theirs = ([of[p] for p in common] for of in (one.samples, other.samples))
+    found = stats.measured_speed(ours).over(stats.measured_speed(theirs))
+    pairs = zip(ours, theirs, strict=True)
+    parted = sum(not _agree(a.token_ids, b.token_ids) for a, b in pairs)
     return Ratio(len(common), found.value, stats.interval(found, _SEED), parted)
 
 
@@ -229,7 +217,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _shown(name: str, run: ReportedRun) -> list[Shown]:
     """Plain decoding and each arm at its fastest point, by batch size."""
-    samples = _timed(run)
+    samples = _samples(run)
     found = []
     for size in sorted({p.batch_size for p in run.points}):
         arms: dict[str, Point] = {}
@@ -258,9 +246,9 @@ def _speed(point: Point) -> float:
     return point.number("decode_tokens_per_second") or 0.0
 
 
-def _timed(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Timed]]:
+def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
     """The samples of a run that could run, by point and prompt."""
-    found: dict[tuple[Any, ...], dict[Prompt, Timed]] = defaultdict(dict)
+    found: dict[tuple[Any, ...], dict[Prompt, Sample]] = defaultdict(dict)
     counts: dict[tuple[Any, ...], dict[tuple[int, ...], set[int]]] = defaultdict(
         lambda: defaultdict(set)
     )
@@ -269,9 +257,7 @@ def _timed(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Timed]]:
         seen = counts[place][ids]
         if not sample.could_run or sample.index in seen:
             continue
-        written = tuple(sample.token_ids)
-        timed = Timed(written, sample.decoded_tokens, sample.usual_seconds)
-        found[place][ids, len(seen)] = timed
+        found[place][ids, len(seen)] = sample
         seen.add(sample.index)
     return found
 
@@ -296,7 +282,7 @@ def _side_by_side(whole: SideBySide) -> Table:
         Cell("run", lambda r: r[0].run),
         Cell("point", lambda r: r[0].setting),
         Cell("batch", lambda r: r[1].batch_size),
-        Cell("prompts", lambda r: len(r[0].timed)),
+        Cell("prompts", lambda r: len(r[0].samples)),
         Cell("decoding", lambda r: _speed(r[1]), "tokens/s", 1),
         Cell("speed-up", lambda r: r[1].speedup, "×", 2),
         Cell("95 % interval", lambda r: span(r[1].speedup_ci)),

@@ -29,7 +29,6 @@ from rich.text import Text
 from specdec_cli.core.figures import TTFT_PARTS, Metrics, stages_in
 from specdec_cli.experiment.folders.records import Sample
 from specdec_cli.experiment.statistics.stats import among_rounds
-from specdec_cli.report.cells import span_after
 from specdec_cli.text import inert
 
 _WORD = 20  # columns
@@ -161,11 +160,6 @@ class Sums:
     def speed(self) -> float:
         """Tokens a second of decoding; 0 if no time has passed."""
         return self.tokens / self.seconds if self.seconds else 0.0
-
-
-def with_interval(value: float | None, bounds: Sequence[float] | None) -> str:
-    """`1.25 (1.20–1.31)`; empty for no value."""
-    return "" if value is None else f"{value:.2f}{span_after(bounds)}"
 
 
 class TintedText:

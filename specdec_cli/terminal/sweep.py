@@ -29,6 +29,7 @@ from specdec_cli.experiment.statistics.promise import check_line, tokens_line
 from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.report import cells as cell
+from specdec_cli.report.cells import Cell
 from specdec_cli.terminal import render
 from specdec_cli.text import inert, one_line
 
@@ -268,8 +269,7 @@ _PREDICTED = replace(cell.PREDICTED, interval=_predicted_interval)
 def _speedup(row: CategoryMetrics) -> str:
     if row.impossible_speedup is None and row.num_prompts < FEWEST and row.speedup is not None:
         return f"{row.speedup:.2f} (too few prompts)"
-    value = cell.speedup(row)
-    return value if isinstance(value, str) else render.with_interval(value, row.speedup_ci)
+    return cell.SPEEDUP.text(row)
 
 
 def _break_even(point: Point) -> str:
@@ -288,30 +288,26 @@ def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Tab
         words = f"{arm.draft}, k = {arm.k}" if arm.k else "k = 0"
         return one_line(f"batch {batch_size}: {words}" if batch_size is not None else words)
 
-    rows = [(one, named(one.arm, one.batch_size if with_batch else None)) for one in comparisons]
-    columns = {
-        "arm, fastest k": [name for _, name in rows],
-        "against": [named(one.against) for one in comparisons],
-        "x": [render.with_interval(one.speed_ratio, one.speed_ratio_ci) for one in comparisons],
-        "": [_verdict(one) for one in comparisons],
-    }
-    long = ["arm, fastest k", "against"]
-    tables = [render.table_within(width, columns, spare=[], names=long)[0]]
+    def arm_of(row: Any) -> str:
+        return named(row[0].arm, row[0].batch_size if with_batch else None)
+
+    figures = [
+        Cell("against", lambda row: named(row[0].against)),
+        Cell(
+            "x", lambda row: row[2].speed_ratio, "", 2, interval=lambda row: row[2].speed_ratio_ci
+        ),
+        Cell("", lambda row: _verdict(row[2])),
+    ]
+    wholes = [(one, "", one) for one in comparisons]
+    columns = cell.columns_of([Cell("arm, fastest k", arm_of), *figures], wholes)
+    tables = [render.table_within(width, columns, names=["arm, fastest k", "against"])[0]]
     parts = [
-        (name, category, one, part)
-        for one, name in rows
-        if one.against.k
-        for category, part in one.per_category.items()
+        (one, *part) for one in comparisons if one.against.k for part in one.per_category.items()
     ]
     if parts:
-        columns = {
-            "category": [one_line(category) for _, category, _, _ in parts],
-            "prompts": [str(part.num_prompts) for *_, part in parts],
-            "arm": [name for name, *_ in parts],
-            "against": [named(one.against) for _, _, one, _ in parts],
-            "x": [render.with_interval(p.speed_ratio, p.speed_ratio_ci) for *_, p in parts],
-            "": [_verdict(part) for *_, part in parts],
-        }
+        category = Cell("category", lambda row: one_line(row[1]))
+        prompts = Cell("prompts", lambda row: row[2].num_prompts)
+        columns = cell.columns_of([category, prompts, Cell("arm", arm_of), *figures], parts)
         names = ["category", "arm", "against"]
         tables.append(render.table_within(width, columns, spare=["prompts"], names=names)[0])
     return tables
@@ -340,12 +336,7 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     name = one_line(f"category, {in_words(point.k, point.draft, with_draft=with_draft)}")
     columns: dict[str, list[str]] = {
         name: [one_line(category) for category in rows],
-        "prompts": [str(row.num_prompts) for row in rows.values()],
-        "tokens a round": [
-            render.with_interval(row.mean_acceptance_length, row.mean_acceptance_length_ci)
-            for row in rows.values()
-        ],
-        "tokens/s": [f"{row.decode_tokens_per_second or 0:.1f}" for row in rows.values()],
+        **cell.columns_of([cell.PROMPTS, cell.LENGTH, cell.SPEED], [*rows.values()]),
         "x k = 0": [_speedup(row) for row in rows.values()],
     }
     own = best.per_category
