@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.experiment.statistics.break_even import chance_for
+from specdec_cli.experiment.forecasts import chance_for
 
 SAMPLES = Path(__file__).parents[2] / "docs" / "smollm2" / "run" / "samples.jsonl.xz"
 Samples = list[dict[str, Any]]

@@ -17,22 +17,10 @@ from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.generate_folder import SAMPLES, Kept, key_of, open_folder
-from specdec_cli.experiment.folders.results import (
-    Output,
-    generate_document,
-    point_record,
-    to_json,
-)
+from specdec_cli.experiment.folders.results import Output, generate_document, point_record, to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import unsaid
-from specdec_cli.experiment.generation import (
-    Job,
-    baseline,
-    dated,
-    output_of,
-    prepare,
-    requests,
-)
+from specdec_cli.experiment.generation import Job, baseline, dated, output_of, prepare, requests
 from specdec_cli.experiment.lossless_check import (
     PROMPTS,
     LosslessCheck,

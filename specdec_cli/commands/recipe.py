@@ -11,14 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from specdec_cli.commands.help_page import Command, Commands
-from specdec_cli.commands.options import (
-    Json,
-    Quiet,
-    Set,
-    Verbose,
-    complete_recipe,
-    resolve,
-)
+from specdec_cli.commands.options import Json, Quiet, Set, Verbose, complete_recipe, resolve
 from specdec_cli.errors import UsageError
 from specdec_cli.text import inert
 

@@ -23,9 +23,8 @@ from specdec_cli.experiment.folders.records import (
     why_none,
     without_errors,
 )
-from specdec_cli.experiment.forecasts import Forecasts, iid_alpha, prediction_of
+from specdec_cli.experiment.forecasts import Forecasts, break_even, iid_alpha, prediction_of
 from specdec_cli.experiment.statistics import stats
-from specdec_cli.experiment.statistics.break_even import break_even
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
 
 # A round at k costs no less than one at k = 0, so no speed-up exceeds its tokens a round. Times

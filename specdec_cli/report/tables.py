@@ -14,10 +14,7 @@ from specdec_cli.experiment.folders.conclusions import (
     Decision,
     Fastest,
 )
-from specdec_cli.experiment.folders.records import (
-    BreakEven,
-    Point,
-)
+from specdec_cli.experiment.folders.records import BreakEven, Point
 from specdec_cli.report import cells as cell
 from specdec_cli.report.cells import (
     Cell,
@@ -57,12 +54,12 @@ def break_even(run: ReportedRun) -> Table | None:
     cells = [
         Cell("tokens a round, all rounds", tokens_over_all_rounds, "", 2),
         Cell(
-            *("breaks even at", lambda p: _even(p).tokens_per_round, "", 2),
-            interval=lambda p: _even(p).tokens_per_round_ci,
+            *("breaks even at", lambda p: even_of(p).tokens_per_round, "", 2),
+            interval=lambda p: even_of(p).tokens_per_round_ci,
         ),
         replace(cell.ACCEPTED, digits=0),
-        Cell("needs accepted", lambda p: _needed(_even(p).draft_acceptance_rate), "%", 0),
-        Cell("needs a chance of", lambda p: _needed(_even(p).alpha), "% each", 0),
+        Cell("needs accepted", lambda p: _needed(even_of(p).draft_acceptance_rate), "%", 0),
+        Cell("needs a chance of", lambda p: _needed(even_of(p).alpha), "% each", 0),
     ]
     note = (
         "Breaks even at: tokens a round, over all rounds, at which the costs measured here give "
@@ -70,12 +67,12 @@ def break_even(run: ReportedRun) -> Table | None:
         "the share of proposals that has to be accepted for it, and the chance of each proposal if "
         "all have the same (geometric model)."
     )
-    if any(_even(p).is_predicted for p in points):
+    if any(even_of(p).is_predicted for p in points):
         note += " Costs of points that were not measured are those of the time curve."
     return by_point(("break_even", "Break-even", note), run, points, cells)
 
 
-def _even(point: Point) -> BreakEven:
+def even_of(point: Point) -> BreakEven:
     assert point.break_even is not None
     return point.break_even
 

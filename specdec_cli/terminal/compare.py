@@ -9,9 +9,7 @@ from rich.text import Text
 
 from specdec_cli.core.figures import stages_in
 from specdec_cli.experiment.compare.verdict import summary_lines
-from specdec_cli.experiment.folders.records import (
-    Point,
-)
+from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.statistics.promise import tokens_line
 from specdec_cli.report import cells as cell
 from specdec_cli.report.cells import Cell

@@ -11,7 +11,7 @@ import pytest
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.demo import demo_path
 from specdec_cli.errors import SetupError
-from specdec_cli.experiment.folders.settings_diff import (
+from specdec_cli.experiment.folders.settings_file import (
     Difference,
     first_difference,
     settings_difference,

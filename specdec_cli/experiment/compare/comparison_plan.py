@@ -26,11 +26,7 @@ from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.records import Pair
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
-from specdec_cli.experiment.preparing import (
-    common_settings,
-    few_prompts,
-    warnings_of_texts,
-)
+from specdec_cli.experiment.preparing import common_settings, few_prompts, warnings_of_texts
 from specdec_cli.models.description import describe
 from specdec_cli.models.draft import Draft
 from specdec_cli.prompts.types import PromptSet
@@ -259,14 +255,14 @@ def open_folder(
 
     Raises `UsageError` when it holds a comparison with other settings, or none at all.
     """
-    contents = settings_file.Contents(
-        *("comparison", "compare-tp", "target_tps", plan.recipe, plan.settings, plan.where),
-        notices=warnings_of(plan),
-        own_prompts=plan.own_prompts,
-    )
 
     def load(kept: RunFolder) -> bool:
         records.load(kept)
         return records.is_open(plan.to_run)
 
-    return settings_file.opened(path, contents, load, resume=resume)
+    return settings_file.opened(
+        *(path, plan.settings, plan.recipe, plan.where, load),
+        resume=resume,
+        notices=warnings_of(plan),
+        own_prompts=plan.own_prompts,
+    )

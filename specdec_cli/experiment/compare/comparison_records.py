@@ -33,6 +33,7 @@ class Skip:
 class ComparisonSettings(RunSettings):
     """batches: most batches of prompts at each batch size; None takes all."""
 
+    kind, mark = "comparison of compare-tp", "target_tps"
     draft: str
     k: int
     target_tps: tuple[int, ...]

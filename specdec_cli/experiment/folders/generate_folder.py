@@ -25,6 +25,7 @@ SAMPLES = "samples.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateSettings(RunSettings):
+    kind, mark = "run of generate", "batch_size"
     batch_size: int
 
 
@@ -61,9 +62,6 @@ def open_folder(
     notices: warnings to keep with a new one. own_prompts, errors: as for `settings_file.opened`.
     """
     settings = GenerateSettings(**common_settings(recipe, job), batch_size=recipe.run.batch_size)
-    contents = settings_file.Contents(
-        "run", "generate", "batch_size", recipe, settings, where, notices, own_prompts
-    )
     done: dict[int, Sample] = {}
 
     def load(kept: RunFolder) -> bool:
@@ -72,7 +70,12 @@ def open_folder(
         return len(done) < len(job.prompts)
 
     is_old = resume and (path / settings_file.SETTINGS).exists()
-    folder = settings_file.opened(path, contents, load, resume=resume)
+    folder = settings_file.opened(
+        *(path, settings, recipe, where, load),
+        resume=resume,
+        notices=notices,
+        own_prompts=own_prompts,
+    )
     return Kept(folder, done, settings_file.read_warnings(path) if is_old else ())
 
 

@@ -6,7 +6,7 @@ Imports nothing heavy.
 import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from specdec_cli import text
 from specdec_cli.core.figures import Record
@@ -19,10 +19,13 @@ class RunSettings:
     """The settings that samples depend on, as kept in a run folder; a resumed run must have the
     same.
 
-    recipe: as resolved, without the keys that other fields cover. prompts: how many, and digests
+    kind: of run, in words. mark: a field that only settings of this kind have. recipe: as resolved,
+    without the keys that other fields cover. prompts: how many, and digests
     of their tokens and categories. device: the name of its kind. dtype: the target's.
     """
 
+    kind: ClassVar[str]
+    mark: ClassVar[str]
     recipe: dict[str, Any]
     prompts: dict[str, Any]
     device: str

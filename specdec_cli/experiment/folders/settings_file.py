@@ -1,8 +1,9 @@
 """settings.json of a run folder: the settings of its records, and whether a run may resume."""
 
+import copy
 import json
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,48 +15,37 @@ from specdec_cli.experiment.folders.records import json_of
 from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.run_settings import RunSettings
-from specdec_cli.experiment.folders.settings_diff import first_difference, settings_difference
 from specdec_cli.recipe import Recipe
 
 SETTINGS = "settings.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """The contents of a run folder from its beginning on.
-
-    what, command: the kind of run and its command, in words. mark: a key that only the settings of
-    that kind have. notices: warnings of the run's plan. own_prompts: as for `RunFolder.create`.
-    """
-
-    what: str
-    command: str
-    mark: str
-    recipe: Recipe
-    settings: RunSettings
-    where: dict[str, Any]
-    notices: Sequence[Notice] = ()
-    own_prompts: str | None = None
-
-
 def opened(
-    path: Path, contents: Contents, load: Callable[[RunFolder], bool], *, resume: bool
+    path: Path,
+    settings: RunSettings,
+    recipe: Recipe,
+    where: dict[str, Any],
+    load: Callable[[RunFolder], bool],
+    *,
+    resume: bool,
+    notices: Sequence[Notice],
+    own_prompts: str | None,
 ) -> RunFolder:
     """A run's folder: a new one or (resume) an earlier one of the same settings.
 
-    load: reads an earlier one, and returns whether something is left to measure. Raises
-    `UsageError` where it holds a run with other settings, or another command's.
+    load: reads an earlier one, and returns whether something is left to measure. notices: warnings
+    to keep with a new one. own_prompts: as for `RunFolder.create`. Raises `UsageError` where it
+    holds a run with other settings, or another command's.
     """
-    settings, what = contents.settings, contents.what
     if not resume or not (path / SETTINGS).exists():
-        folder = RunFolder.create(path, contents.recipe, contents.where, contents.own_prompts)
-        write_settings(folder, settings, contents.notices)
+        folder = RunFolder.create(path, recipe, where, own_prompts)
+        write_settings(folder, settings, notices)
         return folder
     refuse_special_files(path)
     theirs = read_settings_file(path).get("settings")
-    if not isinstance(theirs, dict) or contents.mark not in theirs:
-        raise UsageError(f"{path} holds no {what} of {contents.command}", "name another with -o")
-    check_same(path, what, theirs, settings.as_dict())
+    if not isinstance(theirs, dict) or settings.mark not in theirs:
+        raise UsageError(f"{path} holds no {settings.kind}", "name another with -o")
+    check_same(path, settings.kind.partition(" ")[0], theirs, settings.as_dict())
     folder = RunFolder.reopen(path)
     try:
         is_open = load(folder)
@@ -63,9 +53,9 @@ def opened(
         folder.close()
         raise
     if not (path / "recipe.yaml").exists():
-        folder.write_recipe(contents.recipe)
+        folder.write_recipe(recipe)
     if is_open:
-        keep_environment_warning(folder, settings, contents.where)
+        keep_environment_warning(folder, settings, where)
     return folder
 
 
@@ -163,3 +153,71 @@ def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
     measured = summary.get("environment") if isinstance(summary, dict) else None
     found = measured, read_json(path / "environment.json"), where
     return next(one for one in found if isinstance(one, dict))
+
+
+Document = dict[str, Any]
+
+
+def first_difference(ours: Any, theirs: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """The first dotted key at which two documents differ, with both values."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for name in [*ours, *(n for n in theirs if n not in ours)]:
+            inner = f"{key}.{name}" if key else str(name)
+            if found := first_difference(ours.get(name), theirs.get(name), inner):
+                return found
+        return None
+    return None if ours == theirs else (key, ours, theirs)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first key at which two settings differ, with both values.
+
+    same_name: one name stands for two models. same_model: two names stand for one model.
+    """
+
+    key: str
+    theirs: Any
+    ours: Any
+    same_name: bool = False
+    same_model: bool = False
+
+
+def settings_difference(there: Document, now: Document) -> Difference | None:
+    """The first difference between two settings, or None.
+
+    Models with equal fingerprints are the same under any name; names count if a fingerprint is
+    missing. The drafts' names also count, since they label
+    records.
+    """
+    there, now = copy.deepcopy(there), copy.deepcopy(now)
+    for key, theirs, ours in _models(there, now):
+        prints = theirs.pop("weights", None), ours.pop("weights", None)
+        if None in prints or theirs.get("load_format") != ours.get("load_format"):
+            continue
+        if prints[0] == prints[1]:
+            ours["model"] = theirs["model"]
+            if "file" in ours:
+                ours["file"] = theirs.get("file")
+        elif theirs["model"] == ours["model"]:
+            return Difference(f"{key}.model", theirs["model"], ours["model"], same_name=True)
+    found = first_difference(there, now)
+    if found is None:
+        return None
+    key, was, is_now = found
+    # The recipes' own sections agree by then: they come first.
+    same_model = key in ("draft", "drafts")
+    return Difference(key.removeprefix("recipe."), was, is_now, same_model=same_model)
+
+
+def _models(there: Document, now: Document) -> Iterator[tuple[str, Document, Document]]:
+    """Keys and sections of the models that both settings have in the same place."""
+    was, is_now = there.get("recipe"), now.get("recipe")
+    if not isinstance(was, dict) or not isinstance(is_now, dict):
+        return
+    pairs = [(key, was.get(key), is_now.get(key)) for key in ("target", "draft")]
+    lists = was.get("drafts") or [], is_now.get("drafts") or []
+    pairs += [("draft", *pair) for pair in zip(*lists, strict=False)]
+    for key, theirs, ours in pairs:
+        if isinstance(theirs, dict) and isinstance(ours, dict):
+            yield key, theirs, ours

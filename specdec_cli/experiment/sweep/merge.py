@@ -11,8 +11,12 @@ from specdec_cli.experiment.disk import or_setup_error
 from specdec_cli.experiment.folders.records import CurvePart, Key, Point, Sample, json_of
 from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
-from specdec_cli.experiment.folders.settings_diff import settings_difference
-from specdec_cli.experiment.folders.settings_file import read_warnings, unsaid, write_settings
+from specdec_cli.experiment.folders.settings_file import (
+    read_warnings,
+    settings_difference,
+    unsaid,
+    write_settings,
+)
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.preparing import few_prompts

@@ -15,14 +15,7 @@ from typing import Any
 from specdec_cli.backends.base import Session
 from specdec_cli.core.figures import STAGES
 from specdec_cli.core.types import Request
-from specdec_cli.errors import (
-    ExitCode,
-    Notice,
-    RunError,
-    SetupError,
-    UsageError,
-    is_out_of_memory,
-)
+from specdec_cli.errors import ExitCode, Notice, RunError, SetupError, UsageError, is_out_of_memory
 from specdec_cli.experiment.folders.records import (
     CurvePart,
     Key,

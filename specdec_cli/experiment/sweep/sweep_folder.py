@@ -23,11 +23,6 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
     Raises `UsageError` when it holds a sweep with other settings, or another run.
     """
     where = _where(plan)
-    contents = settings_file.Contents(
-        *("sweep", "sweep-k", "ks", plan.recipe, plan.settings, where),
-        notices=warnings_of(plan),
-        own_prompts=plan.own_prompts,
-    )
 
     def load(kept: RunFolder) -> bool:
         records.load(kept.path, plan.settings)
@@ -37,7 +32,12 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
 
     if resume and (path / settings_file.SETTINGS).exists():
         read_settings(path)  # they may be damaged
-    records.folder = folder = settings_file.opened(path, contents, load, resume=resume)
+    records.folder = folder = settings_file.opened(
+        *(path, plan.settings, plan.recipe, where, load),
+        resume=resume,
+        notices=warnings_of(plan),
+        own_prompts=plan.own_prompts,
+    )
     if not (path / "environment.json").exists():
         folder.write("environment.json", to_json(records.earlier_where) + "\n")
     return folder

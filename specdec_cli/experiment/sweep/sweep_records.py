@@ -28,6 +28,7 @@ class SweepSettings(RunSettings):
     drafts: the names of the arms. shard: place and number of shards, or None.
     """
 
+    kind, mark = "sweep of sweep-k", "ks"
     drafts: tuple[str | None, ...]
     ks: tuple[int, ...]
     batch_sizes: tuple[int, ...]

@@ -1,11 +1,43 @@
 """The arrangement of points in drawings: a panel for each setting, a line for each draft."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from specdec_cli.experiment.folders.records import Point
+from specdec_cli.report.drawings import canvas
 from specdec_cli.report.folder import ReportedRun
 
 MOST_PANELS = 12
+Panels = Mapping[str, dict[str, dict[int, Point]]]  # by panel, line and x
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a panel. points: by x. shift: along x, so that intervals stand side by side."""
+
+    axis: Any
+    name: str
+    points: Mapping[int, Point]
+    shift: float
+    style: Mapping[str, Any]
+    is_log: bool
+
+    def place(self, x: int) -> float:
+        return x * 2**self.shift if self.is_log else x + self.shift
+
+    def plot(
+        self,
+        of: Callable[[Point], float | None],
+        ends: Callable[[Point], Sequence[float] | None],
+        **look: Any,
+    ) -> None:
+        """Plot a figure of the points, with its intervals."""
+        points = self.points.values()
+        canvas.plot_with_intervals(
+            self.axis, list(map(self.place, self.points)), [of(p) or 0.0 for p in points],
+            list(map(ends, points)), **{"label": self.name, **self.style, **look},
+        )  # fmt: skip
 
 
 def axis_of(run: ReportedRun) -> str:
@@ -16,17 +48,66 @@ def x_label(run: ReportedRun) -> str:
     return "draft TP (ranks)" if run.is_comparison else "proposed tokens a round, k"
 
 
-def placed(run: ReportedRun) -> dict[str, dict[str, dict[int, Point]]]:
-    """The measured points with proposals, by panel, line and x."""
+def placed(run: ReportedRun, keep: Callable[[Point], object] = lambda p: p.is_ok) -> Panels:
+    """The points with proposals that `keep` accepts."""
     found: dict[str, dict[str, dict[int, Point]]] = {}
     for point in run.points:
-        if point.is_baseline or not point.is_ok or (run.is_comparison and point.draft_tp is None):
+        if point.is_baseline or not keep(point) or (run.is_comparison and point.draft_tp is None):
             continue
         panel, line, x = f"batch size {point.batch_size}", run.labels[point.draft], point.k
         if run.is_comparison:
             panel, line, x = f"target TP {point.target_tp}", panel, point.draft_tp or 0
         found.setdefault(panel, {}).setdefault(line, {})[x] = point
     return dict(sorted(found.items(), key=lambda item: first_number(item[0])))
+
+
+def draw_panels(
+    figure: Any,
+    run: ReportedRun,
+    panels: Panels,
+    draw: Callable[[Line], object],
+    y_label: str,
+    begin: Callable[[Any], object] = lambda axis: None,
+    *,
+    from_zero: bool = False,
+    is_titled: bool = True,
+) -> list[Any]:
+    """Draw the lines of each panel; returns the axes, none without panels.
+
+    begin: called with each of them first. from_zero: whether lines begin at k = 0. is_titled:
+    whether a single panel has a title.
+    """
+    panels = dict(list(panels.items())[:MOST_PANELS])
+    if not panels:
+        return []
+    names = series_of(run, panels)
+    axes: list[Any] = canvas.make_axes(figure, len(panels), 3.1)
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        begin(axis)
+        for name, points in sorted(lines.items()):
+            index = names.index(name)
+            shift, style = canvas.dodged(index, len(names)), canvas.style_of(index)
+            ordered = dict(sorted(points.items()))
+            draw(Line(axis, canvas.safe(name), ordered, shift, style, run.is_comparison))
+        ticks = {x for points in lines.values() for x in points}
+        set_x_ticks(axis, run, ticks | {0} if from_zero else ticks)
+        if is_titled or len(panels) > 1:
+            axis.set_title(canvas.short(canvas.safe(title)))
+    canvas.label_axes(axes, x_label(run), y_label)
+    canvas.add_legend(figure, axes)
+    return axes
+
+
+def set_x_ticks(axis: Any, run: ReportedRun, ticks: set[int]) -> None:
+    """Ticks at the proposal lengths or draft TPs that were measured."""
+    shown = sorted(ticks)
+    if run.is_comparison:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(shown, map(str, shown))
+        axis.minorticks_off()
+        axis.set_xlim(min(shown) / 1.4, max(shown) * 1.4)
+    else:
+        axis.set_xticks(shown[:: -(-len(shown) // 12)])
 
 
 def series_of(run: ReportedRun, panels: Mapping[str, Iterable[str]]) -> list[str]:
