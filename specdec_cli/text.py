@@ -44,6 +44,14 @@ def first_line(problem: BaseException) -> str:
     return "".join(str(problem).strip().splitlines()[:1])
 
 
+def reason_of(problem: BaseException) -> str:
+    """The first line of an exception's message, cut short, and the next where it ends with a colon;
+    its type where there is no message."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
+    return (" ".join(told) or type(problem).__name__)[:200]
+
+
 def shown(value: object) -> str:
     """A value as JSON, which is nearly YAML, cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)

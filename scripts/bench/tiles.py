@@ -28,9 +28,9 @@ from specdec_kernels.gpu import MULTIPROCESSORS, SHARED_MEMORY
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.products_triton import (
     Product,
-    linear_add_norm_by,
-    norm_gate_up_by,
-    norm_linear_by,
+    linear_add_norm_triton,
+    norm_gate_up_triton,
+    norm_linear_triton,
 )
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.tiles import FEW_ROWS, Tiles, choose_tiles
@@ -97,11 +97,12 @@ class Layer:
     def run(self, product: Product | None, weight: Tensor) -> Tensor:
         """The layer by a kernel, or by cuBLAS and what it needs besides."""
         if self.kind == "add":
-            out = linear_add_norm_by(product, self.x, weight, self.residual, self.norm, EPS)
-            return out.scaled
+            add = self.residual, self.norm, EPS
+            return linear_add_norm_triton(self.x, weight, *add, choose=lambda *_: product).scaled
         squares = self.squares if product is not None and len(self.x) <= FEW_ROWS else None
         x = Normed(self.x, self.x, squares, EPS)
-        return (norm_gate_up_by if self.kind == "gate" else norm_linear_by)(product, x, weight)
+        run = norm_gate_up_triton if self.kind == "gate" else norm_linear_triton
+        return run(x, weight, choose=lambda *_: product)
 
     def microseconds(self, product: Product | None) -> tuple[float, float]:
         """Microseconds with weights from memory, and with weights from the L2 cache."""

@@ -21,7 +21,7 @@ import torch._dynamo
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.hidden import HiddenStates
-from specdec_cli.text import first_line
+from specdec_cli.text import reason_of
 
 CompileError = torch._dynamo.exc.TorchDynamoException
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -94,7 +94,7 @@ def keep_artifacts() -> None:
 
 def cannot_compile(problem: CompileError) -> SetupError:
     """The error for a model that is not a whole graph: its timings in eager mode would mislead."""
-    reason = (first_line(problem) or type(problem).__name__)[:200]
+    reason = reason_of(problem)
     return SetupError(
         f"a model cannot be compiled: {reason}",
         "--set run.compile=off runs it as it is; -v shows the whole error",

@@ -13,6 +13,7 @@ from specdec_cli.models.gguf.config import gguf_config
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.refusals import Unsupported
+from specdec_cli.text import reason_of
 
 
 def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
@@ -34,7 +35,7 @@ def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
         if "model type" in str(problem) or "model_type" in str(problem):
             raise Unsupported(name, "transformers does not know its model_type") from None
         raise SetupError(
-            f"cannot read config.json of {name}: {line_of(problem)}",
+            f"cannot read config.json of {name}: {reason_of(problem)}",
             "it is damaged or was edited, or this is no model folder",
         ) from None
 
@@ -73,7 +74,7 @@ def eos_ids_of(config: Any, place: Path) -> frozenset[int]:
             stored = GenerationConfig.from_pretrained(place).eos_token_id
         except Exception as problem:
             raise SetupError(
-                f"cannot read {file}: {line_of(problem)}", "it is damaged; download it again"
+                f"cannot read {file}: {reason_of(problem)}", "it is damaged; download it again"
             ) from None
         eos = eos if stored is None else stored
     ids = eos if isinstance(eos, list) else [eos] if eos is not None else []
@@ -84,10 +85,3 @@ def eos_ids_of(config: Any, place: Path) -> frozenset[int]:
             "it has to be a number, or a list of them",
         )
     return frozenset(ids)
-
-
-def line_of(problem: Exception) -> str:
-    """The first line of an error's message, and the second where the first ends with a colon."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
-    return (" ".join(told) or type(problem).__name__)[:200]

@@ -17,7 +17,7 @@ from specdec_cli.core.parallel import ALONE, Groups, TensorParallel
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.compiled import CompiledForward
-from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
+from specdec_cli.models.config import dtype_of, eos_ids_of, max_len_of, read_config
 from specdec_cli.models.draft import Passes, Reading
 from specdec_cli.models.fused import busy_width, bytes_held_twice, fuse, is_fusable
 from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
@@ -37,6 +37,7 @@ from specdec_cli.models.stored import choose_form, stored_parameters
 from specdec_cli.models.tp import WHOLE, Shards, shard
 from specdec_cli.models.weights import layers_held
 from specdec_cli.stages import begin_stage
+from specdec_cli.text import reason_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ def describe(
     except Exception as problem:
         # Families with attention classes of their own look them up by name.
         is_own = isinstance(problem, KeyError) and ATTENTION_NAME in problem.args
-        reason = f"transformers cannot build it ({line_of(problem)})"
+        reason = f"transformers cannot build it ({reason_of(problem)})"
         if is_own:
             reason = f"{config.model_type} has attention code of its own"
         raise Unsupported(spec.name, reason) from problem

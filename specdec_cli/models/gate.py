@@ -15,7 +15,7 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import NotPlainAttention, Recorder, attach
 from specdec_cli.models.quantised import FORMATS
 from specdec_cli.models.refusals import Unsupported
-from specdec_cli.text import first_line
+from specdec_cli.text import reason_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Tables of these depend on the longest position in the batch, so a sequence's logits would depend
@@ -127,7 +127,7 @@ def _trial_pass(model: Any, name: str) -> None:
             name, f"{kind} looks at values in the middle of a pass to decide what to compute"
         ) from problem
     except Exception as problem:
-        reason = (first_line(problem) or type(problem).__name__)[:200]
+        reason = reason_of(problem)
         raise Unsupported(name, f"a trial pass through {kind} fails ({reason})") from problem
 
 

@@ -19,7 +19,6 @@ from specdec_kernels.linear.stored import Stored
 from transformers import initialization
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.config import line_of
 from specdec_cli.models.conversion import converted
 from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.files import read_model
@@ -31,7 +30,7 @@ from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import part_of, stored_parameters, stored_reader
 from specdec_cli.models.tp import Shards
 from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_checkpoint, same
-from specdec_cli.text import one_line
+from specdec_cli.text import one_line, reason_of
 
 _log = logging.getLogger("specdec")
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
@@ -123,7 +122,7 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
         except Exception as problem:
             raise SetupError(
                 f"the weights of {spec.name} cannot be read as config.json describes them "
-                f"({line_of(problem)})",
+                f"({reason_of(problem)})",
                 "config.json and the weights do not belong together",
             ) from problem
         own = Fields(readers, *(found for found, _ in others))
@@ -267,7 +266,7 @@ def _checkpoint_source(
         except ValueError as problem:
             raise SetupError(
                 f"{name} of {spec.name} cannot be put together from its parts in the weights "
-                f"({line_of(problem)})",
+                f"({reason_of(problem)})",
                 "its config and the weights do not belong together, or a file is missing",
             ) from None
         # Quantised numbers would be copied as if they were the weights themselves.

@@ -33,7 +33,7 @@ from specdec_cli.models.guards import (
     unsafe_file,
 )
 from specdec_cli.prompts.records import DATE_KEY, TEMPLATE_KEYS
-from specdec_cli.text import first_line, shown
+from specdec_cli.text import reason_of, shown
 
 _FORMATS = "aAbBcdeFHIjmMpRSTuUVwWxXyYzZDGhr"
 _PLAIN: Mapping[str, object] = {}
@@ -56,7 +56,7 @@ class PretrainedTokenizer:
 
     def _failure(self, problem: BaseException) -> SetupError:
         return SetupError(
-            f"the tokenizer of {self._name} fails: {_reason(problem)}",
+            f"the tokenizer of {self._name} fails: {reason_of(problem)}",
             "its files are damaged or were edited; download the model again",
         )
 
@@ -225,7 +225,7 @@ def _loaded(load: Callable[[], Any], name: str, hint: str) -> PretrainedTokenize
                 f"the tokenizer of {name} needs code from its own repository",
                 "pass --trust-remote-code if you trust it",
             )
-        return SetupError(f"cannot load the tokenizer of {name}: {_reason(problem)}", hint)
+        return SetupError(f"cannot load the tokenizer of {name}: {reason_of(problem)}", hint)
 
     # Without the option transformers asks on the terminal whether to run remote code.
     with refusing(refusal, SetupError), native_lines(), redirect_stdout(sys.stderr):
@@ -261,24 +261,19 @@ def _no_template(name: str) -> SpecdecError:
 def _template_problem(problem: Exception, name: str) -> SpecdecError:
     """The error for a chat template that gave no text, by whose fault that is."""
     if type(problem) is TemplateError:  # raised by the template, with `raise_exception`
-        return UsageError(f"the chat template of {name} refuses these messages: {_reason(problem)}")
+        return UsageError(
+            f"the chat template of {name} refuses these messages: {reason_of(problem)}"
+        )
     hint = "the template comes with the model's tokenizer (chat_template)"
     if isinstance(problem, TemplateSyntaxError):
-        where = f"line {problem.lineno}: {_reason(problem)}"
+        where = f"line {problem.lineno}: {reason_of(problem)}"
         return SetupError(f"the chat template of {name} is damaged: {where}", hint)
     if isinstance(problem, TimeoutError):
         why = f"no text after {TEMPLATE_SECONDS:g} seconds"
         return SetupError(f"the chat template of {name} does not end: {why}", hint)
     if isinstance(problem, MemoryError):
         return SetupError(f"the chat template of {name} makes too long a text", hint)
-    return SetupError(f"the chat template of {name} fails: {_reason(problem)}", hint)
-
-
-def _reason(problem: BaseException) -> str:
-    """The first line of an exception's message, or all of it where that line ends with a colon."""
-    first = first_line(problem) or type(problem).__name__
-    said = " ".join(str(problem).split()) if first.rstrip().endswith(":") else first
-    return said[:200]
+    return SetupError(f"the chat template of {name} fails: {reason_of(problem)}", hint)
 
 
 def check_same_vocabulary(

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from specdec_cli.errors import SetupError
 from specdec_cli.models.gguf.files import layers_in, read_model
 from specdec_cli.models.gguf.header import is_gguf
-from specdec_cli.text import first_line, one_line
+from specdec_cli.text import first_line, one_line, reason_of
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _INDEX_BYTES = 128 * 2**20
@@ -220,8 +220,7 @@ def same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
 
 
 def _damaged(file: Path, problem: Exception) -> SetupError:
-    reason = first_line(problem) or type(problem).__name__
     return SetupError(
-        f"cannot read the weights in {file}: {reason}",
+        f"cannot read the weights in {file}: {reason_of(problem)}",
         "the file is truncated or damaged; download it again",
     )

@@ -23,6 +23,8 @@ from specdec_kernels.attention.softmax_triton import (
     LOG2E,
     capped,
     finite,
+    weighed,
+    weighted,
     weighted_mean,
 )
 from specdec_kernels.attention.tiles import PagedTiles, paged_splits, paged_tiles
@@ -94,7 +96,6 @@ def joined(
             value = tl.load(value_at, mask=(dim_v < FORM.value_dim)[None, :], other=0.0)
     if INTERPRETED:
         key = key.to(tl.float32)
-        value = value.to(tl.float32)
 
     scores, unit = capped(tl.dot(query, key, input_precision="ieee"), scaling, FORM)
     if MASKED:
@@ -110,13 +111,10 @@ def joined(
             if not FORM.causal:
                 visible = visible & (position[None, :] < query_position[:, None] + FORM.window)
         scores = tl.where(visible, scores, float("-inf"))
-    # As in `attend`; the sum comes before the product, after which wide tiles spill more registers.
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
-    base = finite(new_max)
-    weights = tl.exp2(scores * unit - base[:, None])
-    keep = tl.exp2(row_max - base)
+    new_max, keep, weights = weighed(row_max, scores, unit)
+    # The sum comes before the product, after which wide tiles spill more registers.
     row_sum = row_sum * keep + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
+    acc = weighted(weights, value, acc * keep[:, None])
     return new_max, row_sum, acc
 
 

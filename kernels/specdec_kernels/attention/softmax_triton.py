@@ -29,12 +29,19 @@ def attend(
     """
     key, value, visible = tile
     scores, unit = scored(query, key, visible, scaling, FORM)
+    new_max, keep, weights = weighed(row_max, scores, unit)
+    acc = weighted(weights, value, acc * keep[:, None])
+    return new_max, keep, weights, acc
+
+
+@triton.jit
+def weighed(row_max, scores, unit):
+    """A step of the online softmax: new maxima, the factor of earlier sums, and weights [M, N]."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
     base = finite(new_max)
     weights = tl.exp2(scores * unit - base[:, None])
     keep = tl.exp2(row_max - base)
-    acc = weighted(weights, value, acc * keep[:, None])
-    return new_max, keep, weights, acc
+    return new_max, keep, weights
 
 
 @triton.jit

@@ -14,10 +14,11 @@ from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.norm_triton import add_norm_triton, gate_triton
 from specdec_kernels.linear.one_row_triton import one_row_linear
 from specdec_kernels.linear.reference import Normed, linear_reference, norm_linear_reference
-from specdec_kernels.linear.stored import Stored
+from specdec_kernels.linear.stored import Stored, plain_of
 from specdec_kernels.linear.tiles import FEW_ROWS, choose_row_tiles, choose_tiles
 
 Product = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Choose = Callable[[str, Tensor, Tensor], Product | None]
 
 
 def kernel_for(kind: str, x: Tensor, weight: Tensor) -> Product | None:
@@ -29,45 +30,26 @@ def kernel_for(kind: str, x: Tensor, weight: Tensor) -> Product | None:
     return None if tiles is None else partial(few_rows_linear, tiles=tiles)
 
 
-def chosen(kind: str, x: Tensor, weight: Tensor | Stored) -> tuple[Product | None, Tensor]:
-    """As `kernel_for`, and the weight as that kernel reads it."""
-    if not isinstance(weight, Tensor):
-        weight = weight.plain(x.dtype)
-    return kernel_for(kind, x, weight), weight
-
-
 def norm_linear_triton(
-    x: Normed, weight: Tensor | Stored, bias: Tensor | None = None, into: Tensor | None = None
-) -> Tensor:
-    """See `ops.norm_linear`."""
-    product, plain = chosen("norm", x.scaled, weight)
-    return norm_linear_by(product, x, plain, bias, into)
-
-
-def norm_linear_by(
-    product: Product | None,
     x: Normed,
-    weight: Tensor,
+    weight: Tensor | Stored,
     bias: Tensor | None = None,
     into: Tensor | None = None,
+    choose: Choose = kernel_for,
 ) -> Tensor:
-    """`ops.norm_linear` by a kernel from `kernel_for`."""
-    if product is None:
+    """See `ops.norm_linear`. choose: as `kernel_for`, here and below."""
+    weight = plain_of(weight, x.scaled.dtype)
+    if (product := choose("norm", x.scaled, weight)) is None:
         return norm_linear_reference(x, weight, bias, into)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, bias=bias, into=into)[0]
 
 
-def norm_gate_up_triton(x: Normed, weight: Tensor | Stored, activation: str = "silu") -> Tensor:
-    """See `ops.norm_gate_up`."""
-    product, plain = chosen("gate", x.scaled, weight)
-    return norm_gate_up_by(product, x, plain, activation)
-
-
-def norm_gate_up_by(
-    product: Product | None, x: Normed, weight: Tensor, activation: str = "silu"
+def norm_gate_up_triton(
+    x: Normed, weight: Tensor | Stored, activation: str = "silu", choose: Choose = kernel_for
 ) -> Tensor:
-    """`ops.norm_gate_up` by a kernel from `kernel_for`."""
-    if product is None:
+    """See `ops.norm_gate_up`."""
+    weight = plain_of(weight, x.scaled.dtype)
+    if (product := choose("gate", x.scaled, weight)) is None:
         assert x.squares is None
         return gate_triton(linear_without_workspace(x.scaled, weight), activation)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, activation=activation)[0]
@@ -77,10 +59,10 @@ def linear_triton(
     x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
     """See `ops.linear`."""
-    product, plain = chosen("add", x, weight)
-    if product is None:
-        return linear_reference(x, plain, bias, into)
-    return product(x, plain, bias=bias, into=into)[0]
+    weight = plain_of(weight, x.dtype)
+    if (product := kernel_for("add", x, weight)) is None:
+        return linear_reference(x, weight, bias, into)
+    return product(x, weight, bias=bias, into=into)[0]
 
 
 def linear_add_norm_triton(
@@ -90,23 +72,11 @@ def linear_add_norm_triton(
     norm_weight: Tensor,
     eps: float,
     bias: Tensor | None = None,
+    choose: Choose = kernel_for,
 ) -> Normed:
     """See `ops.linear_add_norm`."""
-    product, plain = chosen("add", x, weight)
-    return linear_add_norm_by(product, x, plain, residual, norm_weight, eps, bias)
-
-
-def linear_add_norm_by(
-    product: Product | None,
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    bias: Tensor | None = None,
-) -> Normed:
-    """`ops.linear_add_norm` by a kernel from `kernel_for`."""
-    if product is None:
+    weight = plain_of(weight, x.dtype)
+    if (product := choose("add", x, weight)) is None:
         return add_norm_triton(F.linear(x, weight, bias), residual, norm_weight, eps)
     if x.shape[0] > FEW_ROWS:  # the next product may be cuBLAS', which takes no unfinished norm
         hidden = product(x, weight, bias=bias, residual=residual)[0]
