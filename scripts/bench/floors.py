@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec_cli.engine.plan import Plan
 from specdec_cli.models.description import Description
+from specdec_cli.models.heads.mtp.draft import MtpDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ def round_ms(
     draft = planned.draft
     if k and isinstance(draft, Description):
         total += k * bytes_read(draft.module, batch_size)
+    elif k and isinstance(draft, MtpDraft):
+        total += k * (bytes_read(draft.body.module, batch_size) + draft.outer_bytes)
     elif k and draft is not None:  # a head fuses the target's hidden states once a round
         head = draft.config
         once = head.hidden_size * head.num_aux * head.target_hidden_size * draft.dtype.itemsize
@@ -55,8 +58,9 @@ def prefill_ms(planned: Plan, tokens: int, k: int, rates: Rates) -> float:
     ones. k: proposals of the first round; with any the draft or the head is fed too."""
     total = 0.0
     for held in planned.models[: 2 if k else 1]:
-        if isinstance(held, Description):
-            read, multiplied = bytes_read(held.module, tokens), products(held.module)
+        if isinstance(held, Description | MtpDraft):
+            module = held.body.module if isinstance(held, MtpDraft) else held.module
+            read, multiplied = bytes_read(module, tokens), products(module)
         else:  # a head without a pass through its matrix of logits
             head = held.config
             logits = head.draft_vocab_size * head.hidden_size

@@ -44,6 +44,8 @@ def test_contract_keys_and_defaults(write: Write) -> None:
     fixed = {"policy": "fixed", "threshold": 0.4, "choices": [0, 1, 2, 4, 8]}
     written["speculation"] |= {"length": fixed, "typical_threshold": 0.09, "typical_alpha": 0.3}
     written["speculation"] |= {"eagle3_layers": None, "eagle3_counting": None, "options": {}}
+    readings = {"fed_back": "normed", "first_embedding": "used", "copies": "ignored"}
+    written["speculation"] |= {f"mtp_{key}": value for key, value in readings.items()}
     recipe = load_recipe(write(CONTRACT))
     assert recipe.model_dump(mode="json") == written
     bare = {"target": {"model": "t", "tensor_parallel_size": 4}, "draft": {"model": "d"}}
@@ -71,6 +73,8 @@ def test_bundled_recipes_are_valid() -> None:
         "bench-70b-eagle3-dummy",
         "bench-8b-1b-dummy",
         "bench-8b-eagle3-dummy",
+        "bench-glm-4.5-air-12-layers-mtp-dummy",
+        "bench-glm-4.5-air-mtp-dummy",
         "bench-gpt-oss-20b-dummy",
         "demo",
         "demo-ngram",
@@ -88,7 +92,7 @@ def test_bundled_recipes_are_valid() -> None:
     for bundled in bundled_recipes():
         recipe = load_recipe(bundled.name)
         assert recipe == load_recipe(f"{bundled.name}.yaml") == load_recipe(str(bundled.path))
-        assert (recipe.draft is None) == (recipe.speculation.method == "ngram")
+        assert (recipe.draft is None) == (recipe.speculation.method in ("ngram", "mtp"))
         assert ("eagle3" in bundled.name) == (recipe.speculation.method == "eagle3")
         assert len(bundled.description) > 20 and bundled.description.endswith("."), "a sentence"
 

@@ -100,17 +100,17 @@ class MtpDraft:
         return self.body.captured_width
 
     @property
-    def _outer_bytes(self) -> int:
+    def outer_bytes(self) -> int:
         """Bytes of the projection and its norms."""
         width = self.config.hidden_size
         return (2 * width * width + 2 * width) * self.dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        return self.body.weight_bytes + self._outer_bytes
+        return self.body.weight_bytes + self.outer_bytes
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
-        return self.body.loaded_bytes(is_compiled=False) + self._outer_bytes
+        return self.body.loaded_bytes(is_compiled=False) + self.outer_bytes
 
     @property
     def notes(self) -> dict[str, str]:
