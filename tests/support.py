@@ -192,6 +192,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "moe_topk": 2,
     },
+    "mellum": {
+        "model_type": "mellum",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+    | _WINDOW,
     "minimax_m2": {"model_type": "minimax_m2", "head_dim": 16} | _EXPERTS,
     "ministral": {"model_type": "ministral", "head_dim": 16} | _WINDOW,
     "ministral3": {"model_type": "ministral3", "head_dim": 16},

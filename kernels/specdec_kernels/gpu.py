@@ -4,40 +4,38 @@ Where there is no GPU, the limits are an H100's.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
 # An H100 or H200, for which the launch configurations are tuned.
 CAPABILITY = (9, 0)
 MULTIPROCESSORS = 132
-SHARED_MEMORY = 227 * 1024  # bytes that one program can have
+SHARED_MEMORY = 227 * 1024
 CACHE_LINE = 128  # bytes
 
 
-@cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability, by which tables of launch configurations are found."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else CAPABILITY
+class Gpu(NamedTuple):
+    """Limits of a device. shared_memory: bytes that one program can have; an A100 has 163 KiB, most
+    workstation GPUs and the L40S 99, an H100 and a B200 227."""
+
+    capability: tuple[int, int] = CAPABILITY
+    multiprocessors: int = MULTIPROCESSORS
+    shared_memory: int = SHARED_MEMORY
+
+
+H100 = Gpu()
 
 
 @cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can have.
-
-    An A100 has 163 KiB, most workstation GPUs and the L40S 99, an H100 and a B200 227.
-    """
+def gpu_of(device: torch.device) -> Gpu:
+    """The limits of a device."""
     if device.type != "cuda":
-        return SHARED_MEMORY
+        return H100
     found = torch.cuda.get_device_properties(device)
-    return int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors."""
-    if device.type != "cuda":
-        return MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    room = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    capability = torch.cuda.get_device_capability(device)
+    return Gpu(capability, int(found.multi_processor_count), int(room))
 
 
 def power_of_2_from(number: int) -> int:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.gpu import capability
+from specdec_kernels.gpu import gpu_of
 
 COUNTERS = 1 << 16
 EPOCHS = 1 << 14
@@ -33,7 +33,7 @@ def dependence(tensor: Tensor) -> dict[str, bool]:
 
     DEPENDENT says whether it can, and is a constant of the kernel, for `after_predecessor`.
     """
-    dependent = tensor.is_cuda and capability(tensor.device)[0] >= 9
+    dependent = tensor.is_cuda and gpu_of(tensor.device).capability[0] >= 9
     return {"DEPENDENT": dependent, **launch_options(dependent)}
 
 

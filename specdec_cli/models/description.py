@@ -45,7 +45,8 @@ class Description:
     """A model that passed the gate and holds no weights yet (its tensors are on meta).
 
     With several ranks, module and layers are those of this rank: its part of the matrices and its
-    heads. device: that it will be loaded on. hidden_layers: those whose hidden states the run
+    heads. device: that it will be loaded on. renamed: the module's names of tensors in a file that
+    holds another model too, None for that one's. hidden_layers: those whose hidden states the run
     needs, see `PagedModel`. draft_tensors: the names in its files of tensors that its draft reads.
     reach: tokens of the longest text, which rotary tables hold. shared, shared_bytes: see
     `models.draft.Draft`, which it is too.
@@ -63,6 +64,7 @@ class Description:
     shards: Shards = field(default=WHOLE)
     hidden_layers: tuple[int, ...] = ()
     draft_tensors: re.Pattern[str] | None = None
+    renamed: Callable[[str], str | None] | None = None
     reach: int = 0
     shared: tuple[str, ...] = ()
     shared_bytes: int = 0
@@ -192,9 +194,22 @@ def describe(
         allow_pickle=spec.allow_pickle,
     )
     config = read_config(spec.name, place, trust_remote_code=spec.trust_remote_code)
+    return describe_config(spec, place, config, device, parallel)
+
+
+def describe_config(
+    spec: ModelSpec,
+    place: Path,
+    config: Any,
+    device: torch.device,
+    parallel: TensorParallel,
+    renamed: Callable[[str], str | None] | None = None,
+) -> Description:
+    """`describe` for transformers' `config` of what lies at `place`. renamed: see `Description`."""
     try:
         check_config(config, spec.name)
-        if spec.load_format != "dummy" and (held := layers_held(place)) is not None:
+        is_whole = spec.load_format != "dummy" and renamed is None
+        if is_whole and (held := layers_held(place)) is not None:
             check_layers(config, spec.name, held)
         dtype = dtype_of(spec.dtype, config, device)
         with torch.device("meta"):
@@ -232,4 +247,5 @@ def describe(
         parallel=parallel,
         shards=shards,
         device=device,
+        renamed=renamed,
     )

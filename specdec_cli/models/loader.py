@@ -51,6 +51,8 @@ class Unfilled(Protocol):
     def shards(self) -> Shards: ...
     @property
     def draft_tensors(self) -> re.Pattern[str] | None: ...
+    @property
+    def renamed(self) -> Callable[[str], str | None] | None: ...
 
 
 def load(
@@ -86,11 +88,20 @@ def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
     spec, config = description.spec, description.module.config
     if is_gguf(description.place):
         raise SetupError(f"{spec.name} is a GGUF file, which holds no draft")
-    with open_checkpoint(description.place, spec.allow_pickle) as tensors:
+    with open_checkpoint(description.place, spec.allow_pickle) as stored:
+        tensors = _by_own_names(description, stored)
         if quantisation(config) is not None:
             settings = config.quantization_config
             tensors = dequantised(tensors, settings, description.dtype, spec.name)
         yield tensors
+
+
+def _by_own_names(description: Unfilled, tensors: dict[str, Read]) -> dict[str, Read]:
+    """A file's tensors, or those of them that the model has, by its names for them."""
+    renamed = description.renamed
+    if renamed is None:
+        return tensors
+    return {own: read for name, read in tensors.items() if (own := renamed(name)) is not None}
 
 
 ReadWeight = Callable[[Part | None], torch.Tensor | Stored]
@@ -107,7 +118,8 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
         readers, unused = gguf_readers(module, read_model(place), description.dtype)
         yield dict(readers), unused
         return
-    with open_checkpoint(place, spec.allow_pickle) as tensors:
+    with open_checkpoint(place, spec.allow_pickle) as found:
+        tensors = _by_own_names(description, found)
         stored, fields = stored_parameters(module), Fields(tensors, {}, {})
         if quantisation(module.config) is not None:
             settings = module.config.quantization_config

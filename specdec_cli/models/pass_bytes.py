@@ -12,7 +12,7 @@ from specdec_kernels.experts.tiles import PARTIAL_SUMS, choose_group_tiles
 
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.core.live_bytes import LiveBytes
-from specdec_cli.models.attention import attach
+from specdec_cli.models.attention import Recorder, attach
 from specdec_cli.models.fused import is_fusable
 from specdec_cli.models.fused_layer import ExpertSizes, Family, dense_mlp, family_of, has_experts
 from specdec_cli.models.rotary_tables import num_turns
@@ -122,26 +122,11 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
     return found
 
 
-class _Stub:
-    """Stand-in for attention: returns a tensor of its output's shape."""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: object,
-    ) -> torch.Tensor:
-        heads, tokens, _width = query.shape
-        return query.new_empty(tokens, heads, value.shape[-1])
-
-
 @torch.inference_mode()
 def _live_bytes(model: PassShapes, tokens: int) -> int:
     """Bytes at the peak of a pass through transformers' own layers, run on the meta device."""
     module: Any = model.module
-    attach(module, _Stub())
+    attach(module, Recorder())
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     none = torch.zeros(0, dtype=torch.int64, device="meta")
     try:

@@ -27,7 +27,7 @@ from specdec_kernels.experts.grouped_triton import grouped_constants
 from specdec_kernels.experts.reference import CLAMPED, Experts, Routing
 from specdec_kernels.experts.route_triton import router_constants
 from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
-from specdec_kernels.gpu import SHARED_MEMORY, power_of_2_from
+from specdec_kernels.gpu import SHARED_MEMORY, Gpu, power_of_2_from
 from specdec_kernels.launch_triton import launch_options, options_of
 from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
 from specdec_kernels.sampling.logit_rows_triton import cut
@@ -127,7 +127,8 @@ def rope_attention(
     room: int = SHARED_MEMORY,
     **extra: Any,
 ) -> dict[str, Any]:
-    cut = choose_cut(max_query_len, 4, 8, dim, itemsize, sequences, 2**17, room=room)
+    gpu = Gpu(shared_memory=room)
+    cut = choose_cut(max_query_len, 4, 8, dim, itemsize, sequences, 2**17, gpu=gpu)
     form = {name: extra.pop(name) for name in Form._fields if name in extra}
     constants = {"CUT": cut, "FORM": FORM._replace(dim=dim, value_dim=dim, **form)}
     constants |= {"num_warps": cut.num_warps, "num_stages": cut.num_stages, "maxnreg": cut.maxnreg}

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from specdec_kernels.attention.tiles import DEPTHS, choose_cut, depth_of, paged_tiles
-from specdec_kernels.gpu import CAPABILITY
+from specdec_kernels.gpu import CAPABILITY, Gpu
 from specdec_kernels.linear.tile_tables import ANY, TABLES
 from specdec_kernels.linear.tiles import FEW_ROWS, choose_row_tiles, choose_tiles, tiles_for
 
@@ -47,8 +47,8 @@ def chosen(model: str, gpu: int) -> Iterator[object]:
             yield choose_tiles(kind, x, weight, room), choose_row_tiles(kind, x, weight)
     shape = (heads // kv_heads, kv_heads, dim)
     for queries, sequences, context in product((1, 6, 17), (1, 8, 32, 256), (128, 4096, 131072)):
-        more = {"room": room, "multiprocessors": multiprocessors}
-        yield choose_cut(queries, *shape, 2, sequences, context, **more)
+        limits = Gpu(CAPABILITY, multiprocessors, room)
+        yield choose_cut(queries, *shape, 2, sequences, context, gpu=limits)
         yield paged_tiles(queries, shape[0], 2 * dim, room)
 
 

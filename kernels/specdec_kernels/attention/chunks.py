@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_kernels.gpu import capability
+from specdec_kernels.gpu import gpu_of
 
 HEAD_DIMS = (64, 128)
 LONGEST = 32768  # tokens of a context that is gathered; it bounds memory
@@ -61,7 +61,7 @@ class ChunkPlan:
 
 def bound_of(device: torch.device) -> Bound | None:
     """The least chunk that gains by gathering on a device, or None if none does."""
-    return BOUNDS.get(capability(device)) if device.type == "cuda" else None
+    return BOUNDS.get(gpu_of(device).capability) if device.type == "cuda" else None
 
 
 def plan_chunks(

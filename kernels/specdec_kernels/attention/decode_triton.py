@@ -37,7 +37,7 @@ from specdec_kernels.attention.softmax_triton import (
 )
 from specdec_kernels.attention.split_triton import combine_rows, part_of, store_part
 from specdec_kernels.attention.tiles import ALONE, MIN_KEYS, choose_cut
-from specdec_kernels.gpu import capability, multiprocessors, shared_memory
+from specdec_kernels.gpu import gpu_of
 from specdec_kernels.launch_triton import (
     EPOCHS,
     INTERPRETED,
@@ -321,9 +321,7 @@ def rope_attention_triton(
         num_columns * block_size,
         splits,
         block_n,
-        shared_memory(device),
-        multiprocessors(device),
-        capability(device),
+        gpu_of(device),
     )
     programs = num_sequences * kv_heads
     out = torch.empty((num_tokens, heads * head_dim), dtype=qkv.dtype, device=device)

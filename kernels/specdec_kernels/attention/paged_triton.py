@@ -28,7 +28,7 @@ from specdec_kernels.attention.softmax_triton import (
     weighted_mean,
 )
 from specdec_kernels.attention.tiles import PagedTiles, paged_splits, paged_tiles
-from specdec_kernels.gpu import shared_memory
+from specdec_kernels.gpu import gpu_of
 from specdec_kernels.launch_triton import INTERPRETED, launch_options, options_of
 
 
@@ -340,7 +340,7 @@ def paged_attention_triton(
     block_dk = max(16, triton.next_power_of_2(dk))
     block_dv = max(16, triton.next_power_of_2(dv))
     head_bytes = max(block_dk, block_dv) * query.element_size()
-    room = shared_memory(query.device)
+    room = gpu_of(query.device).shared_memory
     block_m, block_n = tiles or paged_tiles(max_query_len, group, head_bytes, room)
     tile = block_m // group
     by_sequence = num_sequences * triton.cdiv(max_query_len, tile)

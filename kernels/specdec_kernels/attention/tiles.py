@@ -7,9 +7,10 @@ import math
 from typing import NamedTuple
 
 from specdec_kernels.gpu import (
-    CAPABILITY,
+    H100,
     MULTIPROCESSORS,
     SHARED_MEMORY,
+    Gpu,
     power_of_2_from,
     power_of_2_to,
 )
@@ -82,15 +83,10 @@ def choose_cut(
     max_context: int,
     splits: int | None = None,
     block_n: int | None = None,
-    room: int = SHARED_MEMORY,
-    multiprocessors: int = MULTIPROCESSORS,
-    device: tuple[int, int] = CAPABILITY,
+    gpu: Gpu = H100,
 ) -> Cut:
-    """Launch configuration of attention over block tables for `max_context` tokens.
-
-    room: bytes of shared memory that one program can have. multiprocessors: number on the GPU.
-    device: its compute capability.
-    """
+    """Launch configuration of attention over block tables for `max_context` tokens."""
+    device, multiprocessors, room = gpu
     block_m = max(16, power_of_2_from(max_query_len * group))
     block_d = max(32, power_of_2_from(head_dim))
     programs = num_sequences * kv_heads

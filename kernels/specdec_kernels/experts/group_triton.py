@@ -5,10 +5,13 @@ their experts, and enters each pair of a token and an expert at the expert's nex
 order of an expert's pairs varies, which no result depends on. Reads nothing on the host.
 """
 
+from functools import partial
+
+import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.experts.plan import PairGroups, empty_groups
+from specdec_kernels.experts.plan import PairGroups
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.route_triton import (
     launch_router,
@@ -83,6 +86,12 @@ def group_triton(x: Normed, experts: Experts) -> PairGroups:
     """The groups of some tokens, x [T, K]."""
     num_rows = len(x.scaled)
     assert num_rows < SIZES.value
-    groups = empty_groups(num_rows, experts, x.squares is not None, x.scaled.device)
+    empty = partial(torch.empty, dtype=torch.float32, device=x.scaled.device)
+    groups = PairGroups(
+        sizes=empty(experts.num_experts, dtype=torch.int32),
+        pairs=empty(experts.num_experts, num_rows, dtype=torch.int32),
+        weights=empty(num_rows, experts.routing.num_chosen),
+        factors=None if x.squares is None else empty(num_rows),
+    )
     launch_router(group_kernel, x, experts, (*groups, experts.read))
     return groups

@@ -14,7 +14,7 @@ from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
 from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
-from specdec_kernels.gpu import shared_memory
+from specdec_kernels.gpu import gpu_of
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored import Stored, plain_of
 
@@ -31,7 +31,7 @@ def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, ep
         plan = route_triton(x, experts)
         inner = gate_up_triton(x.scaled, plan, experts, gate_up)
         return down_add_norm_triton(inner, plan, experts, down, x.hidden, norm_weight, eps)
-    tiles = choose_group_tiles(*sizes, itemsize, shared_memory(x.hidden.device))
+    tiles = choose_group_tiles(*sizes, itemsize, gpu_of(x.hidden.device).shared_memory)
     if tiles is None:
         return sorted_mixture_add_norm(x, experts, norm_weight, eps)
     groups = group_triton(x, experts)

@@ -6,10 +6,7 @@ the device knows. More tokens are grouped by expert.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-from specdec_kernels.experts.reference import Experts
 
 FEW_TOKENS = 16  # that a plan can have; tiles exist for so many
 
@@ -37,23 +34,6 @@ class ExpertPlan(NamedTuple):
     """[T] fp32, by which products of rows are multiplied; None for rows that are normed."""
 
 
-def empty_plan(num_rows: int, experts: Experts, scaled: bool, device: torch.device) -> ExpertPlan:
-    """Uninitialised tensors of a plan for T = `num_rows` tokens; scaled: with factors."""
-    assert 0 < num_rows <= FEW_TOKENS
-    slots = min(experts.num_experts, num_rows * experts.routing.num_chosen)
-
-    def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    return ExpertPlan(
-        used=empty(1) if experts.read is None else experts.read,
-        experts=empty(slots),
-        chosen=empty(slots, dtype=torch.int64),
-        weights=empty(slots, num_rows, dtype=torch.float32),
-        factors=empty(num_rows, dtype=torch.float32) if scaled else None,
-    )
-
-
 class PairGroups(NamedTuple):
     """The pairs of a token and one of its experts, by expert. Pair t * C + c is token t's, whose
     experts are in ascending order."""
@@ -66,17 +46,3 @@ class PairGroups(NamedTuple):
     """[T, C] fp32."""
     factors: Tensor | None
     """As in `ExpertPlan`."""
-
-
-def empty_groups(num_rows: int, experts: Experts, scaled: bool, device: torch.device) -> PairGroups:
-    """Uninitialised tensors of the groups of T = `num_rows` tokens; scaled: with factors."""
-
-    def empty(*size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    return PairGroups(
-        sizes=empty(experts.num_experts, dtype=torch.int32),
-        pairs=empty(experts.num_experts, num_rows, dtype=torch.int32),
-        weights=empty(num_rows, experts.routing.num_chosen, dtype=torch.float32),
-        factors=empty(num_rows, dtype=torch.float32) if scaled else None,
-    )

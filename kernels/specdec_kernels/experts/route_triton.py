@@ -5,6 +5,7 @@ chooses experts and writes the plan. The router's weight is in registers before 
 program's part of it is small.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.experts.plan import FEW_TOKENS, ExpertPlan, empty_plan
+from specdec_kernels.experts.plan import FEW_TOKENS, ExpertPlan
 from specdec_kernels.experts.reference import TINY, Experts
 from specdec_kernels.experts.tiles import router_tiles
 from specdec_kernels.gpu import power_of_2_from
@@ -262,7 +263,15 @@ def route_triton(x: Normed, experts: Experts) -> ExpertPlan:
     """The plan of at most FEW_TOKENS tokens, x [T, K]."""
     num_rows = len(x.scaled)
     assert 0 < num_rows <= FEW_TOKENS
-    plan = empty_plan(num_rows, experts, x.squares is not None, x.scaled.device)
+    slots = min(experts.num_experts, num_rows * experts.routing.num_chosen)
+    empty = partial(torch.empty, dtype=torch.int32, device=x.scaled.device)
+    plan = ExpertPlan(
+        used=empty(1) if experts.read is None else experts.read,
+        experts=empty(slots),
+        chosen=empty(slots, dtype=torch.int64),
+        weights=empty(slots, num_rows, dtype=torch.float32),
+        factors=None if x.squares is None else empty(num_rows, dtype=torch.float32),
+    )
     launch_router(route_kernel, x, experts, plan, BLOCK_T=power_of_2_from(num_rows))
     return plan
 

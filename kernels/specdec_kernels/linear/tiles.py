@@ -15,10 +15,9 @@ from specdec_kernels.gpu import (
     CACHE_LINE,
     MULTIPROCESSORS,
     SHARED_MEMORY,
-    capability,
+    gpu_of,
     power_of_2_from,
     power_of_2_to,
-    shared_memory,
 )
 from specdec_kernels.linear.tile_tables import TABLES, Tiles
 from specdec_kernels.tiles import first_fit, table_for
@@ -106,10 +105,11 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
     to the shared memory here; for more than `FEW_ROWS` rows they are used as they were measured, or
     not at all. room: bytes of shared memory, else the GPU's.
     """
-    room = shared_memory(x.device) if room is None else room
+    gpu = gpu_of(x.device)
+    room = gpu.shared_memory if room is None else room
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
-    tiles = tiles_for(capability(x.device), kind, num_rows, width, num_features)
+    tiles = tiles_for(gpu.capability, kind, num_rows, width, num_features)
     is_as_measured = x.dtype != torch.float32 and room >= SHARED_MEMORY
     if tiles is None or (num_rows > FEW_ROWS and not is_as_measured):
         return None

@@ -165,11 +165,24 @@ class HeadConfig:
         return int(common + max(layer, self.numbers_fused))
 
 
+class HeadSizes(Protocol):
+    """What passes need to know of a head, see `HeadConfig`."""
+
+    @property
+    def shift(self) -> int: ...
+    @property
+    def carries(self) -> bool: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
 class Head(Protocol):
     """A head with its weights. ids: see `HeadWeights`. storages: see `storages_of`."""
 
     @property
-    def config(self) -> HeadConfig: ...
+    def config(self) -> HeadSizes: ...
     @property
     def ids(self) -> Tensor | None: ...
     @property

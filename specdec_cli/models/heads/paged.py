@@ -4,6 +4,8 @@ Keys and values of row t lie at position t, in the same blocks as the target's.
 Legend: B slots, Q rows of each, H width of the head, F of the features.
 """
 
+import sys
+
 import torch
 from specdec_kernels import ops
 
@@ -29,11 +31,13 @@ class PagedHead:
 
     carry: [num_blocks, H], the output of each sequence's last complete row, in the entry of the
     block that holds the row's key. So it follows a sequence through slots, graphs and preemption,
-    and costs one vector a block. Of a head that carries nothing it has no rows.
+    and costs one vector a block. Of a head that carries nothing it has no rows. captured_width:
+    tokens of the largest prefill pass that is captured; 0 for none.
     """
 
-    def __init__(self, head: Head, cache: KVCache) -> None:
+    def __init__(self, head: Head, cache: KVCache, captured_width: int = sys.maxsize) -> None:
         self.head = head
+        self._captured_width = captured_width
         self._padded = PaddedBatches()
         self.use(cache)
 
@@ -56,7 +60,9 @@ class PagedHead:
 
     def capture_prompts(self, graphs: PromptGraphs) -> None:
         """Let `prefill` run among `graphs` from now on."""
-        self._prompts = graphs.of(self.prompt_pass, self.cache.block_size)
+        if self._captured_width:
+            sizes = self.cache.block_size, self._captured_width
+            self._prompts = graphs.of(self.prompt_pass, *sizes)
 
     @torch.inference_mode()
     def clear(self) -> None:

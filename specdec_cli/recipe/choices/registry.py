@@ -13,6 +13,7 @@ from specdec_cli.recipe.choices.confidence import ConfidenceKeys
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
 from specdec_cli.recipe.choices.eagle3 import EAGLE3, Eagle3Keys
 from specdec_cli.recipe.choices.forms import DraftForm
+from specdec_cli.recipe.choices.mtp import MTP, MtpKeys
 from specdec_cli.recipe.choices.ngram import NGRAM, NgramKeys
 from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
 from specdec_cli.recipe.choices.typical import TypicalKeys
@@ -25,6 +26,7 @@ NONE = "none"  # the method of plain decoding
 METHODS: dict[str, MethodChoice] = {
     "draft_model": DRAFT_MODEL,
     "eagle3": EAGLE3,
+    "mtp": MTP,
     "ngram": NGRAM,
     NONE: MethodChoice("plain decoding"),
 }
@@ -41,7 +43,7 @@ POLICIES: dict[str, PolicyChoice] = {
 }
 
 
-class MethodAndRuleKeys(TypicalKeys, NgramKeys, Eagle3Keys, SyntheticKeys):
+class MethodAndRuleKeys(TypicalKeys, NgramKeys, Eagle3Keys, MtpKeys, SyntheticKeys):
     """The keys of `speculation` that belong to one method or rule."""
 
 

@@ -1,0 +1,149 @@
+"""MTP modules as a target's config and file describe them. Reads no weights.
+
+Each is taken as a model of the target's family with one layer, whose final norm is the module's,
+and a projection with two norms before it.
+"""
+
+from collections.abc import Collection
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from specdec_cli.errors import SetupError
+from specdec_cli.models.config_file import config_file
+from specdec_cli.recipe.choices.mtp import MtpKeys
+from specdec_cli.text import shown
+
+_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+PROJECTION, NORMS = "eh_proj.weight", ("enorm.weight", "hnorm.weight")
+_FINAL_NORM = "model.norm.weight"
+
+
+class Form(NamedTuple):
+    """Names of a module's tensors in a file, `{}` for its number, and ours of the same.
+
+    layer: the beginning of those of its decoder layer. outer: of the others. first: the number of
+    the first module.
+    """
+
+    layer: str
+    outer: dict[str, str]
+    first: int
+
+    def own(self, index: int, name: str) -> str | None:
+        """Our name of a tensor of the module with this index; None for one of another module."""
+        number = self.first + index
+        for stored, own in self.outer.items():
+            if name.startswith(prefix := f"{stored.format(number)}."):
+                return f"{own}.{name.removeprefix(prefix)}"
+        if name.startswith(prefix := self.layer.format(number)):
+            return f"model.layers.0.{name.removeprefix(prefix)}"
+        return None
+
+    def stored(self, index: int, own: str) -> str:
+        """The file's name of a tensor, from ours."""
+        for stored, prefix in self.outer.items():
+            if own.startswith(f"{prefix}."):
+                return stored.format(self.first + index) + own.removeprefix(prefix)
+        return self.layer.format(self.first + index) + own.removeprefix("model.layers.0.")
+
+
+def _deepseek(num_layers: int) -> Form:
+    names = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm"}
+    names |= {"shared_head.norm": "model.norm", "shared_head.head": "lm_head"}
+    names |= {"embed_tokens": "model.embed_tokens"}
+    layer = "model.layers.{}."
+    return Form(layer, {layer + stored: own for stored, own in names.items()}, num_layers)
+
+
+_QWEN3_NEXT = Form(
+    "mtp.layers.{}.",
+    {
+        "mtp.fc": "eh_proj",
+        "mtp.pre_fc_norm_embedding": "enorm",
+        "mtp.pre_fc_norm_hidden": "hnorm",
+        "mtp.norm": "model.norm",
+    },
+    0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig:
+    """count: modules in the file. hidden_size: H. vocab_size: V. keys: the recipe's readings."""
+
+    shift: ClassVar[int] = 1
+    carries: ClassVar[bool] = True
+
+    name: str
+    count: int
+    hidden_size: int
+    vocab_size: int
+    form: Form
+    keys: MtpKeys
+
+    @property
+    def max_k(self) -> int | None:
+        """A single module is run again and again; several are a chain."""
+        return None if self.count == 1 else self.count
+
+    def renamed(self, index: int) -> "partial[str | None]":
+        """See `Description.renamed`."""
+        return partial(self.form.own, index)
+
+    def lacks(self, index: int, missing: Collection[str]) -> SetupError:
+        first = self.form.stored(index, min(missing))
+        return SetupError(
+            f"the weights of {self.name} lack {len(missing)} tensors of its MTP modules, first "
+            f"{first}",
+            "config.json promises the modules: take a checkpoint that has them, or another draft",
+        )
+
+
+def read_mtp_config(
+    name: str, place: Path, config: Any, names: Collection[str], keys: MtpKeys
+) -> MtpConfig:
+    """The modules that the target's config.json promises.
+
+    config: transformers' of the target. names: of the tensors in its file; none where it has none.
+    Raises `SetupError`, which names the key, where it promises no modules.
+    """
+    raw = config_file(name, place)
+    key = next((key for key in _KEYS if raw.get(key) is not None), _KEYS[0])
+    count = raw.get(key, 0)
+    if type(count) is not int or count < 1:
+        told = "is missing" if key not in raw else f"is {shown(count)}"
+        raise SetupError(
+            f"config.json of {name} promises no MTP modules: {key} {told}",
+            "take another draft",
+        )
+    if count > 1:
+        raise SetupError(f"{key} of {name} is {count}: a chain of MTP modules is not built yet")
+    form = _deepseek(int(config.num_hidden_layers))
+    if any(_QWEN3_NEXT.own(0, stored) for stored in names):
+        form = _QWEN3_NEXT
+    sizes = int(config.hidden_size), int(config.vocab_size)
+    found = MtpConfig(name, count, *sizes, form, keys)
+    own = {form.own(0, stored) for stored in names}
+    if names and (missing := {PROJECTION, *NORMS, _FINAL_NORM} - own):
+        raise found.lacks(0, missing)
+    return found
+
+
+def layer_config(config: Any, index: int) -> Any:
+    """transformers' config of one module's layer, from its target's.
+
+    As transformers has it: layers of a kind of their own where the config lists such, and experts
+    in every module, whatever `first_k_dense_replace`.
+    """
+    own = deepcopy(config)
+    for key, default in (("layer_types", None), ("mlp_layer_types", "sparse")):
+        if (kinds := getattr(own, key, None)) is not None:
+            listed = getattr(own, f"mtp_{key}", None)
+            setattr(own, key, [listed[index] if listed else default or kinds[-1]])
+    own.num_hidden_layers = 1
+    if hasattr(own, "first_k_dense_replace"):
+        own.first_k_dense_replace = 0
+    return own

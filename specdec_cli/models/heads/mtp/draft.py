@@ -1,0 +1,233 @@
+"""MTP modules before their weights are read; see `models.draft.Draft`."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from specdec_cli.core.kv_cache import KVCache, LayerShape
+from specdec_cli.core.parallel import Groups, TensorParallel
+from specdec_cli.errors import SetupError
+from specdec_cli.models.conversion import converted
+from specdec_cli.models.description import Description, describe_config
+from specdec_cli.models.draft import Passes, Reading
+from specdec_cli.models.gate import quantisation
+from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.heads.mtp.config import (
+    NORMS,
+    PROJECTION,
+    MtpConfig,
+    layer_config,
+    read_mtp_config,
+)
+from specdec_cli.models.heads.mtp.head import MtpHead
+from specdec_cli.models.heads.paged import PagedHead
+from specdec_cli.models.held import held_bytes
+from specdec_cli.models.hidden import check_hidden_layers
+from specdec_cli.models.loader import load, open_tensors
+from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.sharing import borrowed_weights
+from specdec_cli.models.spec import ModelSpec
+from specdec_cli.models.weights import tensor_names
+from specdec_cli.recipe.choices.mtp import MtpKeys
+
+_OUTER = re.compile("^(eh_proj|enorm|hnorm|lm_head|model.embed_tokens)[.]")
+_SHARED = ("embeddings", "lm_head")
+
+
+@dataclass(frozen=True, slots=True)
+class MtpDraft:
+    """body: the module's layer as a model of its own. num_layers: of the target."""
+
+    spec: ModelSpec
+    config: MtpConfig
+    body: Description
+    num_layers: int
+
+    shared: ClassVar[tuple[str, ...]] = ()
+    shared_bytes: ClassVar[int] = 0
+    can_compile: ClassVar[bool] = False
+
+    @property
+    def place(self) -> Path:
+        return self.body.place
+
+    @property
+    def layers(self) -> list[LayerShape]:
+        return self.body.layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.body.dtype
+
+    @property
+    def parallel(self) -> TensorParallel:
+        return self.body.parallel
+
+    @property
+    def max_len(self) -> int:
+        return self.body.reach
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's hidden state after its final norm."""
+        return (self.num_layers,)
+
+    @property
+    def has_experts(self) -> bool:
+        return self.body.has_experts
+
+    @property
+    def max_k(self) -> int | None:
+        return self.config.max_k
+
+    @property
+    def target_tensors(self) -> re.Pattern[str]:
+        form = self.config.form
+        numbers = "|".join(str(form.first + index) for index in range(self.config.count))
+        layers = re.escape(form.layer).replace(r"\{\}", f"({numbers})")
+        return re.compile(f"^{layers}|^mtp[.]")
+
+    @property
+    def captured_width(self) -> int:
+        return self.body.captured_width
+
+    @property
+    def _outer_bytes(self) -> int:
+        """Bytes of the projection and its norms."""
+        width = self.config.hidden_size
+        return (2 * width * width + 2 * width) * self.dtype.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.body.weight_bytes + self._outer_bytes
+
+    def loaded_bytes(self, *, is_compiled: bool) -> int:
+        return self.body.loaded_bytes(is_compiled=False) + self._outer_bytes
+
+    @property
+    def notes(self) -> dict[str, str]:
+        keys, borrowed = self.config.keys, ", ".join(self.body.shared)
+        told = f"hidden states fed back {keys.mtp_fed_back}; first embedding "
+        told += f"{keys.mtp_first_embedding}; own embedding and head {keys.mtp_copies}"
+        found = {"features": f"hidden state {self.num_layers} of the target", "conventions": told}
+        return found | ({"borrows": borrowed} if borrowed else {})
+
+    def within(self, reach: int) -> "MtpDraft":
+        return replace(self, body=self.body.within(reach))
+
+    def passes(self, k: int) -> Passes:
+        return Passes(k)
+
+    def block_bytes(self, block_size: int) -> int:
+        carried = self.config.hidden_size * self.dtype.itemsize
+        return self.body.block_bytes(block_size) + carried
+
+    def pass_bytes(
+        self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
+    ) -> int:
+        """Logits are computed outside its passes."""
+        inside = self.body.pass_bytes(tokens, 0, gathers=gathers)
+        joined = 2 * tokens * self.config.hidden_size * self.dtype.itemsize
+        return inside + joined
+
+    def readings(self) -> list[Reading]:
+        keys, found = self.config.keys, []
+        for key, other, tool in (
+            ("mtp_fed_back", {"normed": "raw", "raw": "normed"}[keys.mtp_fed_back], "glm4_moe"),
+            (
+                "mtp_first_embedding",
+                {"used": "zeroed", "zeroed": "used"}[keys.mtp_first_embedding],
+                "most families",
+            ),
+        ):
+            told = f"speculation.{key}: read as {getattr(keys, key)}; vLLM differs for {tool}"
+            changed = replace(self.config, keys=keys.model_copy(update={key: other}))
+            found.append(Reading(told, replace(self, config=changed)))
+        return found
+
+    def load(
+        self,
+        target: PagedModel,
+        groups: Groups,
+        block_size: int,
+        on_compile: Callable[[str], None] | None = None,
+    ) -> PagedHead:
+        assert groups.draft is not None, "every rank of the target holds a part"
+        body, device = self.body, self.body.device
+        module = load(body, device, borrowed_weights(body.module, target.module, body.shared))
+        tensors = self._outer(device)
+        paged = body.paged(module, block_size)
+        head = MtpHead(self.config, module, paged.fused, tensors, groups.draft)
+        cache = KVCache(self.layers, 0, block_size, self.dtype, device)
+        return PagedHead(head, cache, self.captured_width)
+
+    def _outer(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The projection [H, 2H] and the norms [H]."""
+        width, found = self.config.hidden_size, {}
+        wanted = {PROJECTION: (width, 2 * width), **dict.fromkeys(NORMS, (width,))}
+        if self.spec.load_format == "dummy":
+            generator = torch.Generator(device).manual_seed(55)
+            ones = torch.ones(width, dtype=self.dtype, device=device)
+            drawn = torch.empty(wanted[PROJECTION], dtype=self.dtype, device=device)
+            drawn.normal_(0.0, 0.02, generator=generator)
+            return {PROJECTION: drawn, **dict.fromkeys(NORMS, ones)}
+        with open_tensors(self.body) as tensors:
+            for name, shape in wanted.items():
+                tensor = tensors[name]()
+                if tuple(tensor.shape) != shape:
+                    raise SetupError(
+                        f"{self.config.form.stored(0, name)} of {self.spec.name} has shape "
+                        f"{list(tensor.shape)} in the weights, and {list(shape)} by its config"
+                    )
+                found[name] = tensor.to(device, self.dtype).contiguous()
+        return found
+
+
+def describe_mtp(
+    spec: ModelSpec,
+    device: torch.device,
+    parallel: TensorParallel,
+    target: Description,
+    max_len: int,
+    keys: MtpKeys,
+) -> MtpDraft:
+    """The MTP module of a target. Raises `SetupError`, which names the key or the tensor, for a
+    target without it."""
+    if is_gguf(target.place):
+        raise SetupError(f"{spec.name} is a GGUF file, whose MTP modules are not read")
+    settings, names = target.module.config, tensor_names(target.place)
+    is_dummy = spec.load_format == "dummy"
+    config = read_mtp_config(spec.name, target.place, settings, () if is_dummy else names, keys)
+    num_layers = int(settings.num_hidden_layers)
+    check_hidden_layers(target.module, (num_layers,))
+    own_spec = replace(spec, weights="dequantise", name=f"{spec.name} (MTP module)")
+    body = describe_config(
+        *(own_spec, target.place, layer_config(settings, 0), device, parallel),
+        config.renamed(0),
+    )
+    own = {own for name in names if (own := config.form.own(0, name)) is not None}
+    if not is_dummy and names and quantisation(settings) is None:
+        held, _ = converted(body.module, dict.fromkeys(own, _unread))
+        lent = set(borrowed_weights(body.module, target.module, _SHARED))
+        if missing := set(body.module.state_dict()) - held.keys() - lent:
+            raise config.lacks(0, missing)
+    shared: tuple[str, ...] = _SHARED
+    if keys.mtp_copies == "used":
+        copies = {"embeddings": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+        shared = tuple(what for what in _SHARED if copies[what] not in own)
+    weights = borrowed_weights(body.module, body.module, shared)
+    saved = sum(map(held_bytes, {id(w): w for w in weights.values()}.values()))
+    body = replace(body, reach=max_len, shared=shared, shared_bytes=saved, draft_tensors=_OUTER)
+    return MtpDraft(spec, config, body, num_layers)
+
+
+def _unread(part: object = None) -> torch.Tensor:
+    raise AssertionError("names alone are converted")

@@ -1,0 +1,129 @@
+"""The arithmetic of an MTP module.
+
+Row t projects the embedding of token t + 1 and the target's hidden state of token t, after its
+final norm, each normed, embedding first: 2 * H numbers to H. A layer of the target's family and a
+norm follow, and the target's head. Legend: T packed rows, H width of the target.
+"""
+
+from typing import Any
+
+import torch
+from specdec_kernels import ops
+from torch import Tensor, nn
+
+from specdec_cli.core.batch import ForwardBatch
+from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.models.attention import PagedAttention, attach
+from specdec_cli.models.fused import FusedForward
+from specdec_cli.models.fused_stack import storages_of
+from specdec_cli.models.heads.mtp.config import NORMS, PROJECTION, MtpConfig
+from specdec_cli.models.split_products import SplitProducts
+
+
+class MtpHead:
+    """A module's passes over its weights.
+
+    module: a loaded model of one layer, which holds its layer, its final norm, and embedding and
+    head. fused: its fused form, if it has one. tensors: projection and norms, whole on every rank.
+    """
+
+    ids: Tensor | None = None
+
+    def __init__(
+        self,
+        config: MtpConfig,
+        module: Any,
+        fused: FusedForward | None,
+        tensors: dict[str, Tensor],
+        parallel: TensorParallel,
+    ) -> None:
+        self.config = config
+        self.eps = float(module.config.rms_norm_eps)
+        self.projection = ops.pack_weight(tensors[PROJECTION])
+        self.embedding_norm, self.hidden_norm = (tensors[name] for name in NORMS)
+        self.norm: Tensor = module.model.norm.weight.data
+        self.fused, self.decoder = fused, module.model
+        if fused is not None:
+            self.embedding, self.head, self.split = fused.embedding, fused.head, fused.stack.split
+            return
+        self.embedding = module.model.embed_tokens.weight.data
+        self.head = ops.pack_weight(module.lm_head.weight.data)
+        sizes = config.hidden_size, config.vocab_size, module.dtype
+        self.split = SplitProducts.over(parallel, *sizes)
+        module.model.norm = nn.Identity()
+        self._attention: PagedAttention | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.dtype
+
+    @property
+    def storages(self) -> dict[int, int]:
+        """Bytes of each block of memory that is held, by its address or another number."""
+        held: list[Any] = [self.projection, self.embedding_norm, self.hidden_norm, self.norm]
+        held += [self.embedding, self.head]
+        if self.fused is not None:
+            return storages_of(held) | self.fused.storages
+        return storages_of([*held, *self.decoder.parameters(), *self.decoder.buffers()])
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's hidden states [T, H], which the first pass reads as they are."""
+        return features.to(self.dtype)
+
+    def __call__(
+        self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: KVCache
+    ) -> ops.Normed:
+        """One pass over T rows, whose keys and values are written to `cache`.
+
+        token_ids: int64 [T], the token that follows each row's position. hidden: [T, H], from
+        `fuse`, or from `fed_back` of the row before.
+        """
+        if self.fused is None:
+            embedded = nn.functional.embedding(token_ids, self.embedding)
+            x = self._joined(ops.rms_norm(embedded, self.embedding_norm, self.eps), hidden, batch)
+            return self.normed(self._run(x, batch, cache))
+        embeds, cos, sin = ops.embed(
+            *(token_ids, batch.positions, self.embedding, self.fused.cos, self.fused.sin),
+            *(self.embedding_norm, self.eps),
+        )
+        x = self._joined(embeds.scaled, hidden, batch)
+        stack = self.fused.stack
+        scaled = ops.rms_norm(x, stack.layers[0].attention_norm, self.eps)
+        start = ops.Normed(x, scaled, None, self.eps), cos, sin
+        return stack.run(start, batch, cache)
+
+    def _joined(self, embedded: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """The layer's input [T, H], from normed embeddings and hidden states."""
+        if self.config.keys.mtp_first_embedding == "zeroed":
+            embedded = embedded.masked_fill((batch.positions == 0)[:, None], 0.0)
+        normed = ops.rms_norm(hidden.contiguous(), self.hidden_norm, self.eps)
+        return ops.linear(torch.cat((embedded, normed), dim=1), self.projection)
+
+    def _run(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """transformers' own layer over the paged cache."""
+        if self._attention is None or self._attention.cache is not cache:
+            self._attention = PagedAttention(cache)
+            attach(self.decoder, self._attention)
+        self._attention.batch = batch
+        try:
+            positions = batch.positions[None]
+            out = self.decoder(inputs_embeds=x[None], position_ids=positions, use_cache=False)
+        finally:
+            self._attention.batch = None
+        found: Tensor = out.last_hidden_state[0]
+        return found
+
+    def normed(self, hidden: Tensor) -> ops.Normed:
+        """The result of `__call__`, made again from its hidden states [T, H]."""
+        return ops.Normed(hidden, ops.rms_norm(hidden, self.norm, self.eps), None, 0.0)
+
+    def logits(self, x: ops.Normed) -> Tensor:
+        """Logits [T, V] of the token after the one that each row read."""
+        return self.split.logits(x, self.head)
+
+    def fed_back(self, x: ops.Normed) -> Tensor:
+        """Hidden states [T, H] that the next step reads in place of the target's."""
+        if self.config.keys.mtp_fed_back == "raw":
+            return x.hidden
+        return x.scaled if x.squares is None else self.normed(x.hidden).scaled
