@@ -69,31 +69,23 @@ def compare_tp(
     output, quiet = asked.output, asked.quiet
     with waiting("getting ready", quiet=quiet), contextlib.ExitStack() as scratch:
         with importing():
-            from specdec_cli.experiment.compare.comparison_plan import (
-                describe_plan,
-                open_folder,
-                plan_comparison,
-                warnings_of,
-            )
+            from specdec_cli.experiment.compare import comparison_plan as plans
             from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
+            from specdec_cli.experiment.folders import settings_file
             from specdec_cli.experiment.folders.results import to_json
             from specdec_cli.experiment.folders.run_folder import RunFolder
-            from specdec_cli.experiment.folders.settings_file import (
-                earlier_environment,
-                read_warnings,
-                unsaid,
-            )
 
-        plan = plan_comparison(resolved, found, degrees, sizes, batches, asked.permissions())
-        warnings = warnings_of(plan)
+        unsaid = settings_file.unsaid
+        plan = plans.plan_comparison(resolved, found, degrees, sizes, batches, asked.permissions())
+        warnings = plans.warnings_of(plan)
         records, where = ComparisonRecords(plan.settings, plan.skips), plan.where
         if dry_run:
-            document = describe_plan(plan, warnings)
+            document = plans.describe_plan(plan, warnings)
         elif output is not None:
-            folder = open_folder(output, plan, records, resume=resume)
-            warnings += unsaid(read_warnings(output), warnings)
+            folder = plans.open_folder(output, plan, records, resume=resume)
+            warnings += unsaid(settings_file.read_warnings(output), warnings)
             if not records.is_open(plan.to_run):  # every pair is already recorded
-                where = earlier_environment(output, where)
+                where = settings_file.earlier_environment(output, where)
         else:
             folder = RunFolder(Path(scratch.enter_context(tempfile.TemporaryDirectory())))
         kept = scratch.pop_all()

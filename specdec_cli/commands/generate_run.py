@@ -17,7 +17,7 @@ from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.generate_folder import SAMPLES, Kept, key_of, open_folder
-from specdec_cli.experiment.folders.results import Output, generate_document, point_record, to_json
+from specdec_cli.experiment.folders.results import Output, generate_document, point_of_run, to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import unsaid
 from specdec_cli.experiment.generation import Job, baseline, dated, output_of, prepare, requests
@@ -239,7 +239,7 @@ def _deliver(
         document["lossless_check"] = check
     if (folder := ready.folder) is not None:
         if ready.left.prompts or not (folder.path / "points.jsonl").exists():
-            folder.append("points.jsonl", point_record(outputs, metrics, key_of(ready.job)))
+            folder.append("points.jsonl", point_of_run(outputs, metrics, key_of(ready.job)))
         folder.write("summary.json", to_json(document) + "\n")
         folder.close()
     if as_json:

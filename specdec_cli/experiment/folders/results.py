@@ -70,11 +70,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def point_record(outputs: Values[Output], metrics: Metrics, key: Key) -> dict[str, Any]:
+def point_of_run(outputs: Values[Output], metrics: Metrics, key: Key) -> Point:
     """The line of points.jsonl of a single run, which has no baseline."""
-    could_run = any(o.error is None for o in outputs)
     why = next((o.error for o in outputs if o.error is not None), None)
-    point = Point(
+    could_run = any(o.error is None for o in outputs)
+    return Point(
         **key.as_dict(),
         status="ok" if could_run else "failed",
         metrics=metrics if could_run else None,
@@ -85,6 +85,3 @@ def point_record(outputs: Values[Output], metrics: Metrics, key: Key) -> dict[st
         per_category={},
         **given(reason=None if could_run else f"no prompt could run: {why}"),
     )
-    # In a single run the reason follows the status, unlike in the points of a sweep.
-    order = () if could_run else ("k", "batch_size", "draft", "status", "reason")
-    return dict.fromkeys(order) | point.as_dict()
