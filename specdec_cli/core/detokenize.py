@@ -32,6 +32,13 @@ class Tokenizer(Decoder, Protocol):
 
     def vocabulary(self) -> dict[str, int]: ...
 
+    def finding(self, texts: Sequence[str]) -> tuple[Decoder, tuple[str, ...]]:
+        """A decoder in whose text `texts` are searched, and the names that it adds to the text.
+
+        It writes special tokens too where one of `texts` holds the name of one; none else.
+        """
+        ...
+
 
 class TextStream:
     """Text of a growing list of tokens, in pieces that never split a character.
@@ -84,6 +91,19 @@ class StopFinder:
                 return count
             self._tail = text[len(text) - self._keep :] if self._keep < len(text) else text
         return None
+
+
+def text_before(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, ...]) -> str:
+    """The text of a completion up to the first stop string in it, without special tokens."""
+    decoder, names = tokenizer.finding(stop)
+    text = cut_at_stop(whole := decoder.decode(token_ids), stop)
+    if text == whole:
+        # Some tokenizers drop the space before a text's first word; behind the prompt, where the
+        # stop string was found, it was there.
+        text = cut_at_stop(f" {whole}", stop)[1:]
+    for name in names:
+        text = text.replace(name, "")
+    return text
 
 
 def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:

@@ -281,6 +281,11 @@ def _plan_on(
     k = recipe.speculation.num_speculative_tokens
     begin_stage("describing the target")
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
+    if (asked := recipe.cache.max_model_len) is not None and asked > target.max_len:
+        raise UsageError(
+            f"cache.max_model_len: {asked} is more than the {target.max_len} tokens of the target",
+            "leave it out, or let the target's config.json say how far its positions reach",
+        )
     begin_stage("reading the tokenizer")
     found = Plan(
         recipe=recipe,
@@ -288,7 +293,7 @@ def _plan_on(
         target=target,
         draft=None,
         tokenizer=tokenizer_of(target),
-        max_model_len=min(recipe.cache.max_model_len or target.max_len, target.max_len),
+        max_model_len=recipe.cache.max_model_len or target.max_len,
         groups=groups,
     )
     if k and (spec := _draft_spec(recipe, target.spec, permissions)) is not None:

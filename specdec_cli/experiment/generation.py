@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from specdec_cli.backends.base import Backend, Finished, Prepared, Session
-from specdec_cli.core.detokenize import StopFinder, Tokenizer, cut_at_stop
+from specdec_cli.core.detokenize import StopFinder, Tokenizer, cut_at_stop, text_before
 from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import Permissions, Request
 from specdec_cli.errors import SpecdecError, UsageError, is_out_of_memory
@@ -219,11 +219,12 @@ def _lacks_system(prompt: Prompt) -> bool:
 def requests(job: Job) -> list[Request]:
     """The engine's requests for the job's prompts."""
     stop = job.plan.params.stop
+    decoder, _ = job.plan.tokenizer.finding(stop)
     return [
         Request(
             prompt.index,
             ids,
-            partial(StopFinder, job.plan.tokenizer, ids, stop) if stop and ids else None,
+            partial(StopFinder, decoder, ids, stop) if stop and ids else None,
         )
         for prompt, ids in zip(job.prompts, job.token_ids, strict=True)
     ]
@@ -252,13 +253,10 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
 
 def _text_of(job: Job, token_ids: list[int], finish_reason: str) -> str:
     """The completion's text, up to the stop string that ended it."""
-    whole, stop = job.plan.tokenizer.decode(token_ids), job.plan.params.stop
-    text = cut_at_stop(whole, stop)
-    if finish_reason == "stop" and text == whole:
-        # Some tokenizers drop the space before a text's first word; behind the prompt, where the
-        # stop string was found, it was there.
-        text = cut_at_stop(f" {whole}", stop)[1:]
-    return text
+    tokenizer, stop = job.plan.tokenizer, job.plan.params.stop
+    if finish_reason != "stop":
+        return cut_at_stop(tokenizer.decode(token_ids), stop)
+    return text_before(tokenizer, token_ids, stop)
 
 
 def baseline(session: Session, job: Job, outputs: list[Output]) -> Metrics | None:

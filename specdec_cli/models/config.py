@@ -54,13 +54,30 @@ def dtype_of(wanted: str, config: Any, device: torch.device) -> torch.dtype:
     return stored if isinstance(stored, torch.dtype) else torch.bfloat16
 
 
+# Scalings that stretch the positions of training, by a factor that configs may leave out of
+# max_position_embeddings. longrope's and llama3's configs have the stretched length there.
+_STRETCHED = ("yarn", "linear")
+
+
 def max_len_of(config: Any) -> int:
-    """The most tokens of a sequence; 2**20 where the config has no limit."""
+    """The most tokens of a sequence; 2**20 where the config has no limit.
+
+    A factor of the rotary embedding stretches the length of training, or that of the config where
+    this is not said. Where layers have several embeddings the config's own length counts.
+    """
     for key in ("max_position_embeddings", "n_positions"):
         value = getattr(config, key, None)
         if isinstance(value, int) and value > 0:
-            return value
+            return max(value, _stretched(config, value))
     return 1 << 20
+
+
+def _stretched(config: Any, length: int) -> int:
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type") not in _STRETCHED:
+        return length
+    original, factor = rope.get("original_max_position_embeddings") or length, rope.get("factor")
+    return int(original * factor) if isinstance(factor, int | float) else length
 
 
 def eos_ids_of(config: Any, place: Path) -> frozenset[int]:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from copy import copy
 from datetime import datetime
 from functools import partial
 from inspect import signature
@@ -14,7 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from specdec_cli.core.detokenize import Tokenizer
+from specdec_cli.core.detokenize import Decoder, Tokenizer
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
@@ -47,6 +48,7 @@ class PretrainedTokenizer:
         """Raises `ValueError` for a tokenizer that makes texts too long."""
         self._tokenizer = tokenizer
         self._name = name
+        self._skips = True  # special tokens, in decoded text
         steps = _steps_of(tokenizer)
         growths = {part: growth_of(found, part) for part, found in steps.items()}
         self._growth = math.prod(n for part, n in growths.items() if part != "decoder")
@@ -127,16 +129,26 @@ class PretrainedTokenizer:
                 # Other threads run on during this function only. The limit takes longer than
                 # decoding a token does, and the time of other decoders is linear.
                 decode = self._tokenizer.backend_tokenizer.decode_batch
-                found = in_time(partial(decode, [ids], skip_special_tokens=True), len(ids))
+                found = in_time(partial(decode, [ids], skip_special_tokens=self._skips), len(ids))
                 return str(found[0])
             text: str = self._tokenizer.decode(
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                ids, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False
             )
         return text
 
     def vocabulary(self) -> dict[str, int]:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         return vocabulary
+
+    def finding(self, texts: Sequence[str]) -> tuple[Decoder, tuple[str, ...]]:
+        """See `core.detokenize.Tokenizer`."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        names = {*self._tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
+        if not any(name in text for name in names for text in texts):
+            return self, ()
+        verbatim = copy(self)
+        verbatim._skips = False
+        return verbatim, tuple(sorted(names, key=len, reverse=True))
 
 
 class ByteTokenizer:
@@ -163,6 +175,9 @@ class ByteTokenizer:
 
     def vocabulary(self) -> dict[str, int]:
         return {}
+
+    def finding(self, texts: Sequence[str]) -> tuple[Decoder, tuple[str, ...]]:
+        return self, ()
 
 
 _FILES = ("tokenizer*.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")

@@ -5,6 +5,7 @@ know models.
 """
 
 import json
+import logging
 import os
 import re
 import zipfile
@@ -23,6 +24,7 @@ from specdec_cli.models.gguf.files import layers_in, read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.text import first_line, one_line, reason_of
 
+_log = logging.getLogger("specdec")
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _INDEX_BYTES = 128 * 2**20
 
@@ -102,6 +104,11 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read
             "convert them to safetensors, or pass --allow-pickle if you trust them",
         )
     tensors: dict[str, Read] = {}
+    if files == [folder / _SAFE] and (stale := folder / f"{_SAFE}.index.json").is_file():
+        _log.warning(
+            "%s holds %s and %s, the index of another save: the single file is read",
+            *(folder, _SAFE, stale.name),
+        )
     with ExitStack() as stack:
         for file in files:
             tensors |= _open_safetensors(file, stack) if is_safe else _open_pickle(file)
@@ -117,7 +124,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The files of a checkpoint: one, or the shards that its index names."""
+    """The files of a checkpoint: one, or the shards that its index names.
+
+    A single file counts before an index beside it, as in transformers.
+    """
+    if (single := folder / name).is_file():
+        return [single]
     if (index := _index(folder, name)) is not None:
         # An index could name files anywhere; only its own folder counts.
         files = [folder / shard for shard in sorted({Path(s).name for s in index.values()})]
@@ -129,8 +141,7 @@ def _files(folder: Path, name: str) -> list[Path]:
                 "download the model again",
             )
         return files
-    single = folder / name
-    return [single] if single.is_file() else []
+    return []
 
 
 def _index(folder: Path, name: str) -> dict[str, str] | None:
@@ -168,9 +179,10 @@ def tensor_names(folder: Path) -> Collection[str]:
     """The names of the tensors in a folder; none where its index or file is damaged, or pickled."""
     names: Collection[str] = ()
     with suppress(SetupError), ExitStack() as stack:
-        names = _index(folder, _SAFE) or _index(folder, _PICKLED) or ()
-        if not names and (file := folder / _SAFE).is_file():
+        if (file := folder / _SAFE).is_file():
             names = _open_safetensors(file, stack).keys()
+        else:
+            names = _index(folder, _SAFE) or _index(folder, _PICKLED) or ()
     return names
 
 

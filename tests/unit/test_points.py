@@ -86,6 +86,25 @@ def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
     assert "share a batch and end together, and so it has no interval" in best.reason
 
 
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [("ok", "no text has a round"), ("failed", "no point with proposals could be measured")],
+)
+def test_a_sweep_in_which_nothing_was_compared_concludes_nothing(status: str, told: str) -> None:
+    """Texts that end with their first token, or points that fail, are no reason against a k."""
+    samples = {
+        Key("d", 4, k): {i: sample(i, [], 0.0, token_ids=[7]) for i in range(4)} for k in (0, 2)
+    }
+    plain, point = points_of(samples)
+    assert plain.speedup == 1.0 and point.speedup is None
+    points = [plain, point.model_copy(update={"status": status})]
+    best = recommend(points, measured_gains(points, samples), seed=0)
+    assert (best.k, best.tied, best.significant) == (None, [], False)
+    assert best.reason.startswith("nothing was compared with k = 0: ") and told in best.reason
+    alone = recommend([plain], measured_gains([plain], samples), seed=0)
+    assert alone.k == 0
+
+
 def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
     stages = {"draft": 60.0, "broadcast": 12.0, "verify": 120.0, "sample": 24.0, "commit": 9.0}
     assert (*stages,) == STAGES

@@ -63,6 +63,8 @@ def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> G
     chosen = [p for p in points if p.status == "ok" and p.speedup is not None]
     if not chosen:
         return Gains(why_none="no point could be compared with k = 0")
+    if not any(p.k for p in chosen) and any(p.k for p in points):
+        return Gains(why_none=f"nothing was compared with k = 0: {_why_not_compared(points)}")
     common = set.intersection(*(set(without_errors(samples[Key.of(p)])) for p in chosen))
     if not common:
         return Gains(why_none="the points have no prompt in common")
@@ -73,6 +75,16 @@ def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> G
         assert gain is not None
         found[key] = gain
     return Gains(chosen, measured=found, prompts=frozenset(common))
+
+
+def _why_not_compared(points: Sequence[Point]) -> str:
+    """The reason why no point with proposals has a speed-up."""
+    if any(p.k and p.status == "ok" for p in points):
+        return (
+            "no text has a round, since each ends with its first token (--max-new-tokens, "
+            "sampling.ignore_eos)"
+        )
+    return "no point with proposals could be measured"
 
 
 def predicted_gains(points: Sequence[Point], forecasts: Mapping[str | None, Forecasts]) -> Gains:

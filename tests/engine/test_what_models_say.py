@@ -1,0 +1,175 @@
+"""What a model's own files say beside its weights: context length, a second save, special tokens.
+
+transformers' own reading is the judge where there is one.
+"""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from specdec_cli.core.detokenize import StopFinder, text_before
+from specdec_cli.engine.plan import plan
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.models.config import max_len_of
+from specdec_cli.models.tokenizer import PretrainedTokenizer
+from specdec_cli.models.weights import open_checkpoint, tensor_names
+from specdec_cli.recipe import load_recipe
+from tests.support import save_tiny
+
+ROPE = {"rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "default"}, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"rope_type": "yarn", "factor": 2.5}, 160),
+        ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"rope_type": "dynamic", "factor": 4.0}, 64),
+        (
+            {
+                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8},
+            },
+            64,
+        ),
+    ],
+    ids=str,
+)
+def test_the_context_follows_the_factor_of_the_positions(rope: dict[str, Any], length: int) -> None:
+    config = LlamaConfig(max_position_embeddings=64, rope_parameters=rope | ROPE)
+    assert max_len_of(config) == length
+
+
+def test_layers_with_embeddings_of_their_own_keep_the_config_s_length() -> None:
+    rope = {"rope_type": "linear", "factor": 8.0}
+    kinds = {"full_attention": rope | ROPE, "sliding_attention": ROPE}
+    config = LlamaConfig(max_position_embeddings=64)
+    config.rope_parameters = kinds
+    assert max_len_of(config) == 64
+
+
+@pytest.mark.parametrize(("asked", "is_right"), [(256, True), (257, False), (5000, False)])
+def test_a_longer_context_than_the_target_s_is_an_error(
+    tmp_path: Path, asked: int, is_right: bool
+) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = save_tiny(tmp_path, "llama", max_position_embeddings=64, rope_parameters=rope | ROPE)
+    keys = {"target.model": str(folder), "speculation.method": "ngram", "run.device": "cpu"}
+    keys |= {"target.load_format": "dummy", "cache.max_model_len": asked}
+    recipe = load_recipe("demo-ngram", keys)
+    if is_right:
+        assert plan(recipe).max_model_len == asked
+    else:
+        with pytest.raises(UsageError, match=f"cache.max_model_len: {asked} is more than the 256"):
+            plan(recipe)
+
+
+def two_saves(folder: Path, *, lacks_a_shard: bool) -> tuple[Path, Path]:
+    """A folder with the shards and index of one model and the single file of another, and that."""
+    old, new = (
+        save_tiny(folder / "old", "llama", seed=1),
+        save_tiny(folder / "new", "llama", seed=2),
+    )
+    both = folder / "both"
+    AutoModelForCausalLM.from_pretrained(old).save_pretrained(both, max_shard_size="40KB")
+    assert (both / "model.safetensors.index.json").exists()
+    shutil.copy(new / "model.safetensors", both)
+    if lacks_a_shard:
+        next(both.glob("model-0*.safetensors")).unlink()
+    return both, new
+
+
+@pytest.mark.parametrize("lacks_a_shard", [False, True])
+def test_a_single_file_counts_before_the_index_of_another_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lacks_a_shard: bool
+) -> None:
+    both, new = two_saves(tmp_path, lacks_a_shard=lacks_a_shard)
+    want = load_file(new / "model.safetensors")
+    with caplog.at_level(logging.WARNING), open_checkpoint(both, False) as found:
+        assert found.keys() == want.keys() == set(tensor_names(both))
+        assert all(torch.equal(read(), want[name]) for name, read in found.items())
+    assert [record.message.count("model.safetensors.index.json") for record in caplog.records] == [
+        1
+    ]
+    theirs = AutoModelForCausalLM.from_pretrained(both).state_dict()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in want.items())
+
+
+def test_a_missing_shard_without_a_single_file_stays_an_error(tmp_path: Path) -> None:
+    both, _ = two_saves(tmp_path, lacks_a_shard=True)
+    (both / "model.safetensors").unlink()
+    with pytest.raises(SetupError, match="lacks 1 of"), open_checkpoint(both, False):
+        pass
+
+
+def test_one_save_is_no_reason_to_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path, False) as found:
+        assert list(found) == ["a"]
+    assert not caplog.records
+
+
+WORDS = ["<unk>", "<|end|>", "<|tool|>", "one", "two", "three", "<b>"]
+ONE, TWO, THREE, END, TOOL = 3, 4, 5, 1, 2
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> PretrainedTokenizer:
+    """Words and spaces, and two special tokens, of which one is only an added one."""
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    inner.add_special_tokens(["<|tool|>"])
+    theirs = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<|end|>")
+    return PretrainedTokenizer(theirs, "words")
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "count", "text"),
+    [
+        (("<|tool|>",), [ONE, TOOL, TWO], 2, "one"),
+        (("<|end|>",), [ONE, TWO, END], 3, "one two"),
+        (("two <|tool|>",), [ONE, TWO, TOOL, THREE], 3, "one"),
+        (("<|tool|>", "two"), [ONE, TWO, TOOL], 2, "one"),
+        (("two", "<|tool|>"), [END, ONE, TOOL], 3, "one"),
+        (("one two",), [ONE, TOOL, TWO], 3, ""),  # special tokens are none of an ordinary text
+        (("<|tool|> two",), [TOOL, ONE, TWO], None, None),
+    ],
+)
+def test_stop_strings_find_special_tokens(
+    tokenizer: PretrainedTokenizer,
+    stop: tuple[str, ...],
+    tokens: list[int],
+    count: int | None,
+    text: str | None,
+) -> None:
+    decoder, _ = tokenizer.finding(stop)
+    for lengths in ([len(tokens)], [1] * len(tokens)):
+        finder, parts, found, read = StopFinder(decoder, [TWO], stop), iter(tokens), None, 0
+        for length in lengths:
+            part = [next(parts) for _ in range(length)]
+            at = finder.feed(part)
+            found = read + at if found is None and at is not None else found
+            read += length
+        assert found == count
+    if count is not None:
+        assert text_before(tokenizer, tokens[:count], stop).strip() == text
+
+
+def test_texts_without_special_tokens_are_searched_as_they_are_shown(
+    tokenizer: PretrainedTokenizer,
+) -> None:
+    assert tokenizer.finding(("one", "tool")) == (tokenizer, ())
+    assert json.dumps(tokenizer.decode([ONE, TOOL])) == '"one"'
