@@ -77,7 +77,9 @@ def _stretched(config: Any, length: int) -> int:
     if not isinstance(rope, dict) or rope.get("rope_type") not in _STRETCHED:
         return length
     original, factor = rope.get("original_max_position_embeddings") or length, rope.get("factor")
-    return int(original * factor) if isinstance(factor, int | float) else length
+    if type(original) is not int or type(factor) not in (int, float) or not 1 <= factor < 2**20:
+        return length
+    return int(original * factor)
 
 
 def eos_ids_of(config: Any, place: Path) -> frozenset[int]:

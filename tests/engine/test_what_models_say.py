@@ -37,6 +37,10 @@ ROPE = {"rope_theta": 10000.0}
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
         ({"rope_type": "yarn", "factor": 2.5}, 160),
         ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"rope_type": "linear", "factor": float("inf")}, 64),
+        ({"rope_type": "linear", "factor": float("nan")}, 64),
+        ({"rope_type": "linear", "factor": True}, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "64"}, 64),
         ({"rope_type": "dynamic", "factor": 4.0}, 64),
         (
             {
@@ -49,7 +53,8 @@ ROPE = {"rope_theta": 10000.0}
     ids=str,
 )
 def test_the_context_follows_the_factor_of_the_positions(rope: dict[str, Any], length: int) -> None:
-    config = LlamaConfig(max_position_embeddings=64, rope_parameters=rope | ROPE)
+    config = LlamaConfig(max_position_embeddings=64)
+    config.rope_parameters = rope | ROPE
     assert max_len_of(config) == length
 
 
