@@ -72,9 +72,10 @@ _QWEN3_NEXT = Form(
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """count: modules in the file. hidden_size: H. vocab_size: V. keys: the recipe's readings."""
+    """count: modules in the file. hidden_size: H. vocab_size: V. keys: the recipe's readings.
+    index: of one module; the row of token t embeds token t + 1 + index.
+    """
 
-    shift: ClassVar[int] = 1
     carries: ClassVar[bool] = True
 
     name: str
@@ -83,6 +84,11 @@ class MtpConfig:
     vocab_size: int
     form: Form
     keys: MtpKeys
+    index: int = 0
+
+    @property
+    def shift(self) -> int:
+        return 1 + self.index
 
     @property
     def max_k(self) -> int | None:
@@ -119,8 +125,6 @@ def read_mtp_config(
             f"config.json of {name} promises no MTP modules: {key} {told}",
             "take another draft",
         )
-    if count > 1:
-        raise SetupError(f"{key} of {name} is {count}: a chain of MTP modules is not built yet")
     form = _deepseek(int(config.num_hidden_layers))
     if any(_QWEN3_NEXT.own(0, stored) for stored in names):
         form = _QWEN3_NEXT
