@@ -150,3 +150,22 @@ def expected_rounds(target: Path, prompt: list[int], k: int) -> list[tuple[int, 
                 found.append((count, stand))
             n += stand + 1
     return found
+
+
+def rows_of(target: Path, text: list[int], count: int) -> tuple[Any, list[Any]]:
+    """The target's hidden states [T, H] along `text`, and each module's rows, by transformers'
+    layers, without any cache: as many as the text has tokens for."""
+    oracle = _oracle(target, count)
+    modules, found = MtpModel.from_pretrained(oracle), []
+    with torch.no_grad():
+        states = oracle(torch.tensor([text]), output_hidden_states=True).hidden_states[-1]
+        hidden = states
+        for index in range(count):
+            embedded = torch.tensor([text[1 + index :]])
+            rows = embedded.shape[1]
+            places = torch.arange(rows)[None] + 1 + index
+            hidden = modules.forward_layer(
+                index, hidden[:, :rows], places, None, input_ids=embedded
+            )
+            found.append(hidden[0])
+    return states[0], found

@@ -3,23 +3,27 @@
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from specdec_cli.core.types import Permissions, Request, SamplingParams
+from specdec_cli.core.batch import Span
+from specdec_cli.core.types import Permissions, Request, SamplingParams, Sequence
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.memory.budget import CacheNeed
 from specdec_cli.engine.memory.estimate import estimate_rank, this_machine
 from specdec_cli.engine.plan import Plan, plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, UsageError
+from specdec_cli.methods.mtp import ChainedModules
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.mtp import MTP
 from tests import lossless
-from tests.support import greedy_reference, reference
+from tests.support import CPU, greedy_reference, reference
 
 pytest.importorskip("transformers", minversion="5.23")  # earlier ones have no MTP of their own
 from tests.mtp_pair import (
@@ -27,6 +31,7 @@ from tests.mtp_pair import (
     STARTS,
     expected_rounds,
     mtp_rounds,
+    rows_of,
     save_mtp,
 )
 
@@ -181,6 +186,22 @@ def test_a_chain_has_the_rounds_of_transformers(two: Path, case: str) -> None:
     assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
 
 
+@pytest.mark.parametrize("stops", [(10,), (3, 4, 10), (1, 5, 9, 10)])
+def test_rows_of_a_chain_are_those_of_transformers(two: Path, stops: tuple[int, ...]) -> None:
+    """In whatever chunks a prompt comes; the last rows are carried."""
+    proposer = build(planned(two, 2), 12).proposer
+    assert isinstance(proposer, ChainedModules)
+    text, chain = [5, 9, 3, 11, 60, 7, 30, 4, 8, 15, 16], proposer.chain
+    seq = Sequence(0, text, len(text), 40, block_table=[1, 2, 3])
+    states, (first, second) = rows_of(two, text, 2)
+    for start, stop in pairwise((0, *stops)):
+        chain.prefill([Span(seq, start, stop)], states[start:stop])
+    # Blocks of four rows: the last are row 9 of the first module, and row 8 of the second.
+    for index, wanted in enumerate((first[9], second[8])):
+        found = chain.fed(index, chain.heads[index].carry[3][None])[0]
+        assert torch.allclose(found, wanted, atol=1e-4), index
+
+
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_a_chain_of_three(family: str, tmp_path: Path) -> None:
     """A short prompt has no row of the last module yet."""
@@ -330,3 +351,62 @@ def test_facts_of_a_run(target: Path) -> None:
     assert "fed back normed" in found.execution["draft_conventions"]
     engine = build(found, 12)
     assert isinstance(engine.proposer.head, PagedHead)  # type: ignore[union-attr]
+
+
+def extracted(target: Path, folder: Path, **changes: Any) -> Path:
+    """The module of a target in a folder of its own, as speculators writes it."""
+    folder.mkdir()
+    names = {"eh_proj": "input_proj", "enorm": "token_layernorm", "hnorm": "hidden_layernorm"}
+    names |= {"shared_head.norm": "final_layernorm"}
+    tensors, experts = {}, dict[str, dict[int, Any]]()
+    for name, tensor in load_file(target / "model.safetensors").items():
+        if not name.startswith("model.layers.2."):
+            continue
+        own = name.removeprefix("model.layers.2.")
+        if found := re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)\.weight", own):
+            experts.setdefault(found[2], {})[int(found[1])] = tensor
+            continue
+        head = next((h for h in names if own.startswith(f"{h}.")), None)
+        own = own if head is None else own.replace(head, names[head], 1)
+        tensors[f"mtp_layers.0.{own}"] = tensor
+    gate, up, down = (
+        torch.stack([experts[n][e] for e in sorted(experts[n])])
+        for n in ("gate_proj", "up_proj", "down_proj")
+    )
+    tensors["mtp_layers.0.mlp.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+    tensors["mtp_layers.0.mlp.experts.down_proj"] = down
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    layer = json.loads((target / "config.json").read_text()) | changes
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": layer}
+    config |= {"architectures": ["MTPDraftModel"], "num_speculative_steps": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_an_extracted_module_runs_as_the_one_inside(target: Path, tmp_path: Path) -> None:
+    folder = extracted(target, tmp_path / "module")
+    found = planned(target, 3, draft__model=str(folder))
+    assert (found.recipe.speculation.method, found.proposer) == ("mtp_module", str(folder))
+    mine, inside = (run(p, prompts_of(target)) for p in (found, planned(target, 3)))
+    assert list(map(rounds_of, mine)) == list(map(rounds_of, inside))
+    assert [s.output_ids for s in mine] == [s.output_ids for s in inside]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("vocab_size", 96), ("hidden_size", 32), ("model_type", "mellum")]
+)
+def test_a_module_of_another_target_is_refused(
+    target: Path, tmp_path: Path, key: str, value: Any
+) -> None:
+    folder = extracted(target, tmp_path / "module", **{key: value})
+    told = f"another target: its transformer_layer_config[.]{key} is .?{value}"
+    with pytest.raises(SetupError, match=told) as found:
+        planned(target, draft__model=str(folder))
+    assert found.value.code == ExitCode.ENVIRONMENT and "\n" not in found.value.message
+
+
+def test_an_extracted_module_has_the_ranks_of_its_target(target: Path, tmp_path: Path) -> None:
+    sets = {"target.model": str(target), "draft.model": str(extracted(target, tmp_path / "one"))}
+    recipe = load_recipe(None, sets | {"target.tensor_parallel_size": 2})
+    with pytest.raises(UsageError, match=r"draft.tensor_parallel_size is 1: .* over 2 ranks"):
+        plan_all_ranks(recipe, Permissions(), CPU)

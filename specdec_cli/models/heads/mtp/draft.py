@@ -10,7 +10,7 @@ import torch
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape
 from specdec_cli.core.parallel import Groups, TensorParallel
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.conversion import converted
 from specdec_cli.models.description import Description, describe_config
 from specdec_cli.models.draft import Passes, Reading
@@ -18,10 +18,12 @@ from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.heads.mtp.chain import MtpChain
 from specdec_cli.models.heads.mtp.config import (
+    EXTRACTED,
     NORMS,
     PROJECTION,
     MtpConfig,
     layer_config,
+    read_module_config,
     read_mtp_config,
 )
 from specdec_cli.models.heads.mtp.head import MtpHead
@@ -30,6 +32,7 @@ from specdec_cli.models.held import held_bytes
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.loader import load, open_tensors
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.resolve import model_place
 from specdec_cli.models.sharing import borrowed_weights
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.weights import tensor_names
@@ -95,7 +98,9 @@ class MtpDraft:
         return self.config.max_k
 
     @property
-    def target_tensors(self) -> re.Pattern[str]:
+    def target_tensors(self) -> re.Pattern[str] | None:
+        if self.config.form is EXTRACTED:
+            return None
         form = self.config.form
         numbers = "|".join(str(form.first + index) for index in range(self.config.count))
         layers = re.escape(form.layer).replace(r"\{\}", f"({numbers})")
@@ -208,21 +213,36 @@ def describe_mtp(
     max_len: int,
     speculation: SpeculationSection,
 ) -> MtpDraft:
-    """The MTP modules of a target. Raises `SetupError`, which names the key or the tensor, for a
-    target without it."""
-    if is_gguf(target.place):
-        raise SetupError(f"{spec.name} is a GGUF file, whose MTP modules are not read")
-    settings = target.module.config
-    names = () if spec.load_format == "dummy" else tensor_names(target.place)
-    config = read_mtp_config(spec.name, target.place, settings, names, speculation)
+    """The MTP modules of a target: in its own file, or the one that lies at another name.
+
+    Raises `SetupError`, which names the key or the tensor, for a target without them and a module
+    that does not fit it, and `UsageError` for another number of ranks.
+    """
+    settings, is_dummy = target.module.config, spec.load_format == "dummy"
+    if spec.name == target.spec.name:
+        if is_gguf(place := target.place):
+            raise SetupError(f"{spec.name} is a GGUF file, whose MTP modules are not read")
+        names = () if is_dummy else tensor_names(place)
+        config = read_mtp_config(spec.name, place, settings, names, speculation)
+    else:
+        weights = {"weights": not is_dummy, "allow_pickle": spec.allow_pickle}
+        place = model_place(spec.name, spec.revision, spec.file, **weights)
+        names = () if is_dummy else tensor_names(place)
+        config = read_module_config(spec.name, place, settings, speculation)
+    if parallel.size != target.parallel.size:
+        raise UsageError(
+            f"draft.tensor_parallel_size is {parallel.size}: an MTP module uses the target's head, "
+            f"which is split over {target.parallel.size} ranks",
+            f"set draft.tensor_parallel_size to {target.parallel.size}",
+        )
     num_layers = int(settings.num_hidden_layers)
     check_hidden_layers(target.module, (num_layers,))
     # Later modules are of no use to shorter chains.
     count = min(config.count, speculation.num_speculative_tokens)
-    bodies = [
-        _body(spec, config, index, target, names, parallel, max_len) for index in range(count)
-    ]
-    return MtpDraft(spec, config, tuple(bodies), num_layers)
+    where = target, place, names, parallel, max_len
+    return MtpDraft(
+        spec, config, tuple(_body(spec, config, i, *where) for i in range(count)), num_layers
+    )
 
 
 def _body(
@@ -230,20 +250,24 @@ def _body(
     config: MtpConfig,
     index: int,
     target: Description,
+    place: Path,
     names: Collection[str],
     parallel: TensorParallel,
     max_len: int,
 ) -> Description:
-    """The layer of one module. names: of the tensors in the target's file; none if not known."""
-    settings = target.module.config
+    """The layer of one module. place, names: of its file, and of the tensors there;
+    none if they are not known."""
+    settings = layer_config(target.module.config, index)
+    if config.form is EXTRACTED:  # which is plain, whatever the target's form
+        settings.quantization_config = None
     own_spec = replace(spec, weights="dequantise", name=f"{spec.name} (MTP module {index})")
     body = describe_config(
-        *(own_spec, target.place, layer_config(settings, index), target.device, parallel),
+        *(own_spec, place, settings, target.device, parallel),
         config.renamed(index),
     )
     own = {own for name in names if (own := config.form.own(index, name)) is not None}
     if names:
-        missing = {PROJECTION, *NORMS} - own
+        missing = {PROJECTION, *NORMS, "model.norm.weight"} - own
         if quantisation(settings) is None:
             held, _ = converted(body.module, dict.fromkeys(own, _unread))
             lent = set(borrowed_weights(body.module, target.module, _SHARED))
