@@ -27,6 +27,7 @@ from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.sampling import to_probs
 from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.loop import Engine
+from specdec_cli.models.gate import batched_experts
 from tests.support import noise_of, reference, save_tiny
 
 VOCAB = 32
@@ -485,7 +486,8 @@ def exact_joint(folder: Path, prompt: list[int], params: SamplingParams, depth: 
     model = reference(folder).double()
     prefixes, joint = torch.tensor([prompt]), torch.ones(1, dtype=torch.float64)
     for _ in range(depth):
-        with torch.inference_mode():
+        # The usual code for experts takes no fp64.
+        with torch.inference_mode(), batched_experts(model):
             probs = warped(model(prefixes).logits[:, -1], params)
         vocab = probs.shape[1]
         joint = (joint[:, None] * probs).view(-1)

@@ -11,20 +11,21 @@ from transformers.generation import candidate_generator
 from transformers.modeling_layers import MtpModel
 
 from tests.cli.generate_helpers import word_tokenizer
-from tests.support import VOCAB, _generate, greedy_reference, reference, save_tiny
+from tests.support import _generate, greedy_reference, reference, save_tiny
 
 NEW_TOKENS = 24
 STARTS = [[5, 9, 3, 11, 60], [7, 30], [4, 8, 15, 16, 23, 42, 50, 61, 12, 90, 33], [44, 2, 71, 6]]
 
 
-def save_mtp(folder: Path, family: str = "glm4_moe", count: int = 1, **changes: Any) -> Path:
-    """A target of two layers with `count` modules, trained on some of its texts."""
+def save_mtp(
+    folder: Path, family: str = "glm4_moe", count: int = 1, steps: int = 14, **changes: Any
+) -> Path:
+    """A target of two layers with `count` modules, trained a little on some of its texts."""
     key = "num_mtp_layers" if family == "mellum" else "num_nextn_predict_layers"
     changes = {key: count, **changes}
     target = save_tiny(folder, family, **changes)
-    word_tokenizer(target, [f"w{i}" for i in range(VOCAB)])
     oracle = reference(target)
-    texts = [p + greedy_reference(oracle, p, NEW_TOKENS + 8) for p in STARTS[:-1]]
+    word_tokenizer(target, [f"w{i}" for i in range(oracle.config.vocab_size)])
     torch.manual_seed(5)
     modules = MtpModel(oracle, count)
     for name, tensor in [*modules.named_parameters(), *modules.named_buffers()]:
@@ -35,14 +36,16 @@ def save_mtp(folder: Path, family: str = "glm4_moe", count: int = 1, **changes: 
         elif tensor.is_floating_point():
             with torch.no_grad():
                 tensor.add_(torch.randn_like(tensor) * 0.2)
-    _train(modules.float(), oracle, texts)
+    if steps:
+        texts = [p + greedy_reference(oracle, p, NEW_TOKENS + 8) for p in STARTS[:-1]]
+        _train(modules.float(), oracle, texts, steps)
     file = target / "model.safetensors"
     tensors = load_file(file) | stored(modules, family, int(oracle.config.num_hidden_layers))
     save_file(tensors, file, metadata={"format": "pt"})
     return target
 
 
-def _train(modules: Any, oracle: Any, texts: list[list[int]], steps: int = 14) -> None:
+def _train(modules: Any, oracle: Any, texts: list[list[int]], steps: int) -> None:
     weights = [p for p in modules.parameters() if p.requires_grad]
     adam = torch.optim.Adam(weights, lr=3e-3)
     with torch.inference_mode(False), torch.enable_grad():
@@ -147,3 +150,22 @@ def expected_rounds(target: Path, prompt: list[int], k: int) -> list[tuple[int, 
                 found.append((count, stand))
             n += stand + 1
     return found
+
+
+def rows_of(target: Path, text: list[int], count: int) -> tuple[Any, list[Any]]:
+    """The target's hidden states [T, H] along `text`, and each module's rows, by transformers'
+    layers, without any cache: as many as the text has tokens for."""
+    oracle = _oracle(target, count)
+    modules, found = MtpModel.from_pretrained(oracle), []
+    with torch.no_grad():
+        states = oracle(torch.tensor([text]), output_hidden_states=True).hidden_states[-1]
+        hidden = states
+        for index in range(count):
+            embedded = torch.tensor([text[1 + index :]])
+            rows = embedded.shape[1]
+            places = torch.arange(rows)[None] + 1 + index
+            hidden = modules.forward_layer(
+                index, hidden[:, :rows], places, None, input_ids=embedded
+            )
+            found.append(hidden[0])
+    return states[0], found

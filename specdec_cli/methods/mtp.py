@@ -1,13 +1,80 @@
-"""Proposing tokens with the modules for multi-token prediction in the target's checkpoint."""
+"""Proposing tokens with the modules for multi-token prediction in the target's checkpoint.
 
-from specdec_cli.methods.base import DraftPlace, Method
-from specdec_cli.methods.step_head import estimate_bytes, make
+A single module takes steps, as an EAGLE-3 head does. Several are a chain: module i makes proposal
+i + 1. It needs a true row of every token, which `commit` writes; its last i rows embed proposals,
+and are written again in each round. Legend: B slots, H width of the target.
+"""
+
+import torch
+
+from specdec_cli.core.batch import Rectangle, Span
+from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
+from specdec_cli.core.drafting import Drafting
+from specdec_cli.core.state import BatchState
+from specdec_cli.methods import step_head
+from specdec_cli.methods.base import DraftPlace, Method, MethodParts, Proposer
+from specdec_cli.models.heads.mtp.chain import MtpChain
 from specdec_cli.models.heads.mtp.draft import MtpDraft, describe_mtp
 
 
+class ChainedModules(Proposer):
+    """Draws a token from each module in turn. max_len: positions that they may use.
+
+    What a module reads of the one before may lie in another block than its own keys, so texts do
+    not share blocks.
+    """
+
+    def __init__(self, chain: MtpChain, feature_layers: tuple[int, ...], max_len: int) -> None:
+        self.chain, self.feature_layers, self.max_len = chain, feature_layers, max_len
+
+    def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
+        assert features is not None, "the target has to return hidden states"
+        self.chain.prefill(spans, features)
+
+    def propose(self, state: BatchState, draft: Drafting) -> Candidates:
+        """Module i runs over its rows that embed proposals, i of them, from length - 1 - i on."""
+        heads = self.chain.heads
+        x, rows, step = heads[0].carried(state), None, 0
+        tokens = x.hidden.new_zeros(len(x.hidden), 0, dtype=torch.int64)
+        while not draft.is_over:
+            if step:
+                first = heads[step - 1].head.fed_back(heads[step - 1].carried(state))[:, None]
+                hidden = first if rows is None else torch.cat((first, rows), dim=1)
+                place = Rectangle(tokens, draft.lens, -1 - step, step + 3, self.max_len, True)
+                x = heads[step].forward_slots(place, state, hidden, fused=True)
+                rows = heads[step].head.fed_back(x).unflatten(0, (-1, step))
+                x = heads[step].head.normed(x.hidden.unflatten(0, (-1, step))[:, -1])
+            token = draft.draw(heads[step].head.logits(x), heads[step].head.ids)
+            tokens, step = torch.cat((tokens, token[:, None]), dim=1), step + 1
+        return draft.candidates()
+
+    def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
+        """Write the rows that the decided tokens complete: of module i, i places further back."""
+        assert target.features is not None, "the target has to return hidden states"
+        inputs, accepted = target.features, verdict.num_accepted
+        for index, one in enumerate(self.chain.heads):
+            before = one.head.fed_back(one.carried(state))[:, None]
+            rows = Rectangle(
+                *(verdict.token_ids, accepted, -1 - index, 1 + index, self.max_len, False)
+            )
+            x = one.forward_slots(rows, state, inputs, fused=index > 0)
+            one.carry_on(state, x.hidden.view(*verdict.token_ids.shape, -1), accepted)
+            own = one.head.fed_back(x).view(*verdict.token_ids.shape, -1)
+            inputs = torch.cat((before, own[:, :-1]), dim=1)
+
+    def clear(self) -> None:
+        self.chain.clear()
+
+
+def _make(parts: MethodParts) -> Proposer:
+    if not isinstance(parts.draft, MtpChain):
+        return step_head.make(parts)
+    return ChainedModules(parts.draft, parts.target.hidden_layers, parts.draft_max_len)
+
+
 def _describe(place: DraftPlace) -> MtpDraft:
-    where = place.spec, place.device, place.parallel, place.target, place.max_model_len
+    where = place.spec, place.parallel, place.target, place.max_model_len
     return describe_mtp(*where, place.speculation)
 
 
-METHOD = Method(make, estimate_bytes, _describe)
+METHOD = Method(_make, step_head.estimate_bytes, _describe)

@@ -13,6 +13,7 @@ from specdec_cli.core import peers
 from specdec_cli.engine.build import build
 from specdec_cli.engine.memory.measured import Models, weight_bytes
 from specdec_cli.methods.draft_model import DraftModel
+from specdec_cli.methods.mtp import ChainedModules
 from specdec_cli.methods.step_head import StepHead
 from tests.inside import register
 from specdec_cli.engine.loop import Engine
@@ -220,6 +221,8 @@ def draft_bytes(found: Plan, engine: Engine) -> int:
     if (module := getattr(found.draft, "module", None)) is not None:
         held = module.parameters()
         return sum(p.numel() * p.element_size() for p in held if not p.is_meta)
+    if isinstance(engine.proposer, ChainedModules):
+        return weight_bytes(Models(engine.target, engine.proposer.chain))[1]
     assert isinstance(engine.proposer, StepHead)
     head = engine.proposer.head
     return 0 if head is None else weight_bytes(Models(engine.target, head))[1]

@@ -146,3 +146,25 @@ def test_ranks_share_a_draft_in_the_target_s_files(two: World, tmp_path: Path) -
     assert [x["outputs"] for x in found] == [one["outputs"]] * 2
     assert all(0 < x["draft_bytes"] == x["draft_planned"] < one["draft_bytes"] for x in found)
     del METHODS["inside"]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranks_share_modules_in_the_target_s_files(
+    two: World, tmp_path: Path, count: int, params: dict[str, Any]
+) -> None:
+    """MTP modules, whose experts are split as the target's are."""
+    pytest.importorskip("transformers", minversion="5.23")
+    from tests.mtp_pair import save_mtp
+
+    target = save_mtp(tmp_path / "target", count=count)
+    sets = {"target.model": str(target), "speculation.method": "mtp", "run.device": "cpu"}
+    sets |= {"speculation.num_speculative_tokens": 2, "cache.block_size": 4, "run.batch_size": 3}
+    sets |= {"sampling.max_new_tokens": NEW_TOKENS, "sampling.ignore_eos": True, **params}
+    one = cases.built(0, sets, PROMPTS)
+    found = two.run(cases.built, sets | {"target.tensor_parallel_size": 2}, PROMPTS)
+    assert [x["outputs"] for x in found] == [one["outputs"]] * 2
+    assert [x["rounds"] for x in found] == [one["rounds"]] * 2
+    assert sum(one["accepted"]) >= 3
+    assert all(x["held"] == ["target", "draft"] for x in found)
+    assert all(x["draft_bytes"] < 0.8 * one["draft_bytes"] for x in found)

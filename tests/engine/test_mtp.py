@@ -3,19 +3,27 @@
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from specdec_cli.core.types import Request
-from specdec_cli.engine.build import build
-from specdec_cli.engine.plan import Plan, plan
-from specdec_cli.errors import ExitCode, SetupError
+from specdec_cli.core.batch import Span
+from specdec_cli.core.types import Permissions, Request, SamplingParams, Sequence
+from specdec_cli.engine.build import build, load_models, measured
+from specdec_cli.engine.memory.budget import CacheNeed
+from specdec_cli.engine.memory.estimate import estimate_rank, this_machine
+from specdec_cli.engine.plan import Plan, plan, plan_all_ranks
+from specdec_cli.errors import ExitCode, SetupError, UsageError
+from specdec_cli.methods.mtp import ChainedModules
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.recipe import load_recipe
-from tests.support import greedy_reference, reference
+from specdec_cli.recipe.choices.mtp import MTP
+from tests import lossless
+from tests.support import CPU, greedy_reference, reference
 
 pytest.importorskip("transformers", minversion="5.23")  # earlier ones have no MTP of their own
 from tests.mtp_pair import (
@@ -23,6 +31,7 @@ from tests.mtp_pair import (
     STARTS,
     expected_rounds,
     mtp_rounds,
+    rows_of,
     save_mtp,
 )
 
@@ -160,11 +169,174 @@ def test_a_projection_of_another_shape_is_refused(target: Path, tmp_path: Path) 
         build(planned(folder), 12)
 
 
-def test_several_modules_bound_k(target: Path, tmp_path: Path) -> None:
-    """They are refused until a chain of them is built."""
-    folder = edited(target, tmp_path / "two", num_nextn_predict_layers=2)
-    with pytest.raises(SetupError, match="num_nextn_predict_layers"):
-        planned(folder, 2)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with two modules."""
+    return save_mtp(tmp_path_factory.mktemp("mtp") / "two", count=2)
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_chain_has_the_rounds_of_transformers(two: Path, case: str) -> None:
+    seqs = run(planned(two, 2, **SETTINGS[case]), prompts_of(two))
+    for seq, start in zip(seqs, STARTS, strict=True):
+        tokens, accepted = mtp_rounds(two, start, 2)
+        assert seq.output_ids == tokens[1:]
+        same_rounds(seq, accepted)
+    assert {a for seq in seqs for a in seq.accepted_per_round} == {0, 1, 2}
+    assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
+
+
+@pytest.mark.parametrize("stops", [(10,), (3, 4, 10), (1, 5, 9, 10)])
+def test_rows_of_a_chain_are_those_of_transformers(two: Path, stops: tuple[int, ...]) -> None:
+    """In whatever chunks a prompt comes; the last rows are carried."""
+    proposer = build(planned(two, 2), 12).proposer
+    assert isinstance(proposer, ChainedModules)
+    text, chain = [5, 9, 3, 11, 60, 7, 30, 4, 8, 15, 16], proposer.chain
+    seq = Sequence(0, text, len(text), 40, block_table=[1, 2, 3])
+    states, (first, second) = rows_of(two, text, 2)
+    for start, stop in pairwise((0, *stops)):
+        chain.prefill([Span(seq, start, stop)], states[start:stop])
+    # Blocks of four rows: the last are row 9 of the first module, and row 8 of the second.
+    for index, wanted in enumerate((first[9], second[8])):
+        found = chain.fed(index, chain.heads[index].carry[3][None])[0]
+        assert torch.allclose(found, wanted, atol=1e-4), index
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_chain_of_three(family: str, tmp_path: Path) -> None:
+    """A short prompt has no row of the last module yet."""
+    target = save_mtp(tmp_path / "three", family, 3)
+    seqs = run(planned(target, 3, run__batch_size=3, run__prefill_chunk=4), prompts_of(target))
+    for seq, start in zip(seqs, STARTS, strict=True):
+        tokens, accepted = mtp_rounds(target, start, 3)
+        assert seq.output_ids == tokens[1:]
+        same_rounds(seq, accepted)
+    assert sum(sum(s.accepted_per_round) for s in seqs) > 10
+    seqs = run(planned(target, 3), [[7], [5, 9]])
+    oracle = reference(target)
+    wanted = [greedy_reference(oracle, p, NEW_TOKENS - 1) for p in ([7], [5, 9])]
+    assert [seq.output_ids for seq in seqs] == wanted
+
+
+def test_a_shorter_chain_proposes_the_same(two: Path) -> None:
+    found = planned(two, 1)
+    assert found.draft is not None and len(found.draft.layers) == 1
+    assert [s.output_ids for s in run(found, prompts_of(two))] == [
+        s.output_ids for s in run(planned(two, 2), prompts_of(two), 1)
+    ]
+
+
+def test_a_chain_bounds_k(two: Path) -> None:
+    with pytest.raises(UsageError, match=r"^-k 3 .* at most 2 tokens a round") as found:
+        planned(two, 3)
+    assert found.value.code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("policy", ["confidence", "adaptive"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_lengths_of_each_sequence(target: Path, two: Path, count: int, policy: str) -> None:
+    folder = target if count == 1 else two
+    keys = {"speculation.length.policy": policy, "speculation.length.threshold": 0.6}
+    keys |= {"speculation.length.choices": [0, 1, 2]}
+    prompts = prompts_of(folder)
+    seqs = run(planned(folder, 2, run__batch_size=3, **keys), prompts)
+    oracle = reference(folder)
+    assert [s.output_ids for s in seqs] == [
+        greedy_reference(oracle, p, NEW_TOKENS - 1) for p in prompts
+    ]
+    if policy == "confidence":
+        assert len({p for s in seqs for p in s.proposed_per_round}) > 1
+
+
+@pytest.mark.parametrize(("count", "k"), [(1, 3), (2, 2)])
+def test_sampled_text_follows_the_target(count: int, k: int, tmp_path: Path) -> None:
+    """Joint distribution of the first tokens."""
+    sizes: dict[str, Any] = {"vocab_size": 8, "hidden_size": 32, "num_hidden_layers": 1}
+    sizes |= {"first_k_dense_replace": 0}
+    target = save_mtp(tmp_path / "eight", count=count, steps=0, **sizes)
+    more = {"sampling.temperature": 0.9, "sampling.top_p": 0.95, "sampling.max_new_tokens": 4}
+    found = planned(target, k, run__batch_size=400, cache__num_blocks=1600, **more)
+    engine = build(found, 12)
+    params = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=4, seed=1, ignore_eos=True)
+    told = lossless.engine_trial(engine, target, [3, 1, 4, 5], k, params, 4000)
+    assert lossless.adjusted(told) > 1e-4
+
+
+@pytest.mark.parametrize("options", [{}, {"run.prefill_chunk": 3}], ids=["whole", "chunks"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_greedy_replay_is_exact(
+    target: Path, two: Path, count: int, options: dict[str, Any]
+) -> None:
+    """Predictions from the texts of one length are the rounds of every length."""
+    folder, largest = (target, 4) if count == 1 else (two, 2)
+    found = planned(folder, largest, **options)
+    engine, prompts = build(found, 12), [*prompts_of(folder), [7]]
+    requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+    seqs = engine.run(requests, largest, found.params).seqs
+    for seq, request in zip(seqs, requests, strict=True):
+        told = engine.forecast(request, seq.output_ids, largest, found.params)
+        assert told.ahead is not None
+        start = 0
+        for proposed, accepted in rounds_of(seq):
+            chances = told.ahead[start][:proposed]
+            assert accepted == (*(round(c) for c in chances), 0).index(0)
+            start += accepted + 1
+
+
+READINGS = {"fed back raw": {"fed_back": "raw"}, "first zeroed": {"first_embedding": "zeroed"}}
+
+
+@pytest.mark.parametrize("case", READINGS)
+def test_readings_change_proposals_and_no_text(target: Path, case: str) -> None:
+    keys = {f"speculation.mtp_{key}": value for key, value in READINGS[case].items()}
+    ours, theirs = (run(planned(target, 3, **k), prompts_of(target)) for k in ({}, keys))
+    assert [s.output_ids for s in ours] == [s.output_ids for s in theirs]
+    assert list(map(rounds_of, ours)) != list(map(rounds_of, theirs))
+    told = planned(target, 3, **keys)
+    assert set(READINGS[case].values()) & set(re.findall(r"\w+", str(told.execution)))
+    assert len(told.readings) == 2
+
+
+def test_copies_of_embedding_and_head(target: Path, tmp_path: Path) -> None:
+    """They are ignored unless the recipe says otherwise."""
+    folder = shutil.copytree(target, tmp_path / "copies")
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["lm_head.weight"]
+    tensors["model.layers.2.shared_head.head.weight"] = head.roll(1, 0).clone()
+    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    plain, ignored = (run(planned(t), prompts_of(target)) for t in (target, folder))
+    assert list(map(rounds_of, plain)) == list(map(rounds_of, ignored))
+    found = planned(folder, speculation__mtp_copies="used")
+    assert found.draft is not None and "draft_borrows" not in found.execution
+    own = run(found, prompts_of(target))
+    assert [s.output_ids for s in own] == [s.output_ids for s in plain]
+    assert sum(sum(s.accepted_per_round) for s in own) < 5
+    saved = planned(folder).draft.weight_bytes  # type: ignore[union-attr]
+    assert found.draft.weight_bytes - saved == 2 * 97 * 64 * 4
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_estimates_are_near_on_a_cpu(
+    target: Path, two: Path, count: int, temperature: float
+) -> None:
+    keys = {"run.batch_size": 4, "sampling.temperature": temperature}
+    found = planned(target if count == 1 else two, 2, **keys)
+    need = CacheNeed(4, 300, found.k, 4)
+    plans = plan_all_ranks(found.recipe, Permissions(), found.device)
+    (guess,) = [estimate_rank(p, need, this_machine(found.device, 1)) for p in plans]
+    mine = measured(found, load_models(found), need)
+    assert mine.fits == pytest.approx(guess.fits, rel=0.05)
+    assert mine.draft_weight_bytes == pytest.approx(guess.draft_weight_bytes, abs=256)
+    assert mine.activation_bytes < 4 * guess.activation_bytes
+    assert guess.activation_bytes < 4 * mine.activation_bytes
+
+
+def test_vllm_s_config() -> None:
+    settings = {("sampling", "temperature"): 0.7, ("target", "model"): "t"}
+    found = MTP.to_vllm(lambda *key: settings.get(key), None)  # type: ignore[misc]
+    assert found.config == {"method": "mtp", "draft_sample_method": "probabilistic"}
 
 
 def test_dummy_modules_run(target: Path) -> None:
@@ -179,3 +351,62 @@ def test_facts_of_a_run(target: Path) -> None:
     assert "fed back normed" in found.execution["draft_conventions"]
     engine = build(found, 12)
     assert isinstance(engine.proposer.head, PagedHead)  # type: ignore[union-attr]
+
+
+def extracted(target: Path, folder: Path, **changes: Any) -> Path:
+    """The module of a target in a folder of its own, as speculators writes it."""
+    folder.mkdir()
+    names = {"eh_proj": "input_proj", "enorm": "token_layernorm", "hnorm": "hidden_layernorm"}
+    names |= {"shared_head.norm": "final_layernorm"}
+    tensors, experts = {}, dict[str, dict[int, Any]]()
+    for name, tensor in load_file(target / "model.safetensors").items():
+        if not name.startswith("model.layers.2."):
+            continue
+        own = name.removeprefix("model.layers.2.")
+        if found := re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)\.weight", own):
+            experts.setdefault(found[2], {})[int(found[1])] = tensor
+            continue
+        head = next((h for h in names if own.startswith(f"{h}.")), None)
+        own = own if head is None else own.replace(head, names[head], 1)
+        tensors[f"mtp_layers.0.{own}"] = tensor
+    gate, up, down = (
+        torch.stack([experts[n][e] for e in sorted(experts[n])])
+        for n in ("gate_proj", "up_proj", "down_proj")
+    )
+    tensors["mtp_layers.0.mlp.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+    tensors["mtp_layers.0.mlp.experts.down_proj"] = down
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    layer = json.loads((target / "config.json").read_text()) | changes
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": layer}
+    config |= {"architectures": ["MTPDraftModel"], "num_speculative_steps": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_an_extracted_module_runs_as_the_one_inside(target: Path, tmp_path: Path) -> None:
+    folder = extracted(target, tmp_path / "module")
+    found = planned(target, 3, draft__model=str(folder))
+    assert (found.recipe.speculation.method, found.proposer) == ("mtp_module", str(folder))
+    mine, inside = (run(p, prompts_of(target)) for p in (found, planned(target, 3)))
+    assert list(map(rounds_of, mine)) == list(map(rounds_of, inside))
+    assert [s.output_ids for s in mine] == [s.output_ids for s in inside]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("vocab_size", 96), ("hidden_size", 32), ("model_type", "mellum")]
+)
+def test_a_module_of_another_target_is_refused(
+    target: Path, tmp_path: Path, key: str, value: Any
+) -> None:
+    folder = extracted(target, tmp_path / "module", **{key: value})
+    told = f"another target: its transformer_layer_config[.]{key} is .?{value}"
+    with pytest.raises(SetupError, match=told) as found:
+        planned(target, draft__model=str(folder))
+    assert found.value.code == ExitCode.ENVIRONMENT and "\n" not in found.value.message
+
+
+def test_an_extracted_module_has_the_ranks_of_its_target(target: Path, tmp_path: Path) -> None:
+    sets = {"target.model": str(target), "draft.model": str(extracted(target, tmp_path / "one"))}
+    recipe = load_recipe(None, sets | {"target.tensor_parallel_size": 2})
+    with pytest.raises(UsageError, match=r"draft.tensor_parallel_size is 1: .* over 2 ranks"):
+        plan_all_ranks(recipe, Permissions(), CPU)

@@ -219,7 +219,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     ),
     "mtp, extracted": (
         speculators("mtp"),
-        "a multi-token-prediction module on its own",
+        "an MTP module",
         'speculators_model_type: "mtp"',
     ),
     "mtp, SGLang's class": (
@@ -325,8 +325,9 @@ def test_one_form_fits(case: str) -> None:
     found = fitting_forms(config)
     assert [fits.form.noun for fits in found] == [noun] * (noun is not None)
     assert all(seen in fits.seen for fits in found)
-    is_head = case.startswith("eagle3")
-    assert [fits.method for fits in found if fits.method] == ["eagle3"] * is_head
+    is_head, is_module = case.startswith("eagle3"), case == "mtp, extracted"
+    methods = ["eagle3"] * is_head + ["mtp_module"] * is_module
+    assert [fits.method for fits in found if fits.method] == methods
     dialects = [kind for name, kind in DIALECTS.items() if f"eagle3, {name}" in case]
     assert dialect_of(config) == (dialects[0] if is_head else None)
 
@@ -354,8 +355,8 @@ def recipe_of(folder: Path, config: dict[str, Any], **speculation: Any) -> Recip
 def test_what_no_method_runs_is_refused_by_its_key(case: str, tmp_path: Path) -> None:
     """However the recipe names it; at k = 0 no draft runs, so nothing is refused."""
     config, noun, seen = CONFIGS[case]
-    if noun is None or case.startswith("eagle3"):
-        wanted = "draft_model" if noun is None else "eagle3"
+    built = {"an EAGLE-3 head": "eagle3", "an MTP module": "mtp_module", None: "draft_model"}
+    if (wanted := built.get(noun)) is not None:
         assert with_method(recipe_of(tmp_path, config)).speculation.method == wanted
         return
     for named in ({}, {"method": "draft_model"}, {"method": "eagle3"}):

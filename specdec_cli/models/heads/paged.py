@@ -37,6 +37,7 @@ class PagedHead:
 
     def __init__(self, head: Head, cache: KVCache, captured_width: int = sys.maxsize) -> None:
         self.head = head
+        self._behind = max(0, head.config.shift - 1)
         self._captured_width = captured_width
         self._padded = PaddedBatches()
         self.use(cache)
@@ -127,22 +128,24 @@ class PagedHead:
 
     @torch.inference_mode()
     def carry_on(self, state: BatchState, hidden: torch.Tensor, place: torch.Tensor) -> None:
-        """Keep the outputs of rows at length - 1 + `place`, those that are complete last.
+        """Keep the outputs of row `place` of each slot, those that are complete last.
 
-        hidden: [B, Q, H], rows from position length - 1 on. place: int64 [B]; below 0 nothing is
-        kept.
+        hidden: [B, Q, H], rows from position length - shift on. place: int64 [B]; below 0 nothing
+        is kept.
         """
         at = place.clamp(min=0)
         rows = hidden.gather(1, at[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
-        blocks = self._block_at(state, state.length - 1 + at)
+        position = state.length - 1 - self._behind + at
+        is_kept = state.active & (place >= 0) & (position >= 0)
         # Block 0 takes what nobody reads.
-        self.carry.index_copy_(0, blocks * (state.active & (place >= 0)), rows)
+        self.carry.index_copy_(0, self._block_at(state, position) * is_kept, rows)
 
     @torch.inference_mode()
     def carried(self, state: BatchState) -> ops.Normed:
         """The outputs of each slot's last complete row, [B, H]; zeros where there is none yet."""
-        blocks = self._block_at(state, state.length - 2)
-        return self.head.normed(self.carry[blocks].masked_fill((state.length < 2)[:, None], 0.0))
+        position = state.length - 2 - self._behind
+        rows = self.carry[self._block_at(state, position)]
+        return self.head.normed(rows.masked_fill((position < 0)[:, None], 0.0))
 
     def _block_at(self, state: BatchState, position: torch.Tensor) -> torch.Tensor:
         column = (position // self.cache.block_size).clamp(0, state.block_tables.shape[1] - 1)

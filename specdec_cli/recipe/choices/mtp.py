@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted
+from specdec_cli.recipe.choices.forms import DraftForm, speculator
 from specdec_cli.recipe.fields import Section
 
 
@@ -29,11 +30,17 @@ class MtpKeys(Section):
 
 def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
     found = drafted("mtp", "module", setting, draft, ())
-    return VllmConfig({k: v for k, v in found.config.items() if k != "model"}, found.notes)
+    return VllmConfig({k: v for k, v in found.config.items() if v is not None}, found.notes)
 
 
 MTP = MethodChoice(
     "modules for multi-token prediction in the target's own checkpoint",
     weights_from="target",
     to_vllm=_to_vllm,
+)
+MTP_MODULE = MethodChoice(
+    "such a module in a folder of its own",
+    weights_from="draft",
+    to_vllm=_to_vllm,
+    form=DraftForm("an MTP module", (speculator("mtp"),)),
 )

@@ -13,7 +13,7 @@ from specdec_cli.recipe.choices.confidence import ConfidenceKeys
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
 from specdec_cli.recipe.choices.eagle3 import EAGLE3, Eagle3Keys
 from specdec_cli.recipe.choices.forms import DraftForm
-from specdec_cli.recipe.choices.mtp import MTP, MtpKeys
+from specdec_cli.recipe.choices.mtp import MTP, MTP_MODULE, MtpKeys
 from specdec_cli.recipe.choices.ngram import NGRAM, NgramKeys
 from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
 from specdec_cli.recipe.choices.typical import TypicalKeys
@@ -27,6 +27,7 @@ METHODS: dict[str, MethodChoice] = {
     "draft_model": DRAFT_MODEL,
     "eagle3": EAGLE3,
     "mtp": MTP,
+    "mtp_module": MTP_MODULE,
     "ngram": NGRAM,
     NONE: MethodChoice("plain decoding"),
 }

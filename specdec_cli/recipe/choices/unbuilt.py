@@ -36,7 +36,8 @@ UNBUILT = (
     ),
     DraftForm(
         "a multi-token-prediction module on its own",
-        ((*speculator("mtp"), named("nextn|mtpmodel|mtpspeculator")),),
+        ((named("nextn|mtpmodel|mtpspeculator"),),),
+        (speculator("mtp"),),
     ),
     DraftForm(
         "an assistant that reads the target's cache",

@@ -18,7 +18,6 @@ from specdec_cli.text import shown
 
 _KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 PROJECTION, NORMS = "eh_proj.weight", ("enorm.weight", "hnorm.weight")
-_FINAL_NORM = "model.norm.weight"
 
 
 class Form(NamedTuple):
@@ -70,11 +69,25 @@ _QWEN3_NEXT = Form(
 )
 
 
+# A module in a folder of its own, by speculators.
+EXTRACTED = Form(
+    "mtp_layers.{}.",
+    {
+        "mtp_layers.{}.input_proj": "eh_proj",
+        "mtp_layers.{}.token_layernorm": "enorm",
+        "mtp_layers.{}.hidden_layernorm": "hnorm",
+        "mtp_layers.{}.final_layernorm": "model.norm",
+    },
+    0,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """count: modules in the file. hidden_size: H. vocab_size: V. keys: the recipe's readings."""
+    """count: modules in the file. hidden_size: H. vocab_size: V. keys: the recipe's readings.
+    index: of one module; the row of token t embeds token t + 1 + index.
+    """
 
-    shift: ClassVar[int] = 1
     carries: ClassVar[bool] = True
 
     name: str
@@ -83,6 +96,11 @@ class MtpConfig:
     vocab_size: int
     form: Form
     keys: MtpKeys
+    index: int = 0
+
+    @property
+    def shift(self) -> int:
+        return 1 + self.index
 
     @property
     def max_k(self) -> int | None:
@@ -98,7 +116,7 @@ class MtpConfig:
         return SetupError(
             f"the weights of {self.name} lack {len(missing)} tensors of its MTP modules, first "
             f"{first}",
-            "config.json promises the modules: take a checkpoint that has them, or another draft",
+            "config.json and the weights do not belong together, or a file is missing",
         )
 
 
@@ -119,17 +137,31 @@ def read_mtp_config(
             f"config.json of {name} promises no MTP modules: {key} {told}",
             "take another draft",
         )
-    if count > 1:
-        raise SetupError(f"{key} of {name} is {count}: a chain of MTP modules is not built yet")
     form = _deepseek(int(config.num_hidden_layers))
     if any(_QWEN3_NEXT.own(0, stored) for stored in names):
         form = _QWEN3_NEXT
     sizes = int(config.hidden_size), int(config.vocab_size)
-    found = MtpConfig(name, count, *sizes, form, keys)
-    own = {form.own(0, stored) for stored in names}
-    if names and (missing := {PROJECTION, *NORMS, _FINAL_NORM} - own):
-        raise found.lacks(0, missing)
-    return found
+    return MtpConfig(name, count, *sizes, form, keys)
+
+
+def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> MtpConfig:
+    """A module in a folder of its own, whose config.json has its target's.
+
+    config: transformers' of the target. Raises `SetupError`, which names the key, for a module of
+    another target.
+    """
+    raw = config_file(name, place).get("transformer_layer_config")
+    stored = raw if isinstance(raw, dict) else {}
+    for key in ("model_type", "hidden_size", "vocab_size"):
+        ours, theirs = stored.get(key), getattr(config, key)
+        if ours != theirs:
+            raise SetupError(
+                f"the MTP module {name} is for another target: its transformer_layer_config.{key} "
+                f"is {shown(ours)}, and the target has {shown(theirs)}",
+                "modules are trained for one target",
+            )
+    sizes = int(config.hidden_size), int(config.vocab_size)
+    return MtpConfig(name, 1, *sizes, EXTRACTED, keys)
 
 
 def layer_config(config: Any, index: int) -> Any:

@@ -1,7 +1,7 @@
 """MTP modules before their weights are read; see `models.draft.Draft`."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -10,17 +10,20 @@ import torch
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape
 from specdec_cli.core.parallel import Groups, TensorParallel
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.conversion import converted
 from specdec_cli.models.description import Description, describe_config
 from specdec_cli.models.draft import Passes, Reading
 from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.heads.mtp.chain import MtpChain
 from specdec_cli.models.heads.mtp.config import (
+    EXTRACTED,
     NORMS,
     PROJECTION,
     MtpConfig,
     layer_config,
+    read_module_config,
     read_mtp_config,
 )
 from specdec_cli.models.heads.mtp.head import MtpHead
@@ -29,10 +32,11 @@ from specdec_cli.models.held import held_bytes
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.loader import load, open_tensors
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.resolve import model_place
 from specdec_cli.models.sharing import borrowed_weights
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.weights import tensor_names
-from specdec_cli.recipe.choices.mtp import MtpKeys
+from specdec_cli.recipe import SpeculationSection
 
 _OUTER = re.compile("^(eh_proj|enorm|hnorm|lm_head|model.embed_tokens)[.]")
 _SHARED = ("embeddings", "lm_head")
@@ -40,11 +44,11 @@ _SHARED = ("embeddings", "lm_head")
 
 @dataclass(frozen=True, slots=True)
 class MtpDraft:
-    """body: the module's layer as a model of its own. num_layers: of the target."""
+    """bodies: the modules' layers, each as a model of its own. num_layers: of the target."""
 
     spec: ModelSpec
     config: MtpConfig
-    body: Description
+    bodies: tuple[Description, ...]
     num_layers: int
 
     shared: ClassVar[tuple[str, ...]] = ()
@@ -52,12 +56,17 @@ class MtpDraft:
     can_compile: ClassVar[bool] = False
 
     @property
+    def body(self) -> Description:
+        """Of the first module, which shows what all of them have."""
+        return self.bodies[0]
+
+    @property
     def place(self) -> Path:
         return self.body.place
 
     @property
     def layers(self) -> list[LayerShape]:
-        return self.body.layers
+        return [layer for body in self.bodies for layer in body.layers]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,7 +98,9 @@ class MtpDraft:
         return self.config.max_k
 
     @property
-    def target_tensors(self) -> re.Pattern[str]:
+    def target_tensors(self) -> re.Pattern[str] | None:
+        if self.config.form is EXTRACTED:
+            return None
         form = self.config.form
         numbers = "|".join(str(form.first + index) for index in range(self.config.count))
         layers = re.escape(form.layer).replace(r"\{\}", f"({numbers})")
@@ -101,16 +112,17 @@ class MtpDraft:
 
     @property
     def outer_bytes(self) -> int:
-        """Bytes of the projection and its norms."""
+        """Bytes of a module's projection and its norms."""
         width = self.config.hidden_size
         return (2 * width * width + 2 * width) * self.dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        return self.body.weight_bytes + self.outer_bytes
+        return sum(body.weight_bytes + self.outer_bytes for body in self.bodies)
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
-        return self.body.loaded_bytes(is_compiled=False) + self.outer_bytes
+        held = self.body.loaded_bytes(is_compiled=False) + self.outer_bytes
+        return held * len(self.bodies)
 
     @property
     def notes(self) -> dict[str, str]:
@@ -121,14 +133,15 @@ class MtpDraft:
         return found | ({"borrows": borrowed} if borrowed else {})
 
     def within(self, reach: int) -> "MtpDraft":
-        return replace(self, body=self.body.within(reach))
+        return replace(self, bodies=tuple(body.within(reach) for body in self.bodies))
 
     def passes(self, k: int) -> Passes:
-        return Passes(k)
+        """Every module takes in the true rows, the first alone the first proposal."""
+        return Passes(k - 1 + len(self.bodies))
 
     def block_bytes(self, block_size: int) -> int:
         carried = self.config.hidden_size * self.dtype.itemsize
-        return self.body.block_bytes(block_size) + carried
+        return (self.body.block_bytes(block_size) + carried) * len(self.bodies)
 
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
@@ -159,32 +172,34 @@ class MtpDraft:
         groups: Groups,
         block_size: int,
         on_compile: Callable[[str], None] | None = None,
-    ) -> PagedHead:
+    ) -> PagedHead | MtpChain:
         assert groups.draft is not None, "every rank of the target holds a part"
-        body, device = self.body, self.body.device
-        module = load(body, device, borrowed_weights(body.module, target.module, body.shared))
-        tensors = self._outer(device)
-        paged = body.paged(module, block_size)
-        head = MtpHead(self.config, module, paged.fused, tensors, groups.draft)
+        device, heads = self.body.device, list[PagedHead]()
         cache = KVCache(self.layers, 0, block_size, self.dtype, device)
-        return PagedHead(head, cache, self.captured_width)
+        for index, body in enumerate(self.bodies):
+            module = load(body, device, borrowed_weights(body.module, target.module, body.shared))
+            fused = body.paged(module, block_size).fused
+            config = replace(self.config, index=index)
+            head = MtpHead(config, module, fused, self._outer(index), groups.draft)
+            heads.append(PagedHead(head, cache, self.captured_width))
+        return heads[0] if len(heads) == 1 else MtpChain(heads)
 
-    def _outer(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The projection [H, 2H] and the norms [H]."""
-        width, found = self.config.hidden_size, {}
+    def _outer(self, index: int) -> dict[str, torch.Tensor]:
+        """A module's projection [H, 2H] and norms [H]."""
+        width, device, found = self.config.hidden_size, self.body.device, {}
         wanted = {PROJECTION: (width, 2 * width), **dict.fromkeys(NORMS, (width,))}
         if self.spec.load_format == "dummy":
-            generator = torch.Generator(device).manual_seed(55)
+            generator = torch.Generator(device).manual_seed(index)
             ones = torch.ones(width, dtype=self.dtype, device=device)
             drawn = torch.empty(wanted[PROJECTION], dtype=self.dtype, device=device)
             drawn.normal_(0.0, 0.02, generator=generator)
             return {PROJECTION: drawn, **dict.fromkeys(NORMS, ones)}
-        with open_tensors(self.body) as tensors:
+        with open_tensors(self.bodies[index]) as tensors:
             for name, shape in wanted.items():
                 tensor = tensors[name]()
                 if tuple(tensor.shape) != shape:
                     raise SetupError(
-                        f"{self.config.form.stored(0, name)} of {self.spec.name} has shape "
+                        f"{self.config.form.stored(index, name)} of {self.spec.name} has shape "
                         f"{list(tensor.shape)} in the weights, and {list(shape)} by its config"
                     )
                 found[name] = tensor.to(device, self.dtype).contiguous()
@@ -193,40 +208,79 @@ class MtpDraft:
 
 def describe_mtp(
     spec: ModelSpec,
-    device: torch.device,
     parallel: TensorParallel,
     target: Description,
     max_len: int,
-    keys: MtpKeys,
+    speculation: SpeculationSection,
 ) -> MtpDraft:
-    """The MTP module of a target. Raises `SetupError`, which names the key or the tensor, for a
-    target without it."""
-    if is_gguf(target.place):
-        raise SetupError(f"{spec.name} is a GGUF file, whose MTP modules are not read")
-    settings, names = target.module.config, tensor_names(target.place)
-    is_dummy = spec.load_format == "dummy"
-    config = read_mtp_config(spec.name, target.place, settings, () if is_dummy else names, keys)
+    """The MTP modules of a target: in its own file, or the one that lies at another name.
+
+    Raises `SetupError`, which names the key or the tensor, for a target without them and a module
+    that does not fit it, and `UsageError` for another number of ranks.
+    """
+    settings, is_dummy = target.module.config, spec.load_format == "dummy"
+    if spec.name == target.spec.name:
+        if is_gguf(place := target.place):
+            raise SetupError(f"{spec.name} is a GGUF file, whose MTP modules are not read")
+        names = () if is_dummy else tensor_names(place)
+        config = read_mtp_config(spec.name, place, settings, names, speculation)
+    else:
+        weights = {"weights": not is_dummy, "allow_pickle": spec.allow_pickle}
+        place = model_place(spec.name, spec.revision, spec.file, **weights)
+        names = () if is_dummy else tensor_names(place)
+        config = read_module_config(spec.name, place, settings, speculation)
+    if parallel.size != target.parallel.size:
+        raise UsageError(
+            f"draft.tensor_parallel_size is {parallel.size}: an MTP module uses the target's head, "
+            f"which is split over {target.parallel.size} ranks",
+            f"set draft.tensor_parallel_size to {target.parallel.size}",
+        )
     num_layers = int(settings.num_hidden_layers)
     check_hidden_layers(target.module, (num_layers,))
-    own_spec = replace(spec, weights="dequantise", name=f"{spec.name} (MTP module)")
-    body = describe_config(
-        *(own_spec, target.place, layer_config(settings, 0), device, parallel),
-        config.renamed(0),
+    # Later modules are of no use to shorter chains.
+    count = min(config.count, speculation.num_speculative_tokens)
+    where = target, place, names, parallel, max_len
+    return MtpDraft(
+        spec, config, tuple(_body(spec, config, i, *where) for i in range(count)), num_layers
     )
-    own = {own for name in names if (own := config.form.own(0, name)) is not None}
-    if not is_dummy and names and quantisation(settings) is None:
-        held, _ = converted(body.module, dict.fromkeys(own, _unread))
-        lent = set(borrowed_weights(body.module, target.module, _SHARED))
-        if missing := set(body.module.state_dict()) - held.keys() - lent:
-            raise config.lacks(0, missing)
+
+
+def _body(
+    spec: ModelSpec,
+    config: MtpConfig,
+    index: int,
+    target: Description,
+    place: Path,
+    names: Collection[str],
+    parallel: TensorParallel,
+    max_len: int,
+) -> Description:
+    """The layer of one module. place, names: of its file, and of the tensors there;
+    none if they are not known."""
+    settings = layer_config(target.module.config, index)
+    if config.form is EXTRACTED:  # which is plain, whatever the target's form
+        settings.quantization_config = None
+    own_spec = replace(spec, weights="dequantise", name=f"{spec.name} (MTP module {index})")
+    body = describe_config(
+        *(own_spec, place, settings, target.device, parallel),
+        config.renamed(index),
+    )
+    own = {own for name in names if (own := config.form.own(index, name)) is not None}
+    if names:
+        missing = {PROJECTION, *NORMS, "model.norm.weight"} - own
+        if quantisation(settings) is None:
+            held, _ = converted(body.module, dict.fromkeys(own, _unread))
+            lent = set(borrowed_weights(body.module, target.module, _SHARED))
+            missing |= set(body.module.state_dict()) - held.keys() - lent
+        if missing:
+            raise config.lacks(index, missing)
     shared: tuple[str, ...] = _SHARED
-    if keys.mtp_copies == "used":
+    if config.keys.mtp_copies == "used":
         copies = {"embeddings": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
         shared = tuple(what for what in _SHARED if copies[what] not in own)
     weights = borrowed_weights(body.module, body.module, shared)
     saved = sum(map(held_bytes, {id(w): w for w in weights.values()}.values()))
-    body = replace(body, reach=max_len, shared=shared, shared_bytes=saved, draft_tensors=_OUTER)
-    return MtpDraft(spec, config, body, num_layers)
+    return replace(body, reach=max_len, shared=shared, shared_bytes=saved, draft_tensors=_OUTER)
 
 
 def _unread(part: object = None) -> torch.Tensor:

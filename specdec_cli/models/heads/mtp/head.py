@@ -5,6 +5,7 @@ final norm, each normed, embedding first: 2 * H numbers to H. A layer of the tar
 norm follow, and the target's head. Legend: T packed rows, H width of the target.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,12 @@ class MtpHead:
         self.embedding_norm, self.hidden_norm = (tensors[name] for name in NORMS)
         self.norm: Tensor = module.model.norm.weight.data
         self.fused, self.decoder = fused, module.model
+        for part in module.modules():
+            if hasattr(part, "layer_idx"):
+                part.layer_idx = config.index  # of its keys in the cache of all modules
+        if fused is not None:
+            (layer,) = fused.stack.layers
+            fused.stack.layers[0] = replace(layer, index=config.index)
         if fused is not None:
             self.embedding, self.head, self.split = fused.embedding, fused.head, fused.stack.split
             return
@@ -62,10 +69,8 @@ class MtpHead:
     def storages(self) -> dict[int, int]:
         """Bytes of each block of memory that is held, by its address or another number."""
         held: list[Any] = [self.projection, self.embedding_norm, self.hidden_norm, self.norm]
-        held += [self.embedding, self.head]
-        if self.fused is not None:
-            return storages_of(held) | self.fused.storages
-        return storages_of([*held, *self.decoder.parameters(), *self.decoder.buffers()])
+        held += [self.embedding, self.head, *self.decoder.parameters(), *self.decoder.buffers()]
+        return storages_of(held) | (self.fused.storages if self.fused is not None else {})
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's hidden states [T, H], which the first pass reads as they are."""

@@ -1,0 +1,67 @@
+"""Several MTP modules, of which each reads the hidden states of the one before.
+
+Row t of module i reads that of module i - 1 and embeds token t + 1 + i, so it is complete i tokens
+later. All modules keep their keys in one cache, a layer each. Legend: T rows, B slots, Q rows of
+each, H width of the target.
+"""
+
+import torch
+
+from specdec_cli.core.batch import Span
+from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.models.heads.paged import PagedHead
+
+
+class MtpChain:
+    """heads: the modules, over one cache."""
+
+    def __init__(self, heads: list[PagedHead]) -> None:
+        self.heads, self.cache = heads, heads[0].cache
+
+    @property
+    def storages(self) -> dict[int, int]:
+        """Bytes of each block of memory that holds weights and tables, by its address."""
+        return {key: size for one in self.heads for key, size in one.storages.items()}
+
+    def use(self, cache: KVCache) -> None:
+        """Keep keys and values in `cache` from now on."""
+        self.cache = cache
+        for one in self.heads:
+            one.use(cache)
+
+    def clear(self) -> None:
+        """Zero the cache and what is carried."""
+        for one in self.heads:
+            one.clear()
+
+    def fed(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What module `index` feeds to the next one, from its hidden states [T, H]."""
+        head = self.heads[index].head
+        return head.fed_back(head.normed(hidden))
+
+    @torch.inference_mode()
+    def prefill(self, spans: list[Span], features: torch.Tensor) -> None:
+        """Write the rows that tokens of prompts complete. features: [T, H] of these tokens."""
+        for index, one in enumerate(self.heads):
+            if not spans:
+                return
+            # The next module begins with the row that was complete before.
+            before = self._carried_before(index, spans)
+            hidden = one.forward(spans, features)
+            states = self.fed(index, hidden).split([span.length for span in spans])
+            found, rows = [], []
+            for (seq, start, stop), own, own_before in zip(
+                spans, states, before or (), strict=True
+            ):
+                span = Span(seq, max(0, start - 1), stop - 1)
+                if span.length > 0:
+                    found.append(span)
+                    rows.append(torch.cat((own_before, own[:-1])) if start else own[:-1])
+            spans, features = found, torch.cat(rows) if rows else features[:0]
+
+    def _carried_before(self, index: int, spans: list[Span]) -> list[torch.Tensor]:
+        """[1, H] of each span: what follows from the row before it."""
+        one, size = self.heads[index], self.cache.block_size
+        blocks = [s.seq.block_table[max(0, s.start - 1) // size] for s in spans]
+        rows = one.carry[torch.tensor(blocks, device=one.device)]
+        return list(self.fed(index, rows).split(1))
