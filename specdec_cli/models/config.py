@@ -76,7 +76,8 @@ def _stretched(config: Any, length: int) -> int:
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or rope.get("rope_type") not in _STRETCHED:
         return length
-    original, factor = rope.get("original_max_position_embeddings") or length, rope.get("factor")
+    original: Any = rope.get("original_max_position_embeddings") or length
+    factor: Any = rope.get("factor")
     if type(original) is not int or type(factor) not in (int, float) or not 1 <= factor < 2**20:
         return length
     return int(original * factor)
