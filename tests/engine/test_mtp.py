@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec_cli.core.batch import Span
+from specdec_cli.core.candidates import TargetOutput, Verdict
+from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Permissions, Request, SamplingParams, Sequence
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.memory.budget import CacheNeed
@@ -186,16 +188,30 @@ def test_a_chain_has_the_rounds_of_transformers(two: Path, case: str) -> None:
     assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
 
 
+@pytest.mark.parametrize("accepted", [None, 0, 2])
 @pytest.mark.parametrize("stops", [(10,), (3, 4, 10), (1, 5, 9, 10)])
-def test_rows_of_a_chain_are_those_of_transformers(two: Path, stops: tuple[int, ...]) -> None:
-    """In whatever chunks a prompt comes; the last rows are carried."""
+def test_rows_of_a_chain_are_those_of_transformers(
+    two: Path, stops: tuple[int, ...], accepted: int | None
+) -> None:
+    """In whatever chunks a prompt comes, or with a round that accepted so many proposals at its
+    end; the last rows are carried."""
     proposer = build(planned(two, 2), 12).proposer
     assert isinstance(proposer, ChainedModules)
     text, chain = [5, 9, 3, 11, 60, 7, 30, 4, 8, 15, 16], proposer.chain
     seq = Sequence(0, text, len(text), 40, block_table=[1, 2, 3])
     states, (first, second) = rows_of(two, text, 2)
-    for start, stop in pairwise((0, *stops)):
-        chain.prefill([Span(seq, start, stop)], states[start:stop])
+    last = 10 if accepted is None else 9 - accepted
+    for start, stop in pairwise((0, *(min(stop, last) for stop in stops))):
+        if start < stop:
+            chain.prefill([Span(seq, start, stop)], states[start:stop])
+    if accepted is not None:
+        seq.tokens = text[: last + 1]
+        state = BatchState(1, 3, CPU)
+        state.load([seq], 0)
+        decided = ([*text, 0, 0])[last + 1 : last + 4]
+        features = torch.cat((states, states[:2]))[None, last : last + 3]
+        verdict = Verdict(torch.tensor([decided]), torch.tensor([accepted]))
+        proposer.commit(state, verdict, TargetOutput(torch.zeros(0), features))
     # Blocks of four rows: the last are row 9 of the first module, and row 8 of the second.
     for index, wanted in enumerate((first[9], second[8])):
         found = chain.fed(index, chain.heads[index].carry[3][None])[0]

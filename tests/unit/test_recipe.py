@@ -79,6 +79,8 @@ def test_bundled_recipes_are_valid() -> None:
         "demo",
         "demo-ngram",
         "demo-sampled",
+        "glm-4.5-air-mtp",
+        "glm-4.6-mtp",
         "gpt-oss-120b-eagle3-tp4",
         "gpt-oss-20b-eagle3",
         "llama-3.1-70b-8b-tp4",
