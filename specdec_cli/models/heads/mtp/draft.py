@@ -28,7 +28,7 @@ from specdec_cli.models.heads.mtp.config import (
 )
 from specdec_cli.models.heads.mtp.head import MtpHead
 from specdec_cli.models.heads.paged import PagedHead
-from specdec_cli.models.held import held_bytes
+from specdec_cli.models.held import StoredParameter, held_bytes
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.loader import load, open_tensors
 from specdec_cli.models.paged import PagedModel
@@ -152,18 +152,17 @@ class MtpDraft:
         return inside + joined
 
     def readings(self) -> list[Reading]:
-        keys, found = self.config.keys, []
-        for key, other, tool in (
-            ("mtp_fed_back", {"normed": "raw", "raw": "normed"}[keys.mtp_fed_back], "glm4_moe"),
-            (
-                "mtp_first_embedding",
-                {"used": "zeroed", "zeroed": "used"}[keys.mtp_first_embedding],
-                "most families",
-            ),
-        ):
-            told = f"speculation.{key}: read as {getattr(keys, key)}; vLLM differs for {tool}"
-            changed = replace(self.config, keys=keys.model_copy(update={key: other}))
-            found.append(Reading(told, replace(self, config=changed)))
+        """Of glm4_moe alone vLLM feeds back another hidden state."""
+        choices = {"mtp_first_embedding": ("used", "zeroed"), "mtp_fed_back": ("normed", "raw")}
+        if self.body.module.config.model_type != "glm4_moe":
+            del choices["mtp_fed_back"]
+        found = []
+        for key, (ours, theirs) in choices.items():
+            held = getattr(self.config.keys, key)
+            update = {key: theirs if held == ours else ours}
+            config = replace(self.config, keys=self.config.keys.model_copy(update=update))
+            told = f"speculation.{key}: {held} (SGLang: {ours}, vLLM: {theirs})"
+            found.append(Reading(told, replace(self, config=config)))
         return found
 
     def load(
@@ -278,6 +277,12 @@ def _body(
     if config.keys.mtp_copies == "used":
         copies = {"embeddings": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
         shared = tuple(what for what in _SHARED if copies[what] not in own)
+    if any(
+        isinstance(w, StoredParameter) for w in target.module.get_output_embeddings().parameters()
+    ):
+        raise UsageError(
+            f"target.weights: stored does not suit {spec.name}: its MTP modules read a plain head"
+        )
     weights = borrowed_weights(body.module, body.module, shared)
     saved = sum(map(held_bytes, {id(w): w for w in weights.values()}.values()))
     return replace(body, reach=max_len, shared=shared, shared_bytes=saved, draft_tensors=_OUTER)
