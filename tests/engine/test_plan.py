@@ -109,9 +109,11 @@ def test_a_rank_needs_a_process_and_a_device_of_its_own(monkeypatch: pytest.Monk
 
 
 def test_no_text_is_longer_than_the_model_allows() -> None:
-    for wanted, found in ((None, 2048), (100, 100), (10**6, 2048)):
+    for wanted, found in ((None, 2048), (100, 100), (2048, 2048)):
         sets = {"cache.max_model_len": wanted, "run.device": "cpu"}
         assert plan(load_recipe("demo", sets)).max_model_len == found
+    with pytest.raises(UsageError, match=r"^cache.max_model_len: 2049 is more than the 2048 tok"):
+        plan(load_recipe("demo", {"cache.max_model_len": 2049, "run.device": "cpu"}))
 
 
 def test_rotary_tables_reach_as_far_as_texts() -> None:
