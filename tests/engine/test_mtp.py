@@ -25,6 +25,7 @@ from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.mtp import MTP
 from tests import lossless
+from tests.engine.test_stored_models import compressed, store_fp8
 from tests.support import CPU, greedy_reference, reference
 
 pytest.importorskip("transformers", minversion="5.23")  # earlier ones have no MTP of their own
@@ -426,3 +427,15 @@ def test_an_extracted_module_has_the_ranks_of_its_target(target: Path, tmp_path:
     recipe = load_recipe(None, sets | {"target.tensor_parallel_size": 2})
     with pytest.raises(UsageError, match=r"draft.tensor_parallel_size is 1: .* over 2 ranks"):
         plan_all_ranks(recipe, Permissions(), CPU)
+
+
+@pytest.mark.parametrize("weights", ["auto", "stored"])
+def test_modules_of_a_float8_checkpoint(target: Path, tmp_path: Path, weights: str) -> None:
+    """They are dequantised, also beside a target that keeps its codes."""
+    folder = shutil.copytree(target, tmp_path / "fp8")
+    plain = store_fp8(folder, compressed("channel"), "_scale", (1, 0))
+    found = planned(folder, 3, target__weights=weights)
+    mine, wanted = (run(p, prompts_of(target)) for p in (found, planned(plain, 3)))
+    assert [s.output_ids for s in mine] == [s.output_ids for s in wanted]
+    assert list(map(rounds_of, mine)) == list(map(rounds_of, wanted))
+    assert sum(sum(s.accepted_per_round) for s in mine) > 5
