@@ -32,10 +32,10 @@ class Tokenizer(Decoder, Protocol):
 
     def vocabulary(self) -> dict[str, int]: ...
 
-    def finding(self, texts: Sequence[str]) -> tuple[Decoder, tuple[str, ...]]:
-        """A decoder in whose text `texts` are searched, and the names that it adds to the text.
+    def finding(self, texts: Sequence[str]) -> Decoder:
+        """A decoder in whose text `texts` are searched.
 
-        It writes special tokens too where one of `texts` holds the name of one; none else.
+        It is this one, or writes special tokens too where one of `texts` holds the name of one.
         """
         ...
 
@@ -95,15 +95,19 @@ class StopFinder:
 
 def text_before(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, ...]) -> str:
     """The text of a completion up to the first stop string in it, without special tokens."""
-    decoder, names = tokenizer.finding(stop)
+    decoder = tokenizer.finding(stop)
     text = cut_at_stop(whole := decoder.decode(token_ids), stop)
     if text == whole:
         # Some tokenizers drop the space before a text's first word; behind the prompt, where the
         # stop string was found, it was there.
         text = cut_at_stop(f" {whole}", stop)[1:]
-    for name in names:
-        text = text.replace(name, "")
-    return text
+    if decoder is tokenizer:
+        return text
+    count = len(token_ids)
+    while len(decoder.decode(token_ids[:count])) > len(text):
+        count -= 1
+    before = decoder.decode(token_ids[:count])
+    return tokenizer.decode(token_ids[:count]) + text[len(before) :]
 
 
 def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:

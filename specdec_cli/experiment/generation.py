@@ -219,7 +219,7 @@ def _lacks_system(prompt: Prompt) -> bool:
 def requests(job: Job) -> list[Request]:
     """The engine's requests for the job's prompts."""
     stop = job.plan.params.stop
-    decoder, _ = job.plan.tokenizer.finding(stop)
+    decoder = job.plan.tokenizer.finding(stop)
     return [
         Request(
             prompt.index,

@@ -140,15 +140,15 @@ class PretrainedTokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         return vocabulary
 
-    def finding(self, texts: Sequence[str]) -> tuple[Decoder, tuple[str, ...]]:
+    def finding(self, texts: Sequence[str]) -> Decoder:
         """See `core.detokenize.Tokenizer`."""
         added = self._tokenizer.added_tokens_decoder.values()
         names = {*self._tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
         if not any(name in text for name in names for text in texts):
-            return self, ()
+            return self
         verbatim = copy(self)
         verbatim._skips = False
-        return verbatim, tuple(sorted(names, key=len, reverse=True))
+        return verbatim
 
 
 class ByteTokenizer:
@@ -176,8 +176,8 @@ class ByteTokenizer:
     def vocabulary(self) -> dict[str, int]:
         return {}
 
-    def finding(self, texts: Sequence[str]) -> tuple[Decoder, tuple[str, ...]]:
-        return self, ()
+    def finding(self, texts: Sequence[str]) -> Decoder:
+        return self
 
 
 _FILES = ("tokenizer*.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
