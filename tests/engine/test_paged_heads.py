@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -162,3 +163,28 @@ def test_a_head_that_carries_nothing_keeps_no_vectors(config: OwnRowConfig) -> N
     )
     assert told.block_bytes(BLOCK) * NUM_BLOCKS == head.cache.num_bytes
     assert told.loaded_bytes() == sum(head.storages.values())
+
+
+@pytest.mark.parametrize("shift", [1, 2, 3])
+def test_the_carried_row_is_the_last_complete_one_across_borders_of_blocks(shift: int) -> None:
+    """Row t of a head with shift s is complete with token t + s, in the block of its own key."""
+    settings = SimpleNamespace(shift=shift, carries=True, hidden_size=2)
+    head: Any = SimpleNamespace(
+        config=settings, dtype=torch.float32, normed=lambda rows: SimpleNamespace(hidden=rows)
+    )
+    cache: Any = SimpleNamespace(num_blocks=13, block_size=3, device=torch.device("cpu"))
+    paged, state = PagedHead(head, cache), BatchState(3, 4, torch.device("cpu"))
+    state.block_tables.copy_(torch.arange(1, 13).view(3, 4))
+    state.active.copy_(torch.tensor([True, True, False]))
+    state.length[:2] = 1
+    kept = torch.zeros(3, 2)
+    for number, accepted in enumerate([[0, 1], [2, 0], [1, 1], [0, 2], [1, 0], [1, 1]]):
+        place = torch.tensor([*accepted, -1])
+        hidden = torch.arange(18.0).view(3, 3, 2) + 100 * (number + 1)
+        paged.carry_on(state, hidden, place)
+        for slot, row in enumerate(accepted):
+            if int(state.length[slot]) - shift + row >= 0:
+                kept[slot] = hidden[slot, row]
+        state.length += place + 1
+        found = paged.carried(state).hidden
+        assert torch.equal(found[:2], kept[:2]), (number, state.length)
