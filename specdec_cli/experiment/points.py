@@ -115,7 +115,7 @@ def measured(
 
 def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
     """The document's `error` if no point was measured, as `code` tells; else nothing."""
-    if code not in (ExitCode.RUN_FAILED, ExitCode.ENVIRONMENT):
+    if code not in (ExitCode.RUN_FAILED, ExitCode.USAGE, ExitCode.ENVIRONMENT):
         return {}
     reason = next((p.reason for p in points if p.status in ("failed", "oom")), "")
     what = f"no point could be measured: {reason}".removesuffix(": ")

@@ -9,6 +9,7 @@ import pytest
 from specdec_cli.backends.native import finished
 from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.core.types import Sequence
+from specdec_cli.errors import ExitCode
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Tokens
 from specdec_cli.experiment.folders.records import (
     CategoryMetrics,
@@ -21,7 +22,7 @@ from specdec_cli.experiment.folders.records import (
 )
 from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.measure import MeasuringLoop, sample_of
-from specdec_cli.experiment.points import Failure, arm_points, measured
+from specdec_cli.experiment.points import Failure, arm_points, error_of, measured
 from specdec_cli.experiment.predict import Text, iid_length
 from specdec_cli.experiment.statistics.noise import (
     DISTURBED,
@@ -103,6 +104,19 @@ def test_a_sweep_in_which_nothing_was_compared_concludes_nothing(status: str, to
     assert best.reason.startswith("nothing was compared with k = 0: ") and told in best.reason
     alone = recommend([plain], measured_gains([plain], samples), seed=0)
     assert alone.k == 0
+
+
+@pytest.mark.parametrize("code", list(ExitCode))
+def test_a_document_without_a_measured_point_has_the_error_that_its_exit_code_is(
+    code: ExitCode,
+) -> None:
+    (point,) = points_of({Key("d", 4, 0): {0: sample(0, [], 1.0)}})
+    failed = point.model_copy(update={"status": "failed", "reason": "the reason"})
+    found = error_of([failed], code)
+    if code in (ExitCode.RUN_FAILED, ExitCode.USAGE, ExitCode.ENVIRONMENT):
+        assert found["error"]["code"] == code and "the reason" in found["error"]["message"]
+    else:
+        assert not found
 
 
 def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
