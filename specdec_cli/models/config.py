@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.config_file import MAX_BYTES, config_file
@@ -91,8 +91,9 @@ def eos_ids_of(config: Any, place: Path) -> frozenset[int]:
         try:
             if file.stat().st_size > MAX_BYTES:
                 raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-            stored = GenerationConfig.from_pretrained(place).eos_token_id
-        except Exception as problem:
+            # transformers' own reader refuses settings of sampling, of which nothing is used here.
+            stored = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError, RecursionError) as problem:
             raise SetupError(
                 f"cannot read {file}: {reason_of(problem)}", "it is damaged; download it again"
             ) from None

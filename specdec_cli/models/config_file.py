@@ -6,6 +6,7 @@ Imports nothing heavy.
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.text import first_line, shown
 
 MAX_BYTES = 16 * 2**20
+LFS_HINT = "run `git lfs pull` in the model's repository, or download the model again"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 _FAMILY = "general.architecture"
 _LAYERS = re.compile(r"(num_)?((hidden|encoder|decoder)_)?layers|n_layers?")
 _EXPERTS = re.compile(r"(n|num|moe_num)_(local_|routed_|shared_)?experts(_per_tok)?")
@@ -50,6 +53,13 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
         ) from None
     check_numbers(name, config, "config.json")
     return config
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """True for the short text that a clone without Git LFS holds in place of a large file."""
+    with suppress(OSError), file.open("rb") as opened:
+        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+    return False
 
 
 def _of_header(file: Path) -> dict[str, Any]:

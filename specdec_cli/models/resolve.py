@@ -108,6 +108,11 @@ def _in_folder(name: str, folder: Path, file: str | None) -> Path:
     if found is not None:
         return folder / found
     if not has_config:
+        if (folder / "adapter_config.json").is_file():
+            raise SetupError(
+                f"{name} is an adapter (adapter_config.json), not a model",
+                "merge it into the model that it was trained on, and give that folder",
+            )
         raise SetupError(
             f"no config.json in the model folder {name}",
             "is the path right? a folder with a .gguf file needs none",

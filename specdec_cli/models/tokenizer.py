@@ -17,6 +17,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from specdec_cli.core.detokenize import Decoder, Tokenizer
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
+from specdec_cli.models.config_file import LFS_HINT, is_lfs_pointer
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tokenizer import gguf_tokenizer
@@ -225,6 +226,10 @@ def load_tokenizer(
             return ByteTokenizer(vocab_size)
         # For some families transformers would make up a tokenizer that knows no words.
         raise SetupError(f"cannot load the tokenizer of {name}: there is none", _NEEDED)
+    for file in (file for pattern in _FILES for file in folder.glob(pattern)):
+        if is_lfs_pointer(file):
+            what = f"{file.name} is a Git LFS pointer, not the file itself"
+            raise SetupError(f"cannot load the tokenizer of {name}: {what}", LFS_HINT)
     from transformers import AutoTokenizer
 
     load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=trust_remote_code)

@@ -20,13 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.config_file import LFS_HINT, is_lfs_pointer
 from specdec_cli.models.gguf.files import layers_in, read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.text import first_line, one_line, reason_of
 
 _log = logging.getLogger("specdec")
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 _INDEX_BYTES = 128 * 2**20
 
 
@@ -233,19 +233,12 @@ def same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
 
 
 def _damaged(file: Path, problem: Exception) -> SetupError:
-    if _is_lfs_pointer(file):
+    if is_lfs_pointer(file):
         return SetupError(
             f"cannot read the weights in {file}: it is a Git LFS pointer, not the file itself",
-            "run `git lfs pull` in the model's repository, or download the model again",
+            LFS_HINT,
         )
     return SetupError(
         f"cannot read the weights in {file}: {reason_of(problem)}",
         "the file is truncated or damaged; download it again",
     )
-
-
-def _is_lfs_pointer(file: Path) -> bool:
-    """True for the short text that a clone without Git LFS holds in place of a large file."""
-    with suppress(OSError), file.open("rb") as opened:
-        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
-    return False

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from specdec_cli.core.detokenize import StopFinder, text_before
 from specdec_cli.engine.plan import plan
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.models.config import max_len_of
-from specdec_cli.models.tokenizer import PretrainedTokenizer
+from specdec_cli.models.config import eos_ids_of, max_len_of
+from specdec_cli.models.resolve import model_place
+from specdec_cli.models.tokenizer import PretrainedTokenizer, load_tokenizer
 from specdec_cli.models.weights import open_checkpoint, tensor_names
 from specdec_cli.recipe import load_recipe
 from tests.support import save_tiny
@@ -178,3 +179,55 @@ def test_texts_without_special_tokens_are_searched_as_they_are_shown(
 ) -> None:
     assert tokenizer.finding(("one", "tool")) is tokenizer
     assert json.dumps(tokenizer.decode([ONE, TOOL])) == '"one"'
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2847\n"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.json"])
+def test_a_tokenizer_that_is_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(LFS)
+    with pytest.raises(SetupError, match=f"{name} is a Git LFS pointer") as told:
+        load_tokenizer(tmp_path, "m", 97, False)
+    assert "git lfs pull" in (told.value.hint or "")
+
+
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin", None])
+def test_an_adapter_is_no_model(tmp_path: Path, weights: str | None) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    if weights is not None:
+        (tmp_path / weights).touch()
+    with pytest.raises(SetupError, match="is an adapter") as told:
+        model_place(str(tmp_path), None, None)
+    assert "merge it" in (told.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": False, "temperature": 0.6, "top_p": 0.9},
+        {"num_beams": 1, "early_stopping": True, "length_penalty": 2.0},
+        {"temperature": "warm"},
+        {"cache_implementation": "none of these"},
+        {},
+    ],
+    ids=str,
+)
+def test_settings_of_generation_that_are_not_used_do_no_harm(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    config = LlamaConfig(eos_token_id=7)
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    assert eos_ids_of(config, tmp_path) == {7}
+    ends = settings | {"eos_token_id": [3, 5]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
+    assert eos_ids_of(config, tmp_path) == {3, 5}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{", '{"eos_token_id": "1"}', '{"eos_token_id": [true]}']
+)
+def test_settings_of_generation_that_cannot_be_read_are_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(SetupError, match=r"generation_config\.json"):
+        eos_ids_of(LlamaConfig(), tmp_path)
