@@ -322,6 +322,33 @@ def test_tokenizer_and_special_ids_are_the_files(more: dict[str, Any], tmp_path:
     assert tokenizer.render([{"role": "user", "content": "hi"}]) == "<|start|>hi<|end|><|start|>"
 
 
+@pytest.mark.parametrize(
+    ("kind", "said", "begins"),
+    [
+        ("llama-bpe", None, True),
+        ("tekken", None, True),
+        ("pixtral", None, True),
+        ("llama-bpe", False, False),
+        ("qwen2", None, False),
+        ("qwen2", True, True),
+        ("smollm", None, False),
+    ],
+)
+def test_the_first_token_is_that_of_the_kind_unless_the_file_says_otherwise(
+    kind: str, said: bool | None, begins: bool, tmp_path: Path
+) -> None:
+    if not hasattr(transformers.integrations.gguf, "convert_gguf_tokenizer"):
+        pytest.skip("this version of transformers refuses these kinds")
+    more: dict[str, Any] = {"tokenizer.ggml.pre": kind, "tokenizer.ggml.bos_token_id": 1}
+    if said is not None:
+        more["tokenizer.ggml.add_bos_token"] = said
+    size = len(vocabulary()["tokenizer.ggml.tokens"])
+    model = tiny_model("llama", vocab_size=size)
+    file = save_gguf(tmp_path / "m.gguf", "llama", model, more=vocabulary() | more)
+    ids = load_tokenizer(file, "m", size, False).encode("hello w")
+    assert (ids[0] == 1) == begins and len(ids) == 3 + begins
+
+
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"tokenizer.ggml.tokens": None}, "there is none in the GGUF file"),
     "twice": ({"tokenizer.ggml.tokens": ["a"] * 97}, "a token twice"),

@@ -19,6 +19,10 @@ _BYTE_LEVEL, _PIECES = "gpt2", "llama"  # kinds of tokenizers
 # The ways of cutting texts into words that earlier versions of transformers follow, by family.
 _CUT_BEFORE = {"llama": {"smollm", "gpt-2", "default"}, "qwen2": {"qwen2", "deepseek-r1-qwen"}}
 _CUT_BEFORE |= {"qwen3": {"qwen2"}, "qwen2_moe": {"qwen2"}, "qwen3_moe": {"qwen2"}}
+# The ways of cutting texts whose models read a first token before each, as llama.cpp has it
+# (src/llama-vocab.cpp), also where the file does not say so.
+_BEGIN_WITH_BOS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"}
+_BEGIN_WITH_BOS |= {"lfm2", "tekken", "chameleon"}
 _TEMPLATE = "tokenizer.chat_template"
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -43,7 +47,9 @@ def gguf_tokenizer(header: Header) -> Any:
     for key in ("add_bos_token", "add_eos_token"):
         settings[key] = values.get(f"tokenizer.ggml.{key}") is True
     if "tokenizer.ggml.add_bos_token" not in values:  # as of files that are older than the key
-        settings["add_bos_token"] = vocabulary["tokenizer_type"] == _PIECES
+        is_usual = vocabulary["tokenizer_type"] == _PIECES
+        is_usual |= vocabulary["pre_tokenizer_type"] in _BEGIN_WITH_BOS
+        settings["add_bos_token"] = is_usual and settings["bos_token"] is not None
     if isinstance(template := values.get(_TEMPLATE), str):
         settings["chat_template"] = template
     backend = _backend(str(values["general.architecture"]), vocabulary)
