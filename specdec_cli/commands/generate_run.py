@@ -32,7 +32,7 @@ from specdec_cli.experiment.lossless_check import (
 from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import sample_of
 from specdec_cli.experiment.points import point_metrics
-from specdec_cli.experiment.preparing import warnings_of_texts
+from specdec_cli.experiment.preparing import unlisted_end, warnings_of_texts
 from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import jsonl_of, next_turn
@@ -137,6 +137,7 @@ def write(
     check = _checked(world, ready, outputs) if checks else None
     with world.outside():
         found = [*watch.notices(), *failed_check(check)] if ready.session is not None else []
+        found += unlisted_end(ready.job, outputs)
         if not asked.quiet:
             warn(found)
         notices = [*ready.notices, *found]

@@ -22,6 +22,11 @@ class Tokenizer(Decoder, Protocol):
     @property
     def has_template(self) -> bool: ...
 
+    @property
+    def end_token(self) -> tuple[int, str] | None:
+        """Id and text of the token that the tokenizer says ends texts."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def render(

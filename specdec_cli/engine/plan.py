@@ -88,6 +88,11 @@ class Plan:
         return self.target.vocab_size
 
     @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end a text."""
+        return self.target.eos_ids
+
+    @property
     def draft_max_len(self) -> int | None:
         """The draft's context length; None without a draft."""
         return None if self.draft is None else self.draft.max_len

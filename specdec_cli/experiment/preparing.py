@@ -5,6 +5,7 @@ from typing import Any
 
 from specdec_cli.backends.base import Prepared
 from specdec_cli.errors import Notice
+from specdec_cli.experiment.folders.results import Output
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.recipe import Recipe
@@ -60,6 +61,20 @@ def warnings_of_texts(job: Job, chat: str) -> list[Notice]:
         evidence = {"without": len(texts), "num_prompts": count}
         found.append(Notice("no_chat_template", told, evidence))
     return found
+
+
+def unlisted_end(job: Job, outputs: Sequence[Output]) -> list[Notice]:
+    """A warning where texts ran to their length and the tokenizer's end token would not end one."""
+    end, plan = job.plan.tokenizer.end_token, job.plan
+    long = sum(out.finish_reason == "length" for out in outputs)
+    if end is None or not long or plan.params.ignore_eos or end[0] in plan.eos_ids:
+        return []
+    told = (
+        f"{long} of {len(outputs)} texts ran to their length, and {end[1]} (id {end[0]}), the end "
+        "of texts by the tokenizer, ends none: generation_config.json does not list it in "
+        f"eos_token_id; add it there, or set sampling.stop: ['{end[1]}']"
+    )
+    return [Notice("end_token_unlisted", told, {"token_id": end[0], "texts": long})]
 
 
 def few_prompts(count: int) -> list[Notice]:

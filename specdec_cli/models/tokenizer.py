@@ -68,6 +68,11 @@ class PretrainedTokenizer:
         """Whether it has a chat template."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
+    @property
+    def end_token(self) -> tuple[int, str] | None:
+        found = self._tokenizer.eos_token_id, self._tokenizer.eos_token
+        return None if None in found else found
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. Raises `SetupError` for a tokenizer that fails or takes too long."""
         # Not verbose: it would warn of texts that are too long, which we report ourselves.
@@ -162,6 +167,8 @@ class ByteTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+
+    end_token = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [byte % self._vocab_size for byte in text.encode()]

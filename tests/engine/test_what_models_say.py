@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from specdec_cli.core.detokenize import StopFinder, text_before
 from specdec_cli.engine.plan import plan
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.preparing import unlisted_end
 from specdec_cli.models.config import eos_ids_of, max_len_of
 from specdec_cli.models.resolve import model_place
 from specdec_cli.models.tokenizer import PretrainedTokenizer, load_tokenizer
@@ -231,3 +233,29 @@ def test_settings_of_generation_that_cannot_be_read_are_an_error(tmp_path: Path,
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(SetupError, match=r"generation_config\.json"):
         eos_ids_of(LlamaConfig(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("eos_ids", "reasons", "ignores", "told"),
+    [
+        ({9}, ["length", "eos"], False, "1 of 2 texts ran"),
+        (set(), ["length", "length"], False, "2 of 2 texts ran"),
+        ({END, 9}, ["length"], False, None),
+        ({9}, ["eos", "stop", "error"], False, None),
+        ({9}, ["length"], True, None),
+    ],
+)
+def test_an_end_token_that_ends_no_text_is_a_warning(
+    tokenizer: PretrainedTokenizer,
+    eos_ids: set[int],
+    reasons: list[str],
+    ignores: bool,
+    told: str | None,
+) -> None:
+    params = SimpleNamespace(ignore_eos=ignores)
+    plan = SimpleNamespace(tokenizer=tokenizer, params=params, eos_ids=eos_ids)
+    job: Any = SimpleNamespace(plan=plan)
+    found = unlisted_end(job, [SimpleNamespace(finish_reason=r) for r in reasons])  # type: ignore[arg-type]
+    assert len(found) == (told is not None)
+    for notice in found:
+        assert told is not None and told in notice.message and "<|end|> (id 1)" in notice.message
