@@ -22,13 +22,14 @@ class AttentionCall(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What kernels know of a layer and its cache when they are compiled."""
+    """The sizes of a layer and its cache that attention kernels are compiled for.
+
+    group: query heads of a key head. dim: numbers of a head of queries and keys.
+    """
 
     kv_heads: int
     group: int
-    """Query heads of a key head."""
     dim: int
-    """Of queries and keys."""
     value_dim: int
     block_size: int
     window: int

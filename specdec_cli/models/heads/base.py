@@ -166,7 +166,7 @@ class HeadConfig:
 
 
 class HeadSizes(Protocol):
-    """What passes need to know of a head, see `HeadConfig`."""
+    """The sizes of a head that its passes follow from; see `HeadConfig`."""
 
     @property
     def shift(self) -> int: ...

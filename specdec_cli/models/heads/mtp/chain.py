@@ -13,7 +13,7 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class MtpChain:
-    """heads: the modules, over one cache."""
+    """The modules of a target, run one after another. heads: each of them, over one cache."""
 
     def __init__(self, heads: list[PagedHead]) -> None:
         self.heads, self.cache = heads, heads[0].cache
@@ -35,7 +35,7 @@ class MtpChain:
             one.clear()
 
     def fed(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What module `index` feeds to the next one, from its hidden states [T, H]."""
+        """The input of the module after `index`, from the hidden states [T, H] of that one."""
         head = self.heads[index].head
         return head.fed_back(head.normed(hidden))
 

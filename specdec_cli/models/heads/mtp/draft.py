@@ -44,7 +44,10 @@ _SHARED = ("embeddings", "lm_head")
 
 @dataclass(frozen=True, slots=True)
 class MtpDraft:
-    """bodies: the modules' layers, each as a model of its own. num_layers: of the target."""
+    """The MTP modules of a target that hold no weights yet.
+
+    bodies: the modules' layers, each as a model of its own. num_layers: of the target.
+    """
 
     spec: ModelSpec
     config: MtpConfig
@@ -57,7 +60,7 @@ class MtpDraft:
 
     @property
     def body(self) -> Description:
-        """Of the first module, which shows what all of them have."""
+        """The first module's layer; the others have the same sizes."""
         return self.bodies[0]
 
     @property
@@ -152,7 +155,7 @@ class MtpDraft:
         return inside + joined
 
     def readings(self) -> list[Reading]:
-        """Of glm4_moe alone vLLM feeds back another hidden state."""
+        """The ways of vLLM. It feeds back another hidden state for glm4_moe alone."""
         choices = {"mtp_first_embedding": ("used", "zeroed"), "mtp_fed_back": ("normed", "raw")}
         if self.body.module.config.model_type != "glm4_moe":
             del choices["mtp_fed_back"]
