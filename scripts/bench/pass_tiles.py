@@ -155,9 +155,9 @@ def main() -> None:
     args = parser.parse_args()
 
     share = tuple(map(int, args.compile.split("/"))) if args.compile else None
-    bandwidth = 0.0 if share else read_rate(graph_times)
     model, ranks = MODELS[args.model], int(os.environ.get("WORLD_SIZE", "1"))
     peers = joined(model.hidden) if ranks > 1 else None
+    bandwidth = 0.0 if share else read_rate(graph_times)
     layers = Layers(model, 1 if share else args.layers, ranks, peers)
     for rows in args.rows:
         hidden = layers.normal(rows, layers.hidden)
