@@ -5,7 +5,7 @@ Keys of one method or rule are in its file in `choices`.
 """
 
 from datetime import datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -280,7 +280,7 @@ class Recipe(Section):
 
     @field_validator("draft")
     @classmethod
-    def _draft_divides_target(
+    def _ranks_suit_target(
         cls, value: DraftSection | None, info: ValidationInfo
     ) -> DraftSection | None:
         target = info.data.get("target")
@@ -288,32 +288,21 @@ class Recipe(Section):
             return value
         ours, theirs = value.tensor_parallel_size, target.tensor_parallel_size
         if theirs % ours:
-            raise PydanticCustomError(
-                "divides",
-                "draft.tensor_parallel_size ({ours}) should divide "
-                "target.tensor_parallel_size ({theirs})",
-                {"key": "tensor_parallel_size", "ours": ours, "theirs": theirs},
+            key = "tensor_parallel_size"
+            told = (
+                f"draft.tensor_parallel_size ({ours}) should divide "
+                f"target.tensor_parallel_size ({theirs})"
             )
-        return value
-
-    @field_validator("draft")
-    @classmethod
-    def _head_is_split_alike(
-        cls, value: DraftSection | None, info: ValidationInfo
-    ) -> DraftSection | None:
-        target = info.data.get("target")
-        if value is None or target is None or "lm_head" not in value.share:
-            return value
-        ours, theirs = value.tensor_parallel_size, target.tensor_parallel_size
-        if ours != theirs:
-            raise PydanticCustomError(
-                "share",
+        elif ours != theirs and "lm_head" in value.share:
+            key = "share"
+            told = (
                 "lm_head cannot be borrowed: the target's is split over "
-                "target.tensor_parallel_size ({theirs}) ranks, and "
-                "draft.tensor_parallel_size is {ours}",
-                {"key": "share", "ours": ours, "theirs": theirs},
+                f"target.tensor_parallel_size ({theirs}) ranks, and "
+                f"draft.tensor_parallel_size is {ours}"
             )
-        return value
+        else:
+            return value
+        raise PydanticCustomError("ranks", "{told}", {"key": key, "told": told})
 
     @field_validator("speculation")
     @classmethod
@@ -331,15 +320,8 @@ class Recipe(Section):
 
 def section_models() -> dict[str, type[BaseModel]]:
     """Each section's model by its name."""
-    return {
-        "target": ModelSection,
-        "draft": DraftSection,
-        "speculation": SpeculationSection,
-        "sampling": SamplingSection,
-        "cache": CacheSection,
-        "run": RunSection,
-        "data": DataSection,
-    }
+    kinds = {name: info.annotation for name, info in Recipe.model_fields.items()}
+    return {name: (get_args(kind) or (kind,))[0] for name, kind in kinds.items()}
 
 
 # Sections whose keys plugins know, or chat templates.
