@@ -4,28 +4,31 @@ Knows nothing of YAML, files, positions or options: `source` reads, `resolve` me
 Keys of one method or rule are in its file in `choices`.
 """
 
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     JsonValue,
     StrictInt,
     StrictStr,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.keys import LengthKeys, SpeculationKeys
 from specdec_cli.recipe.choices.registry import (
     METHODS,
     NONE,
     POLICIES,
     RULES,
+    Choice,
     MethodAndRuleKeys,
     PolicyKeys,
     weights_from,
@@ -85,6 +88,49 @@ class DraftSection(ModelSection):
     share: tuple[Literal["embeddings", "lm_head"], ...] = Field(
         default=(), description="what the draft borrows; by default, what its checkpoint lacks"
     )
+
+
+def _one_of(names: Mapping[str, Choice]) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        if value not in names:
+            expected = ", ".join(map(repr, names))
+            raise PydanticCustomError(
+                "literal_error", "should be one of {expected}", {"expected": expected}
+            )
+        return value
+
+    return check
+
+
+def _schema(names: Mapping[str, Choice]) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "enum": list(names)})
+
+
+def _described(choices: Mapping[str, Choice]) -> str:
+    return "; ".join(f"{name}: {choice.what}" for name, choice in choices.items())
+
+
+MethodName = Annotated[StrictStr, AfterValidator(_one_of(METHODS)), _schema(METHODS)]
+RuleName = Annotated[StrictStr, AfterValidator(_one_of(RULES)), _schema(RULES)]
+PolicyName = Annotated[StrictStr, AfterValidator(_one_of(POLICIES)), _schema(POLICIES)]
+
+
+class SpeculationKeys(Section):
+    """The keys of `speculation` that every recipe has."""
+
+    method: MethodName = Field(
+        default="draft_model", description=f"who proposes; {_described(METHODS)}"
+    )
+    num_speculative_tokens: Annotated[StrictInt, Field(ge=0, le=1024)] = Field(
+        default=5, description="proposed tokens a round (k); 0 is plain decoding"
+    )
+    acceptance: RuleName = Field(default="rejection", description=_described(RULES))
+
+
+class LengthKeys(Section):
+    """The keys of `speculation.length` that every recipe has."""
+
+    policy: PolicyName = Field(default="fixed", description=_described(POLICIES))
 
 
 class LengthSection(PolicyKeys, LengthKeys):
