@@ -218,16 +218,8 @@ class Plan:
 
     @property
     def params(self) -> SamplingParams:
-        s = self.recipe.sampling
-        return SamplingParams(
-            temperature=s.temperature,
-            top_k=s.top_k,
-            top_p=s.top_p,
-            max_new_tokens=s.max_new_tokens,
-            ignore_eos=s.ignore_eos,
-            stop=tuple(s.stop),
-            seed=self.recipe.run.seed,
-        )
+        """The recipe's sampling, whose keys have the same names."""
+        return SamplingParams(**self.recipe.sampling.model_dump(), seed=self.recipe.run.seed)
 
 
 def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
@@ -391,14 +383,11 @@ def allowance_of(plan: Plan) -> Allowance:
 
 
 def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSpec:
+    kept = ("revision", "file", "dtype", "load_format", "weights")
     return ModelSpec(
+        **{key: getattr(section, key) for key in kept},
         role=role,
         name=section.model,
-        revision=section.revision,
-        file=section.file,
-        dtype=section.dtype,
-        load_format=section.load_format,
-        weights=section.weights,
         trust_remote_code=permissions.trust_remote_code,
         allow_pickle=permissions.allow_pickle,
     )

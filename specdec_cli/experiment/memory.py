@@ -69,6 +69,11 @@ class Profile:
             "max_sequences": usable // self.need.blocks_per_sequence,
         }
 
+    def longest(self, num_blocks: int) -> int:
+        """The length at which a full batch fits into so many blocks."""
+        need, usable = self.need, max(0, num_blocks - 1)
+        return max(0, usable // need.batch_size * self.block_size - 2 * (need.k + 1))
+
 
 def measure_blocks(
     planned: Plan,
@@ -227,16 +232,13 @@ def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
     need, split = profile.need, profile.split
     asked = profile.plan.recipe.cache.num_blocks
     held = split.num_blocks if asked is None else min(asked, split.num_blocks)
-    usable = max(0, held - 1)
-    ahead = 2 * (need.k + 1)
-    longest = max(0, usable // need.batch_size * profile.block_size - ahead)
     fits = need.num_blocks <= held and (asked is None or asked <= split.num_blocks)
     return {
         "batch_size": need.batch_size,
         "recipe_blocks": asked,
         "needed_blocks": need.num_blocks,
         "fits": fits,
-        "longest_context": min(longest, profile.plan.max_model_len),
+        "longest_context": min(profile.longest(held), profile.plan.max_model_len),
         "advice": [] if fits else _advice(profile, cost),
     }
 
@@ -247,9 +249,7 @@ def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
     asked = profile.plan.recipe.cache.num_blocks
     if need.num_blocks <= split.num_blocks:
         return [f"--num-blocks {need.num_blocks}: so many fit, and the batch fits into them"]
-    ahead = 2 * (need.k + 1)
-    longest = max(0, split.num_blocks - 1) // need.batch_size * profile.block_size - ahead
-    found = _more_room(profile, longest, cost)
+    found = _more_room(profile, cost)
     if asked is None:
         return found
     lifted = " --set cache.num_blocks=null"
@@ -259,13 +259,13 @@ def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _more_room(profile: Profile, longest: int, cost: dict[str, Any] | None) -> list[str]:
-    """Advice if memory is short. longest: tokens at which the batch fits."""
+def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
+    """Advice if memory is short."""
     need, split, planned = profile.need, profile.split, profile.plan
     found = []
     if batch := profile.capacity(split.num_blocks)["max_sequences"]:
         found.append(f"--batch-size {batch}: so many sequences of {need.longest} tokens fit")
-    if longest > 0:
+    if (longest := profile.longest(split.num_blocks)) > 0:
         found.append(f"--set cache.max_model_len={longest}: the batch fits at that length")
     wanted = [rank.held_bytes + need.num_blocks * rank.block_bytes for rank in split.ranks]
     if planned.device.type == "cpu":
