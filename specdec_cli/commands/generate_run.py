@@ -124,9 +124,8 @@ def write(
     conversations' next turns.
     """
     watch = MachineWatch(ready.job.plan.device)
-    if not asked.quiet:
-        with world.outside():
-            warn(ready.notices)
+    with world.outside():
+        warn(ready.notices)
     outputs, metrics = _run(world, ready, asked, watch)
     if is_single and outputs[0].error is not None:
         if ready.folder is not None:
@@ -138,8 +137,7 @@ def write(
     with world.outside():
         found = [*watch.notices(), *failed_check(check)] if ready.session is not None else []
         found += unlisted_end(ready.job, outputs)
-        if not asked.quiet:
-            warn(found)
+        warn(found)
         notices = [*ready.notices, *found]
         if next_turns is not None and world.is_first:
             with or_setup_error(f"cannot write {next_turns}"):
@@ -165,7 +163,7 @@ def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
     ran = world.once(lambda: {o.index: o.token_ids for o in outputs if o.error is None})
     written = ran if plan.params.is_greedy else greedy_texts(session, job, plan.k, world)
     plain = greedy_texts(session, job, 0, world)
-    check = LosslessCheck(plan.dtype_name)
+    check = LosslessCheck(plan.dtype_name, plan.params)
     check.compare(session, key_of(job), texts_of(job, written, plain))
     return world.once(lambda: check.result)  # other ranks have no logits of meaning
 
