@@ -10,7 +10,13 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from specdec_kernels.comm.peers import MAX_ROWS, Peers, num_gather_flags, num_sum_flags
+from specdec_kernels.comm.peers import (
+    MAX_ROWS,
+    Peers,
+    num_gather_flags,
+    num_pushed_words,
+    num_sum_flags,
+)
 
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.text import first_line
@@ -71,7 +77,8 @@ def compare_meetings(parallel: TensorParallel) -> None:
 
 
 def _shared(parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype) -> Shared:
-    sums = _allocate(parallel, (2, MAX_ROWS, width), dtype, num_sum_flags(width))
+    words = num_pushed_words(parallel.size, width, dtype.itemsize)
+    sums = _allocate(parallel, (2, MAX_ROWS, width), dtype, num_sum_flags(width), words)
     rows = sum_rows(parallel.size, width, dtype)
     share, rest = divmod(vocab_size, parallel.size)
     if rest:
@@ -81,7 +88,11 @@ def _shared(parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.
 
 
 def _allocate(
-    parallel: TensorParallel, shape: tuple[int, int, int], dtype: torch.dtype, flags: int
+    parallel: TensorParallel,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    flags: int,
+    words: int = 0,
 ) -> Peers:
     import torch.distributed._symmetric_memory as symmetric
 
@@ -89,7 +100,8 @@ def _allocate(
     device, size = parallel.device, parallel.size
     num_parts = prod(shape)
     part_bytes = -(-num_parts * dtype.itemsize // 128) * 128
-    num_bytes = part_bytes + flags * size * 4
+    flag_bytes = -(-flags * size * 4 // 128) * 128
+    num_bytes = part_bytes + flag_bytes + words * 8
     held = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     _meetings.append(parallel.group.group_name)
     handle = symmetric.rendezvous(held, parallel.group)
@@ -106,4 +118,6 @@ def _allocate(
         addresses=addresses,
         flags=addresses + part_bytes,
         epochs=torch.zeros(flags, size, dtype=torch.int32, device=device),
+        pushed=addresses + part_bytes + flag_bytes if words else None,
+        pushes=torch.zeros(flags, dtype=torch.int32, device=device),
     )

@@ -18,11 +18,10 @@ from specdec_kernels.compile_ahead import compile_ahead
 from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
 from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.core.detokenize import StopFinder
-from specdec_cli.core.figures import Metrics
+from specdec_cli.core.figures import Metrics, RunClock, summarise
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.logits_processors import LogitsProcessors
-from specdec_cli.core.metrics import RunClock, summarise
 from specdec_cli.core.parallel import ALONE, HostMessages, TensorParallel
 from specdec_cli.core.types import Emission, Request, SamplingParams, Sequence
 from specdec_cli.engine.graphs import Outcome, RoundCache, Rounds

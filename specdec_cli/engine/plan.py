@@ -17,7 +17,7 @@ from specdec_cli.core.parallel import (
 )
 from specdec_cli.core.types import Permissions, SamplingParams
 from specdec_cli.engine.devices import check_world, resolve_device, use_few_threads
-from specdec_cli.engine.memory.budget import Allowance
+from specdec_cli.engine.memory.budget import Allowance, CacheNeed
 from specdec_cli.engine.pairing import (
     Describe,
     check_k,
@@ -391,6 +391,12 @@ def block_bytes_of(plan: Plan) -> tuple[int, int]:
     size = plan.recipe.cache.block_size
     found = [held.block_bytes(size) for held in plan.held]
     return found[0], sum(found[1:])
+
+
+def cache_need(plan: Plan, longest: int) -> CacheNeed:
+    """The size of a run whose longest sequence has so many tokens."""
+    recipe = plan.recipe
+    return CacheNeed(recipe.run.batch_size, longest, plan.k, recipe.cache.block_size)
 
 
 def allowance_of(plan: Plan) -> Allowance:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec_cli.core.batch import Span
-from specdec_cli.core.metrics import RunClock
+from specdec_cli.core.figures import RunClock
 from specdec_cli.core.packed import Tokens
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.sampling import next_tokens

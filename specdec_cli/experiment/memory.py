@@ -27,7 +27,7 @@ from specdec_cli.engine.memory.estimate import (
     this_machine,
 )
 from specdec_cli.engine.pairing import Describe
-from specdec_cli.engine.plan import Plan, plan_all_ranks
+from specdec_cli.engine.plan import Plan, cache_need, plan_all_ranks
 from specdec_cli.errors import LOGGED, SetupError, SpecdecError, UsageError
 from specdec_cli.experiment.generation import tokenised
 from specdec_cli.models.description import describe
@@ -58,7 +58,7 @@ class Profile:
     @property
     def need(self) -> CacheNeed:
         """The cache needs of a full batch of sequences of `context` tokens."""
-        return _need(self.plan, self.context)
+        return cache_need(self.plan, self.context)
 
     def capacity(self, num_blocks: int) -> dict[str, int]:
         """The capacity of a cache of so many blocks; block 0 holds no tokens."""
@@ -88,7 +88,7 @@ def measure_blocks(
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(planned) from problem
     on_stage("running the largest passes")
-    mine = measured(planned, models, _need(planned, planned.max_model_len))
+    mine = measured(planned, models, cache_need(planned, planned.max_model_len))
     split = Split(tuple(planned.parallel.gather_objects(mine)))
     split.check(planned.recipe.cache.block_size)
     return Profile(planned, split, tokens)
@@ -143,7 +143,7 @@ class Estimator:
 
 
 def _split(plans: Sequence[Plan], machine: Machine) -> Split:
-    need = _need(plans[0], plans[0].max_model_len)
+    need = cache_need(plans[0], plans[0].max_model_len)
     return Split(tuple(estimate_rank(planned, need, machine) for planned in plans))
 
 
@@ -204,11 +204,6 @@ def _rank(rank: RankMemory, split: Split) -> dict[str, Any]:
         "stranded_bytes": stranded,
         "free_bytes": rank.free_bytes,
     }
-
-
-def _need(planned: Plan, longest: int) -> CacheNeed:
-    recipe = planned.recipe
-    return CacheNeed(recipe.run.batch_size, longest, planned.k, recipe.cache.block_size)
 
 
 def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:

@@ -10,8 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_cli.core.figures import STAGES, Metrics, Spread
-from specdec_cli.core.metrics import RunClock, acceptance_of, mean_parts, metrics_of
+from specdec_cli.core.figures import (
+    STAGES,
+    Metrics,
+    RunClock,
+    Spread,
+    acceptance_of,
+    mean_parts,
+    metrics_of,
+)
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment.folders.records import (
     BreakEven,

@@ -129,17 +129,10 @@ def read_source(source: str) -> Document:
 
 
 def _own_prompts(value: object, recipe: Path) -> str | None:
-    """The path of a run folder's own prompts, wherever the folder is now; None for others.
-
-    Folders of earlier versions name them by the path that they had.
-    """
-    folder = recipe.parent
-    own = folder / PROMPTS
-    if recipe.name != "recipe.yaml" or not isinstance(value, str) or not own.is_file():
-        return None
-    is_run = (folder / "environment.json").is_file()
-    is_gone = value.endswith(f"/{PROMPTS}") and not os.path.exists(value)
-    return os.path.abspath(own) if is_run and (value == PROMPTS or is_gone) else None
+    """The path of a run folder's own prompts, wherever the folder is now; None for others."""
+    own = recipe.parent / PROMPTS
+    is_run = recipe.name == "recipe.yaml" and (recipe.parent / "environment.json").is_file()
+    return os.path.abspath(own) if is_run and value == PROMPTS and own.is_file() else None
 
 
 def find_source(source: str) -> Path:
@@ -257,10 +250,7 @@ class _Merge:
             elif not is_known and not key.startswith(OPEN_SECTIONS):
                 self.problems.append(_Found(line, where, key, problems.unknown_key(key)))
             return
-        info = fields[key]
-        kind: Any = info.annotation
-        for limit in info.metadata:
-            kind = Annotated[kind, limit]
+        kind: Any = Annotated[fields[key].annotation, fields[key]]
         try:
             TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
         except ValidationError as error:

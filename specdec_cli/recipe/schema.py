@@ -4,28 +4,31 @@ Knows nothing of YAML, files, positions or options: `source` reads, `resolve` me
 Keys of one method or rule are in its file in `choices`.
 """
 
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     JsonValue,
     StrictInt,
     StrictStr,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.keys import LengthKeys, SpeculationKeys
 from specdec_cli.recipe.choices.registry import (
     METHODS,
     NONE,
     POLICIES,
     RULES,
+    Choice,
     MethodAndRuleKeys,
     PolicyKeys,
     weights_from,
@@ -85,6 +88,49 @@ class DraftSection(ModelSection):
     share: tuple[Literal["embeddings", "lm_head"], ...] = Field(
         default=(), description="what the draft borrows; by default, what its checkpoint lacks"
     )
+
+
+def _one_of(names: Mapping[str, Choice]) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        if value not in names:
+            expected = ", ".join(map(repr, names))
+            raise PydanticCustomError(
+                "literal_error", "should be one of {expected}", {"expected": expected}
+            )
+        return value
+
+    return check
+
+
+def _schema(names: Mapping[str, Choice]) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "enum": list(names)})
+
+
+def _described(choices: Mapping[str, Choice]) -> str:
+    return "; ".join(f"{name}: {choice.what}" for name, choice in choices.items())
+
+
+MethodName = Annotated[StrictStr, AfterValidator(_one_of(METHODS)), _schema(METHODS)]
+RuleName = Annotated[StrictStr, AfterValidator(_one_of(RULES)), _schema(RULES)]
+PolicyName = Annotated[StrictStr, AfterValidator(_one_of(POLICIES)), _schema(POLICIES)]
+
+
+class SpeculationKeys(Section):
+    """The keys of `speculation` that every recipe has."""
+
+    method: MethodName = Field(
+        default="draft_model", description=f"who proposes; {_described(METHODS)}"
+    )
+    num_speculative_tokens: Annotated[StrictInt, Field(ge=0, le=1024)] = Field(
+        default=5, description="proposed tokens a round (k); 0 is plain decoding"
+    )
+    acceptance: RuleName = Field(default="rejection", description=_described(RULES))
+
+
+class LengthKeys(Section):
+    """The keys of `speculation.length` that every recipe has."""
+
+    policy: PolicyName = Field(default="fixed", description=_described(POLICIES))
 
 
 class LengthSection(PolicyKeys, LengthKeys):
@@ -296,7 +342,7 @@ class Recipe(Section):
 
     @field_validator("draft")
     @classmethod
-    def _draft_divides_target(
+    def _ranks_suit_target(
         cls, value: DraftSection | None, info: ValidationInfo
     ) -> DraftSection | None:
         target = info.data.get("target")
@@ -304,32 +350,21 @@ class Recipe(Section):
             return value
         ours, theirs = value.tensor_parallel_size, target.tensor_parallel_size
         if theirs % ours:
-            raise PydanticCustomError(
-                "divides",
-                "draft.tensor_parallel_size ({ours}) should divide "
-                "target.tensor_parallel_size ({theirs})",
-                {"key": "tensor_parallel_size", "ours": ours, "theirs": theirs},
+            key = "tensor_parallel_size"
+            told = (
+                f"draft.tensor_parallel_size ({ours}) should divide "
+                f"target.tensor_parallel_size ({theirs})"
             )
-        return value
-
-    @field_validator("draft")
-    @classmethod
-    def _head_is_split_alike(
-        cls, value: DraftSection | None, info: ValidationInfo
-    ) -> DraftSection | None:
-        target = info.data.get("target")
-        if value is None or target is None or "lm_head" not in value.share:
-            return value
-        ours, theirs = value.tensor_parallel_size, target.tensor_parallel_size
-        if ours != theirs:
-            raise PydanticCustomError(
-                "share",
+        elif ours != theirs and "lm_head" in value.share:
+            key = "share"
+            told = (
                 "lm_head cannot be borrowed: the target's is split over "
-                "target.tensor_parallel_size ({theirs}) ranks, and "
-                "draft.tensor_parallel_size is {ours}",
-                {"key": "share", "ours": ours, "theirs": theirs},
+                f"target.tensor_parallel_size ({theirs}) ranks, and "
+                f"draft.tensor_parallel_size is {ours}"
             )
-        return value
+        else:
+            return value
+        raise PydanticCustomError("ranks", "{told}", {"key": key, "told": told})
 
     @field_validator("speculation")
     @classmethod
@@ -347,15 +382,8 @@ class Recipe(Section):
 
 def section_models() -> dict[str, type[BaseModel]]:
     """Each section's model by its name."""
-    return {
-        "target": ModelSection,
-        "draft": DraftSection,
-        "speculation": SpeculationSection,
-        "sampling": SamplingSection,
-        "cache": CacheSection,
-        "run": RunSection,
-        "data": DataSection,
-    }
+    kinds = {name: info.annotation for name, info in Recipe.model_fields.items()}
+    return {name: (get_args(kind) or (kind,))[0] for name, kind in kinds.items()}
 
 
 # Sections whose keys plugins know, or chat templates.

@@ -1,5 +1,7 @@
 """Sums and logits on one rank, after the other ranks have written their parts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,10 +11,12 @@ from specdec_kernels.comm.peers import (
     GATHER_GROUPS,
     GATHER_ROWS,
     MAX_ROWS,
+    PUSHED_ROWS,
     SUM_COLUMNS,
     SUM_ROWS,
     Peers,
     num_gather_flags,
+    num_pushed_words,
     num_sum_flags,
 )
 from specdec_kernels.comm.peers_triton import (
@@ -37,6 +41,8 @@ def peers_of(parts: Tensor, rank: int, flags: int) -> tuple[Peers, Tensor]:
         torch.tensor([p.data_ptr() for p in parts], device=device),
         torch.tensor([f.data_ptr() for f in all_flags], device=device),
         torch.full((flags, size), WIDE, dtype=torch.int32, device=device),
+        None,
+        torch.full((flags,), WIDE, dtype=torch.int32, device=device),
     )
     return peers, all_flags
 
@@ -77,6 +83,50 @@ def test_sums_of_ranks(rows, width, size, dtype, device):
         assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
         factor = (out.squares.double().sum(1, keepdim=True) / width + EPS).rsqrt()
         assert_close("norm", normed, out.scaled.double() * factor, TOLERANCE[dtype])
+
+
+def words_of(part: Tensor, count: int) -> Tensor:
+    """The words [T, N / 2] in which a part [T, N] is written to other ranks."""
+    return (part.view(torch.int32).long() & 0xFFFFFFFF) | count << 32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("rows", "width"), [(1, 96), (2, 256), (6, 600), (32, 514)])
+def test_sums_of_parts_that_ranks_write_to_each_other(rows, width, size, dtype, device):
+    generator = torch.Generator().manual_seed(width)
+    parts = torch.randn((size, 2, MAX_ROWS, width), generator=generator).to(device, dtype)
+    parts[:, :, rows:] = float("nan")
+    rank = 1
+    assert num_pushed_words(size, width, dtype.itemsize) == size * width * PUSHED_ROWS
+    pushed = torch.full((size, 2, size, PUSHED_ROWS, width // 2), -1, device=device)
+    peers, flags = peers_of(parts, rank, num_sum_flags(width))
+    addresses = torch.tensor([p.data_ptr() for p in pushed], device=device)
+    peers = replace(peers, pushed=addresses)
+    used = -(-width // SUM_COLUMNS) * -(-rows // SUM_ROWS)
+    norm = torch.ones(width, dtype=dtype, device=device)
+    residual = parts[0, 0, :rows].clone()
+    for call, place in enumerate((0, 1, 0, 1), start=1):
+        count = (WIDE + call + 2**31) % 2**32 - 2**31
+        parts[:, place, :rows] += 1
+        for other in (r for r in range(size) if r != rank):
+            pushed[rank, place, other, :rows] = words_of(parts[other, place, :rows], count)
+        expected, before = pushed.clone(), flags.clone()
+        for other in (r for r in range(size) if r != rank):
+            expected[other, place, rank, :rows] = words_of(parts[rank, place, :rows], count)
+        whole = parts[:, place, :rows].double().sum(0)
+        if place:
+            out = reduce_add_norm_triton(peers, place, residual, norm, EPS)
+            whole += residual.double()
+            assert out.squares is not None
+            squares = out.hidden.double().square().sum(1)
+            assert_close("squares", squares, out.squares.sum(1), 1e-5)
+            assert_close("sum", whole, out.hidden, 2 * TOLERANCE[dtype])
+        else:
+            out = reduce_parts_triton(peers, place, rows)
+            assert_close("sum", whole, out, 2 * TOLERANCE[dtype])
+        assert torch.equal(pushed, expected) and torch.equal(flags, before)
+        assert (peers.pushes[:used] == count).all() and (peers.pushes[used:] == WIDE).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
