@@ -70,8 +70,10 @@ class NativeSession:
     def forget_rounds(self) -> None:
         self.engine.forget_rounds()
 
-    def logits_after(self, tokens: list[int], width: int) -> np.ndarray:
-        return self.engine.logits_after(tokens, width).cpu().numpy()
+    def logits_after(
+        self, tokens: list[int], width: int, start: int, params: SamplingParams
+    ) -> np.ndarray:
+        return self.engine.logits_after(tokens, width, start, params).cpu().numpy()
 
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams

@@ -100,9 +100,8 @@ def get_ready(
 def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
     """Run the prompts and show the results on rank 0; returns the exit code."""
     watch = MachineWatch(ready.job.plan.device)
-    if not asked.quiet:
-        with world.outside():
-            warn(ready.notices)
+    with world.outside():
+        warn(ready.notices)
     outputs, metrics = _run(world, ready, asked, watch)
     if own.is_single and outputs[0].error is not None:
         if ready.folder is not None:
@@ -114,8 +113,7 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
     with world.outside():
         found = [*watch.notices(), *failed_check(check)] if ready.session is not None else []
         found += unlisted_end(ready.job, outputs)
-        if not asked.quiet:
-            warn(found)
+        warn(found)
         notices = [*ready.notices, *found]
         if own.next_turns is not None and world.is_first:
             with or_setup_error(f"cannot write {own.next_turns}"):
@@ -141,7 +139,7 @@ def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
     ran = world.once(lambda: {o.index: o.token_ids for o in outputs if o.error is None})
     written = ran if plan.params.is_greedy else greedy_texts(session, job, plan.k, world)
     plain = greedy_texts(session, job, 0, world)
-    check = LosslessCheck(plan.dtype_name)
+    check = LosslessCheck(plan.dtype_name, plan.params)
     check.compare(session, key_of(job), texts_of(job, written, plain))
     return world.once(lambda: check.result)  # other ranks have no logits of meaning
 

@@ -71,7 +71,7 @@ def report(
             f"-o {output} is one page, and --format asks for {formats}",
             "name a folder with -o, or leave --format out",
         )
-    set_up_logging(quiet=quiet, verbose=verbose)
+    set_up_logging(verbose=verbose)
     if len(folders) > 1:
         if is_page or (formats is not None and "vllm" in chosen):
             raise UsageError(

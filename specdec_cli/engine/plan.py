@@ -1,6 +1,7 @@
 """From a recipe to a plan: everything that can be checked before any weight is read."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ from specdec_cli.models.description import Description, describe
 from specdec_cli.models.draft import Draft, Reading
 from specdec_cli.models.draft_form import with_method
 from specdec_cli.models.fingerprint import fingerprint
+from specdec_cli.models.generation_config import generation_config, with_sampling
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.recipe import ModelSection, Recipe
 from specdec_cli.recipe.choices.registry import weights_from, without_draft
@@ -91,6 +93,11 @@ class Plan:
     def eos_ids(self) -> frozenset[int]:
         """Ids that end a text."""
         return self.target.eos_ids
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """The target's generation_config.json; empty without one."""
+        return generation_config(self.target.place)
 
     @property
     def draft_max_len(self) -> int | None:
@@ -219,7 +226,8 @@ class Plan:
     @property
     def params(self) -> SamplingParams:
         """The recipe's sampling, whose keys have the same names."""
-        return SamplingParams(**self.recipe.sampling.model_dump(), seed=self.recipe.run.seed)
+        asked = self.recipe.sampling.model_dump(exclude={"source"})
+        return SamplingParams(**asked, seed=self.recipe.run.seed)
 
 
 def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
@@ -274,7 +282,7 @@ def _plan_on(
     describe: Describe,
 ) -> Plan:
     """`plan` for a rank at its place."""
-    recipe = with_method(recipe)
+    recipe = with_sampling(with_method(recipe))
     k = recipe.speculation.num_speculative_tokens
     begin_stage("describing the target")
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
@@ -282,6 +290,11 @@ def _plan_on(
         raise UsageError(
             f"cache.max_model_len: {asked} is more than the {target.max_len} tokens of the target",
             "leave it out, or let the target's config.json say how far its positions reach",
+        )
+    if outside := [i for i in recipe.sampling.suppress_tokens if i >= target.vocab_size]:
+        raise UsageError(
+            f"sampling.suppress_tokens: {outside[0]} is no id of the target, whose vocabulary has "
+            f"{target.vocab_size}"
         )
     begin_stage("reading the tokenizer")
     found = Plan(

@@ -163,10 +163,26 @@ class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
 class SamplingSection(Section):
     """How tokens are drawn and when a text ends."""
 
+    source: Literal["recipe", "model"] = Field(
+        default="recipe",
+        alias="from",
+        description="model takes the target's generation_config.json in place of the keys below, "
+        "but for max_new_tokens, ignore_eos and stop",
+    )
     temperature: Annotated[Number, Field(ge=0.0)] = Field(default=0.0, description="0 is greedy")
     top_k: CountOrZero = Field(default=0, description="keep the k most likely tokens; 0 keeps all")
     top_p: Annotated[Number, Field(gt=0.0, le=1.0)] = Field(
         default=1.0, description="keep the smallest set with this probability; 1 keeps all"
+    )
+    repetition_penalty: Annotated[Number, Field(gt=0.0, le=1000.0)] = Field(
+        default=1.0,
+        description="divides logits of tokens of the text, multiplies negative ones; 1 is off",
+    )
+    suppress_tokens: tuple[CountOrZero, ...] = Field(
+        default=(), description="token ids that are never drawn"
+    )
+    min_new_tokens: CountOrZero = Field(
+        default=0, description="tokens before which no end-of-text token is drawn"
     )
     max_new_tokens: Count = Field(default=256, description="most tokens written after a prompt")
     ignore_eos: Truth = Field(default=False, description="write on past the end-of-text token")
@@ -375,11 +391,16 @@ OPEN_SECTIONS = ("speculation.options.", "data.template.")
 INNER_SECTIONS: dict[str, type[BaseModel]] = {"speculation.length": LengthSection}
 
 
+def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a section, by their keys in a recipe."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
 def key_fields() -> dict[str, FieldInfo]:
     """Every dotted key of a recipe, in order."""
     found: dict[str, FieldInfo] = {}
     for section, model in section_models().items():
-        for key, info in model.model_fields.items():
+        for key, info in keys_of(model).items():
             inner = INNER_SECTIONS.get(f"{section}.{key}")
             if inner is None:
                 found[f"{section}.{key}"] = info

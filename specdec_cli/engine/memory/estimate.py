@@ -185,8 +185,25 @@ def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
 
 
 def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    if not plan.k:
+    """Memory of the method, and of changes of logits."""
+    found, changed = MethodBytes(), _changes_bytes(plan, need)
+    if plan.k:
+        found = _proposing_bytes(plan, need)
+    return MethodBytes(found.held + changed.held, found.in_round + changed.in_round)
+
+
+def _changes_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
+    """The texts and their ids for a penalty; fp32 logits, three steps on the way to them, and marks
+    of all rows, and as much of the draft's, whose logits stay."""
+    if not plan.params.changes_logits:
         return MethodBytes()
+    batch, vocab = need.batch_size, plan.target.vocab_size
+    longest = min(plan.max_model_len, need.num_blocks * need.block_size)
+    held = batch * (4 * longest + vocab) if plan.params.repetition_penalty != 1.0 else 0
+    return MethodBytes(held, batch * vocab * (18 * (plan.k + 1) + 4 * plan.k))
+
+
+def _proposing_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
     size = RoundSize(
         batch_size=need.batch_size,
         k=plan.k,
