@@ -4,7 +4,6 @@ Parses and prepares; `generate_run` runs and shows.
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,17 +21,6 @@ Resume = Annotated[bool, option("--resume", None, "Continue the run in the folde
 
 _NEXT = "Write a .jsonl file of the conversations' next turns, after the answers to these."
 NextTurns = Annotated[Path | None, option("--next-turns", "FILE", _NEXT, parser=Path)]
-
-
-@dataclass(frozen=True, slots=True)
-class Own:
-    """The command's own options. is_single: the only prompt is on the command line, so the run
-    fails if it cannot run. checks: whether to compare texts with those of the target alone."""
-
-    resume: bool
-    next_turns: Path | None
-    checks: bool
-    is_single: bool
 
 
 @shared()
@@ -61,10 +49,10 @@ def generate(
         if next_turns is not None:
             _check_turns(found.prompts, next_turns)
         is_single = bool(source.prompt) and len(found.prompts) == 1
-        own = Own(resume, next_turns, check_lossless, is_single)
         with waiting("getting ready", quiet=asked.quiet) as stages:
             with importing(world.device):
-                from specdec_cli.commands.generate_run import get_ready, write
+                from specdec_cli.commands.generate_run import Own, get_ready, write
+            own = Own(resume, next_turns, check_lossless, is_single)
             ready = get_ready(world, resolved, found, asked, own, stages)
         world.ready()
         code = write(world, ready, asked, own)

@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from specdec_cli.backends import native
 from specdec_cli.backends.base import Finished, Session, Written
-from specdec_cli.commands.generate import Own
 from specdec_cli.commands.options import Asked
 from specdec_cli.commands.status import Stages, warn
 from specdec_cli.core.figures import Metrics
@@ -66,6 +66,17 @@ class Ready:
     def left(self) -> Job:
         """The job with the prompts that are not done yet."""
         return self.job.only(lambda index: index not in self.kept.done)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The command's own options. is_single: the only prompt is on the command line, so the run
+    fails if it cannot run. checks: whether to compare texts with those of the target alone."""
+
+    resume: bool
+    next_turns: Path | None
+    checks: bool
+    is_single: bool
 
 
 def get_ready(
