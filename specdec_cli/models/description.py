@@ -24,14 +24,13 @@ from specdec_cli.models.gate import check_config, check_layers, probe, quantisat
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kinds_of
-from specdec_cli.models.held import held_bytes
+from specdec_cli.models.held import borrowed_weights, held_bytes
 from specdec_cli.models.loader import Unfilled, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.pass_bytes import PassShapes, peak_bytes
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import model_place
 from specdec_cli.models.rotary_tables import num_turns
-from specdec_cli.models.sharing import borrowed_weights
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import choose_form, stored_parameters
 from specdec_cli.models.tp import WHOLE, shard
