@@ -291,7 +291,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         f"ngram_lookup-{longest}": (
-            "round.ngram_triton",
+            "round.steps_triton",
             "ngram_lookup_kernel",
             "*i64",
             {
