@@ -29,7 +29,7 @@ from specdec_cli.engine.memory.measured import (
     release,
     weight_bytes,
 )
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, cache_need
 from specdec_cli.errors import SetupError
 from specdec_cli.lengths.registry import policy_of
 from specdec_cli.methods.base import MethodParts, Proposer
@@ -116,13 +116,8 @@ def build_beside(
 
 
 def _need_of(plan: Plan, longest_prompt: int) -> CacheNeed:
-    recipe = plan.recipe
-    return CacheNeed(
-        batch_size=recipe.run.batch_size,
-        longest=min(longest_prompt + recipe.sampling.max_new_tokens, plan.max_model_len),
-        k=plan.k,
-        block_size=recipe.cache.block_size,
-    )
+    longest = longest_prompt + plan.recipe.sampling.max_new_tokens
+    return cache_need(plan, min(longest, plan.max_model_len))
 
 
 def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:

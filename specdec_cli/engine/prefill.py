@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec_cli.core.batch import Span
-from specdec_cli.core.metrics import RunClock
+from specdec_cli.core.figures import RunClock
 from specdec_cli.core.packed import Tokens
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.sampling import next_tokens
@@ -98,7 +98,8 @@ class Prefill:
 
         If the run proposes, the last token of each sequence is left to the first round. That round
         can so propose the very first output token, as in transformers' assisted generation. In
-        plain decoding the last token is fed too, unless it alone is missing: then a round takes it.
+        plain decoding the last token is fed too, unless it alone is missing: then a round takes it,
+        as it does where logits are changed, since only rounds change them.
 
         A proposer also lacks tokens after rounds that proposed nothing. One that reads the target's
         hidden states takes in what the target takes in, as there are no others.
@@ -108,7 +109,7 @@ class Prefill:
         proposers: list[Span] = []
         for seq in self.scheduler.running:
             end = len(seq.tokens) - 1
-            if proposer is None and seq.target_kv < end:
+            if self._decides and seq.target_kv < end:
                 end += 1
             proposes = proposer is not None and self.scheduler.proposal_len(seq) > 0
             start, found = seq.target_kv, targets
@@ -129,7 +130,7 @@ class Prefill:
         """
         features = drawn = None
         if chunk.targets:
-            ending = chunk.ending if self.proposer is None else []
+            ending = chunk.ending if self._decides else []
             assert ending == chunk.targets[: len(ending)], "only the last span can be cut"
             found = self.target.prefill(
                 chunk.targets,
@@ -227,6 +228,11 @@ class Prefill:
         if self.parallel.is_first:
             tokens = next_tokens(logits, self.params, sent[2, 0], index, length)
         return self.parallel.broadcast(tokens) if self.parallel.size > 1 else tokens
+
+    @property
+    def _decides(self) -> bool:
+        """True if the pass over a text's last token decides the next one."""
+        return self.proposer is None and not self.params.changes_logits
 
     @property
     def _reads_hidden(self) -> bool:

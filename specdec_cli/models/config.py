@@ -8,7 +8,9 @@ import torch
 from transformers import AutoConfig
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.config_file import MAX_BYTES, config_file
+from specdec_cli.models.config_file import config_file
+from specdec_cli.models.generation_config import FILE as GENERATION
+from specdec_cli.models.generation_config import generation_config
 from specdec_cli.models.gguf.config import gguf_config
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
@@ -86,21 +88,11 @@ def _stretched(config: Any, length: int) -> int:
 def eos_ids_of(config: Any, place: Path) -> frozenset[int]:
     """The ids that end a text: the generation config's, else the model config's."""
     eos = getattr(config, "eos_token_id", None)
-    file = place / "generation_config.json"
-    if file.is_file():
-        try:
-            if file.stat().st_size > MAX_BYTES:
-                raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-            # transformers' own reader refuses settings of sampling, of which nothing is used here.
-            stored = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError, RecursionError) as problem:
-            raise SetupError(
-                f"cannot read {file}: {reason_of(problem)}", "it is damaged; download it again"
-            ) from None
-        eos = eos if stored is None else stored
+    stored = generation_config(place).get("eos_token_id")
+    eos = eos if stored is None else stored
     ids = eos if isinstance(eos, list) else [eos] if eos is not None else []
     if not all(type(i) is int for i in ids):
-        where = file if file.is_file() else place / "config.json"
+        where = place / ("config.json" if stored is None else GENERATION)
         raise SetupError(
             f"{where}: eos_token_id is {json.dumps(eos)}",
             "it has to be a number, or a list of them",

@@ -11,5 +11,6 @@ from specdec_cli.recipe.schema import (
     LengthSection,
     ModelSection,
     Recipe,
+    SamplingSection,
     SpeculationSection,
 )
