@@ -134,7 +134,7 @@ def compare_tp_ranks(
     place: Place = ctx.obj
     if place.seat is None or place.seat.folder is None:
         raise UsageError(f"only compare-tp starts {RANKS_COMMAND}", "run specdec compare-tp")
-    set_up_logging(quiet=quiet, verbose=verbose)
+    set_up_logging(verbose=verbose)
     # Standard output belongs to the parent's document.
     with (
         contextlib.redirect_stdout(sys.stderr),

@@ -51,26 +51,11 @@ def generate(
         is_single = bool(source.prompt) and len(found.prompts) == 1
         with waiting("getting ready", quiet=asked.quiet) as stages:
             with importing(world.device):
-                from specdec_cli.commands.generate_run import get_ready, write
-            ready = get_ready(
-                world,
-                resolved,
-                found,
-                asked,
-                stages,
-                is_single=is_single,
-                resume=resume,
-                checks=check_lossless,
-            )
+                from specdec_cli.commands.generate_run import Own, get_ready, write
+            own = Own(resume, next_turns, check_lossless, is_single)
+            ready = get_ready(world, resolved, found, asked, own, stages)
         world.ready()
-        code = write(
-            world,
-            ready,
-            asked,
-            is_single=is_single,
-            checks=check_lossless,
-            next_turns=next_turns,
-        )
+        code = write(world, ready, asked, own)
     raise typer.Exit(code)
 
 

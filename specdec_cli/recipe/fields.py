@@ -100,4 +100,6 @@ Probability = Annotated[Number, Field(ge=0.0, le=1.0)]
 class Section(BaseModel):
     """Keys of a recipe: known ones only, and none of them ever changed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True
+    )

@@ -4,28 +4,31 @@ Knows nothing of YAML, files, positions or options: `source` reads, `resolve` me
 Keys of one method or rule are in its file in `choices`.
 """
 
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     JsonValue,
     StrictInt,
     StrictStr,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.keys import LengthKeys, SpeculationKeys
 from specdec_cli.recipe.choices.registry import (
     METHODS,
     NONE,
     POLICIES,
     RULES,
+    Choice,
     MethodAndRuleKeys,
     PolicyKeys,
     weights_from,
@@ -87,6 +90,49 @@ class DraftSection(ModelSection):
     )
 
 
+def _one_of(names: Mapping[str, Choice]) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        if value not in names:
+            expected = ", ".join(map(repr, names))
+            raise PydanticCustomError(
+                "literal_error", "should be one of {expected}", {"expected": expected}
+            )
+        return value
+
+    return check
+
+
+def _schema(names: Mapping[str, Choice]) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "enum": list(names)})
+
+
+def _described(choices: Mapping[str, Choice]) -> str:
+    return "; ".join(f"{name}: {choice.what}" for name, choice in choices.items())
+
+
+MethodName = Annotated[StrictStr, AfterValidator(_one_of(METHODS)), _schema(METHODS)]
+RuleName = Annotated[StrictStr, AfterValidator(_one_of(RULES)), _schema(RULES)]
+PolicyName = Annotated[StrictStr, AfterValidator(_one_of(POLICIES)), _schema(POLICIES)]
+
+
+class SpeculationKeys(Section):
+    """The keys of `speculation` that every recipe has."""
+
+    method: MethodName = Field(
+        default="draft_model", description=f"who proposes; {_described(METHODS)}"
+    )
+    num_speculative_tokens: Annotated[StrictInt, Field(ge=0, le=1024)] = Field(
+        default=5, description="proposed tokens a round (k); 0 is plain decoding"
+    )
+    acceptance: RuleName = Field(default="rejection", description=_described(RULES))
+
+
+class LengthKeys(Section):
+    """The keys of `speculation.length` that every recipe has."""
+
+    policy: PolicyName = Field(default="fixed", description=_described(POLICIES))
+
+
 class LengthSection(PolicyKeys, LengthKeys):
     """The number of proposed tokens of each round, k at most."""
 
@@ -117,10 +163,26 @@ class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
 class SamplingSection(Section):
     """How tokens are drawn and when a text ends."""
 
+    source: Literal["recipe", "model"] = Field(
+        default="recipe",
+        alias="from",
+        description="model takes the target's generation_config.json in place of the keys below, "
+        "but for max_new_tokens, ignore_eos and stop",
+    )
     temperature: Annotated[Number, Field(ge=0.0)] = Field(default=0.0, description="0 is greedy")
     top_k: CountOrZero = Field(default=0, description="keep the k most likely tokens; 0 keeps all")
     top_p: Annotated[Number, Field(gt=0.0, le=1.0)] = Field(
         default=1.0, description="keep the smallest set with this probability; 1 keeps all"
+    )
+    repetition_penalty: Annotated[Number, Field(gt=0.0, le=1000.0)] = Field(
+        default=1.0,
+        description="divides logits of tokens of the text, multiplies negative ones; 1 is off",
+    )
+    suppress_tokens: tuple[CountOrZero, ...] = Field(
+        default=(), description="token ids that are never drawn"
+    )
+    min_new_tokens: CountOrZero = Field(
+        default=0, description="tokens before which no end-of-text token is drawn"
     )
     max_new_tokens: Count = Field(default=256, description="most tokens written after a prompt")
     ignore_eos: Truth = Field(default=False, description="write on past the end-of-text token")
@@ -329,11 +391,16 @@ OPEN_SECTIONS = ("speculation.options.", "data.template.")
 INNER_SECTIONS: dict[str, type[BaseModel]] = {"speculation.length": LengthSection}
 
 
+def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a section, by their keys in a recipe."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
 def key_fields() -> dict[str, FieldInfo]:
     """Every dotted key of a recipe, in order."""
     found: dict[str, FieldInfo] = {}
     for section, model in section_models().items():
-        for key, info in model.model_fields.items():
+        for key, info in keys_of(model).items():
             inner = INNER_SECTIONS.get(f"{section}.{key}")
             if inner is None:
                 found[f"{section}.{key}"] = info

@@ -37,7 +37,8 @@ NEW = 10
 GREEDY = {"max_new_tokens": NEW}
 SAMPLED = {"max_new_tokens": NEW, "temperature": 0.8, "seed": 5}
 MASKED = {"max_new_tokens": NEW, "temperature": 1.1, "top_k": 20, "top_p": 0.9, "seed": 2**40 + 1}
-RUNS = [(3, GREEDY), (4, SAMPLED), (2, MASKED)]
+CHANGED = {**GREEDY, "repetition_penalty": 1.5, "suppress_tokens": (5, 9)}
+RUNS = [(3, GREEDY), (4, SAMPLED), (2, MASKED), (3, CHANGED), (2, {**SAMPLED, **CHANGED})]
 Pair = tuple[Path, Path]
 FAMILIES = ["llama", "qwen3", "gemma3", "qwen3_moe", "mixtral", "gpt_oss"]
 
