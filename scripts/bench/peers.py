@@ -18,7 +18,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from specdec_kernels import ops
-from specdec_kernels.comm.peers import PUSHED_ROWS, Peers
+from specdec_kernels.comm.peers import PUSHED_NUMBERS, Peers
 from torch import Tensor
 
 from specdec_cli.core.parallel import TensorParallel, make_groups
@@ -119,7 +119,7 @@ def main() -> None:
             error = difference(ours(0), nccl(0))
             ours(1)
             buffer.zero_()
-            if sums.pushed is not None and rows <= PUSHED_ROWS:
+            if sums.pushed is not None and rows * width <= PUSHED_NUMBERS:
                 read = partial(our_sum, replace(sums, pushed=None), residual, norm)
                 report("read", width, rows, timed(read), 0.0, 0.0)
             report("sum", width, rows, timed(ours), timed(nccl), error)

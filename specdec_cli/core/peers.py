@@ -23,22 +23,17 @@ from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
 
-# Most bytes that a rank reads from the others for one sum. With more, NCCL is faster: on four H200s
-# both take the same time for about 90 rows of 8192 numbers of 16 bits.
-_MAX_SUM_BYTES = 4 * 2**20
-
 # torch counts a process's rendezvous over shared memory across all groups. Ranks with different
 # counts wait for each other forever, so this module counts them too.
 _meetings: list[str] = []
 
 
 class Shared(NamedTuple):
-    """Memory that the ranks of a model share. sums: for `ops.reduce_add_norm`; with more than
-    `sum_rows` rows NCCL is faster. logits: for `ops.gather_columns`, faster for any number of rows;
-    None if the vocabulary does not divide evenly."""
+    """Memory that the ranks of a model share; for MAX_ROWS rows or fewer it is faster than NCCL.
+    sums: for `ops.reduce_add_norm`. logits: for `ops.gather_columns`; None if the vocabulary does
+    not divide evenly."""
 
     sums: Peers
-    sum_rows: int
     logits: Peers | None
 
 
@@ -65,11 +60,6 @@ def shared_memory(
     return found
 
 
-def sum_rows(size: int, width: int, dtype: torch.dtype) -> int:
-    """Largest number of rows of a residual stream that `size` ranks add up faster than NCCL."""
-    return min(MAX_ROWS, max(1, _MAX_SUM_BYTES // ((size - 1) * width * dtype.itemsize)))
-
-
 def compare_meetings(parallel: TensorParallel) -> None:
     """Raise RuntimeError on all ranks if their counts of rendezvous differ."""
     if len(set(parallel.gather_objects(len(_meetings)))) > 1:
@@ -79,12 +69,11 @@ def compare_meetings(parallel: TensorParallel) -> None:
 def _shared(parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype) -> Shared:
     words = num_pushed_words(parallel.size, width, dtype.itemsize)
     sums = _allocate(parallel, (2, MAX_ROWS, width), dtype, num_sum_flags(width), words)
-    rows = sum_rows(parallel.size, width, dtype)
     share, rest = divmod(vocab_size, parallel.size)
     if rest:
-        return Shared(sums, rows, None)
+        return Shared(sums, None)
     flags = num_gather_flags(share)
-    return Shared(sums, rows, _allocate(parallel, (1, MAX_ROWS, share), dtype, flags))
+    return Shared(sums, _allocate(parallel, (1, MAX_ROWS, share), dtype, flags))
 
 
 def _allocate(

@@ -25,8 +25,7 @@ from specdec_cli.core.logits_processors import LogitsProcessors
 from specdec_cli.core.parallel import ALONE, HostMessages, TensorParallel
 from specdec_cli.core.types import Emission, Request, SamplingParams, Sequence
 from specdec_cli.engine.graphs import Outcome, RoundCache, Rounds
-from specdec_cli.engine.moments import Moments
-from specdec_cli.engine.prefill import Prefill
+from specdec_cli.engine.prefill import Moments, Prefill
 from specdec_cli.engine.round import RoundParts
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.errors import RunError

@@ -339,9 +339,9 @@ def draft_at(plan: Plan, parallel: TensorParallel, describe: Describe = describe
 
 
 def _draft_of(plan: Plan, spec: ModelSpec, parallel: TensorParallel, describe: Describe) -> Draft:
-    share = plan.recipe.draft.share if plan.recipe.draft is not None else []
+    share = plan.recipe.draft.share if plan.recipe.draft is not None else ()
     where = spec, plan.device, parallel, plan.target, plan.max_model_len
-    return describe_draft(DraftPlace(*where, plan.recipe.speculation), share, describe)
+    return describe_draft(DraftPlace(*where, plan.recipe.speculation, share), describe)
 
 
 def _draft_spec(recipe: Recipe, target: ModelSpec, permissions: Permissions) -> ModelSpec | None:

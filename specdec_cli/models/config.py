@@ -15,7 +15,7 @@ from specdec_cli.models.gguf.config import gguf_config
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.refusals import Unsupported
-from specdec_cli.text import reason_of
+from specdec_cli.text import reason_of, shown
 
 
 def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
@@ -25,7 +25,7 @@ def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
     """
     if is_gguf(place):
         return gguf_config(name, read_model(place))
-    config_file(name, place)
+    kind = config_file(name, place).get("model_type")
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as problem:
@@ -35,7 +35,7 @@ def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
                 "pass --trust-remote-code if you trust it",
             ) from None
         if "model type" in str(problem) or "model_type" in str(problem):
-            raise Unsupported(name, "transformers does not know its model_type") from None
+            raise Unsupported(name, f"transformers knows no model_type {shown(kind)}") from None
         raise SetupError(
             f"cannot read config.json of {name}: {reason_of(problem)}",
             "it is damaged or was edited, or this is no model folder",

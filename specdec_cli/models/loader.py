@@ -26,7 +26,7 @@ from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
 from specdec_cli.models.held import StoredParameter
-from specdec_cli.models.quantised import dequantised, fields_of, scheme_of
+from specdec_cli.models.quantised import dequantised, fields_of, no_scales, scheme_of
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import part_of, stored_parameters, stored_reader
 from specdec_cli.models.tp import WHOLE, Shards
@@ -286,7 +286,7 @@ def _checkpoint_source(
             value.element_size() > 1 and value.is_floating_point()
         )
         if meta.is_floating_point() and not is_plain:
-            lacks = "config.json does not say how" if method is None else "its scales are missing"
+            lacks = "config.json does not say how" if method is None else no_scales(name, unused)
             raise SetupError(
                 f"{name} of {spec.name} is quantised, and {lacks}",
                 "take the checkpoint that it was made from",

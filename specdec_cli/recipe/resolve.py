@@ -1,7 +1,7 @@
 """From a recipe's name and overrides to one checked `Recipe`, and back to YAML.
 
-Knows precedence and where each value came from. Knows neither the names of options (callers name
-the origins) nor which models or devices exist.
+Knows precedence, where each value came from, and the bundled recipes. Knows neither the names of
+options (callers name the origins) nor which models or devices exist.
 """
 
 import os
@@ -15,9 +15,9 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+import specdec_cli
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import problems
-from specdec_cli.recipe.bundled import bundled_folder, bundled_recipes, find_bundled
 from specdec_cli.recipe.schema import (
     INNER_SECTIONS,
     OPEN_SECTIONS,
@@ -36,6 +36,41 @@ _MODEL_KEYS = ("target.model", "draft.model")
 _SHAPES = "shapes/"  # model folders with configs only, beside the bundled recipes
 _MAX_SHOWN = 50
 _HINT = "`specdec recipe schema` lists the keys and what they may hold"
+
+
+@dataclass(frozen=True, slots=True)
+class BundledRecipe:
+    """`description` is the first comment line of the file."""
+
+    name: str
+    path: Path
+    description: str
+
+
+def bundled_folder() -> Path:
+    """The recipes' folder: inside the package in a wheel, beside the package in a checkout."""
+    package = Path(specdec_cli.__file__).parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def bundled_recipes() -> list[BundledRecipe]:
+    """All bundled recipes, sorted by name."""
+    return [
+        BundledRecipe(path.stem, path, _first_comment(path))
+        for path in sorted(bundled_folder().glob("*.yaml"), key=lambda path: path.stem)
+    ]
+
+
+def find_bundled(name: str) -> BundledRecipe | None:
+    """The bundled recipe of that name, given with or without `.yaml`."""
+    stem = name.removesuffix(".yaml")
+    return next((recipe for recipe in bundled_recipes() if recipe.name == stem), None)
+
+
+def _first_comment(path: Path) -> str:
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip()
 
 
 def load_recipe(

@@ -178,7 +178,7 @@ def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
     batch = need.batch_size
     rows = batch * (plan.k + 1)
     found = _passes_bytes(plan, batch) + _method_bytes(plan, need).in_round
-    if plan.device.type == "cuda" or _is_greedy(plan):
+    if plan.device.type == "cuda" or plan.params.is_greedy:
         return found
     # A CPU samples from fp32 distributions: the draft's, the target's, and tensors made on the way.
     return found + 4 * plan.target.vocab_size * (batch * plan.k + 4 * rows)
@@ -186,9 +186,20 @@ def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
 
 def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
     """Memory of the method, and of changes of logits."""
-    found, changed = MethodBytes(), _changes_bytes(plan, need)
-    if plan.k:
-        found = _proposing_bytes(plan, need)
+    changed = _changes_bytes(plan, need)
+    if not plan.k:
+        return changed
+    size = RoundSize(
+        batch_size=need.batch_size,
+        k=plan.k,
+        longest=min(plan.max_model_len, need.num_blocks * need.block_size),
+        vocab_size=plan.target.vocab_size,
+        is_greedy=plan.params.is_greedy,
+        is_first=plan.parallel.is_first,
+        is_cuda=plan.device.type == "cuda",
+        draft=plan.draft if plan.draft in plan.held else None,
+    )
+    found = method_of(plan.recipe.speculation).estimate_bytes(size)
     return MethodBytes(found.held + changed.held, found.in_round + changed.in_round)
 
 
@@ -201,24 +212,6 @@ def _changes_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
     longest = min(plan.max_model_len, need.num_blocks * need.block_size)
     held = batch * (4 * longest + vocab) if plan.params.repetition_penalty != 1.0 else 0
     return MethodBytes(held, batch * vocab * (18 * (plan.k + 1) + 4 * plan.k))
-
-
-def _proposing_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    size = RoundSize(
-        batch_size=need.batch_size,
-        k=plan.k,
-        longest=min(plan.max_model_len, need.num_blocks * need.block_size),
-        vocab_size=plan.target.vocab_size,
-        is_greedy=_is_greedy(plan),
-        is_first=plan.parallel.is_first,
-        is_cuda=plan.device.type == "cuda",
-        draft=plan.draft if plan.draft in plan.held else None,
-    )
-    return method_of(plan.recipe.speculation).estimate_bytes(size)
-
-
-def _is_greedy(plan: Plan) -> bool:
-    return plan.recipe.sampling.temperature == 0.0
 
 
 def _passes_bytes(plan: Plan, batch: int) -> int:

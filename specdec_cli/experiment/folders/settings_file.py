@@ -28,8 +28,8 @@ class RunSettings:
     same.
 
     kind: of run, in words. mark: a field that only settings of this kind have. recipe: as resolved,
-    without the keys that other fields cover. prompts: how many, and digests
-    of their tokens and categories. device: the name of its kind. dtype: the target's.
+    without the keys that other fields cover. prompts: how many, and digests of their tokens and
+    categories. device: the name of its kind. dtype: the target's.
     """
 
     kind: ClassVar[str]
@@ -246,8 +246,7 @@ def settings_difference(there: Document, now: Document) -> Difference | None:
     """The first difference between two settings, or None.
 
     Models with equal fingerprints are the same under any name; names count if a fingerprint is
-    missing. The drafts' names also count, since they label
-    records.
+    missing. The drafts' names also count, since they label records.
     """
     there, now = copy.deepcopy(there), copy.deepcopy(now)
     for key, theirs, ours in _models(there, now):

@@ -33,7 +33,8 @@ _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]")
 class Eagle3Config(HeadConfig):
     """A head's settings, by its config unless `overridden`.
 
-    aux_ids: the config's ids of the target's layers, None where it has none. counting: whether an
+    aux_ids: the config's ids of the target's layers, None where it has none. ids_key: the key that
+    names them. takes_embedding: use the target's in place of its own. counting: whether an
     id means a layer's input or its output. norm_before_residual: whether the first residual is the
     normed hidden state. norm_before_fc: whether one norm is applied to all features. fc_norm:
     whether each layer's features have a norm of their own. feeds_norm: whether the next step is fed
@@ -51,6 +52,8 @@ class Eagle3Config(HeadConfig):
     feeds_norm: bool
     ties_head: bool
     is_wide: bool
+    ids_key: str = _AUX_IDS
+    takes_embedding: bool = False
 
     @property
     def num_aux(self) -> int:
@@ -71,7 +74,8 @@ class Eagle3Config(HeadConfig):
         `midlayer`."""
         own = _MIDDLE.sub("layers.0.", name.removeprefix("model."))
         is_tied = own == HEAD and self.ties_head
-        return None if is_tied or _HARMLESS.search(own) else own
+        is_taken = own == EMBEDDING and self.takes_embedding
+        return None if is_tied or is_taken or _HARMLESS.search(own) else own
 
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
         width, features = self.hidden_size, self.num_aux * self.target_hidden_size
@@ -101,10 +105,12 @@ class Eagle3Config(HeadConfig):
         if self.aux_ids is not None:
             found = tuple(i + (self.counting == "outputs") for i in self.aux_ids)
         if sorted(set(found)) != list(found) or not 0 <= found[0] <= found[-1] < n:
-            told = f"{shown(list(self.aux_ids))} as {self.counting}" if self.aux_ids else "none"
+            told = f"no {self.ids_key}, so the usual three count"
+            if self.aux_ids:
+                told = f"{self.ids_key}: {shown(list(self.aux_ids))}, {self.counting} of layers"
             raise SetupError(
                 f"the EAGLE-3 head {self.name} reads hidden states {shown(list(found))} of a "
-                f"target that has {n} layers (its config names {told})",
+                f"target that has {n} layers (config.json has {told})",
                 "the head belongs to another target, or its layer ids count from elsewhere; "
                 "speculation.eagle3_layers replaces them",
             )
@@ -201,7 +207,7 @@ class _Reader:
         ties_head = bool(body.get("tie_word_embeddings", False))
         if ties_head and draft_vocab != vocab:
             raise self._bad("tie_word_embeddings", True, "the draft's vocabulary is another")
-        aux_ids, counting = self._aux_ids()
+        ids_key, aux_ids, counting = self._aux_ids()
         # transformers would refuse heads that do not divide the width.
         layer = CONFIGS[body["model_type"]](
             hidden_size=heads * head_dim,
@@ -227,6 +233,7 @@ class _Reader:
             draft_vocab_size=draft_vocab,
             num_target_layers=self._count(self.raw, "num_target_layers", 0) or None,
             others=tuple(self._others()),
+            ids_key=ids_key,
             aux_ids=aux_ids,
             counting=counting,
             norm_before_residual=self._flag("norm_before_residual"),
@@ -263,9 +270,9 @@ class _Reader:
             raise self._bad("model_type", kind, f"{' and '.join(CONFIGS)} are built")
         return body | {"model_type": kind}
 
-    def _aux_ids(self) -> tuple[tuple[int, ...] | None, Counting]:
-        """The config's ids, and whether they mean a layer's input, as vLLM and speculators count,
-        or its output, as Model-Optimizer, SGLang and DeepSpec do."""
+    def _aux_ids(self) -> tuple[str, tuple[int, ...] | None, Counting]:
+        """The key of the config's ids, these, and whether they mean a layer's input, as vLLM and
+        speculators count, or its output, as Model-Optimizer, SGLang and DeepSpec do."""
         key, ids, counting = _AUX_IDS, self.raw.get(_AUX_IDS), "inputs"
         if self.dialect == "deepspec":
             key, ids, counting = "target_layer_ids", self.raw["target_layer_ids"], "outputs"
@@ -273,12 +280,12 @@ class _Reader:
         if ids is None and nested:
             key, ids, counting = f"eagle_config.{_AUX_IDS}", nested, "outputs"
         if not ids:
-            return None, "inputs"
+            return key, None, "inputs"
         if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
             raise self._bad(key, ids, "it has to be a list of layers")
         if sorted(set(ids)) != ids:
             raise self._bad(key, ids, "layers are read in ascending order")
-        return tuple(ids), "outputs" if counting == "outputs" else "inputs"
+        return key, tuple(ids), "outputs" if counting == "outputs" else "inputs"
 
     def _rope(self, body: dict[str, Any]) -> dict[str, Any]:
         """transformers' `rope_parameters`, from that key or the older two."""
