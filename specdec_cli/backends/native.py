@@ -27,6 +27,7 @@ from specdec_cli.engine.plan import plan as checked
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import Recipe
 
+is_native = True
 _REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
 
 

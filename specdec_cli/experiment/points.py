@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from specdec_cli.core.figures import STAGES, Metrics, Spread
-from specdec_cli.core.metrics import RunClock, acceptance_of, mean_parts, metrics_of
+from specdec_cli.core.metrics import RunClock, mean_parts, metrics_of
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment.folders.records import (
     BreakEven,
@@ -24,6 +24,12 @@ from specdec_cli.experiment.folders.records import (
     without_errors,
 )
 from specdec_cli.experiment.forecasts import Forecasts, break_even, iid_alpha, prediction_of
+from specdec_cli.experiment.served import (
+    acceptance_in,
+    counts_alone,
+    engine_fields,
+    served_metrics,
+)
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
 
@@ -99,12 +105,15 @@ def measured(
     metrics, length = point_metrics(list(samples.values()), key), _length(usable)
     gain = _gain(speedup(usable, baseline), key.k, seed, _most_speedup(usable))
     is_possible = "impossible_speedup" not in gain
-    lengths: list[float] | None = [1.0, 1.0]
-    if length is not None:
-        lengths = _length_interval(length, metrics.mean_acceptance_length, key.k, seed)
+    lengths, mean = None, metrics.mean_acceptance_length
+    if length is not None and mean is not None:
+        lengths = _length_interval(length, mean, key.k, seed)
+    elif mean == 1.0 and not (key.k and counts_alone(samples.values())):
+        lengths = [1.0, 1.0]
     return {
         "status": "ok",
         "metrics": metrics,
+        **engine_fields(samples.values()),
         "mean_acceptance_length_ci": lengths,
         "per_category": _per_category(usable, baseline, key.k, seed),
         **gain,
@@ -129,6 +138,8 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     `num_rounds` is the sum of the sequences' shares in engine rounds, rounded.
     """
     done = [s for s in samples if s.could_run]
+    if any(s.engine is not None for s in done):
+        return served_metrics(done, key)
     decode = sum(s.usual_seconds for s in done)
     clock = RunClock(
         num_rounds=sum(s.usual_mean(s.round_share) for s in done),
@@ -142,7 +153,7 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
         clock,
         k=key.k,
         batch_size=key.batch_size,
-        num_output_tokens=sum(len(s.token_ids) for s in done),
+        num_output_tokens=sum(s.num_output_tokens for s in done),
         ttft_ms=Spread.of([s.usual_mean(s.ttft_ms) for s in done]),
         tpot_ms=Spread.of([s.usual_mean(s.tpot_ms) for s in done if s.tpot_ms]),
         peak_memory_bytes=max((s.peak_memory_bytes for s in done), default=None),
@@ -172,10 +183,10 @@ def _per_category(
     rows: dict[str, CategoryMetrics] = {}
     for category in sorted({c for s in samples.values() if (c := s.category) is not None}):
         own = {i: s for i, s in samples.items() if s.category == category}
-        acceptance = acceptance_of(list(own.values()), k)
+        acceptance = acceptance_in(list(own.values()), k)
         rows[category] = CategoryMetrics(
             num_prompts=len(own),
-            num_output_tokens=sum(len(s.token_ids) for s in own.values()),
+            num_output_tokens=sum(s.num_output_tokens for s in own.values()),
             mean_acceptance_length=acceptance.mean_acceptance_length,
             draft_acceptance_rate=acceptance.draft_acceptance_rate,
             acceptance_rate_per_pos=acceptance.acceptance_rate_per_pos,
@@ -189,10 +200,10 @@ def _per_category(
 
 
 def _category_length_interval(
-    samples: Samples, mean: float, k: int, seed: int
+    samples: Samples, mean: float | None, k: int, seed: int
 ) -> list[float] | None:
     length = _length(samples)
-    return None if length is None else _length_interval(length, mean, k, seed)
+    return None if length is None or mean is None else _length_interval(length, mean, k, seed)
 
 
 def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, Any]:
@@ -241,8 +252,8 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
 def _length(samples: Samples) -> SumRatio | None:
     """Mean acceptance length over prompts; None where nothing was proposed."""
     # In the same order in every run, since resampling depends on it.
-    rounds = [samples[index].accepted_per_round for index in sorted(samples)]
-    accepted, drafts = list(map(sum, rounds)), list(map(len, rounds))
+    own = [samples[index] for index in sorted(samples)]
+    accepted, drafts = [s.num_accepted for s in own], [s.num_drafts for s in own]
     return stats.mean_acceptance_length(accepted, drafts) if sum(drafts) else None
 
 
