@@ -158,10 +158,8 @@ Verbose = Annotated[bool, option("-v --verbose", None, "Log more, and show trace
 _SERVER = (
     "Take answers from a server that is up: vLLM's, SGLang's or another OpenAI-compatible one."
 )
-Servers = Annotated[
-    list[str] | None, option("--server", "URL", f"{_SERVER} May be repeated.", _RUN)
-]
-Server = Annotated[str | None, option("--server", "URL", _SERVER, _RUN)]
+Servers = Annotated[list[str] | None, option("--server", "URL", f"{_SERVER} May be repeated.")]
+Server = Annotated[str | None, option("--server", "URL", _SERVER)]
 
 _PLUGIN = (
     "Run a Python file that adds methods, acceptance rules or length policies; may be repeated."
