@@ -30,6 +30,7 @@ def generate(
     resume: Resume = False,
     next_turns: NextTurns = None,
     check_lossless: options.CheckLossless = False,
+    strict: options.Strict = False,
 ) -> None:
     """Write text with a draft and a target model, and report what was accepted.
 
@@ -52,7 +53,7 @@ def generate(
         with waiting("getting ready", quiet=asked.quiet) as stages:
             with importing(world.device):
                 from specdec_cli.commands.generate_run import Own, get_ready, write
-            own = Own(resume, next_turns, check_lossless, is_single)
+            own = Own(resume, next_turns, check_lossless, is_single, strict)
             ready = get_ready(world, resolved, found, asked, own, stages)
         world.ready()
         code = write(world, ready, asked, own)

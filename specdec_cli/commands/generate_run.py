@@ -11,7 +11,7 @@ import typer
 from specdec_cli.backends import native
 from specdec_cli.backends.base import Finished, Session, Written
 from specdec_cli.commands.options import Asked
-from specdec_cli.commands.status import Stages, warn
+from specdec_cli.commands.status import Stages, strictly, warn
 from specdec_cli.core.figures import Metrics
 from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
@@ -71,12 +71,14 @@ class Ready:
 @dataclass(frozen=True, slots=True)
 class Own:
     """The command's own options. is_single: the only prompt is on the command line, so the run
-    fails if it cannot run. checks: whether to compare texts with those of the target alone."""
+    fails if it cannot run. checks: whether to compare texts with those of the target alone.
+    strict: whether disturbed times make a run partial."""
 
     resume: bool
     next_turns: Path | None
     checks: bool
     is_single: bool
+    strict: bool
 
 
 def get_ready(
@@ -139,7 +141,8 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
         ready.session.forget_rounds()
     if check is not None and not check.passed:
         return ExitCode.LOSSLESSNESS
-    return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
+    code = ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
+    return world.once(lambda: strictly(code, notices, strict=own.strict))
 
 
 def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:

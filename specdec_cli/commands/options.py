@@ -153,6 +153,8 @@ CheckLossless = Annotated[
     ),
 ]
 Quiet = Annotated[bool, option("-q --quiet", None, "No progress; warnings stay.", _OUTPUT)]
+_STRICT = "End with 3 if something disturbed the times."
+Strict = Annotated[bool, option("--strict", None, _STRICT, _OUTPUT)]
 Verbose = Annotated[bool, option("-v --verbose", None, "Log more, and show tracebacks.", _OUTPUT)]
 
 _PLUGIN = (
