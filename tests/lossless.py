@@ -17,6 +17,8 @@ from specdec_kernels.sampling.reference import (
 )
 from torch import Tensor
 from transformers.generation import (
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -481,6 +483,16 @@ def warped(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits.softmax(dim=-1)
 
 
+def changed(logits: Tensor, texts: Tensor, params: SamplingParams) -> Tensor:
+    """Rows [N, V] after `texts` [N, L], by transformers' own logits processors."""
+    if params.repetition_penalty != 1.0:
+        logits = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(texts, logits)
+    if params.suppress_tokens:
+        processor = SuppressTokensLogitsProcessor(params.suppress_tokens, device="cpu")
+        logits = processor(texts, logits)
+    return logits
+
+
 def exact_joint(folder: Path, prompt: list[int], params: SamplingParams, depth: int) -> Tensor:
     """Probability of every continuation of `depth` tokens, flat, by transformers alone."""
     model = reference(folder).double()
@@ -488,7 +500,8 @@ def exact_joint(folder: Path, prompt: list[int], params: SamplingParams, depth: 
     for _ in range(depth):
         # The usual code for experts takes no fp64.
         with torch.inference_mode(), batched_experts(model):
-            probs = warped(model(prefixes).logits[:, -1], params)
+            logits = changed(model(prefixes).logits[:, -1], prefixes, params)
+            probs = warped(logits, params)
         vocab = probs.shape[1]
         joint = (joint[:, None] * probs).view(-1)
         after = torch.arange(vocab).repeat(len(prefixes))[:, None]

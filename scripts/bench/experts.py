@@ -19,7 +19,7 @@ from graph_times import graph_times
 from specdec_kernels.experts.down_triton import down_add_norm_triton
 from specdec_kernels.experts.gate_up_triton import gate_up_triton
 from specdec_kernels.experts.group_triton import group_triton
-from specdec_kernels.experts.grouped_triton import grouped_gate_up, grouped_mixture_add_norm
+from specdec_kernels.experts.grouped_triton import grouped_mixture_add_norm, grouped_product
 from specdec_kernels.experts.plan import are_few
 from specdec_kernels.experts.reference import Experts, Routing
 from specdec_kernels.experts.route_triton import route_triton
@@ -196,7 +196,7 @@ def measure_groups(
         x = Normed(xs[n].hidden, xs[n].hidden, None, 1e-6)
         groups = group_triton(x, layers[n])
         if down is None:
-            return grouped_gate_up(x.scaled, groups, layers[n], gate_up)
+            return grouped_product(x.scaled, groups, layers[n], gate_up, is_gate=True)
         return grouped_mixture_add_norm(x, groups, layers[n], (gate_up, down), norm, 1e-6)
 
     timed("router", lambda n: group_triton(xs[n], layers[n]), 0)

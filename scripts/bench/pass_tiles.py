@@ -7,25 +7,38 @@ A try gives tiles (the fields of `Tiles`) to some linear layers: norm (q, k and 
 up), out, down, or add (out and down). The others keep their chosen tiles, as all do in the first
 line. There is no attention. Needs a CUDA device; bf16. Graphs alternate: most differences of 0.3 us
 a layer repeat. N processes with `--compile I/N` compile in advance.
+
+With torchrun the layers are split over its ranks, and sums go through memory that they share. The
+try `read` has ranks read each other's parts, for numbers of rows that they write to each other.
+Times are the slowest rank's.
 """
 
 import argparse
+import os
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from graph_times import alternated_times, graph_times
 from rates import read_rate
 from shapes import MODELS, Model
+from specdec_kernels import ops
+from specdec_kernels.comm.peers import Peers
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.products_triton import kernel_for
 from specdec_kernels.linear.tiles import Tiles
 from torch import Tensor
 
+from specdec_cli.core.parallel import make_groups
+from specdec_cli.core.peers import shared_memory
+
 EPS = 1e-5
 KINDS = {"norm": "norm", "out": "add", "gate": "gate", "down": "add"}
-Try = dict[str, Tiles]
+READ = "read"
+Try = dict[str, Tiles | None]
 Outputs = tuple[Tensor, Tensor, Tensor]
 
 
@@ -34,6 +47,9 @@ def parsed(text: str) -> Try:
     found: Try = {}
     for part in text.split("+"):
         kind, _, fields = part.partition(":")
+        if kind == READ:
+            found[READ] = None
+            continue
         for name in ("out", "down") if kind == "add" else (kind,):
             if name not in KINDS:
                 raise argparse.ArgumentTypeError(f"{name} is none of add, {', '.join(KINDS)}")
@@ -44,14 +60,15 @@ def parsed(text: str) -> Try:
 class Layers:
     """Random weights of layers without attention, and rows that go through them."""
 
-    def __init__(self, model: Model, count: int) -> None:
-        heads = model.heads * model.head_dim
-        self.heads, self.hidden = heads, model.hidden
+    def __init__(self, model: Model, count: int, size: int, peers: Peers | None) -> None:
+        """size: ranks that the layers are split over. peers: their memory, with several."""
+        heads, ffn = model.heads * model.head_dim // size, model.ffn // size
+        self.heads, self.hidden, self.peers = heads, model.hidden, peers
         shapes = {
-            "norm": (heads + 2 * model.kv_heads * model.head_dim, model.hidden),
+            "norm": (heads + 2 * model.kv_heads * model.head_dim // size, model.hidden),
             "out": (model.hidden, heads),
-            "gate": (2 * model.ffn, model.hidden),
-            "down": (model.hidden, model.ffn),
+            "gate": (2 * ffn, model.hidden),
+            "down": (model.hidden, ffn),
         }
         self.weights = [
             {name: self.normal(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
@@ -69,19 +86,30 @@ class Layers:
         for weights in self.weights:
             scale: dict[str, Any] = {"squares": squares, "eps": EPS}
             mixed = product("norm", scaled, weights, tries)(**scale)[0][:, : self.heads]
-            after = {"residual": hidden, "norm_weight": self.norm}
-            hidden, scaled, squares = product("out", mixed, weights, tries)(**after)
+            hidden, scaled, squares = self.added(0, "out", mixed, weights, tries, hidden)
             scale = {"squares": squares, "eps": EPS, "activation": "silu"}
             inner = product("gate", scaled, weights, tries)(**scale)[0]
-            after = {"residual": hidden, "norm_weight": self.norm}
-            hidden, scaled, squares = product("down", inner, weights, tries)(**after)
+            hidden, scaled, squares = self.added(1, "down", inner, weights, tries, hidden)
         return hidden
+
+    def added(
+        self, place: int, name: str, x: Tensor, weights: dict[str, Tensor], tries: Try, to: Tensor
+    ) -> Outputs:
+        """A product, summed over ranks, that is added to the residual stream and normed."""
+        run, peers = product(name, x, weights, tries), self.peers
+        if peers is None:
+            return run(residual=to, norm_weight=self.norm)
+        run(into=peers.take(place, *to.shape))
+        peers = replace(peers, pushed=None) if READ in tries else peers
+        hidden, scaled, squares, _ = ops.reduce_add_norm(peers, place, to, self.norm, EPS)
+        assert squares is not None
+        return hidden, scaled, squares
 
 
 def product(name: str, x: Tensor, weights: dict[str, Tensor], tries: Try) -> partial[Outputs]:
     """The launch of a linear layer, without norm, residual and activation."""
-    if name in tries:
-        return partial(few_rows_linear, x, weights[name], tries[name])
+    if (tiles := tries.get(name)) is not None:
+        return partial(few_rows_linear, x, weights[name], tiles)
     chosen = kernel_for(KINDS[name], x, weights[name])
     assert chosen is not None, "so many rows are cuBLAS'"
     return partial(chosen, x, weights[name])
@@ -104,6 +132,19 @@ def step(layers: Layers, hidden: Tensor, tries: Try, _: int) -> Tensor:
     return layers.forward(hidden, tries)
 
 
+def joined(width: int) -> Peers:
+    """The memory that this rank shares with the other ranks of torchrun."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    size = dist.get_world_size()
+    parallel = make_groups(size, size, device).target
+    assert parallel is not None
+    shared = shared_memory(parallel, width, 2 * size, torch.bfloat16)
+    assert shared is not None, "these GPUs cannot read each other"
+    return shared.sums
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", choices=MODELS)
@@ -114,24 +155,32 @@ def main() -> None:
     args = parser.parse_args()
 
     share = tuple(map(int, args.compile.split("/"))) if args.compile else None
+    model, ranks = MODELS[args.model], int(os.environ.get("WORLD_SIZE", "1"))
+    peers = joined(model.hidden) if ranks > 1 else None
     bandwidth = 0.0 if share else read_rate(graph_times)
-    layers = Layers(MODELS[args.model], 1 if share else args.layers)
+    layers = Layers(model, 1 if share else args.layers, ranks, peers)
     for rows in args.rows:
         hidden = layers.normal(rows, layers.hidden)
         expected = layers.forward(hidden, {})
-        found = [t for t in args.tries if all(tiles.block_m >= rows for tiles in t.values())]
+        found = [t for t in args.tries if all(u is None or u.block_m >= rows for u in t.values())]
         found = found[share[0] :: share[1]] if share else found
         found = [{}, *(tries for tries in found if runs(layers, hidden, tries, expected))]
         if share:
             continue
         steps = [partial(step, layers, hidden, tries) for tries in found]
         times = [median(t) / args.layers for t in alternated_times(steps, 1, 25)]
+        if peers is not None:
+            slowest = torch.tensor(times, device="cuda")
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times = slowest.tolist()
+            if peers.rank:
+                continue
         size = sum(w.nbytes for w in layers.weights[0].values())
         floor = size / bandwidth / 1e6
         at = f"{floor:.1f} us of memory a layer at {bandwidth:.2f} TB/s"
         print(f"{args.model}, {rows} rows; {at}")
         for tries, time in zip(found, times, strict=True):
-            tiles = ", ".join(f"{kind} {tuple(t)}" for kind, t in tries.items())
+            tiles = ", ".join(f"{kind} {tuple(t or ())}" for kind, t in tries.items())
             print(f"  {time:7.2f} {time - times[0]:+6.2f}  {tiles or 'as chosen'}")
 
 

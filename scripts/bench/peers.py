@@ -3,20 +3,22 @@
     PYTHONPATH=.:kernels torchrun --nproc-per-node 4 scripts/bench/peers.py
 
 Needs at least two CUDA devices. Every time is the slowest rank's, for one call inside a CUDA graph.
-A sum includes the residual and the norm's part; for NCCL that is a separate kernel. "bytes" is the
+A sum includes the residual and the norm's part; for NCCL that is a separate kernel. "read" is a sum
+whose ranks read each other's parts, where they otherwise write them to each other. "bytes" is the
 time of reading all other ranks' parts at --bandwidth. Results are compared with NCCL's.
 """
 
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from specdec_kernels import ops
-from specdec_kernels.comm.peers import Peers
+from specdec_kernels.comm.peers import PUSHED_NUMBERS, Peers
 from torch import Tensor
 
 from specdec_cli.core.parallel import TensorParallel, make_groups
@@ -117,6 +119,9 @@ def main() -> None:
             error = difference(ours(0), nccl(0))
             ours(1)
             buffer.zero_()
+            if sums.pushed is not None and rows * width <= PUSHED_NUMBERS:
+                read = partial(our_sum, replace(sums, pushed=None), residual, norm)
+                report("read", width, rows, timed(read), 0.0, 0.0)
             report("sum", width, rows, timed(ours), timed(nccl), error)
     logits = shared.logits
     assert logits is not None

@@ -9,11 +9,16 @@ which the engine counts. Experts of a draft, and of layers that are not fused, c
 token chose uniformly.
 
     python scripts/bench/rounds.py recipes/bench-8b-1b-dummy.yaml --k 0,1,3,5,8 --batch-size 1,8,32
+    torchrun --nproc-per-node 4 scripts/bench/rounds.py recipes/bench-70b-1b-dummy.yaml
+
+With several ranks, times and floor are those of rank 0, and a profile is written for each rank.
 """
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 from dataclasses import replace
 
@@ -29,7 +34,8 @@ from specdec_cli.core.types import Request
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
-from specdec_cli.recipe import load_recipe
+from specdec_cli.launch.world import World, find_place, join
+from specdec_cli.recipe import Recipe, load_recipe
 
 
 def arguments() -> argparse.Namespace:
@@ -99,6 +105,13 @@ def main() -> None:
         "run.batch_size": str(max(args.batch_size)),
     }
     recipe = load_recipe(args.recipe, {n: yaml.safe_load(v) for n, v in sets.items()})
+    place = find_place(sys.argv, os.environ, verbose=True)
+    degree, timeout = recipe.target.tensor_parallel_size, recipe.run.timeout_s
+    with join(place, degree, device=recipe.run.device, timeout_s=timeout) as world:
+        time_rounds(recipe, world, args)
+
+
+def time_rounds(recipe: Recipe, world: World, args: argparse.Namespace) -> None:
     planned = plan(recipe)
     rates = Rates(*measured_rates(graph_times))
     print(rates)
@@ -149,11 +162,12 @@ def main() -> None:
             if args.profile:
                 args.profile.mkdir(parents=True, exist_ok=True)
                 table = profile(engine, planned, k, args)
-                (args.profile / f"b{batch_size}-k{k}.txt").write_text(table)
+                name = f"b{batch_size}-k{k}" + f"-rank{world.rank}" * (world.size > 1)
+                (args.profile / f"{name}.txt").write_text(table)
         engine.forget_rounds()
     free, total = torch.cuda.mem_get_info()
     print(f"memory in use {(total - free) / 2**30:.1f} GiB")
-    if args.json:
+    if args.json and world.is_first:
         args.json.write_text(json.dumps(rows, indent=1))
 
 

@@ -17,6 +17,7 @@ class Model:
 MODELS = {
     "1b": Model(2048, 8192, 16, 32, 8, 64),
     "8b": Model(4096, 14336, 32, 32, 8, 128),
+    "70b": Model(8192, 28672, 80, 64, 8, 128),
     # Other models, without the norms of heads and the norms before sums that some have.
     "llama-3.2-3b": Model(3072, 8192, 28, 24, 8, 128),
     "qwen2.5-0.5b": Model(896, 4864, 24, 14, 2, 64, 151936),

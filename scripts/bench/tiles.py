@@ -60,6 +60,10 @@ def candidates(kind: str, width: int, features: int, block_m: int) -> Iterator[T
             tiles = Tiles(block_m, block_n, block_k, slices, 1, prefetch, 4, stages)
             if stages >= 3:
                 yield tiles
+                splits = 1 if kind == "gate" else 2 * MULTIPROCESSORS // programs
+                for n in range(2, min(splits, 4) + 1):
+                    if width % (n * block_k) == 0:
+                        yield tiles._replace(splits=n)
             if stages >= 3 and kind != "gate" and width >= 1024 and 512 % block_k == 0:
                 yield tiles._replace(early=512)
 

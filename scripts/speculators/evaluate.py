@@ -147,7 +147,7 @@ def row(found: dict[str, Any]) -> str:
 def main() -> None:
     args = parse()
     began = time.perf_counter()
-    prompts = load_prompts(DataSection(path=args.prompts))[:: args.every]
+    prompts = load_prompts(DataSection(path=args.prompts)).prompts[:: args.every]
     results: dict[str, Any] = {"target": args.target, "new_tokens": args.new_tokens, "runs": {}}
     if args.json is not None and args.json.exists():
         results = json.loads(args.json.read_text())

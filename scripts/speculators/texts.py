@@ -105,7 +105,7 @@ class Writer:
         self.given: list[str] = []
         self.overlapping = 0  # prompts and texts that share a run with an avoided prompt
         if args.prompts:
-            found = load_prompts(DataSection(path=args.prompts))
+            found = load_prompts(DataSection(path=args.prompts)).prompts
             self.given = [p.text for p in found if p.text is not None]
             self.given += [str(p.messages[0]["content"]) for p in found if p.messages]
         elif not self.chat.has_template:

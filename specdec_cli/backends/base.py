@@ -93,7 +93,7 @@ class Prepared(Protocol):
     proposer: the name of the arm. draft_max_len: None without a draft. device_name: the kind, or a
     GPU's name. random_roles: the models with random weights. remark, readings: what a reader of the
     results has to know of the acceptance rule and of the draft. reads_hidden: whether the draft
-    takes the target's hidden states.
+    takes the target's hidden states. generation_config: the target's file of that name, or empty.
     """
 
     @property
@@ -130,6 +130,8 @@ class Prepared(Protocol):
     def reads_hidden(self) -> bool: ...
     @property
     def remark(self) -> str | None: ...
+    @property
+    def generation_config(self) -> dict[str, Any]: ...
     @property
     def readings(self) -> Sequence[Any]: ...
     @property
@@ -171,8 +173,12 @@ class Session(Protocol):
     def forget_rounds(self) -> None:
         """Give up what it keeps for its batch size alone."""
 
-    def logits_after(self, tokens: list[int], width: int) -> np.ndarray:
-        """The target's logits [V], fp32, after `tokens`, as passes over `width` tokens give them.
+    def logits_after(
+        self, tokens: list[int], width: int, start: int, params: SamplingParams
+    ) -> np.ndarray:
+        """The target's logits [V], fp32, after `tokens`, as passes over `width` tokens give them,
+        with the changes that `params` make: -inf for ids that cannot follow. start: tokens of the
+        prompt.
 
         Every rank calls this; they mean something on rank 0.
         """

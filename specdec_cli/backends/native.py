@@ -4,7 +4,7 @@ import os
 import platform
 import resource
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from typing import Any
 
@@ -71,8 +71,10 @@ class NativeSession:
     def forget_rounds(self) -> None:
         self.engine.forget_rounds()
 
-    def logits_after(self, tokens: list[int], width: int) -> np.ndarray:
-        return self.engine.logits_after(tokens, width).cpu().numpy()
+    def logits_after(
+        self, tokens: list[int], width: int, start: int, params: SamplingParams
+    ) -> np.ndarray:
+        return self.engine.logits_after(tokens, width, start, params).cpu().numpy()
 
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams
@@ -86,31 +88,13 @@ class NativeSession:
 def finished(seq: Seq) -> Finished:
     """The answer that a sequence has become."""
     assert seq.finish_reason is not None
-    return Finished(
-        index=seq.index,
-        prompt_token_ids=seq.tokens[: seq.num_prompt_tokens],
-        token_ids=seq.output_ids,
-        finish_reason=seq.finish_reason,
-        max_output_tokens=seq.max_tokens - seq.num_prompt_tokens,
-        error=seq.error,
-        proposed_per_round=seq.proposed_per_round,
-        accepted_per_round=seq.accepted_per_round,
-        rounds_without_proposal=seq.rounds_without_proposal,
-        num_tokens_from_prefill=seq.num_tokens_from_prefill,
-        num_preemptions=seq.num_preemptions,
-        arrived_at=seq.arrived_at,
-        admitted_at=seq.admitted_at,
-        first_token_at=seq.first_token_at,
-        finished_at=seq.finished_at,
-        prefill_seconds=seq.prefill_seconds,
-        decode_seconds=seq.decode_seconds,
-        round_share=seq.round_share,
-        stage_ms=seq.stage_ms,
-        ttft_ms=seq.ttft_ms,
-        ttft_parts_ms=seq.ttft_parts_ms,
-        tpot_ms=seq.tpot_ms,
-        distinct_experts=seq.distinct_experts,
-    )
+    own: dict[str, Any] = {
+        "prompt_token_ids": seq.tokens[: seq.num_prompt_tokens],
+        "token_ids": seq.output_ids,
+        "max_output_tokens": seq.max_tokens - seq.num_prompt_tokens,
+    }
+    same = {f.name: getattr(seq, f.name) for f in fields(Finished) if f.name not in own}
+    return Finished(**own, **same)
 
 
 def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:

@@ -14,7 +14,7 @@ from specdec_cli.commands import options
 from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing
-from specdec_cli.commands.status import say_kept, show, waiting, warn, write_pictures
+from specdec_cli.commands.status import say_kept, show, strictly, waiting, warn, write_pictures
 from specdec_cli.errors import LOGGED, UsageError
 from specdec_cli.launch.world import Place, join
 
@@ -42,6 +42,7 @@ def compare_tp(
     batches: Batches = None,
     resume: Resume = False,
     dry_run: DryRun = False,
+    strict: options.Strict = False,
     batch_size: BatchSizes = None,
 ) -> None:
     """Find the number of the target's ranks on which the draft is fastest.
@@ -119,7 +120,7 @@ def compare_tp(
             write_pictures(output)
     warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
     show(document, print_results, as_json=asked.as_json)
-    raise typer.Exit(code)
+    raise typer.Exit(strictly(code, document["warnings"], strict=strict))
 
 
 def compare_tp_ranks(
@@ -134,7 +135,7 @@ def compare_tp_ranks(
     place: Place = ctx.obj
     if place.seat is None or place.seat.folder is None:
         raise UsageError(f"only compare-tp starts {RANKS_COMMAND}", "run specdec compare-tp")
-    set_up_logging(quiet=quiet, verbose=verbose)
+    set_up_logging(verbose=verbose)
     # Standard output belongs to the parent's document.
     with (
         contextlib.redirect_stdout(sys.stderr),

@@ -32,6 +32,7 @@ def generate(
     next_turns: NextTurns = None,
     check_lossless: options.CheckLossless = False,
     server: options.Server = None,
+    strict: options.Strict = False,
 ) -> None:
     """Write text with a draft and a target model, and report what was accepted.
 
@@ -76,27 +77,11 @@ def generate(
                     from specdec_cli.backends import native
 
                     backend = native
-                from specdec_cli.commands.generate_run import get_ready, write
-            ready = get_ready(
-                backend,
-                world,
-                resolved,
-                found,
-                asked,
-                stages,
-                is_single=is_single,
-                resume=resume,
-                checks=check_lossless,
-            )
+                from specdec_cli.commands.generate_run import Own, get_ready, write
+            own = Own(resume, next_turns, check_lossless, is_single, strict)
+            ready = get_ready(backend, world, resolved, found, asked, own, stages)
         world.ready()
-        code = write(
-            world,
-            ready,
-            asked,
-            is_single=is_single,
-            checks=check_lossless,
-            next_turns=next_turns,
-        )
+        code = write(world, ready, asked, own)
     raise typer.Exit(code)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from specdec_cli.backends.base import Backend, Finished, Session, Written
 from specdec_cli.commands.options import Asked
-from specdec_cli.commands.status import Stages, warn
+from specdec_cli.commands.status import Stages, strictly, warn
 from specdec_cli.core.figures import Metrics
 from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
@@ -69,28 +69,35 @@ class Ready:
         return self.job.only(lambda index: index not in self.kept.done)
 
 
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The command's own options. is_single: the only prompt is on the command line, so the run
+    fails if it cannot run. checks: whether to compare texts with those of the target alone.
+    strict: whether disturbed times make a run partial."""
+
+    resume: bool
+    next_turns: Path | None
+    checks: bool
+    is_single: bool
+    strict: bool
+
+
 def get_ready(
     backend: Backend,
     world: World,
     resolved: Recipe,
     found: PromptSet,
     asked: Asked,
+    own: Own,
     stages: Stages,
-    *,
-    is_single: bool,
-    resume: bool,
-    checks: bool,
 ) -> Ready:
-    """Check everything, create or resume the run folder, load the models.
-
-    checks: of losslessness follow.
-    """
+    """Check everything, create or resume the run folder, load the models."""
     resolved = resolved.model_copy(update={"data": found.data})
     job = prepare(backend, resolved, found, asked.permissions())
     resolved = dated(resolved, job)
-    if checks:
+    if own.checks:
         refuse_unfit(job.plan, [job.plan.k])
-    if is_single and (problem := job.too_long(0)):
+    if own.is_single and (problem := job.too_long(0)):
         raise UsageError(problem, "shorten the prompt")
     begin_stage("recording the environment")
     where = backend.environment(job.plan)
@@ -98,57 +105,42 @@ def get_ready(
     kept = Kept()
     if (path := asked.output) is not None:
         if world.is_first:
-            kept = open_folder(path, resolved, job, where, notices, found.own, resume=resume)
+            kept = open_folder(path, resolved, job, where, notices, found.own, resume=own.resume)
         # Every rank has to skip what the folder holds.
         shared = world.once(kept.without_folder)
         kept = kept if world.is_first else shared
         notices += unsaid(kept.notices, notices)
     ready = Ready(resolved, job, where, kept, notices, None)
-    if not ready.left.prompts and not checks:
+    if not ready.left.prompts and not own.checks:
         return ready
     stages.expect(len(job.plan.stages))
     session = backend.open_session(job.plan, job.longest_prompt, stages.begin)
     return replace(ready, session=session)
 
 
-def write(
-    world: World,
-    ready: Ready,
-    asked: Asked,
-    *,
-    is_single: bool,
-    checks: bool,
-    next_turns: Path | None,
-) -> ExitCode:
-    """Run the prompts and show the results on rank 0; returns the exit code.
-
-    is_single: the only prompt is on the command line, so the run fails if it cannot run. checks:
-    whether to compare texts with those of the target alone. next_turns: the file for the
-    conversations' next turns.
-    """
+def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
+    """Run the prompts and show the results on rank 0; returns the exit code."""
     watch = MachineWatch(ready.job.plan.device)
-    if not asked.quiet:
-        with world.outside():
-            warn(ready.notices)
+    with world.outside():
+        warn(ready.notices)
     outputs, metrics, samples = _run(world, ready, asked, watch)
-    if is_single and outputs[0].error is not None:
+    if own.is_single and outputs[0].error is not None:
         if ready.folder is not None:
             # Nothing was run, so the folder stays free for the next run.
             ready.folder.forget(SAMPLES)
         hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
-    check = _checked(world, ready, outputs) if checks else None
+    check = _checked(world, ready, outputs) if own.checks else None
     with world.outside():
         found = [*watch.notices(), *failed_check(check)] if ready.session is not None else []
         found += remarks_of([samples])
         if ready.job.backend.is_native:
             found += unlisted_end(ready.job, outputs)
-        if not asked.quiet:
-            warn(found)
+        warn(found)
         notices = [*ready.notices, *found]
-        if next_turns is not None and world.is_first:
-            with or_setup_error(f"cannot write {next_turns}"):
-                replace_file(next_turns, _next_turns(ready.job, outputs).encode())
+        if own.next_turns is not None and world.is_first:
+            with or_setup_error(f"cannot write {own.next_turns}"):
+                replace_file(own.next_turns, _next_turns(ready.job, outputs).encode())
         of_engine = engine_fields(samples.values())
         _deliver(ready, outputs, metrics, notices, check, of_engine, as_json=asked.as_json)
         if check is not None and check.passed and not asked.quiet and world.is_first:
@@ -160,7 +152,8 @@ def write(
         ready.session.forget_rounds()
     if check is not None and not check.passed:
         return ExitCode.LOSSLESSNESS
-    return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
+    code = ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
+    return world.once(lambda: strictly(code, notices, strict=own.strict))
 
 
 def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
@@ -171,7 +164,7 @@ def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
     ran = world.once(lambda: {o.index: o.token_ids for o in outputs if o.error is None})
     written = ran if plan.params.is_greedy else greedy_texts(session, job, plan.k, world)
     plain = greedy_texts(session, job, 0, world)
-    check = LosslessCheck(plan.dtype_name)
+    check = LosslessCheck(plan.dtype_name, plan.params)
     check.compare(session, key_of(job), texts_of(job, written, plain))
     return world.once(lambda: check.result)  # other ranks have no logits of meaning
 

@@ -32,13 +32,13 @@ def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
     return record
 
 
-def set_up_logging(*, quiet: bool, verbose: bool) -> None:
-    """Send the package's logger to stderr: errors with -q, everything with -v, else warnings.
+def set_up_logging(*, verbose: bool) -> None:
+    """Send the package's logger to stderr: warnings, and everything with -v.
 
-    Warnings are kept for the command's document, whatever is shown.
+    Warnings are kept for the command's document too.
     """
     handler = logging.StreamHandler()
-    handler.setLevel(logging.ERROR if quiet else logging.DEBUG)
+    handler.setLevel(logging.DEBUG)
     handler.setFormatter(_InertFormatter("%(levelname)s: %(message)s"))
     logging.setLogRecordFactory(_inert_record)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

@@ -37,7 +37,7 @@ def merge(
         return
     if output is None:
         raise UsageError("merge needs an output folder", "name a new one with -o DIR")
-    set_up_logging(quiet=quiet, verbose=verbose)
+    set_up_logging(verbose=verbose)
     check_room("numpy", NUMPY_MIB)
     with waiting("merging", quiet=quiet):
         from specdec_cli.experiment.folders.settings_file import unsaid

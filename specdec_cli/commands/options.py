@@ -152,7 +152,9 @@ CheckLossless = Annotated[
         "--check-lossless", None, "Compare greedy text with k = 0 of the target alone.", _OUTPUT
     ),
 ]
-Quiet = Annotated[bool, option("-q --quiet", None, "No progress.", _OUTPUT)]
+Quiet = Annotated[bool, option("-q --quiet", None, "No progress; warnings stay.", _OUTPUT)]
+_STRICT = "End with 3 if something disturbed the times."
+Strict = Annotated[bool, option("--strict", None, _STRICT, _OUTPUT)]
 Verbose = Annotated[bool, option("-v --verbose", None, "Log more, and show tracebacks.", _OUTPUT)]
 
 _SERVER = (
@@ -277,18 +279,20 @@ class Asked:
     def resolve(
         self, own: Mapping[str, object], sets: Sequence[str] = ()
     ) -> "specdec_cli.recipe.Recipe":
-        """The recipe of the command line, with the method that its draft calls for.
+        """The recipe of the command line, with the method that its draft calls for, and the
+        sampling of its target where it asks for that.
 
         own: the command's own options, as for `resolve`. sets: further values of `--set`.
         """
         from specdec_cli.models.draft_form import with_method
+        from specdec_cli.models.generation_config import with_sampling
 
         all_sets, options = [*(self.sets or ()), *sets], {**self.given, **own}
         found = resolve(self.recipe, all_sets, options)
         # An option overrides the recipe, so the method of a draft named by one does so too.
         is_free = options.get("draft") is not None
         names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None
-        return with_method(found, is_free=is_free and not names_method)
+        return with_sampling(with_method(found, is_free=is_free and not names_method))
 
     def warn_of_unused(self, resolved: "specdec_cli.recipe.Recipe", *, has_draft: bool) -> None:
         """Warn the user about proposal options that have no effect with the recipe's method."""
@@ -326,7 +330,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
             given = {parameter.name: values.pop(parameter.name) for parameter in keys}
             where = {parameter.name: values.pop(parameter.name) for parameter in of_prompts}
             asked = Asked(ctx.obj, given, **values)
-            set_up_logging(quiet=asked.quiet, verbose=asked.verbose)
+            set_up_logging(verbose=asked.verbose)
             begin_stage("reading the recipe")
             if asked.plugin:  # before the recipe is read, which may name what they add
                 from specdec_cli.plugin import load

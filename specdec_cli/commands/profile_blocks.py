@@ -4,6 +4,7 @@ Parses, measures or estimates, and shows; the work is done elsewhere.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, TypeVar
 
@@ -235,9 +236,7 @@ def _prompts(
 
 def _points(lists: Mapping[str, Sequence[object]]) -> Iterator[dict[str, object]]:
     """Every combination of the lists' values."""
-    count = 1
-    for values in lists.values():
-        count *= len(values)
+    count = math.prod(map(len, lists.values()))
     if count > _MOST_POINTS:
         raise UsageError(f"the lists make {count} combinations; at most {_MOST_POINTS} are taken")
     for chosen in itertools.product(*lists.values()):

@@ -22,7 +22,7 @@ from specdec_cli.prompts import (
     Prompt,
     as_conversations,
     jsonl_of,
-    load_noted,
+    load_prompts,
     parse_dataset,
     read_prompts,
     unused_keys,
@@ -124,7 +124,7 @@ def _from_data(
         data = _of_another_file(data, {options.OPTION_KEYS[name][1] for name in own} | sets.keys())
     changes = {"limit": source.limit, "sample": source.sample}
     data = data.model_copy(update={k: v for k, v in changes.items() if v is not None})
-    loaded = load_noted(
+    loaded = load_prompts(
         data,
         skip_bad=source.skip_bad,
         is_file="prompt_file" in own,

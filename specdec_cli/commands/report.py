@@ -14,9 +14,10 @@ import typer
 from specdec_cli.commands import options
 from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.commands.starting import NUMPY_MIB, check_room
+from specdec_cli.commands.status import warn
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.launch.world import Place
-from specdec_cli.text import inert, inert_json, shortened
+from specdec_cli.text import inert, inert_json
 
 Folders = Annotated[
     list[Path],
@@ -71,7 +72,7 @@ def report(
             f"-o {output} is one page, and --format asks for {formats}",
             "name a folder with -o, or leave --format out",
         )
-    set_up_logging(quiet=quiet, verbose=verbose)
+    set_up_logging(verbose=verbose)
     if len(folders) > 1:
         if is_page or (formats is not None and "vllm" in chosen):
             raise UsageError(
@@ -104,8 +105,7 @@ def report(
     typer.echo(inert(content.headline))
     for file in files:
         typer.echo(inert(str(file)))
-    for warning in content.warnings:
-        typer.echo(inert(f"warning: {shortened(warning)}"), err=True)
+    warn(content.warnings)
 
 
 def _report_runs(
@@ -138,5 +138,4 @@ def _report_runs(
             typer.echo(line)
     for file in files:
         typer.echo(inert(str(file)))
-    for told in warnings_of(whole):
-        typer.echo(inert(f"warning: {shortened(told)}"), err=True)
+    warn(warnings_of(whole))

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from specdec_cli.errors import Notice, SetupError
+from specdec_cli.errors import ExitCode, Notice, SetupError
 from specdec_cli.stages import begin_stage
 from specdec_cli.text import inert, shortened
 
@@ -36,6 +36,14 @@ def show(
     if "error" in document:
         typer.echo(inert(f"error: {shortened(document['error']['message'])}"), err=True)
         typer.echo(inert(f"hint: {document['error']['hint']}"), err=True)
+
+
+def strictly(code: ExitCode, warnings: Iterable[Notice], *, strict: bool) -> ExitCode:
+    """The exit code of a run: partial over disturbed times, if the user is strict."""
+    from specdec_cli.experiment.statistics.noise import disturbances
+
+    is_bad = strict and code == ExitCode.OK and disturbances(warnings)
+    return ExitCode.PARTIAL if is_bad else code
 
 
 def say_kept(what: str, output: Path) -> None:

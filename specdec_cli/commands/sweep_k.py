@@ -16,7 +16,7 @@ import specdec_cli.experiment.sweep
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
-from specdec_cli.commands.status import say_kept, show, waiting, warn, write_pictures
+from specdec_cli.commands.status import say_kept, show, strictly, waiting, warn, write_pictures
 from specdec_cli.errors import LOGGED, ExitCode, RunError, UsageError
 from specdec_cli.launch.world import World
 
@@ -55,6 +55,7 @@ def sweep_k(
     shard: Shard = None,
     dry_run: DryRun = False,
     check_lossless: options.CheckLossless = False,
+    strict: options.Strict = False,
     draft: Drafts = None,
     batch_size: BatchSizes = None,
     server: options.Servers = None,
@@ -151,7 +152,7 @@ def sweep_k(
                 shard=part,
                 check_lossless=check_lossless,
             )
-        code = _sweep(world, plan, asked, baseline, resume=resume, dry_run=dry_run)
+        code = _sweep(world, plan, asked, baseline, resume=resume, dry_run=dry_run, strict=strict)
     raise typer.Exit(code)
 
 
@@ -163,6 +164,7 @@ def _sweep(
     *,
     resume: bool,
     dry_run: bool,
+    strict: bool,
 ) -> ExitCode:
     """Measure; rank 0 keeps and shows the results. Returns the exit code.
 
@@ -228,7 +230,7 @@ def _sweep(
             if folder is not None:
                 write_pictures(folder.path)
             show(document, print_results, as_json=asked.as_json)
-        return code
+        return strictly(code, document["warnings"], strict=strict)
 
     return world.once(end)
 

@@ -4,7 +4,7 @@ Knows nothing of models. Legend: B sequences, Q tokens of each, T packed tokens.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -189,3 +189,39 @@ def live_batch(
     )
     as_tensor = partial(torch.tensor, dtype=torch.int64)
     return found, LiveRows(as_tensor(logit_places), as_tensor(places))
+
+
+def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: int) -> ForwardBatch:
+    """A pass over all of `what`, in fixed shapes, as graphs need them; keys and values of padding
+    go to the trash block.
+
+    num_ids: as in `live_batch`.
+    """
+    count, width = what.token_ids.shape
+    ids, positions, kv_slots, context_lens = ops.padded_pass(
+        *(what.token_ids, state.length, what.lens, state.active, state.block_tables),
+        *(what.offset, what.margin, block_size, what.max_len, num_ids),
+    )
+    query_start, last_rows = rectangle(count, width, state.device)
+    plan = None
+    if state.device.type == "cpu":
+        where = state.block_tables, query_start, context_lens
+        plan = ops.gather_plan(*where, block_size, kv_slots)
+    return ForwardBatch(
+        token_ids=ids,
+        positions=positions,
+        slots=kv_slots,
+        query_start=query_start,
+        context_lens=context_lens,
+        block_tables=state.block_tables,
+        max_query_len=width,
+        logit_rows=last_rows if what.last_only and width > 1 else None,
+        plan=plan,
+    )
+
+
+@cache
+def rectangle(count: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows where each sequence's queries begin, int32 [B + 1], and its last row, int64 [B]."""
+    starts = width * torch.arange(count + 1, device=device)
+    return starts.to(torch.int32), starts[1:] - 1

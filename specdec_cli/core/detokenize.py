@@ -17,15 +17,17 @@ class Decoder(Protocol):
 
 
 class Tokenizer(Decoder, Protocol):
-    """The tokenizer that commands use."""
+    """The tokenizer that commands use. One that inherits from this has no chat template, no token
+    that ends texts, and no vocabulary."""
 
     @property
-    def has_template(self) -> bool: ...
+    def has_template(self) -> bool:
+        return False
 
     @property
     def end_token(self) -> tuple[int, str] | None:
         """Id and text of the token that the tokenizer says ends texts."""
-        ...
+        return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -35,14 +37,15 @@ class Tokenizer(Decoder, Protocol):
         template: Mapping[str, object] = MappingProxyType({}),
     ) -> str: ...
 
-    def vocabulary(self) -> dict[str, int]: ...
+    def vocabulary(self) -> dict[str, int]:
+        return {}
 
     def finding(self, texts: Sequence[str]) -> Decoder:
         """A decoder in whose text `texts` are searched.
 
         It is this one, or writes special tokens too where one of `texts` holds the name of one.
         """
-        ...
+        return self
 
 
 class TextStream:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from specdec_cli.core.candidates import Candidates, TokenDist
+from specdec_cli.core.logits_processors import TextsBefore
 from specdec_cli.core.sampling import by_target_ids, draw, softmax_stats
 from specdec_cli.core.types import SamplingParams
 
@@ -25,6 +26,7 @@ class Drafting:
     most tokens of each sequence, 0..K. vocab_size: the target's; draft ids past it are cut off.
     noise: fp32 [B, K], None if decoding is greedy. keeps_dist: keep the distributions that tokens
     were drawn from, for a rank that verifies. stop: ends a sequence's drafting as `end_after` does.
+    texts: changes the logits before tokens are drawn from them; None if nothing does.
     """
 
     k: int
@@ -34,6 +36,7 @@ class Drafting:
     noise: torch.Tensor | None = None
     keeps_dist: bool = True
     stop: Stop | None = None
+    texts: TextsBefore | None = None
     lens: torch.Tensor = field(init=False)  # int64 [B], so far: caps, or fewer after a stop
     # Of the places drawn at once, [B, N, ...] each.
     _tokens: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -69,10 +72,10 @@ class Drafting:
         row that is not finite gives -1, which verification reports.
         """
         step, shape = self.num_drawn, logits.shape[:2]
-        if ids is not None and not self.params.is_greedy:
+        if ids is not None and not (self.params.is_greedy and self.texts is None):
             # Verification reads what tokens were drawn from by the target's ids.
             logits, ids = by_target_ids(logits, ids, self.vocab_size), None
-        logits = logits[..., : self.vocab_size]
+        logits = self.changed(logits[..., : self.vocab_size])
         rows = logits.flatten(0, 1)
         stats = None if self.params.is_greedy else softmax_stats(rows, self.params)
         noise = None if self.noise is None else self.noise[:, step : step + shape[1]].flatten()
@@ -87,6 +90,13 @@ class Drafting:
         if self.stop is not None:
             self._end(self.stop(columns, rows).view(shape), step + 1)
         return self._tokens[-1]
+
+    def changed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of the next places, [B, N, V'] by the target's ids, as they are drawn from."""
+        if self.texts is None:
+            return logits
+        drawn = _joined(self._tokens) if self._tokens else self.caps.new_zeros(len(logits), 0)
+        return self.texts.after_all(logits, drawn)
 
     def end_before(self, stops: torch.Tensor) -> None:
         """End each sequence's proposals before the first place that `stops`, bool [B, K], marks.

@@ -10,16 +10,18 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from specdec_kernels.comm.peers import MAX_ROWS, Peers, num_gather_flags, num_sum_flags
+from specdec_kernels.comm.peers import (
+    MAX_ROWS,
+    Peers,
+    num_gather_flags,
+    num_pushed_words,
+    num_sum_flags,
+)
 
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
-
-# Most bytes that a rank reads from the others for one sum. With more, NCCL is faster: on four H200s
-# both take the same time for about 90 rows of 8192 numbers of 16 bits.
-_MAX_SUM_BYTES = 4 * 2**20
 
 # torch counts a process's rendezvous over shared memory across all groups. Ranks with different
 # counts wait for each other forever, so this module counts them too.
@@ -27,12 +29,11 @@ _meetings: list[str] = []
 
 
 class Shared(NamedTuple):
-    """Memory that the ranks of a model share. sums: for `ops.reduce_add_norm`; with more than
-    `sum_rows` rows NCCL is faster. logits: for `ops.gather_columns`, faster for any number of rows;
-    None if the vocabulary does not divide evenly."""
+    """Memory that the ranks of a model share; for MAX_ROWS rows or fewer it is faster than NCCL.
+    sums: for `ops.reduce_add_norm`. logits: for `ops.gather_columns`; None if the vocabulary does
+    not divide evenly."""
 
     sums: Peers
-    sum_rows: int
     logits: Peers | None
 
 
@@ -59,11 +60,6 @@ def shared_memory(
     return found
 
 
-def sum_rows(size: int, width: int, dtype: torch.dtype) -> int:
-    """Largest number of rows of a residual stream that `size` ranks add up faster than NCCL."""
-    return min(MAX_ROWS, max(1, _MAX_SUM_BYTES // ((size - 1) * width * dtype.itemsize)))
-
-
 def compare_meetings(parallel: TensorParallel) -> None:
     """Raise RuntimeError on all ranks if their counts of rendezvous differ."""
     if len(set(parallel.gather_objects(len(_meetings)))) > 1:
@@ -71,17 +67,21 @@ def compare_meetings(parallel: TensorParallel) -> None:
 
 
 def _shared(parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype) -> Shared:
-    sums = _allocate(parallel, (2, MAX_ROWS, width), dtype, num_sum_flags(width))
-    rows = sum_rows(parallel.size, width, dtype)
+    words = num_pushed_words(parallel.size, width, dtype.itemsize)
+    sums = _allocate(parallel, (2, MAX_ROWS, width), dtype, num_sum_flags(width), words)
     share, rest = divmod(vocab_size, parallel.size)
     if rest:
-        return Shared(sums, rows, None)
+        return Shared(sums, None)
     flags = num_gather_flags(share)
-    return Shared(sums, rows, _allocate(parallel, (1, MAX_ROWS, share), dtype, flags))
+    return Shared(sums, _allocate(parallel, (1, MAX_ROWS, share), dtype, flags))
 
 
 def _allocate(
-    parallel: TensorParallel, shape: tuple[int, int, int], dtype: torch.dtype, flags: int
+    parallel: TensorParallel,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    flags: int,
+    words: int = 0,
 ) -> Peers:
     import torch.distributed._symmetric_memory as symmetric
 
@@ -89,7 +89,8 @@ def _allocate(
     device, size = parallel.device, parallel.size
     num_parts = prod(shape)
     part_bytes = -(-num_parts * dtype.itemsize // 128) * 128
-    num_bytes = part_bytes + flags * size * 4
+    flag_bytes = -(-flags * size * 4 // 128) * 128
+    num_bytes = part_bytes + flag_bytes + words * 8
     held = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     _meetings.append(parallel.group.group_name)
     handle = symmetric.rendezvous(held, parallel.group)
@@ -106,4 +107,6 @@ def _allocate(
         addresses=addresses,
         flags=addresses + part_bytes,
         epochs=torch.zeros(flags, size, dtype=torch.int32, device=device),
+        pushed=addresses + part_bytes + flag_bytes if words else None,
+        pushes=torch.zeros(flags, dtype=torch.int32, device=device),
     )

@@ -12,7 +12,7 @@ from specdec_kernels import ops
 
 from specdec_cli.core.types import Sequence
 
-_FIELDS = 5  # numbers of each slot beside its tail
+_FIELDS = 6  # numbers of each slot beside its tail
 
 
 def slot_counts(batch_size: int) -> list[int]:
@@ -29,13 +29,15 @@ def slot_counts(batch_size: int) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class Texts:
-    """The tokens of sequences, for proposers that look them up; rounds append to them.
+    """The tokens of sequences, for proposers that look them up, and for penalties; rounds append to
+    them. Tensors are never reallocated, so graphs can hold them.
 
-    tokens: int32 [R, L], never reallocated, so graphs can hold it. Entries after a sequence's
-    tokens have no meaning.
+    tokens: int32 [R, L]. Entries after a sequence's tokens have no meaning. seen: bool [R, V + 1],
+    the ids that each has, and a column without meaning; None while no run has a penalty.
     """
 
     tokens: torch.Tensor
+    seen: torch.Tensor | None = None
     _rows: dict[Sequence, int] = field(default_factory=dict)
 
     @classmethod
@@ -60,6 +62,9 @@ class Texts:
     def _write(self, row: int, tokens: list[int]) -> None:
         pinned = torch.tensor(tokens, dtype=torch.int32, pin_memory=self.tokens.is_cuda)
         self.tokens[row, : len(tokens)].copy_(pinned, non_blocking=True)
+        if self.seen is not None:
+            self.seen[row] = False
+            self.seen[row].index_fill_(0, self.tokens[row, : len(tokens)].long(), True)
 
 
 class BatchState:
@@ -69,7 +74,8 @@ class BatchState:
     shorter text. length: int64 [B], tokens of each sequence. limit: int64 [B], the number of tokens
     at which it ends. index: int64 [B], prompt indices. active: bool [B], whether the slot still
     decodes. block_tables: int32 [B, MB]; unused entries are 0, the trash block. seed: int64 scalar.
-    row: int64 [B], each sequence's row of `texts`, if any. draft_kv: int64 [B], tokens that the
+    row: int64 [B], each sequence's row of `texts`, if any. prompt: int64 [B], tokens of its prompt.
+    draft_kv: int64 [B], tokens that the
     proposer's cache held when the slots were loaded; it has grown since.
     """
 
@@ -84,7 +90,8 @@ class BatchState:
         # The fields that `load` writes lie in one piece, so that one copy brings them.
         self.numbers = torch.zeros(tail + _FIELDS, batch_size, dtype=torch.int64, device=device)
         self.tail = self.numbers[:tail].view(batch_size, tail)
-        self.length, self.limit, self.index, self.row, self.draft_kv = self.numbers[tail:]
+        held = self.numbers[tail:]
+        self.length, self.limit, self.index, self.row, self.prompt, self.draft_kv = held
         self.active = torch.zeros(batch_size, dtype=torch.bool, device=device)
         self.block_tables = torch.zeros(batch_size, num_columns, dtype=torch.int32, device=device)
         self.seed = torch.zeros((), dtype=torch.int64, device=device)
@@ -110,6 +117,7 @@ class BatchState:
             ([s.max_tokens for s in seqs], 0),
             ([s.noise_key for s in seqs], 0),
             (rows, 0),
+            ([s.num_prompt_tokens for s in seqs], 0),
             ([s.draft_kv for s in seqs], 0),
         ):
             flat += held + [empty] * idle

@@ -18,7 +18,7 @@ class SamplingParams:
     """Settings of sampling and of a sequence's end, for all sequences of a run.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings are searched in the
-    text, see `core.detokenize`.
+    text, see `core.detokenize`. For the last three see `core.logits_processors`.
     """
 
     temperature: float = 0.0
@@ -28,6 +28,19 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     seed: int = 0
+    repetition_penalty: float = 1.0
+    suppress_tokens: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before tokens are drawn."""
+        return self.processing != (1.0, (), 0)
+
+    @property
+    def processing(self) -> tuple[float, tuple[int, ...], int]:
+        """Repetition penalty, suppressed ids, and tokens before which no text ends."""
+        return self.repetition_penalty, self.suppress_tokens, self.min_new_tokens
 
     @property
     def is_greedy(self) -> bool:

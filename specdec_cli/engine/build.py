@@ -29,7 +29,7 @@ from specdec_cli.engine.memory.measured import (
     release,
     weight_bytes,
 )
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, cache_need
 from specdec_cli.errors import SetupError
 from specdec_cli.lengths.registry import policy_of
 from specdec_cli.methods.base import MethodParts, Proposer
@@ -80,7 +80,7 @@ def build(
         engine = wire(plan, models, num_blocks)
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(plan) from problem
-    _compile_ahead(engine, plan, longest_prompt, on_stage)
+    _warm_up(engine, plan, longest_prompt, on_stage)
     return engine
 
 
@@ -111,18 +111,13 @@ def build_beside(
         beside.hidden_layers = target.hidden_layers
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(plan) from problem
-    _compile_ahead(beside, plan, longest_prompt, on_stage)
+    _warm_up(beside, plan, longest_prompt, on_stage)
     return beside
 
 
 def _need_of(plan: Plan, longest_prompt: int) -> CacheNeed:
-    recipe = plan.recipe
-    return CacheNeed(
-        batch_size=recipe.run.batch_size,
-        longest=min(longest_prompt + recipe.sampling.max_new_tokens, plan.max_model_len),
-        k=plan.k,
-        block_size=recipe.cache.block_size,
-    )
+    longest = longest_prompt + plan.recipe.sampling.max_new_tokens
+    return cache_need(plan, min(longest, plan.max_model_len))
 
 
 def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
@@ -290,17 +285,14 @@ def _check_host_room(plan: Plan, num_blocks: int) -> None:
             )
 
 
-def _compile_ahead(
+def _warm_up(
     engine: Engine, plan: Plan, longest_prompt: int, on_stage: Callable[[str], None]
 ) -> None:
-    if plan.device.type == "cuda":
-        on_stage("compiling kernels and capturing rounds")
-        _warm_up(engine, plan, longest_prompt)
-
-
-def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:
-    """Compile kernels, which happens at their first launch, and capture rounds. Otherwise the time
-    of both would count as the first prompts'."""
+    """On CUDA, compile kernels, which happens at their first launch, and capture rounds. Otherwise
+    the time of both would count as the first prompts'."""
+    if plan.device.type != "cuda":
+        return
+    on_stage("compiling kernels and capturing rounds")
     params = replace(plan.params, max_new_tokens=2 * (plan.k + 1))
     lengths = warm_up_lengths(plan, longest_prompt)
     try:

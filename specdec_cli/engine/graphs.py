@@ -231,7 +231,7 @@ class RoundCache:
     def of(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
         """The rounds whose longest proposal has k tokens, by number of slots, rising."""
         params = parts.params
-        key = (k, parts.rule, parts.policy, *params.filters, params.ignore_eos)
+        key = (k, parts.rule, parts.policy, *params.filters, params.ignore_eos, params.processing)
         if key not in self._made:
             self._made[key] = self._make(parts, k)
         return self._made[key]
@@ -252,10 +252,15 @@ class RoundCache:
         if self.is_captured and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         texts = None
-        if k and parts.proposer is not None and parts.proposer.needs_text:
+        how = parts.processors
+        marks = how is not None and how.reads_text
+        if marks or (k and parts.proposer is not None and parts.proposer.needs_text):
             longest = min(parts.max_model_len, held * self.allocator.block_size)
             texts = self._texts or Texts.empty(self.batch_size, longest + 1, device)
             self._texts = texts
+            if how is not None and marks and texts.seen is None:
+                shape = len(texts.tokens), len(how.suppressed) + 1
+                texts.seen = torch.zeros(shape, dtype=torch.bool, device=device)
         ks = parts.policy.lengths(k) if k else (0,)
         # The largest first: the smaller ones then fit into the memory it reserved.
         counts = reversed(slot_counts(self.batch_size))

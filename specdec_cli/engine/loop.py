@@ -18,15 +18,14 @@ from specdec_kernels.compile_ahead import compile_ahead
 from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
 from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.core.detokenize import StopFinder
-from specdec_cli.core.figures import Metrics
+from specdec_cli.core.figures import Metrics, RunClock, summarise
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.kv_cache import BlockAllocator
-from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.core.logits_processors import LogitsProcessors
 from specdec_cli.core.parallel import ALONE, HostMessages, TensorParallel
 from specdec_cli.core.types import Emission, Request, SamplingParams, Sequence
 from specdec_cli.engine.graphs import Outcome, RoundCache, Rounds
-from specdec_cli.engine.moments import Moments
-from specdec_cli.engine.prefill import Prefill
+from specdec_cli.engine.prefill import Moments, Prefill
 from specdec_cli.engine.round import RoundParts
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.errors import RunError
@@ -193,19 +192,27 @@ class Engine:
         found = self.rule.forecast(request.index, len(prompt), len(output), k, params)
         if found is not None:
             return found
-        return forecast(self.proposer, self._teacher(), prompt, output, k, params)
+        return forecast(self.proposer, self._teacher(params), prompt, output, k, params)
 
-    def logits_after(self, tokens: list[int], width: int) -> torch.Tensor:
-        """The target's logits [V] after `tokens`, as passes over `width` tokens give them.
+    def logits_after(
+        self, tokens: list[int], width: int, start: int, params: SamplingParams
+    ) -> torch.Tensor:
+        """The target's logits [V] after `tokens`, as passes over `width` tokens give them, with the
+        changes that `params` make. start: tokens of the prompt.
 
         The engine must be idle. With several ranks all of them call this; the answer means
         something on rank 0.
         """
-        return last_logits(self._teacher(), tokens, width)
+        return last_logits(self._teacher(params), tokens, width, start)
 
-    def _teacher(self) -> Teacher:
+    def _teacher(self, params: SamplingParams) -> Teacher:
         self._take_target()
-        return Teacher(self.target, self.allocator, self.prefill_chunk, self.parallel)
+        where = self.target, self.allocator, self.prefill_chunk, self.parallel
+        return Teacher(*where, self._processors(params))
+
+    def _processors(self, params: SamplingParams) -> LogitsProcessors | None:
+        eos_ids = () if params.ignore_eos else self.eos_ids
+        return LogitsProcessors.of(params, eos_ids, self.target.vocab_size, self.target.device)
 
     def start(self, requests: Iterable[Request], k: int, params: SamplingParams) -> Run:
         """Queue `requests` for `step`."""
@@ -214,7 +221,8 @@ class Engine:
         # Plain decoding shall not cost what a proposer does besides.
         proposer = self.proposer if k else None
         draft_max_len = proposer.max_len if proposer is not None else 0
-        scheduler = Scheduler(self.allocator, self.batch_size, k, draft_max_len)
+        fills = proposer is not None and proposer.fills_block
+        scheduler = Scheduler(self.allocator, self.batch_size, k, draft_max_len, fills)
         by_slots = self._rounds.of(self._parts(proposer, params), k)
         clock = RunClock()
         prefill = Prefill(
@@ -250,6 +258,7 @@ class Engine:
             max_model_len=self.max_model_len,
             eos_ids=torch.tensor(eos_ids, dtype=torch.int64, device=self.target.device),
             parallel=self.parallel,
+            processors=self._processors(params),
         )
 
     def step(self, run: Run) -> list[Emission]:

@@ -1,7 +1,7 @@
 """A target and its draft, neither of them loaded: whether they fit together."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,8 +13,11 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.methods.base import DraftPlace
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.config_file import config_file
+from specdec_cli.models.conversion import converted
 from specdec_cli.models.description import Description
 from specdec_cli.models.draft import Draft
+from specdec_cli.models.gate import quantisation
+from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tokenizer import (
     check_same_vocabulary,
@@ -22,45 +25,54 @@ from specdec_cli.models.tokenizer import (
     is_same_tokenizer,
     load_tokenizer,
 )
-from specdec_cli.models.weights import tensor_names
+from specdec_cli.models.weights import Part, tensor_names
+from specdec_cli.text import one_line
 
-_OF_HEADS = re.compile(r"(model[.])?fc[.]weight")
+# Kinds that ordinary configs stand beside, by the names of weights that no model has.
+_OF_HEADS = (
+    ("an EAGLE head of the first kinds (EAGLE-1, EAGLE-2 or HASS)", r"(model[.])?fc[.]weight"),
+    ("a set of Hydra heads", r"(.*[.])?hydra_.*"),
+    ("a set of Medusa heads", r"medusa_heads?[.].*|\d+[.]\d+([.]linear)?[.]weight"),
+    ("an MLP speculator", r"(speculator[.])?(emb|proj)[.]\d+[.]weight"),
+)
+
+_SHOWN = 5
 
 Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 
 
-def describe_draft(place: DraftPlace, share: Sequence[str], describe: Describe) -> Draft:
+def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
     """The draft at its place, checked against its target but for the vocabulary.
 
-    share: the recipe's `draft.share`. describe: for models of transformers'. Raises `SetupError`
-    for a draft that cannot be found, read or run beside the target, and `UsageError` for keys of
-    the recipe that do not fit it.
+    describe: for models of transformers'. Raises `SetupError` for a draft that cannot be found,
+    read or run beside the target, and `UsageError` for keys of the recipe that do not fit it.
     """
-    own = method_of(place.speculation).describe
-    if own is None:
+    method = method_of(place.speculation)
+    if method.describe is None:
         draft = describe(place.spec, place.device, place.parallel)
         _check_is_model(draft)
-        names = tuple(dict.fromkeys(share)) or not_held(draft)
+        names = tuple(dict.fromkeys(place.share)) or not_held(draft)
         saved = check_shared(place.target, draft, names)
         return replace(draft, reach=place.max_model_len, shared=names, shared_bytes=saved)
-    if share:
+    if other := [name for name in place.share if name not in method.can_share]:
         raise UsageError(
-            f"draft.share: {place.spec.name} borrows what it lacks by itself",
-            "leave draft.share out",
+            f"draft.share: {other[0]}: {place.spec.name} borrows what it lacks by itself",
+            "leave it out",
         )
     if place.spec.weights == "stored" and place.spec.name != place.target.spec.name:
         raise UsageError(
             f"draft.weights: stored does not suit {place.spec.name}: heads have plain weights"
         )
-    return own(place)
+    return method.describe(place)
 
 
 def check_k(draft: Draft, k: int) -> None:
     """Raise `UsageError` for more proposals a round than the draft can make."""
     if draft.max_k is not None and k > draft.max_k:
+        why = f" ({found})" if (found := draft.notes.get("block")) else ""
         raise UsageError(
             f"-k {k} (speculation.num_speculative_tokens): the draft {draft.spec.name} proposes at "
-            f"most {draft.max_k} tokens a round",
+            f"most {draft.max_k} tokens a round{why}",
             f"pass -k {draft.max_k} or less",
         )
 
@@ -81,14 +93,38 @@ def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) ->
 
 
 def _check_is_model(draft: Description) -> None:
-    """Raise `SetupError` for a head whose config.json is that of an ordinary model of one layer."""
-    names = tensor_names(draft.place)
-    if (found := next(filter(_OF_HEADS.fullmatch, names), None)) is not None:
+    """Raise `SetupError` for a draft of another kind whose config.json is that of a model, and for
+    one with weights that nothing would use: it would run, and its acceptance would mean nothing."""
+    if draft.spec.load_format == "dummy" or is_gguf(draft.place):
+        return
+    name, names = draft.spec.name, tensor_names(draft.place)
+    for noun, pattern in _OF_HEADS:
+        if (found := next(filter(re.compile(pattern).fullmatch, names), None)) is not None:
+            raise SetupError(
+                f"{name} is {noun} by its weights ({one_line(found)}), which is not built yet, and "
+                "its config.json is that of a model",
+                "models of transformers' families work as drafts",
+            )
+    if not names and any(draft.place.glob("*.bin")) and not has_tokenizer(draft.place):
         raise SetupError(
-            f"{draft.spec.name} reads the target's hidden states ({found} is among its weights), "
-            "and its config.json names no kind of head",
-            "heads of EAGLE-1, EAGLE-2 and HASS are not built yet",
+            f"{name} has no tokenizer, and pickled weights alone, so it is no model of its own: "
+            "EAGLE heads of the first kinds are stored like this, and are not built yet",
+            "a model needs its tokenizer's files beside it",
         )
+    if quantisation(draft.module.config) is not None:
+        return
+    _, unused = converted(draft.module, dict.fromkeys(names, _unread))
+    if unused:
+        raise SetupError(
+            f"{len(unused)} tensors in the weights of the draft {name} would not be used: "
+            f"{one_line(', '.join(unused[:_SHOWN]))}{', …' if len(unused) > _SHOWN else ''}; its "
+            "config.json describes a model without them",
+            "is it a draft of a kind that is not built? If they mean nothing, remove them",
+        )
+
+
+def _unread(part: Part | None = None) -> torch.Tensor:
+    raise AssertionError("only names are converted")
 
 
 def tokenizer_of(model: Draft) -> Tokenizer:

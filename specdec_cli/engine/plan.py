@@ -1,6 +1,7 @@
 """From a recipe to a plan: everything that can be checked before any weight is read."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -13,10 +14,11 @@ from specdec_cli.core.parallel import (
     TensorParallel,
     found_alike,
     make_groups,
+    world_size,
 )
 from specdec_cli.core.types import Permissions, SamplingParams
-from specdec_cli.engine.devices import check_world, resolve_device, use_few_threads
-from specdec_cli.engine.memory.budget import Allowance
+from specdec_cli.engine.devices import resolve_device, use_few_threads
+from specdec_cli.engine.memory.budget import Allowance, CacheNeed
 from specdec_cli.engine.pairing import (
     Describe,
     check_k,
@@ -31,6 +33,7 @@ from specdec_cli.models.description import Description, describe
 from specdec_cli.models.draft import Draft, Reading
 from specdec_cli.models.draft_form import with_method
 from specdec_cli.models.fingerprint import fingerprint
+from specdec_cli.models.generation_config import generation_config, with_sampling
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.recipe import ModelSection, Recipe
 from specdec_cli.recipe.choices.registry import weights_from, without_draft
@@ -91,6 +94,11 @@ class Plan:
     def eos_ids(self) -> frozenset[int]:
         """Ids that end a text."""
         return self.target.eos_ids
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """The target's generation_config.json; empty without one."""
+        return generation_config(self.target.place)
 
     @property
     def draft_max_len(self) -> int | None:
@@ -218,16 +226,9 @@ class Plan:
 
     @property
     def params(self) -> SamplingParams:
-        s = self.recipe.sampling
-        return SamplingParams(
-            temperature=s.temperature,
-            top_k=s.top_k,
-            top_p=s.top_p,
-            max_new_tokens=s.max_new_tokens,
-            ignore_eos=s.ignore_eos,
-            stop=tuple(s.stop),
-            seed=self.recipe.run.seed,
-        )
+        """The recipe's sampling, whose keys have the same names."""
+        asked = self.recipe.sampling.model_dump(exclude={"source"})
+        return SamplingParams(**asked, seed=self.recipe.run.seed)
 
 
 def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
@@ -238,7 +239,7 @@ def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
 
     With several ranks, each of them calls this in a world that is already running.
     """
-    check_world(recipe)
+    assert world_size() == recipe.target.tensor_parallel_size, "`launch.world` starts or joins them"
     with found_alike():
         begin_stage("finding the device")
         device = resolve_device(recipe.run.device)
@@ -282,7 +283,7 @@ def _plan_on(
     describe: Describe,
 ) -> Plan:
     """`plan` for a rank at its place."""
-    recipe = with_method(recipe)
+    recipe = with_sampling(with_method(recipe))
     k = recipe.speculation.num_speculative_tokens
     begin_stage("describing the target")
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
@@ -290,6 +291,11 @@ def _plan_on(
         raise UsageError(
             f"cache.max_model_len: {asked} is more than the {target.max_len} tokens of the target",
             "leave it out, or let the target's config.json say how far its positions reach",
+        )
+    if outside := [i for i in recipe.sampling.suppress_tokens if i >= target.vocab_size]:
+        raise UsageError(
+            f"sampling.suppress_tokens: {outside[0]} is no id of the target, whose vocabulary has "
+            f"{target.vocab_size}"
         )
     begin_stage("reading the tokenizer")
     found = Plan(
@@ -334,9 +340,9 @@ def draft_at(plan: Plan, parallel: TensorParallel, describe: Describe = describe
 
 
 def _draft_of(plan: Plan, spec: ModelSpec, parallel: TensorParallel, describe: Describe) -> Draft:
-    share = plan.recipe.draft.share if plan.recipe.draft is not None else []
+    share = plan.recipe.draft.share if plan.recipe.draft is not None else ()
     where = spec, plan.device, parallel, plan.target, plan.max_model_len
-    return describe_draft(DraftPlace(*where, plan.recipe.speculation), share, describe)
+    return describe_draft(DraftPlace(*where, plan.recipe.speculation, share), describe)
 
 
 def _draft_spec(recipe: Recipe, target: ModelSpec, permissions: Permissions) -> ModelSpec | None:
@@ -378,6 +384,12 @@ def block_bytes_of(plan: Plan) -> tuple[int, int]:
     return found[0], sum(found[1:])
 
 
+def cache_need(plan: Plan, longest: int) -> CacheNeed:
+    """The size of a run whose longest sequence has so many tokens."""
+    recipe = plan.recipe
+    return CacheNeed(recipe.run.batch_size, longest, plan.k, recipe.cache.block_size)
+
+
 def allowance_of(plan: Plan) -> Allowance:
     """The memory that the recipe lets a run use."""
     cache = plan.recipe.cache
@@ -385,14 +397,11 @@ def allowance_of(plan: Plan) -> Allowance:
 
 
 def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSpec:
+    kept = ("revision", "file", "dtype", "load_format", "weights")
     return ModelSpec(
+        **{key: getattr(section, key) for key in kept},
         role=role,
         name=section.model,
-        revision=section.revision,
-        file=section.file,
-        dtype=section.dtype,
-        load_format=section.load_format,
-        weights=section.weights,
         trust_remote_code=permissions.trust_remote_code,
         allow_pickle=permissions.allow_pickle,
     )

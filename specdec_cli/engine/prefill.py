@@ -2,25 +2,66 @@
 
 In plain decoding the pass that feeds a prompt's last token also decides the first output token. On
 a device that runs asynchronously the host does not wait for a chunk. It prepares the next one, or
-the first round, and counts the chunk's time afterwards.
+the first round, and counts the chunk's time afterwards, between moments on the device's clock.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 
 from specdec_cli.core.batch import Span
-from specdec_cli.core.metrics import RunClock
+from specdec_cli.core.figures import RunClock
 from specdec_cli.core.packed import Tokens
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.sampling import next_tokens
 from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.engine.moments import Moment, Moments
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import Results
+
+
+class Moment:
+    """The present, as the device sees it, which on CUDA runs behind the host.
+
+    event: what the device's queue is marked with; None where the device has no queue.
+    """
+
+    def __init__(self, event: torch.Event | None = None) -> None:
+        self._at = time.perf_counter()
+        self._event = event
+        if event is not None:
+            event.record()
+
+    def seconds_until(self, later: "Moment") -> float:
+        """Seconds from here to `later`, after waiting until the device has come to it."""
+        if self._event is None or later._event is None:
+            return later._at - self._at
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event)) / 1e3
+
+
+class Moments:
+    """Moments of one device, of which the last AT_ONCE are valid.
+
+    Their events are used again, since the driver makes a new one when it is first recorded. A
+    `torch.Event` finds the present stream by itself. In Python that takes the host longer than to
+    record the event.
+    """
+
+    AT_ONCE = 4  # two for each of two steps in flight
+
+    def __init__(self, device: torch.device) -> None:
+        is_queue, number = device.type == "cuda", self.AT_ONCE
+        made = [torch.Event(device, enable_timing=True) for _ in range(number) if is_queue]
+        self._events: Iterator[torch.Event | None] = cycle(made or [None])
+
+    def now(self) -> Moment:
+        """The present. It is valid until AT_ONCE later ones have been asked for."""
+        return Moment(next(self._events))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +139,8 @@ class Prefill:
 
         If the run proposes, the last token of each sequence is left to the first round. That round
         can so propose the very first output token, as in transformers' assisted generation. In
-        plain decoding the last token is fed too, unless it alone is missing: then a round takes it.
+        plain decoding the last token is fed too, unless it alone is missing: then a round takes it,
+        as it does where logits are changed, since only rounds change them.
 
         A proposer also lacks tokens after rounds that proposed nothing. One that reads the target's
         hidden states takes in what the target takes in, as there are no others.
@@ -108,7 +150,7 @@ class Prefill:
         proposers: list[Span] = []
         for seq in self.scheduler.running:
             end = len(seq.tokens) - 1
-            if proposer is None and seq.target_kv < end:
+            if self._decides and seq.target_kv < end:
                 end += 1
             proposes = proposer is not None and self.scheduler.proposal_len(seq) > 0
             start, found = seq.target_kv, targets
@@ -129,7 +171,7 @@ class Prefill:
         """
         features = drawn = None
         if chunk.targets:
-            ending = chunk.ending if self.proposer is None else []
+            ending = chunk.ending if self._decides else []
             assert ending == chunk.targets[: len(ending)], "only the last span can be cut"
             found = self.target.prefill(
                 chunk.targets,
@@ -227,6 +269,11 @@ class Prefill:
         if self.parallel.is_first:
             tokens = next_tokens(logits, self.params, sent[2, 0], index, length)
         return self.parallel.broadcast(tokens) if self.parallel.size > 1 else tokens
+
+    @property
+    def _decides(self) -> bool:
+        """True if the pass over a text's last token decides the next one."""
+        return self.proposer is None and not self.params.changes_logits
 
     @property
     def _reads_hidden(self) -> bool:

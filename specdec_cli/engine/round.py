@@ -8,7 +8,7 @@ After a round that accepted a of k proposals a sequence has n + a + 1 tokens, an
 holds n + a of them. Every pass feeds the tokens its cache lacks, so rollback only moves a length.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from specdec_kernels import ops
@@ -18,6 +18,7 @@ from specdec_cli.core.batch import Rectangle
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.figures import STAGES
+from specdec_cli.core.logits_processors import LogitsProcessors, TextsBefore
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.sampling import round_noise
 from specdec_cli.core.state import BatchState
@@ -39,7 +40,8 @@ class RoundParts:
 
     proposer: None if the run proposes nothing. max_model_len: the target's context length.
     eos_ids: int64 [E], ids that end a sequence; empty if they are ignored. parallel: the target's
-    ranks. Each of them runs every round; proposals and decisions are rank 0's.
+    ranks. Each of them runs every round; proposals and decisions are rank 0's. processors: None if
+    nothing changes logits.
     """
 
     target: PagedModel
@@ -50,6 +52,7 @@ class RoundParts:
     max_model_len: int
     eos_ids: torch.Tensor
     parallel: TensorParallel
+    processors: LogitsProcessors | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -101,13 +104,16 @@ def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord)
     commits = proposer is not None and proposer.takes_decisions
     ops.stamp(stamps, 0)
     noise = _noise(parts, state, k)
-    candidates = _propose(parts, state, k, noise)
+    texts = None if parts.processors is None else parts.processors.at(state)
+    candidates = _propose(parts, state, k, noise, texts)
     ops.stamp(stamps, 1)
     candidates = candidates.agreed(parts.parallel)
     if not is_alone:
         ops.stamp(stamps, 2)
     target = _score(parts, state, candidates)
     ops.stamp(stamps, 3)
+    if texts is not None and parts.parallel.is_first:
+        target = replace(target, logits=texts.after_each(target.logits, candidates.token_ids))
     verdict = _decide(parts, candidates, target, noise)
     if commits or not is_alone:
         ops.stamp(stamps, 4)
@@ -117,6 +123,8 @@ def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord)
     if proposer is not None and commits:
         proposer.commit(state, verdict, target)
         ops.stamp(stamps, 6)
+    if parts.processors is not None:
+        parts.processors.take_in(state, verdict)
     ops.advance(
         verdict.token_ids,
         verdict.num_accepted,
@@ -150,7 +158,9 @@ def _noise(parts: RoundParts, state: BatchState, k: int) -> Noise | None:
     return round_noise(state.seed, state.index, state.length, k, by_round=by_round)
 
 
-def _propose(parts: RoundParts, state: BatchState, k: int, noise: Noise | None) -> Candidates:
+def _propose(
+    parts: RoundParts, state: BatchState, k: int, noise: Noise | None, texts: TextsBefore | None
+) -> Candidates:
     drafting = Drafting(
         k=k,
         params=parts.params,
@@ -159,6 +169,7 @@ def _propose(parts: RoundParts, state: BatchState, k: int, noise: Noise | None) 
         noise=None if noise is None else noise.draft,
         keeps_dist=parts.parallel.is_first,
         stop=parts.policy.stop,
+        texts=texts,
     )
     if k == 0 or parts.proposer is None:
         return drafting.nothing()

@@ -8,8 +8,7 @@ import torch
 from specdec_cli.errors import SetupError
 from specdec_cli.models.description import Description
 from specdec_cli.models.gguf.header import is_gguf
-from specdec_cli.models.held import StoredParameter, held_bytes
-from specdec_cli.models.sharing import borrowed_weights
+from specdec_cli.models.held import StoredParameter, borrowed_weights, held_bytes
 from specdec_cli.models.weights import tensor_names
 
 

@@ -18,7 +18,6 @@ from specdec_cli.experiment.predict import (
     Text,
     expected_rounds,
     iid_length,
-    mean_length,
 )
 from specdec_cli.experiment.statistics.factors import MidRatio, Product, interval_of, midmean
 from specdec_cli.experiment.statistics.stats import SumRatio, speedup
@@ -45,6 +44,10 @@ class Forecasts:
             self._known[index, k] = expected_rounds([self.texts[index]], k)
         return self._known[index, k]
 
+    def all_rounds(self, k: int) -> ExpectedRounds:
+        """The expected rounds of all prompts at a k."""
+        return sum((self.rounds(index, k) for index in sorted(self.texts)), ExpectedRounds(k))
+
     def gain(self, k: int, prompts: Iterable[int], parts: Iterable[int]) -> Product | None:
         """The predicted speed-up at `k` over some prompts and parts; None without them."""
         chosen, timed = sorted(prompts), sorted(parts)
@@ -64,15 +67,7 @@ class Forecasts:
         if k == 0 or not parts or not self.texts:
             return None
         costs = np.asarray([[self.parts[k][part], self.parts[0][part]] for part in parts])
-        rounds = [self.rounds(index, k) for index in self.texts]
-        return break_even(
-            MidRatio(costs, (1, -1)),
-            k,
-            drafts=sum(r.drafts for r in rounds),
-            draft_tokens=sum(r.draft_tokens for r in rounds),
-            rounds=sum(r.total for r in rounds),
-            seed=seed,
-        )
+        return break_even(MidRatio(costs, (1, -1)), self.all_rounds(k), seed)
 
     def other_k(self, k: int) -> int | None:
         """The k whose proposals stand for those of `k`, where they depend on it."""
@@ -99,14 +94,11 @@ def prediction_of(
     if not forecasts.texts:
         return None
     k, parts = point.k, forecasts.timed(0, point.k)
-    rounds = [forecasts.rounds(index, k) for index in sorted(forecasts.texts)]
     gain = forecasts.gain(k, forecasts.texts, parts)
     predicted = None
     if gain is not None:
         costs = [midmean([forecasts.parts[one][part] for part in sorted(parts)]) for one in (0, k)]
-        total, plain = (
-            sum(forecasts.rounds(index, one).total for index in forecasts.texts) for one in (k, 0)
-        )
+        total, plain = (forecasts.all_rounds(one).total for one in (k, 0))
         predicted = plain * costs[0] / (total * costs[1])
     common = forecasts.texts.keys() & samples.keys() & baseline.keys()
     error = None
@@ -115,7 +107,7 @@ def prediction_of(
         assert found is not None
         error = Product(paired.prompts.over(found), paired.parts).interval(seed)
     faster = point.speedup
-    length, iid = mean_length(rounds), iid_length(alpha, k)
+    length, iid = forecasts.all_rounds(k).mean_acceptance_length, iid_length(alpha, k)
     true_length = point.metrics.mean_acceptance_length if point.metrics else None
     return Prediction(
         method="replay",
@@ -171,31 +163,20 @@ def _analytic_alpha(forecasts: Forecasts) -> float | None:
 _STEPS = 50  # of a bisection
 
 
-def break_even(
-    cost: SumRatio | MidRatio,
-    k: int,
-    *,
-    drafts: float,
-    draft_tokens: float,
-    rounds: float,
-    seed: int,
-) -> BreakEven:
-    """The break-even of a point.
-
-    cost: seconds of a sequence's round over those of one at k = 0. drafts: rounds with proposals,
-    draft_tokens: their proposals. rounds: all rounds, which cost and count alike.
-    """
+def break_even(cost: SumRatio | MidRatio, rounds: ExpectedRounds, seed: int) -> BreakEven:
+    """The break-even of a point. cost: seconds of a sequence's round over those at k = 0."""
     is_predicted = isinstance(cost, MidRatio)
     ends = cost.interval() if isinstance(cost, MidRatio) else interval_of(cost, seed)
-    needed, share = cost.value, drafts / rounds if rounds else 0.0
+    needed, share = cost.value, rounds.drafts / rounds.total if rounds.total else 0.0
     # Rounds without proposals write one token each; the others have to make up for them.
     length = 1 + (needed - 1) / share if share else float("inf")
-    rate = max(0.0, length - 1) * drafts / draft_tokens if draft_tokens else float("inf")
+    asked = rounds.draft_tokens
+    rate = max(0.0, length - 1) * rounds.drafts / asked if asked else float("inf")
     return BreakEven(
         tokens_per_round=needed,
         tokens_per_round_ci=ends,
         draft_acceptance_rate=rate if rate <= 1.0 else None,
-        alpha=chance_for(length, k),
+        alpha=chance_for(length, rounds.k),
         is_predicted=is_predicted,
     )
 

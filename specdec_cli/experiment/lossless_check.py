@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from specdec_cli.backends.base import Finished, Prepared, Session
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.errors import Notice, UsageError
@@ -43,9 +45,10 @@ class TextPair:
 
 @dataclass(slots=True)
 class LosslessCheck:
-    """Compares texts and keeps what it found. dtype: the target's."""
+    """Compares texts and keeps what it found. dtype: the target's. params: of the texts."""
 
     dtype: str
+    params: SamplingParams = field(default_factory=SamplingParams)
     _prompts: set[int] = field(default_factory=set)
     _compared: int = 0
     _parted: list[dict[str, Any]] = field(default_factory=list)
@@ -65,8 +68,11 @@ class LosslessCheck:
                 tokens = [*text.prompt, *text.plain[:at]]
                 # The pass over a prompt decides the first token of plain decoding.
                 most = width if at else max(width, min(len(tokens), _WIDEST))
-                alone, wide = (session.logits_after(tokens, w) for w in (1, most))
-                self._noise = max(self._noise, float(abs(alone - wide).max()))
+                where = len(text.prompt), self.params
+                alone, wide = (session.logits_after(tokens, w, *where) for w in (1, most))
+                can_follow = np.isfinite(alone)
+                rounding = abs(alone[can_follow] - wide[can_follow])
+                self._noise = max(self._noise, float(rounding.max()))
                 lower = min(float(alone[text.tokens[at]]), float(alone[text.plain[at]]))
                 gap = float(alone.max()) - lower
             self._parted.append(key.as_dict() | {"index": index, "position": at, "gap": gap})

@@ -21,6 +21,7 @@ _LEAST_RUNNING = 0.8  # processor seconds a second, of passes on a CPU
 _THROTTLED = 0.01  # share of the time that the control group was throttled
 _WAITING = 0.5  # processes ready to run beyond the processors, on average
 # NVML: hardware slowdown, software thermal, hardware thermal, power brake.
+_ALONE = "measure while no other program runs"
 _SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
 
 
@@ -39,9 +40,11 @@ class _Reading:
 
 @dataclass(slots=True)
 class MachineWatch:
-    """Readings of the machine in stretches of measuring. device: of a backend's plan."""
+    """Readings of the machine in stretches of measuring. device: of a backend's plan. ranks: on
+    this host, which wait for each other and may be more than the processors."""
 
     device: Any
+    ranks: int = 1
     _stretches: list[list[_Reading]] = field(default_factory=list)
     _gpu: Any = None
 
@@ -72,17 +75,18 @@ class MachineWatch:
         shares = [_waited(part) for part in (spans, spans[:half], spans[half:])]
         evidence = {"wall_seconds": wall, "process_seconds": process, "waited_share": shares[0]}
         most = max((share for share in shares[1:] if share is not None), default=0.0)
-        if (shares[0] or 0.0) > _STARVED or most > _STARVED_HALF:
+        is_crowd = self.ranks > (os.cpu_count() or 1)
+        if not is_crowd and ((shares[0] or 0.0) > _STARVED or most > _STARVED_HALF):
             worst = max(shares[0] or 0.0, most)
             told = (
                 "other work took the processor: this process was ready to run and waited for "
-                f"{100 * worst:.0f} % of the time"
+                f"{100 * worst:.0f} % of the time; {_ALONE}, or with --threads below the free cores"
             )
             return [Notice("cpu_starved", told, evidence | {"waited_share_of_a_half": most})]
-        if self.device.type == "cpu" and process / wall < _LEAST_RUNNING:
+        if self.ranks == 1 and self.device.type == "cpu" and process / wall < _LEAST_RUNNING:
             told = (
                 f"this process ran for {process:.1f} s of {wall:.1f} s: other work, or a limit, "
-                "took the processor"
+                f"took the processor; {_ALONE}, or lift the limit"
             )
             return [Notice("cpu_starved", told, evidence)]
         return []
@@ -90,9 +94,11 @@ class MachineWatch:
     def _crowded(self) -> list[Notice]:
         counts = [r.runnable for s in self._stretches for r in s if r.runnable is not None]
         cores = os.cpu_count() or 1
-        if len(counts) < 4 or (mean := sum(counts) / len(counts)) <= cores + _WAITING:
+        if len(counts) < 4 or (
+            (mean := sum(counts) / len(counts)) <= max(cores, self.ranks) + _WAITING
+        ):
             return []
-        told = f"{mean:.1f} processes were ready to run on {cores} processors"
+        told = f"{mean:.1f} processes were ready to run on {cores} processors; {_ALONE}"
         return [Notice("cpu_load", told, {"runnable": mean, "processors": cores})]
 
     def _gpu_notices(self) -> list[Notice]:
@@ -104,12 +110,13 @@ class MachineWatch:
             times = sum(any(bits & bit for bit in _SLOWED) for bits in slowed)
             told = (
                 f"the GPU's clocks were slowed ({', '.join(reasons)}) in {times} of {len(slowed)} "
-                "readings"
+                "readings; cool it, or lower its power limit and measure again"
             )
             found.append(Notice("gpu_throttled", told, {"reasons": reasons, "readings": times}))
         others = max((r.on_gpu for r in readings if r.on_gpu is not None), default=1) - 1
         if others > 0:
-            told = f"{others} other {'process' if others == 1 else 'processes'} held the GPU"
+            which = "process" if others == 1 else "processes"
+            told = f"{others} other {which} held the GPU; end them, or take another GPU"
             found.append(Notice("gpu_shared", told, {"other_processes": others}))
         return found
 
@@ -144,7 +151,10 @@ def _throttled(spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Noti
     seconds = sum((b.throttled or 0.0) - (a.throttled or 0.0) for a, b in spans)
     if seconds / wall <= _THROTTLED:
         return []
-    told = f"the control group's limit held its processors back for {seconds:.1f} of {wall:.1f} s"
+    told = (
+        f"the control group's limit held its processors back for {seconds:.1f} of {wall:.1f} s; "
+        "raise its limit of processors, or run fewer threads (--threads)"
+    )
     return [Notice("cpu_throttled", told, {"throttled_seconds": seconds, "wall_seconds": wall})]
 
 

@@ -27,7 +27,7 @@ from specdec_cli.engine.memory.estimate import (
     this_machine,
 )
 from specdec_cli.engine.pairing import Describe
-from specdec_cli.engine.plan import Plan, plan_all_ranks
+from specdec_cli.engine.plan import Plan, cache_need, plan_all_ranks
 from specdec_cli.errors import LOGGED, SetupError, SpecdecError, UsageError
 from specdec_cli.experiment.generation import tokenised
 from specdec_cli.models.description import describe
@@ -58,7 +58,7 @@ class Profile:
     @property
     def need(self) -> CacheNeed:
         """The cache needs of a full batch of sequences of `context` tokens."""
-        return _need(self.plan, self.context)
+        return cache_need(self.plan, self.context)
 
     def capacity(self, num_blocks: int) -> dict[str, int]:
         """The capacity of a cache of so many blocks; block 0 holds no tokens."""
@@ -68,6 +68,11 @@ class Profile:
             "max_tokens": usable * self.block_size,
             "max_sequences": usable // self.need.blocks_per_sequence,
         }
+
+    def longest(self, num_blocks: int) -> int:
+        """The length at which a full batch fits into so many blocks."""
+        need, usable = self.need, max(0, num_blocks - 1)
+        return max(0, usable // need.batch_size * self.block_size - 2 * (need.k + 1))
 
 
 def measure_blocks(
@@ -88,7 +93,7 @@ def measure_blocks(
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(planned) from problem
     on_stage("running the largest passes")
-    mine = measured(planned, models, _need(planned, planned.max_model_len))
+    mine = measured(planned, models, cache_need(planned, planned.max_model_len))
     split = Split(tuple(planned.parallel.gather_objects(mine)))
     split.check(planned.recipe.cache.block_size)
     return Profile(planned, split, tokens)
@@ -143,7 +148,7 @@ class Estimator:
 
 
 def _split(plans: Sequence[Plan], machine: Machine) -> Split:
-    need = _need(plans[0], plans[0].max_model_len)
+    need = cache_need(plans[0], plans[0].max_model_len)
     return Split(tuple(estimate_rank(planned, need, machine) for planned in plans))
 
 
@@ -206,11 +211,6 @@ def _rank(rank: RankMemory, split: Split) -> dict[str, Any]:
     }
 
 
-def _need(planned: Plan, longest: int) -> CacheNeed:
-    recipe = planned.recipe
-    return CacheNeed(recipe.run.batch_size, longest, planned.k, recipe.cache.block_size)
-
-
 def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
     """A sequence's length: as asked, the recipe's, by the longest prompt, or the model's limit."""
     recipe, most = planned.recipe, planned.max_model_len
@@ -232,16 +232,13 @@ def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
     need, split = profile.need, profile.split
     asked = profile.plan.recipe.cache.num_blocks
     held = split.num_blocks if asked is None else min(asked, split.num_blocks)
-    usable = max(0, held - 1)
-    ahead = 2 * (need.k + 1)
-    longest = max(0, usable // need.batch_size * profile.block_size - ahead)
     fits = need.num_blocks <= held and (asked is None or asked <= split.num_blocks)
     return {
         "batch_size": need.batch_size,
         "recipe_blocks": asked,
         "needed_blocks": need.num_blocks,
         "fits": fits,
-        "longest_context": min(longest, profile.plan.max_model_len),
+        "longest_context": min(profile.longest(held), profile.plan.max_model_len),
         "advice": [] if fits else _advice(profile, cost),
     }
 
@@ -252,9 +249,7 @@ def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
     asked = profile.plan.recipe.cache.num_blocks
     if need.num_blocks <= split.num_blocks:
         return [f"--num-blocks {need.num_blocks}: so many fit, and the batch fits into them"]
-    ahead = 2 * (need.k + 1)
-    longest = max(0, split.num_blocks - 1) // need.batch_size * profile.block_size - ahead
-    found = _more_room(profile, longest, cost)
+    found = _more_room(profile, cost)
     if asked is None:
         return found
     lifted = " --set cache.num_blocks=null"
@@ -264,13 +259,13 @@ def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _more_room(profile: Profile, longest: int, cost: dict[str, Any] | None) -> list[str]:
-    """Advice if memory is short. longest: tokens at which the batch fits."""
+def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
+    """Advice if memory is short."""
     need, split, planned = profile.need, profile.split, profile.plan
     found = []
     if batch := profile.capacity(split.num_blocks)["max_sequences"]:
         found.append(f"--batch-size {batch}: so many sequences of {need.longest} tokens fit")
-    if longest > 0:
+    if (longest := profile.longest(split.num_blocks)) > 0:
         found.append(f"--set cache.max_model_len={longest}: the batch fits at that length")
     wanted = [rank.held_bytes + need.num_blocks * rank.block_bytes for rank in split.ranks]
     if planned.device.type == "cpu":

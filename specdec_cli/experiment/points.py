@@ -10,8 +10,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_cli.core.figures import STAGES, Metrics, Spread
-from specdec_cli.core.metrics import RunClock, mean_parts, metrics_of
+from specdec_cli.core.figures import (
+    STAGES,
+    Metrics,
+    RunClock,
+    Spread,
+    mean_parts,
+    metrics_of,
+)
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment.folders.records import (
     BreakEven,
@@ -24,12 +30,8 @@ from specdec_cli.experiment.folders.records import (
     without_errors,
 )
 from specdec_cli.experiment.forecasts import Forecasts, break_even, iid_alpha, prediction_of
-from specdec_cli.experiment.served import (
-    acceptance_in,
-    counts_alone,
-    engine_fields,
-    served_metrics,
-)
+from specdec_cli.experiment.predict import ExpectedRounds
+from specdec_cli.experiment.served import acceptance_in, engine_fields, served_metrics
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
 
@@ -102,14 +104,12 @@ def measured(
             "per_category": {},
             "reason": failure.reason,
         }
-    metrics, length = point_metrics(list(samples.values()), key), _length(usable)
+    metrics = point_metrics(list(samples.values()), key)
     gain = _gain(speedup(usable, baseline), key.k, seed, _most_speedup(usable))
     is_possible = "impossible_speedup" not in gain
-    lengths, mean = None, metrics.mean_acceptance_length
-    if length is not None and mean is not None:
-        lengths = _length_interval(length, mean, key.k, seed)
-    elif mean == 1.0 and not (key.k and counts_alone(samples.values())):
-        lengths = [1.0, 1.0]
+    lengths: list[float] | None = [1.0, 1.0]
+    if metrics.num_drafts != 0:
+        lengths = _length_interval(usable, metrics.mean_acceptance_length, key.k, seed)
     return {
         "status": "ok",
         "metrics": metrics,
@@ -192,18 +192,11 @@ def _per_category(
             acceptance_rate_per_pos=acceptance.acceptance_rate_per_pos,
             decode_tokens_per_second=measured_speed(own.values()).value,
             **_gain(speedup(own, baseline), k, seed, _most_speedup(own)),
-            mean_acceptance_length_ci=_category_length_interval(
+            mean_acceptance_length_ci=_length_interval(
                 own, acceptance.mean_acceptance_length, k, seed
             ),
         )
     return rows
-
-
-def _category_length_interval(
-    samples: Samples, mean: float | None, k: int, seed: int
-) -> list[float] | None:
-    length = _length(samples)
-    return None if length is None or mean is None else _length_interval(length, mean, k, seed)
 
 
 def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, Any]:
@@ -239,31 +232,26 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
     cost = next(costs).over(next(costs))
     if not np.isfinite(cost.value):
         return None
-    return break_even(
-        cost,
-        k,
-        drafts=sum(len(s.proposed_per_round) for s in own),
-        draft_tokens=sum(sum(s.proposed_per_round) for s in own),
-        rounds=sum(s.num_rounds for s in own),
-        seed=seed,
-    )
+    drafts = sum(s.num_drafts for s in own)
+    without = sum(s.num_rounds for s in own) - drafts
+    tokens = sum(sum(s.proposed_per_round) or k * s.num_drafts for s in own)
+    return break_even(cost, ExpectedRounds(k, drafts, without, tokens), seed)
 
 
-def _length(samples: Samples) -> SumRatio | None:
-    """Mean acceptance length over prompts; None where nothing was proposed."""
-    # In the same order in every run, since resampling depends on it.
-    own = [samples[index] for index in sorted(samples)]
-    accepted, drafts = [s.num_accepted for s in own], [s.num_drafts for s in own]
-    return stats.mean_acceptance_length(accepted, drafts) if sum(drafts) else None
-
-
-def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[float] | None:
-    """The 95 % interval of a mean length, within 1 and k + 1.
+def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) -> list[float] | None:
+    """The 95 % interval of a mean length, within 1 and k + 1; None where no prompt's rounds that
+    proposed are known.
 
     Identical prompts are still separate observations, unlike their times in one batch: the interval
-    is then the length itself. mean: the point's length, which may differ from that of `length` by
-    rounding.
+    is then the length itself. mean: the point's length, which may differ from that of the samples
+    by rounding.
     """
+    # In the same order in every run, since resampling depends on it.
+    own = [samples[index] for index in sorted(samples)]
+    drafts = [s.num_drafts for s in own]
+    if mean is None or not sum(drafts):
+        return None
+    length = stats.mean_acceptance_length([s.num_accepted for s in own], drafts)
     found = stats.interval(length, seed)
     if found is None:
         return [mean, mean] if len(length.columns) >= stats.FEWEST else None

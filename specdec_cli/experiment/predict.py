@@ -99,7 +99,8 @@ class ReplayText(Text):
 
 @dataclass(slots=True)
 class ExpectedRounds:
-    """Expected counts of rounds over some texts; whole numbers if acceptance is certain.
+    """Counts of rounds over some texts, or what is expected of them: whole numbers if acceptance is
+    certain.
 
     drafts: rounds with proposals. plain: rounds without. accepted: accepted proposals.
     """
@@ -110,6 +111,10 @@ class ExpectedRounds:
     draft_tokens: float = 0.0
     accepted: float = 0.0
 
+    def __add__(self, other: "ExpectedRounds") -> "ExpectedRounds":
+        counts = ("drafts", "plain", "draft_tokens", "accepted")
+        return ExpectedRounds(self.k, *(getattr(self, n) + getattr(other, n) for n in counts))
+
     @property
     def total(self) -> float:
         return self.drafts + self.plain
@@ -117,14 +122,6 @@ class ExpectedRounds:
     @property
     def mean_acceptance_length(self) -> float:
         return 1.0 + (self.accepted / self.drafts if self.drafts else 0.0)
-
-
-def mean_length(found: Iterable[ExpectedRounds]) -> float:
-    """The mean acceptance length over the rounds of several texts."""
-    accepted = drafts = 0.0
-    for rounds in found:
-        accepted, drafts = accepted + rounds.accepted, drafts + rounds.drafts
-    return 1.0 + (accepted / drafts if drafts else 0.0)
 
 
 def expected_rounds(texts: Iterable[Text], k: int) -> ExpectedRounds:

@@ -8,6 +8,7 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.results import Output
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.statistics.stats import FEWEST
+from specdec_cli.models.generation_config import in_words, recommended, unsupported
 from specdec_cli.recipe import Recipe
 
 _FEW_PROMPTS = 20
@@ -37,12 +38,12 @@ def common_settings(
 
 
 def warnings_of_texts(job: Job, chat: str) -> list[Notice]:
-    """Warnings about texts that go to a model as they are.
+    """Warnings about the target's own sampling, and about texts that go to it as they are.
 
     That they have its first token already, which comes twice then; or that the model has a chat
     template, and nobody chose to leave it out. chat: `data.chat`, of which `auto` is no choice.
     """
-    tokenizer, count, found = job.plan.tokenizer, len(job.prompts), list[Notice]()
+    tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
     first = tuple(tokenizer.encode("")[:1])
     pairs = zip(job.prompts, job.token_ids, strict=True)
     texts = [ids for prompt, ids in pairs if prompt.token_ids is None and prompt.messages is None]
@@ -61,6 +62,28 @@ def warnings_of_texts(job: Job, chat: str) -> list[Notice]:
         evidence = {"without": len(texts), "num_prompts": count}
         found.append(Notice("no_chat_template", told, evidence))
     return found
+
+
+def other_sampling(plan: Prepared) -> list[Notice]:
+    """A warning where the target's generation_config.json asks for another sampling than the run's,
+    or for what is not supported."""
+    stored, params = plan.generation_config, plan.params
+    asked, others = recommended(stored), unsupported(stored)
+    used = {key: getattr(params, key) for key in asked}
+    differing = {key: value for key, value in used.items() if value != asked[key]}
+    if not differing and not others:
+        return []
+    parts = list[str]()
+    if differing:
+        parts.append(
+            f"recommends {in_words({key: asked[key] for key in differing})}, and "
+            f"{in_words(differing)} is used: --set sampling.from=model takes the model's"
+        )
+    if others:
+        parts.append(f"asks for {in_words(others)}, which is not supported and has no effect")
+    evidence = {"recommended": asked, "used": used, "unsupported": others}
+    said = f"the target's generation_config.json {'; it '.join(parts)}"
+    return [Notice("generation_config", said, evidence)]
 
 
 def unlisted_end(job: Job, outputs: Sequence[Output]) -> list[Notice]:

@@ -3,8 +3,14 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from specdec_cli.core.figures import Acceptance, EngineFacts, InText, Metrics, Spread
-from specdec_cli.core.metrics import acceptance_of
+from specdec_cli.core.figures import (
+    Acceptance,
+    EngineFacts,
+    InText,
+    Metrics,
+    Spread,
+    acceptance_of,
+)
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.records import Key, Sample, Samples, given
 
@@ -32,12 +38,6 @@ def engine_of(samples: Iterable[Sample]) -> EngineFacts | None:
         return None
     source = min((one.acceptance_source for one in found), key=_SOURCES.index)
     return found[0].model_copy(update={"acceptance_source": source})
-
-
-def counts_alone(samples: Iterable[Sample]) -> bool:
-    """Whether acceptance is known of requests together only, so that it has no interval."""
-    found = engine_of(samples)
-    return found is not None and found.acceptance_source == "counters"
 
 
 def engine_fields(samples: Collection[Sample]) -> dict[str, Any]:

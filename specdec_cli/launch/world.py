@@ -118,17 +118,16 @@ class World:
 
     def ready(self) -> None:
         """Declare the models loaded: from now on no rank is waited for longer than the timeout."""
-        if self._rank is None:
-            return
-        self._rank.heartbeat.ready = True
-        _set_timeouts(self._patience_s)
+        self._declare(True, self._patience_s)
 
     def loading(self) -> None:
         """Declare that models load until `ready`: a rank may take as long as it moves."""
-        if self._rank is None:
-            return
-        self._rank.heartbeat.ready = False
-        _set_timeouts(_LONG_S)
+        self._declare(False, _LONG_S)
+
+    def _declare(self, is_ready: bool, seconds: float) -> None:
+        if self._rank is not None:
+            self._rank.heartbeat.ready = is_ready
+            _set_timeouts(seconds)
 
     def agreement(self) -> Agreement:
         """An agreement of the ranks on steps that may fail."""

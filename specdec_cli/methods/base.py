@@ -31,7 +31,8 @@ from specdec_cli.recipe import SpeculationSection
 class DraftPlace:
     """The target and the ranks that a method's own draft is described for.
 
-    parallel: the draft's ranks. target: on meta. max_model_len: most tokens of a sequence.
+    parallel: the draft's ranks. target: on meta. max_model_len: most tokens of a sequence. share:
+    the recipe's `draft.share`.
     """
 
     spec: ModelSpec
@@ -40,6 +41,7 @@ class DraftPlace:
     target: Description
     max_model_len: int
     speculation: SpeculationSection
+    share: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,15 @@ class MethodBytes(NamedTuple):
 class Method:
     """make: a proposer. estimate_bytes: its memory, before anything is loaded. describe: its own
     kind of draft; None for a method that runs a model of transformers', or no draft. runs_on_host:
-    whether it reads the device's data on the host: then rounds cannot be captured.
+    whether it reads the device's data on the host: then rounds cannot be captured. can_share: what
+    `draft.share` may name for a draft of its own kind.
     """
 
     make: Callable[[MethodParts], "Proposer"]
     estimate_bytes: Callable[[RoundSize], MethodBytes]
     describe: Callable[[DraftPlace], Draft] | None = None
     runs_on_host: bool = False
+    can_share: tuple[str, ...] = ()
 
 
 def text_bytes(size: RoundSize) -> MethodBytes:
@@ -109,7 +113,8 @@ class Proposer:
     that it reads. max_lag: most tokens that may be missing from its cache when a round begins; if
     more are missing they are prefilled first. is_paged: whether all that it keeps of a text lies in
     the cache blocks of its tokens, so that texts which begin alike may share blocks. depends_on_k:
-    whether a proposal depends on the number that are asked for after it.
+    whether a proposal depends on the number that are asked for after it. fills_block: whether its
+    passes feed K rows, however few a sequence may still propose, and so need cache blocks for them.
 
     A proposer that inherits from this has the values below, keeps nothing, and needs `propose`.
     """
@@ -121,6 +126,7 @@ class Proposer:
     max_lag: int = sys.maxsize
     is_paged: bool = False
     depends_on_k: bool = False
+    fills_block: bool = False
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Take in prompt tokens. features: [T, F], hidden states of these tokens, or None."""

@@ -1,5 +1,6 @@
 """Proposing tokens with an EAGLE-3 head (Li et al., arXiv 2503.01840)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from specdec_cli.methods.base import DraftPlace, Method
@@ -11,10 +12,11 @@ from specdec_cli.models.heads.eagle3.head import Eagle3Head
 
 def _describe(place: DraftPlace) -> HeadDescription:
     def read(name: str, folder: Path, num_target_layers: int) -> Eagle3Config:
-        return overridden(read_head_config(name, folder), place.speculation, num_target_layers)
+        config = overridden(read_head_config(name, folder), place.speculation, num_target_layers)
+        return replace(config, takes_embedding="embeddings" in place.share)
 
     places = place.spec, place.device, place.parallel, place.target, place.max_model_len
     return describe_head(*places, read, Eagle3Head)
 
 
-METHOD = Method(make, estimate_bytes, _describe)
+METHOD = Method(make, estimate_bytes, _describe, can_share=("embeddings",))

@@ -42,7 +42,7 @@ def forecast(
     found = proposer.forecast(teacher, prompt, output, k, params)
     if found is None:
         tokens = [*prompt, *output][: proposer.max_len]
-        rounds = list(_Replay(proposer, teacher, tokens, k, params).rounds(len(prompt)))
+        rounds = list(_Replay(proposer, teacher, tokens, k, params, len(prompt)).rounds())
         found = _told(rounds + [_Round()] * (len(output) - len(rounds)))
     return replace(found, only_k=k) if proposer.depends_on_k else found
 
@@ -63,10 +63,11 @@ class Following(Drafting):
     def draw_all(self, logits: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         step = self.num_drawn
         tokens = self.written[:, step : step + logits.shape[1]]
+        if ids is not None:
+            logits = by_target_ids(logits, ids, self.vocab_size)
+        logits = self.changed(logits[..., : self.vocab_size])
         for place, column in enumerate(tokens.unbind(1) if self.keeps_dist else ()):
             drafted, scored = logits[:, place], None
-            if ids is not None:
-                drafted = by_target_ids(drafted, ids, self.vocab_size)
             if not self.params.is_greedy:
                 rows = torch.arange(step + place, step + place + len(column))
                 scored = self.scored()
@@ -108,14 +109,15 @@ class _Replay:
         tokens: list[int],
         k: int,
         params: SamplingParams,
+        num_prompt: int,
     ) -> None:
         self.proposer, self.teacher, self.k, self.params = proposer, teacher, k, params
-        self.text = Sequence(0, tokens, len(tokens), len(tokens))
+        self.text = Sequence(0, tokens, num_prompt, len(tokens))
         self.begun = self.fed = 0
         self.features: torch.Tensor | None = None
 
-    def rounds(self, start: int) -> Iterator[_Round]:
-        """The rounds that begin with `start` tokens and more, in turn."""
+    def rounds(self) -> Iterator[_Round]:
+        """The rounds that begin at the tokens of the output, in turn."""
         allocator, device = self.teacher.allocator, self.teacher.target.device
         reach, size = len(self.text.tokens), allocator.block_size
         touched = allocator.blocks_for((size if self.proposer.is_paged else reach) + self.k + 1)
@@ -126,10 +128,14 @@ class _Replay:
         try:
             width = min(_SIDE_BY_SIDE, 1 + allocator.num_free // touched)
             allocator.extend(spare, (width - 1) * touched * size)
-            texts = Texts.empty(width, reach, device) if self.proposer.needs_text else None
+            how = self.teacher.processors
+            texts = Texts.empty(width, reach, device) if self.proposer.needs_text or how else None
+            if texts is not None and how is not None:
+                shape = width, len(how.suppressed) + 1
+                texts.seen = torch.zeros(shape, dtype=torch.bool, device=device)
             columns = allocator.blocks_for(reach) + touched
             state = BatchState(width, columns, device, texts, self.proposer.tail)
-            for begin in range(start, reach, width):
+            for begin in range(self.text.num_prompt_tokens, reach, width):
                 starts = range(begin, min(begin + width, reach))
                 # The last of them runs in the text's own blocks.
                 copies = [
@@ -151,7 +157,8 @@ class _Replay:
     def _copy(self, n: int, own: list[int]) -> Sequence:
         """The first n tokens, in `own` blocks behind the shared ones."""
         table = [*self.text.block_table[: self._shared(n)], *own]
-        return Sequence(n, self.text.tokens[:n], n, n + self.k + 1, table, draft_kv=n - 1)
+        prompt = self.text.num_prompt_tokens
+        return Sequence(n, self.text.tokens[:n], prompt, n + self.k + 1, table, draft_kv=n - 1)
 
     def _prefill(self, copies: list[Sequence]) -> None:
         """Bring all tokens but the last of each copy to the proposer; the last copy is the text."""
@@ -195,6 +202,7 @@ class _Replay:
             keeps_dist=self.teacher.parallel.is_first,
             written=torch.tensor(written, device=state.device),
             scored=scored,
+            texts=how.at(state) if (how := self.teacher.processors) is not None else None,
         )
         found = self.proposer.propose(state, draft)
         # The next round of the text's own blocks writes over what this one guessed.
@@ -216,7 +224,8 @@ class _Replay:
         """The target's logits of the rows `start` to `stop`."""
         prefill(self.teacher.target, self.text, self.fed, start, self.teacher.prefill_chunk)
         self.fed = stop
-        return logits_of(self.teacher.target, self.text, start, stop)
+        logits = logits_of(self.teacher.target, self.text, start, stop)
+        return self.teacher.changed(logits, self.text, start)
 
 
 def _groups(spans: list[Span], most: int) -> Iterator[list[Span]]:

@@ -12,6 +12,7 @@ from specdec_kernels import ops
 from specdec_cli.core.batch import Span
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.kv_cache import BlockAllocator
+from specdec_cli.core.logits_processors import LogitsProcessors
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.sampling import to_probs
 from specdec_cli.core.types import SamplingParams, Sequence
@@ -22,12 +23,23 @@ _CHUNK = 64  # tokens whose distributions are held at a time
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The parts of an idle engine that teacher forcing needs. parallel: the target's ranks."""
+    """The parts of an idle engine that teacher forcing needs. parallel: the target's ranks.
+    processors: None if nothing changes logits."""
 
     target: PagedModel
     allocator: BlockAllocator
     prefill_chunk: int
     parallel: TensorParallel
+    processors: LogitsProcessors | None = None
+
+    def changed(self, logits: torch.Tensor, seq: Sequence, start: int) -> torch.Tensor:
+        """The logits [N, V'] of N rows of a text from `start` on, as tokens are drawn from them."""
+        if self.processors is None:
+            return logits
+        first, stop = start + 1, start + len(logits)
+        texts = self.processors.of_text(seq.tokens[:first], seq.num_prompt_tokens)
+        between = torch.tensor([seq.tokens[first:stop]], dtype=torch.int64, device=logits.device)
+        return texts.after_each(logits[None, :, : self.target.vocab_size], between)[0]
 
 
 @torch.inference_mode()
@@ -82,8 +94,8 @@ def _compare(
         if drafted is None or not teacher.parallel.is_first:
             continue
         chances, overlaps = acceptance(
-            drafted,
-            scored,
+            teacher.changed(drafted, draft_seq, start),
+            None if scored is None else teacher.changed(scored, target_seq, start),
             torch.tensor(draft_seq.tokens[start + 1 : stop + 1], device=drafted.device),
             teacher.target.vocab_size,
             params,
@@ -119,17 +131,18 @@ def acceptance(
 
 
 @torch.inference_mode()
-def last_logits(teacher: Teacher, tokens: Values[int], width: int) -> torch.Tensor:
+def last_logits(teacher: Teacher, tokens: Values[int], width: int, num_prompt: int) -> torch.Tensor:
     """The target's logits [V] after `tokens`, whose last pass feeds `width` of them.
 
     Every rank calls this; the logits mean something on rank 0.
     """
-    seq = Sequence(0, list(tokens), len(tokens), len(tokens))
+    seq = Sequence(0, list(tokens), num_prompt, len(tokens))
     teacher.allocator.extend(seq.block_table, len(tokens))
     try:
         start = max(0, len(tokens) - width)
         prefill(teacher.target, seq, 0, start, teacher.prefill_chunk)
-        return logits_of(teacher.target, seq, start, len(tokens))[-1].float()
+        last = logits_of(teacher.target, seq, start, len(tokens))[-1:]
+        return teacher.changed(last, seq, len(tokens) - 1)[0].float()
     finally:
         teacher.allocator.shrink(seq.block_table, 0)
 

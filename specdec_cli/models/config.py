@@ -8,12 +8,14 @@ import torch
 from transformers import AutoConfig
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.config_file import MAX_BYTES, config_file
+from specdec_cli.models.config_file import config_file
+from specdec_cli.models.generation_config import FILE as GENERATION
+from specdec_cli.models.generation_config import generation_config
 from specdec_cli.models.gguf.config import gguf_config
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.refusals import Unsupported
-from specdec_cli.text import reason_of
+from specdec_cli.text import reason_of, shown
 
 
 def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
@@ -23,7 +25,7 @@ def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
     """
     if is_gguf(place):
         return gguf_config(name, read_model(place))
-    config_file(name, place)
+    kind = config_file(name, place).get("model_type")
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as problem:
@@ -33,7 +35,7 @@ def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
                 "pass --trust-remote-code if you trust it",
             ) from None
         if "model type" in str(problem) or "model_type" in str(problem):
-            raise Unsupported(name, "transformers does not know its model_type") from None
+            raise Unsupported(name, f"transformers knows no model_type {shown(kind)}") from None
         raise SetupError(
             f"cannot read config.json of {name}: {reason_of(problem)}",
             "it is damaged or was edited, or this is no model folder",
@@ -86,21 +88,11 @@ def _stretched(config: Any, length: int) -> int:
 def eos_ids_of(config: Any, place: Path) -> frozenset[int]:
     """The ids that end a text: the generation config's, else the model config's."""
     eos = getattr(config, "eos_token_id", None)
-    file = place / "generation_config.json"
-    if file.is_file():
-        try:
-            if file.stat().st_size > MAX_BYTES:
-                raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-            # transformers' own reader refuses settings of sampling, of which nothing is used here.
-            stored = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError, RecursionError) as problem:
-            raise SetupError(
-                f"cannot read {file}: {reason_of(problem)}", "it is damaged; download it again"
-            ) from None
-        eos = eos if stored is None else stored
+    stored = generation_config(place).get("eos_token_id")
+    eos = eos if stored is None else stored
     ids = eos if isinstance(eos, list) else [eos] if eos is not None else []
     if not all(type(i) is int for i in ids):
-        where = file if file.is_file() else place / "config.json"
+        where = place / ("config.json" if stored is None else GENERATION)
         raise SetupError(
             f"{where}: eos_token_id is {json.dumps(eos)}",
             "it has to be a number, or a list of them",

@@ -5,7 +5,7 @@ The module is built on the meta device, so that refusing a model costs nothing.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,47 +24,37 @@ from specdec_cli.models.gate import check_config, check_layers, probe, quantisat
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kinds_of
-from specdec_cli.models.held import held_bytes
-from specdec_cli.models.loader import load
+from specdec_cli.models.held import borrowed_weights, held_bytes
+from specdec_cli.models.loader import Unfilled, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.pass_bytes import PassShapes, peak_bytes
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import model_place
 from specdec_cli.models.rotary_tables import num_turns
-from specdec_cli.models.sharing import borrowed_weights
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import choose_form, stored_parameters
-from specdec_cli.models.tp import WHOLE, Shards, shard
+from specdec_cli.models.tp import WHOLE, shard
 from specdec_cli.models.weights import layers_held
 from specdec_cli.stages import begin_stage
 from specdec_cli.text import reason_of
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description(Unfilled):
     """A model that passed the gate and holds no weights yet (its tensors are on meta).
 
     With several ranks, module and layers are those of this rank: its part of the matrices and its
-    heads. device: that it will be loaded on. renamed: the module's names of tensors in a file that
-    holds another model too, None for that one's. hidden_layers: those whose hidden states the run
-    needs, see `PagedModel`. draft_tensors: the names in its files of tensors that its draft reads.
-    reach: tokens of the longest text, which rotary tables hold. shared, shared_bytes: see
-    `models.draft.Draft`, which it is too.
+    heads. device: that it will be loaded on. hidden_layers: those whose hidden states the run
+    needs, see `PagedModel`. reach: tokens of the longest text, which rotary tables hold. shared,
+    shared_bytes: see `models.draft.Draft`, which it is too.
     """
 
-    spec: ModelSpec
-    place: Path  # a folder, or a GGUF file
-    module: Any
     layers: list[LayerShape]
-    dtype: torch.dtype
     device: torch.device
     max_len: int
     eos_ids: frozenset[int]
     parallel: TensorParallel = ALONE
-    shards: Shards = field(default=WHOLE)
     hidden_layers: tuple[int, ...] = ()
-    draft_tensors: re.Pattern[str] | None = None
-    renamed: Callable[[str], str | None] | None = None
     reach: int = 0
     shared: tuple[str, ...] = ()
     shared_bytes: int = 0

@@ -27,9 +27,8 @@ from specdec_cli.models.fused_layer import (
 from specdec_cli.models.fused_stack import FusedStack, storages_of
 from specdec_cli.models.gate import batched_experts
 from specdec_cli.models.held import StoredParameter
-from specdec_cli.models.partial_rotary import turn_whole_heads
 from specdec_cli.models.prompt_passes import width_busy_with
-from specdec_cli.models.rotary_tables import turned_features, turns_of
+from specdec_cli.models.rotary_tables import turn_whole_heads, turned_features, turns_of
 from specdec_cli.models.split_products import SplitProducts
 
 

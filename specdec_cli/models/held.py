@@ -1,9 +1,9 @@
-"""Parameters of a module that are held as their checkpoint stores them.
+"""Parameters of a module that are held as their checkpoint stores them, or borrowed of the target.
 
 The module has their shapes, and passes of fused layers read their numbers. Does not know files.
 """
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from specdec_kernels.linear.stored import Storage, Stored, plain_of
@@ -46,3 +46,21 @@ def plain_weight(parameter: Tensor) -> Tensor:
     if isinstance(parameter, StoredParameter) and parameter.value is None:
         return parameter.data
     return plain_of(weight_of(parameter), parameter.dtype)
+
+
+def borrowed_weights(
+    draft: Any, target: Any, share: tuple[str, ...]
+) -> dict[str, torch.nn.Parameter]:
+    """The target's weights that the draft module is to use, by their names in the draft.
+
+    Modules are not shared, because those of some families scale their outputs.
+    """
+    names = {id(module): name for name, module in draft.named_modules()}
+    found = {}
+    for what in share:
+        ours, theirs = (
+            m.get_input_embeddings() if what == "embeddings" else m.get_output_embeddings()
+            for m in (draft, target)
+        )
+        found[f"{names[id(ours)]}.weight"] = theirs.weight
+    return found

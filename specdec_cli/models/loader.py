@@ -10,9 +10,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from specdec_kernels.linear.stored import Stored
@@ -25,10 +26,10 @@ from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
 from specdec_cli.models.held import StoredParameter
-from specdec_cli.models.quantised import dequantised, fields_of, scheme_of
+from specdec_cli.models.quantised import dequantised, fields_of, no_scales, scheme_of
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import part_of, stored_parameters, stored_reader
-from specdec_cli.models.tp import Shards
+from specdec_cli.models.tp import WHOLE, Shards
 from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_checkpoint, same
 from specdec_cli.text import one_line, reason_of
 
@@ -36,23 +37,22 @@ _log = logging.getLogger("specdec")
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
 
 
-class Unfilled(Protocol):
-    """A model on meta, as far as its weights follow from it; see `models.description`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfilled:
+    """A model on meta, as far as its weights follow from it.
 
-    @property
-    def spec(self) -> ModelSpec: ...
-    @property
-    def place(self) -> Path: ...
-    @property
-    def module(self) -> Any: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shards(self) -> Shards: ...
-    @property
-    def draft_tensors(self) -> re.Pattern[str] | None: ...
-    @property
-    def renamed(self) -> Callable[[str], str | None] | None: ...
+    place: a folder, or a GGUF file. draft_tensors: the names in its files of tensors that its draft
+    reads. renamed: the module's names of tensors in a file that holds another model too, None for
+    that one's.
+    """
+
+    spec: ModelSpec
+    place: Path
+    module: Any
+    dtype: torch.dtype
+    shards: Shards = WHOLE
+    draft_tensors: re.Pattern[str] | None = None
+    renamed: Callable[[str], str | None] | None = None
 
 
 def load(
@@ -286,7 +286,7 @@ def _checkpoint_source(
             value.element_size() > 1 and value.is_floating_point()
         )
         if meta.is_floating_point() and not is_plain:
-            lacks = "config.json does not say how" if method is None else "its scales are missing"
+            lacks = "config.json does not say how" if method is None else no_scales(name, unused)
             raise SetupError(
                 f"{name} of {spec.name} is quantised, and {lacks}",
                 "take the checkpoint that it was made from",

@@ -4,7 +4,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec_cli.core.batch import ForwardBatch, Rectangle, Span, live_batch, make_batch
+from specdec_cli.core.batch import (
+    ForwardBatch,
+    Rectangle,
+    Span,
+    live_batch,
+    make_batch,
+    padded_batch,
+)
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
@@ -12,7 +19,6 @@ from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
 from specdec_cli.models.fused import FusedForward, busy_width
 from specdec_cli.models.hidden import HiddenStates, check_hidden_layers
-from specdec_cli.models.padded import PaddedBatches
 from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 
 
@@ -54,7 +60,6 @@ class PagedModel:
         self.foreign_ids = foreign_ids
         self.fused = fused
         self.compiled: CompiledForward | None = None
-        self._padded = PaddedBatches()
         self._prompts: PromptPasses | None = None
         self._attention = PagedAttention(cache)
         attach(module, self._attention)
@@ -155,7 +160,7 @@ class PagedModel:
         if self.device.type == "cpu" and self.compiled is None:
             logits, hidden = self._run_live(what, state, with_hidden)
         else:
-            found = self._padded.batch(what, state, self.cache.block_size, self.vocab_size)
+            found = padded_batch(what, state, self.cache.block_size, self.vocab_size)
             logits, hidden = self._run(found, self.compiled, with_hidden)
         return PassOutput(
             logits.view(batch, -1, logits.shape[-1]),

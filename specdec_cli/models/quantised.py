@@ -90,7 +90,7 @@ def read_stored(name: str, fields: Fields, storage: Storage, model: str) -> Stor
     """
     codes, told = fields.codes[name](), f"{name} of {model}"
     if name not in fields.scales:
-        raise SetupError(f"{told} is quantised, and its scales are missing", _DAMAGED)
+        raise SetupError(f"{told} is quantised, and {no_scales(name, fields.codes)}", _DAMAGED)
     kind = KINDS[storage.kind].codes
     if codes.dim() < 2 or codes.dtype != kind:
         theirs = f"scales as a matrix of {str(kind).removeprefix('torch.')} has"
@@ -103,9 +103,18 @@ def read_stored(name: str, fields: Fields, storage: Storage, model: str) -> Stor
         raise SetupError(
             f"{told} has shape {list(found.shape)} and scales of shape {list(scales.shape)}; with "
             f"{groups} they are {shape}",
-            _DAMAGED,
+            _ONE_SCALE if wide and scales.numel() == 1 else _DAMAGED,
         )
     return found
+
+
+def no_scales(name: str, names: Iterable[str]) -> str:
+    """The reason that a matrix has no scales: the file has none, or under another name."""
+    stem = name.rpartition(".")[0]
+    others = sorted(n for n in names if "scale" in n and stem.endswith(n.rpartition(".")[0]))
+    if others:
+        return f"its scales have a name that is not read: {one_line(others[0])}"
+    return "its scales are missing"
 
 
 def dequantised(
@@ -127,6 +136,10 @@ def dequantised(
     return fields.codes | {name: reader(name) for name in fields.scales}
 
 
+_ONE_SCALE = (
+    "one scale for a matrix, as AutoFP8 writes, is quantization_config.weight_block_size: null in "
+    "config.json"
+)
 _DAMAGED = "the weights are damaged, or do not belong to this config.json; download them again"
 
 

@@ -90,12 +90,8 @@ class SplitProducts:
         return ops.add_norm(self.parallel.all_reduce(part), x.hidden, norm_weight, eps)
 
     def _room(self, place: int, residual: Tensor) -> Tensor | None:
-        """Shared memory for this rank's part of a sum, or None where NCCL sums faster."""
-        if self.shared is None or len(residual) > self.shared.sum_rows:
-            return None
-        room = self.shared.sums.take(place, *residual.shape)
-        assert room is not None
-        return room
+        """Shared memory for this rank's part of a sum, or None if it does not fit."""
+        return None if self.shared is None else self.shared.sums.take(place, *residual.shape)
 
     def _add_shared(
         self,

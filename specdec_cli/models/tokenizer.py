@@ -157,18 +157,14 @@ class PretrainedTokenizer:
         return verbatim
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """A stand-in for config-only folders without a tokenizer: UTF-8 bytes are the ids.
 
     Only for dummy weights, whose output means nothing anyway.
     """
 
-    has_template = False
-
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-
-    end_token = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [byte % self._vocab_size for byte in text.encode()]
@@ -180,12 +176,6 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(f"<{i}>" for i in token_ids)
-
-    def vocabulary(self) -> dict[str, int]:
-        return {}
-
-    def finding(self, texts: Sequence[str]) -> Decoder:
-        return self
 
 
 _FILES = ("tokenizer*.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
@@ -292,15 +282,14 @@ def _template_problem(problem: Exception, name: str) -> SpecdecError:
             f"the chat template of {name} refuses these messages: {reason_of(problem)}"
         )
     hint = "the template comes with the model's tokenizer (chat_template)"
+    told = f"fails: {reason_of(problem)}"
     if isinstance(problem, TemplateSyntaxError):
-        where = f"line {problem.lineno}: {reason_of(problem)}"
-        return SetupError(f"the chat template of {name} is damaged: {where}", hint)
-    if isinstance(problem, TimeoutError):
-        why = f"no text after {TEMPLATE_SECONDS:g} seconds"
-        return SetupError(f"the chat template of {name} does not end: {why}", hint)
-    if isinstance(problem, MemoryError):
-        return SetupError(f"the chat template of {name} makes too long a text", hint)
-    return SetupError(f"the chat template of {name} fails: {reason_of(problem)}", hint)
+        told = f"is damaged: line {problem.lineno}: {reason_of(problem)}"
+    elif isinstance(problem, TimeoutError):
+        told = f"does not end: no text after {TEMPLATE_SECONDS:g} seconds"
+    elif isinstance(problem, MemoryError):
+        told = "makes too long a text"
+    return SetupError(f"the chat template of {name} {told}", hint)
 
 
 def check_same_vocabulary(

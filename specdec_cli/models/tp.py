@@ -89,26 +89,19 @@ def shard(
     inside = tuple(f"{path}." for path in experts)
     styles = {n: s for n, s in styles.items() if n not in experts and not n.startswith(inside)}
     unknown = sorted({style for style in styles.values() if style not in _SPLIT})
+    reason, hint = None, "tensor_parallel_size: 1 works"
     if unknown:
-        raise Unsupported(
-            name,
-            f"{kind} is split over ranks in a way that is not built ({', '.join(unknown)})",
-            "tensor_parallel_size: 1 works",
+        reason = f"{kind} is split over ranks in a way that is not built ({', '.join(unknown)})"
+    elif not any("layers." in linear for linear in styles):
+        reason = f"transformers has no tensor parallel plan for the layers of {kind}"
+    elif kind not in FAMILIES:
+        reason = f"it is not known that {kind} stays the same when it is split over ranks"
+        hint += (
+            "; of the common families llama, qwen2, qwen3, mistral, gemma, phi3 and olmo2 can be "
+            "split, and of those with experts qwen3_moe, mixtral, gpt_oss and glm4_moe"
         )
-    if not any("layers." in linear for linear in styles):
-        raise Unsupported(
-            name,
-            f"transformers has no tensor parallel plan for the layers of {kind}",
-            "tensor_parallel_size: 1 works",
-        )
-    if kind not in FAMILIES:
-        raise Unsupported(
-            name,
-            f"it is not known that {kind} stays the same when it is split over ranks",
-            "tensor_parallel_size: 1 works; of the common families llama, qwen2, qwen3, mistral, "
-            "gemma, phi3 and olmo2 can be split, and of those with experts qwen3_moe, mixtral, "
-            "gpt_oss and glm4_moe",
-        )
+    if reason is not None:
+        raise Unsupported(name, reason, hint)
     tied = _tied_head(module)
     parts = _split_products(module, styles, module.config, layers, parallel, name)
     zero: set[str] = set()
@@ -127,8 +120,7 @@ def shard(
     try:
         local = probe(module, name)
     except Unsupported as problem:
-        reason = f"its layers do not run in {size} parts"
-        raise Unsupported(name, reason, "tensor_parallel_size: 1 works") from problem
+        raise Unsupported(name, f"its layers do not run in {size} parts", hint) from problem
     tied = tied if tied.keys() <= parts.keys() else {}
     return Shards(parts, tied, frozenset(zero)), local
 
@@ -223,37 +215,29 @@ def _split(
     """Cut one product down to the features in `share`, and hook in its collective, if any."""
     (start, stop), width = share, linear.out_features
     if style == _COLUMNS or style in _GATHERED:
-        weight = Part(0, start, stop, tuple(linear.weight.shape))
-        parts = {f"{path}.weight": weight}
+        parts = {"weight": Part(0, start, stop, tuple(linear.weight.shape))}
         linear.out_features = stop - start
         if linear.bias is not None:
-            bias = Part(0, start, stop, tuple(linear.bias.shape))
-            parts[f"{path}.bias"] = bias
-            linear.bias = _narrowed(linear.bias, bias)
+            parts["bias"] = Part(0, start, stop, tuple(linear.bias.shape))
         if style in _GATHERED:
             linear.register_forward_hook(lambda _, args, out: _gathered(out, parallel, width))
     else:
-        weight = Part(1, start, stop, tuple(linear.weight.shape))
-        parts = {f"{path}.weight": weight}
+        parts = {"weight": Part(1, start, stop, tuple(linear.weight.shape))}
         linear.in_features = stop - start
         if not parallel.is_first:
             linear.register_parameter("bias", None)  # it is added once
         if style in _SPLIT_INPUT:
             linear.register_forward_pre_hook(lambda _, args: (args[0][..., start:stop],))
         linear.register_forward_hook(lambda _, args, out: _reduced(out, parallel))
-    linear.weight = _narrowed(linear.weight, weight)
-    return parts
+    return _narrow(path, linear, parts)
 
 
 def _narrow(path: str, owner: Any, parts: dict[str, Part]) -> dict[str, Part]:
     """Cut tensors of a module down to `parts`, which are by its own names; returns them by path."""
     for leaf, part in parts.items():
-        setattr(owner, leaf, _narrowed(getattr(owner, leaf), part))
+        whole = getattr(owner, leaf).new_empty(part.local_shape)
+        setattr(owner, leaf, nn.Parameter(whole, requires_grad=False))
     return {f"{path}.{leaf}": part for leaf, part in parts.items()}
-
-
-def _narrowed(whole: Tensor, part: Part) -> nn.Parameter:
-    return nn.Parameter(whole.new_empty(part.local_shape), requires_grad=False)
 
 
 def _reduced(out: Tensor, parallel: TensorParallel) -> Tensor:

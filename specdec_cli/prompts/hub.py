@@ -29,6 +29,7 @@ def hub_source(
     """
     try:
         import datasets
+        from huggingface_hub import HfApi
     except ImportError:
         raise SetupError(
             f"{path}: reading a dataset needs the package datasets", "pip install datasets"
@@ -39,7 +40,8 @@ def hub_source(
     with _quiet(datasets):
         try:
             if not is_folder and not _is_cached(datasets, path):
-                _ask_once(path)
+                # The hub's own error for an id: `datasets` would retry for half a minute.
+                HfApi().dataset_info(path, timeout=_HUB_S)
             is_saved = is_folder and _is_saved(Path(path))
             load = _from_disk if is_saved else _loaded
             data = load(datasets, path, subset, split)
@@ -95,13 +97,6 @@ def _is_cached(datasets: Any, path: str) -> bool:
     prepared = Path(datasets.config.HF_DATASETS_CACHE, path.replace("/", "___"))
     downloaded = Path(constants.HF_HUB_CACHE, f"datasets--{path.replace('/', '--')}")
     return prepared.exists() or downloaded.exists()
-
-
-def _ask_once(path: str) -> None:
-    """Raise the hub's error for an id: `datasets` would retry for half a minute."""
-    from huggingface_hub import HfApi
-
-    HfApi().dataset_info(path, timeout=_HUB_S)
 
 
 def _is_saved(folder: Path) -> bool:

@@ -4,7 +4,6 @@ Does not know what makes a row a prompt: rows are text or records.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from json.decoder import JSONDecodeError, JSONDecoder
 from typing import BinaryIO
@@ -58,44 +57,30 @@ def _whole(file: BinaryIO, name: str) -> str:
 
 def _items(text: str, name: str) -> Rows:
     """Decode one item after the other, so that each has its line number."""
-    twice: list[str] = []
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice.append(Counter(key for key, _ in pairs).most_common(1)[0][0])
-        return found
-
-    decoder = JSONDecoder(object_pairs_hook=unique)
+    decoder = JSONDecoder(object_pairs_hook=_object)
     place, line, seen = _skip_space(text, text.index("[") + 1), 1, 0
-    if text[place : place + 1] == "]":
-        _check_end(text, place + 1, name)
-        return
-    while True:
+    is_over = text[place : place + 1] == "]"
+    place += is_over
+    while not is_over:
         line, seen = line + text.count("\n", seen, place), place
-        twice.clear()
+        item: object
         try:
-            item, place = decoder.raw_decode(text, place)
+            try:
+                item, place = decoder.raw_decode(text, place)
+            except BadRow as bad:
+                item, place = bad, JSONDecoder().raw_decode(text, place)[1]
         except (ValueError, RecursionError) as error:
             at = error.lineno if isinstance(error, JSONDecodeError) else line
             raise UsageError(f"{name}:{at}: {_not_json(error)}") from None
-        yield f"{name}:{line}", BadRow(f"duplicate key {shown(twice[0])}") if twice else item
+        yield f"{name}:{line}", item
         place = _skip_space(text, place)
-        separator = text[place : place + 1]
-        if separator == "]":
-            _check_end(text, place + 1, name)
-            return
-        if separator != ",":
+        is_over = text[place : place + 1] == "]"
+        if not is_over and text[place : place + 1] != ",":
             line += text.count("\n", seen, place)
             raise UsageError(f"{name}:{line}: not JSON: expected a comma or the end of the list")
         place = _skip_space(text, place + 1)
-
-
-def _check_end(text: str, place: int, name: str) -> None:
-    """Raise `UsageError` if anything but space follows the list that ended before `place`."""
-    place = _skip_space(text, place)
-    if place < len(text):
-        line = text.count("\n", 0, place) + 1
+    if (rest := _skip_space(text, place)) < len(text):
+        line = text.count("\n", 0, rest) + 1
         raise UsageError(
             f"{name}:{line}: not JSON: there is more after the end of the list",
             "make one list of several, or a .jsonl file with an object a line",

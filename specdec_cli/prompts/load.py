@@ -58,13 +58,6 @@ class LoadedPrompts:
 
 def load_prompts(
     data: DataSection, *, skip_bad: bool = False, is_file: bool = False, seed: int = 0
-) -> list[Prompt]:
-    """The prompts of `load_noted`."""
-    return load_noted(data, skip_bad=skip_bad, is_file=is_file, seed=seed).prompts
-
-
-def load_noted(
-    data: DataSection, *, skip_bad: bool = False, is_file: bool = False, seed: int = 0
 ) -> LoadedPrompts:
     """The prompts that a recipe's `data` names.
 
@@ -96,16 +89,12 @@ def load_noted(
         found = _prompts_of(
             source, rows, data.column, limit, data.split, skip_bad=skip_bad, turn=data.turn
         )
-        named = subtask if data.categories == "spec_bench" else _same
+        named = subtask if data.categories == "spec_bench" else lambda category: category
         found = [replace(prompt, category=named(prompt.category)) for prompt in found]
         if choice.sample is not None:
             return LoadedPrompts(_numbered(sampled(found, choice)))
         notices = _unevenness(found, rows, named) if len(found) == limit else []
     return LoadedPrompts(_numbered(found), notices)
-
-
-def _same(category: str | None) -> str | None:
-    return category
 
 
 def _unevenness(

@@ -3,13 +3,13 @@
 Knows nothing of models, devices or the command line: names of models are text here.
 """
 
-from specdec_cli.recipe.bundled import bundled_recipes
-from specdec_cli.recipe.resolve import PROMPTS, dump_recipe, load_recipe
+from specdec_cli.recipe.resolve import PROMPTS, bundled_recipes, dump_recipe, load_recipe
 from specdec_cli.recipe.schema import (
     DataSection,
     DraftSection,
     LengthSection,
     ModelSection,
     Recipe,
+    SamplingSection,
     SpeculationSection,
 )

@@ -1,6 +1,7 @@
 """The kinds of values that keys of a recipe hold, and what each refuses."""
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -52,35 +53,27 @@ def _byte_count(value: object) -> object:
         raise PydanticCustomError("size", "{told}", {"told": str(problem)}) from None
 
 
-def _usable(value: str) -> str:
-    """Refuse text that no file can hold, or no file system accepts as a path."""
-    if not is_unicode(value):
-        raise PydanticCustomError("string_unicode", "Input should be valid Unicode text")
-    if "\0" in value:
-        raise PydanticCustomError("text", "should not contain a NUL character")
-    return value
+def _refusing(is_wrong: Callable[[str], bool], told: str) -> AfterValidator:
+    """A check that refuses some texts."""
+
+    def check(value: str) -> str:
+        if is_wrong(value):
+            raise PydanticCustomError("text", told)
+        return value
+
+    return AfterValidator(check)
 
 
-def _not_blank(value: str) -> str:
-    if not value.strip():
-        raise PydanticCustomError("text", "should be more than white space")
-    return value
-
-
-def _one_line(value: str) -> str:
-    """Refuse line breaks, which would break the messages that name it."""
-    if "\n" in value:
-        raise PydanticCustomError("text", "should not contain a line break")
-    return value
-
-
-def _gguf_name(value: str) -> str:
-    """Refuse what is no name of a GGUF file inside a folder."""
-    parts = value.split("/")
-    if not value.endswith(".gguf") or "" in parts or ".." in parts:
-        raise PydanticCustomError("text", "should name a .gguf file in the model's folder")
-    return value
-
+# Text that no file can hold, and text that no file system accepts as a path.
+_ENCODED = _refusing(lambda text: not is_unicode(text), "should be valid Unicode text")
+_NO_NUL = _refusing(lambda text: "\0" in text, "should not contain a NUL character")
+_NOT_BLANK = _refusing(lambda text: not text.strip(), "should be more than white space")
+# A line break would break the messages that name it.
+_ONE_LINE = _refusing(lambda text: "\n" in text, "should not contain a line break")
+_GGUF = _refusing(
+    lambda name: not name.endswith(".gguf") or not {"", ".."}.isdisjoint(name.split("/")),
+    "should name a .gguf file in the model's folder",
+)
 
 # Counts stay far below what a tensor index or a file size can hold.
 MAX_COUNT = 2**31 - 1
@@ -89,22 +82,24 @@ MAX_BYTES = 2**63 - 1
 # torch counts a timeout's nanoseconds in 64 bits: ten times as many seconds overflow.
 MAX_SECONDS = 1e9
 
-Text = Annotated[StrictStr, AfterValidator(_usable)]
-Words = Annotated[StrictStr, Field(min_length=1), AfterValidator(_usable)]
-Name = Annotated[Words, AfterValidator(_not_blank)]
-Place = Annotated[Name, AfterValidator(_one_line)]
-GgufName = Annotated[Place, AfterValidator(_gguf_name)]
+Text = Annotated[StrictStr, _ENCODED, _NO_NUL]
+Words = Annotated[StrictStr, Field(min_length=1), _ENCODED, _NO_NUL]
+Name = Annotated[Words, _NOT_BLANK]
+Place = Annotated[Name, _ONE_LINE]
+GgufName = Annotated[Place, _GGUF]
 Count = Annotated[StrictInt, Field(ge=1, le=MAX_COUNT)]
 _Bytes = Annotated[StrictInt, Field(ge=1, le=MAX_BYTES)]
 ByteCount = Annotated[_Bytes, BeforeValidator(_byte_count, json_schema_input_type=_Bytes | str)]
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)]
-Number = Annotated[float, BeforeValidator(_number)]
 Truth = Annotated[StrictBool, BeforeValidator(_yes_or_no)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_word)]
-Probability = Annotated[Number, Field(ge=0.0, le=1.0)]
+NUMBER = BeforeValidator(_number)  # behind limits, which JSON Schema has no names for before it
+Probability = Annotated[float, Field(ge=0.0, le=1.0), NUMBER]
 
 
 class Section(BaseModel):
     """Keys of a recipe: known ones only, and none of them ever changed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True
+    )

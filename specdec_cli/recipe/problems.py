@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from pydantic_core import ErrorDetails
 
-from specdec_cli.recipe.schema import key_fields, section_models
+from specdec_cli.recipe.schema import key_fields, keys_of, section_models
 from specdec_cli.recipe.source import KeyPath, dotted
 from specdec_cli.text import shown
 
@@ -91,7 +91,7 @@ def nearest_key(key: str) -> tuple[str, bool]:
     models = section_models()
     keys = list(key_fields())
     if section in models:
-        siblings = {name: f"{section}.{name}" for name in models[section].model_fields}
+        siblings = {name: f"{section}.{name}" for name in keys_of(models[section])}
     else:
         siblings = {name: name for name in models}
     by_last: dict[str, str] = {}

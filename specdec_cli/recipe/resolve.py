@@ -1,7 +1,7 @@
 """From a recipe's name and overrides to one checked `Recipe`, and back to YAML.
 
-Knows precedence and where each value came from. Knows neither the names of options (callers name
-the origins) nor which models or devices exist.
+Knows precedence, where each value came from, and the bundled recipes. Knows neither the names of
+options (callers name the origins) nor which models or devices exist.
 """
 
 import os
@@ -15,9 +15,9 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+import specdec_cli
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import problems
-from specdec_cli.recipe.bundled import bundled_folder, bundled_recipes, find_bundled
 from specdec_cli.recipe.schema import (
     INNER_SECTIONS,
     OPEN_SECTIONS,
@@ -36,6 +36,41 @@ _MODEL_KEYS = ("target.model", "draft.model")
 _SHAPES = "shapes/"  # model folders with configs only, beside the bundled recipes
 _MAX_SHOWN = 50
 _HINT = "`specdec recipe schema` lists the keys and what they may hold"
+
+
+@dataclass(frozen=True, slots=True)
+class BundledRecipe:
+    """`description` is the first comment line of the file."""
+
+    name: str
+    path: Path
+    description: str
+
+
+def bundled_folder() -> Path:
+    """The recipes' folder: inside the package in a wheel, beside the package in a checkout."""
+    package = Path(specdec_cli.__file__).parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def bundled_recipes() -> list[BundledRecipe]:
+    """All bundled recipes, sorted by name."""
+    return [
+        BundledRecipe(path.stem, path, _first_comment(path))
+        for path in sorted(bundled_folder().glob("*.yaml"), key=lambda path: path.stem)
+    ]
+
+
+def find_bundled(name: str) -> BundledRecipe | None:
+    """The bundled recipe of that name, given with or without `.yaml`."""
+    stem = name.removesuffix(".yaml")
+    return next((recipe for recipe in bundled_recipes() if recipe.name == stem), None)
+
+
+def _first_comment(path: Path) -> str:
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip()
 
 
 def load_recipe(
@@ -129,17 +164,10 @@ def read_source(source: str) -> Document:
 
 
 def _own_prompts(value: object, recipe: Path) -> str | None:
-    """The path of a run folder's own prompts, wherever the folder is now; None for others.
-
-    Folders of earlier versions name them by the path that they had.
-    """
-    folder = recipe.parent
-    own = folder / PROMPTS
-    if recipe.name != "recipe.yaml" or not isinstance(value, str) or not own.is_file():
-        return None
-    is_run = (folder / "environment.json").is_file()
-    is_gone = value.endswith(f"/{PROMPTS}") and not os.path.exists(value)
-    return os.path.abspath(own) if is_run and (value == PROMPTS or is_gone) else None
+    """The path of a run folder's own prompts, wherever the folder is now; None for others."""
+    own = recipe.parent / PROMPTS
+    is_run = recipe.name == "recipe.yaml" and (recipe.parent / "environment.json").is_file()
+    return os.path.abspath(own) if is_run and value == PROMPTS and own.is_file() else None
 
 
 def find_source(source: str) -> Path:
@@ -257,10 +285,7 @@ class _Merge:
             elif not is_known and not key.startswith(OPEN_SECTIONS):
                 self.problems.append(_Found(line, where, key, problems.unknown_key(key)))
             return
-        info = fields[key]
-        kind: Any = info.annotation
-        for limit in info.metadata:
-            kind = Annotated[kind, limit]
+        kind: Any = Annotated[fields[key].annotation, fields[key]]
         try:
             TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
         except ValidationError as error:

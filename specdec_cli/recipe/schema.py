@@ -4,28 +4,31 @@ Knows nothing of YAML, files, positions or options: `source` reads, `resolve` me
 Keys of one method or rule are in its file in `choices`.
 """
 
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     JsonValue,
     StrictInt,
     StrictStr,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.keys import LengthKeys, SpeculationKeys
 from specdec_cli.recipe.choices.registry import (
     METHODS,
     NONE,
     POLICIES,
     RULES,
+    Choice,
     MethodAndRuleKeys,
     PolicyKeys,
     weights_from,
@@ -36,12 +39,12 @@ from specdec_cli.recipe.fields import (
     MAX_BYTES,
     MAX_COUNT,
     MAX_SECONDS,
+    NUMBER,
     ByteCount,
     Count,
     CountOrZero,
     GgufName,
     Name,
-    Number,
     Place,
     Section,
     Switch,
@@ -87,6 +90,49 @@ class DraftSection(ModelSection):
     )
 
 
+def _one_of(names: Mapping[str, Choice]) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        if value not in names:
+            expected = ", ".join(map(repr, names))
+            raise PydanticCustomError(
+                "literal_error", "should be one of {expected}", {"expected": expected}
+            )
+        return value
+
+    return check
+
+
+def _schema(names: Mapping[str, Choice]) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "enum": list(names)})
+
+
+def _described(choices: Mapping[str, Choice]) -> str:
+    return "; ".join(f"{name}: {choice.what}" for name, choice in choices.items())
+
+
+MethodName = Annotated[StrictStr, AfterValidator(_one_of(METHODS)), _schema(METHODS)]
+RuleName = Annotated[StrictStr, AfterValidator(_one_of(RULES)), _schema(RULES)]
+PolicyName = Annotated[StrictStr, AfterValidator(_one_of(POLICIES)), _schema(POLICIES)]
+
+
+class SpeculationKeys(Section):
+    """The keys of `speculation` that every recipe has."""
+
+    method: MethodName = Field(
+        default="draft_model", description=f"who proposes; {_described(METHODS)}"
+    )
+    num_speculative_tokens: Annotated[StrictInt, Field(ge=0, le=1024)] = Field(
+        default=5, description="proposed tokens a round (k); 0 is plain decoding"
+    )
+    acceptance: RuleName = Field(default="rejection", description=_described(RULES))
+
+
+class LengthKeys(Section):
+    """The keys of `speculation.length` that every recipe has."""
+
+    policy: PolicyName = Field(default="fixed", description=_described(POLICIES))
+
+
 class LengthSection(PolicyKeys, LengthKeys):
     """The number of proposed tokens of each round, k at most."""
 
@@ -117,10 +163,28 @@ class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
 class SamplingSection(Section):
     """How tokens are drawn and when a text ends."""
 
-    temperature: Annotated[Number, Field(ge=0.0)] = Field(default=0.0, description="0 is greedy")
+    source: Literal["recipe", "model"] = Field(
+        default="recipe",
+        alias="from",
+        description="model takes the target's generation_config.json in place of the keys below, "
+        "but for max_new_tokens, ignore_eos and stop",
+    )
+    temperature: Annotated[float, Field(ge=0.0), NUMBER] = Field(
+        default=0.0, description="0 is greedy"
+    )
     top_k: CountOrZero = Field(default=0, description="keep the k most likely tokens; 0 keeps all")
-    top_p: Annotated[Number, Field(gt=0.0, le=1.0)] = Field(
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), NUMBER] = Field(
         default=1.0, description="keep the smallest set with this probability; 1 keeps all"
+    )
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=1000.0), NUMBER] = Field(
+        default=1.0,
+        description="divides logits of tokens of the text, multiplies negative ones; 1 is off",
+    )
+    suppress_tokens: tuple[CountOrZero, ...] = Field(
+        default=(), description="token ids that are never drawn"
+    )
+    min_new_tokens: CountOrZero = Field(
+        default=0, description="tokens before which no end-of-text token is drawn"
     )
     max_new_tokens: Count = Field(default=256, description="most tokens written after a prompt")
     ignore_eos: Truth = Field(default=False, description="write on past the end-of-text token")
@@ -131,7 +195,7 @@ class CacheSection(Section):
     """The KV cache that both models' blocks come from."""
 
     block_size: Count = Field(default=16, description="tokens a block")
-    gpu_memory_utilization: Annotated[Number, Field(gt=0.0, le=1.0)] = Field(
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0), NUMBER] = Field(
         default=0.9, description="part of the device's memory that may be used in all"
     )
     num_blocks: Annotated[StrictInt, Field(ge=2, le=MAX_COUNT)] | None = Field(
@@ -167,7 +231,7 @@ class RunSection(Section):
     )
     repeats: Count = Field(default=3, description="measured repeats of each point")
     prefill_chunk: Count = Field(default=2048, description="most prompt tokens in one forward pass")
-    timeout_s: Annotated[Number, Field(gt=0.0, le=MAX_SECONDS)] = Field(
+    timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
         default=120.0, description="seconds after which a silent rank counts as lost"
     )
 
@@ -178,10 +242,10 @@ class EngineSection(Section):
     served_model: Name | None = Field(
         default=None, description="the server's name of the model; null takes the only one"
     )
-    start_timeout_s: Annotated[Number, Field(gt=0.0, le=MAX_SECONDS)] = Field(
+    start_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
         default=900.0, description="seconds in which a server has to become healthy"
     )
-    request_timeout_s: Annotated[Number, Field(gt=0.0, le=MAX_SECONDS)] = Field(
+    request_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
         default=600.0, description="seconds in which a request has to be answered"
     )
     retries: CountOrZero = Field(
@@ -298,7 +362,7 @@ class Recipe(Section):
 
     @field_validator("draft")
     @classmethod
-    def _draft_divides_target(
+    def _ranks_suit_target(
         cls, value: DraftSection | None, info: ValidationInfo
     ) -> DraftSection | None:
         target = info.data.get("target")
@@ -306,32 +370,21 @@ class Recipe(Section):
             return value
         ours, theirs = value.tensor_parallel_size, target.tensor_parallel_size
         if theirs % ours:
-            raise PydanticCustomError(
-                "divides",
-                "draft.tensor_parallel_size ({ours}) should divide "
-                "target.tensor_parallel_size ({theirs})",
-                {"key": "tensor_parallel_size", "ours": ours, "theirs": theirs},
+            key = "tensor_parallel_size"
+            told = (
+                f"draft.tensor_parallel_size ({ours}) should divide "
+                f"target.tensor_parallel_size ({theirs})"
             )
-        return value
-
-    @field_validator("draft")
-    @classmethod
-    def _head_is_split_alike(
-        cls, value: DraftSection | None, info: ValidationInfo
-    ) -> DraftSection | None:
-        target = info.data.get("target")
-        if value is None or target is None or "lm_head" not in value.share:
-            return value
-        ours, theirs = value.tensor_parallel_size, target.tensor_parallel_size
-        if ours != theirs:
-            raise PydanticCustomError(
-                "share",
+        elif ours != theirs and "lm_head" in value.share:
+            key = "share"
+            told = (
                 "lm_head cannot be borrowed: the target's is split over "
-                "target.tensor_parallel_size ({theirs}) ranks, and "
-                "draft.tensor_parallel_size is {ours}",
-                {"key": "share", "ours": ours, "theirs": theirs},
+                f"target.tensor_parallel_size ({theirs}) ranks, and "
+                f"draft.tensor_parallel_size is {ours}"
             )
-        return value
+        else:
+            return value
+        raise PydanticCustomError("ranks", "{told}", {"key": key, "told": told})
 
     @field_validator("speculation")
     @classmethod
@@ -349,16 +402,8 @@ class Recipe(Section):
 
 def section_models() -> dict[str, type[BaseModel]]:
     """Each section's model by its name."""
-    return {
-        "target": ModelSection,
-        "draft": DraftSection,
-        "speculation": SpeculationSection,
-        "sampling": SamplingSection,
-        "cache": CacheSection,
-        "run": RunSection,
-        "engine": EngineSection,
-        "data": DataSection,
-    }
+    kinds = {name: info.annotation for name, info in Recipe.model_fields.items()}
+    return {name: (get_args(kind) or (kind,))[0] for name, kind in kinds.items()}
 
 
 # Sections whose keys plugins know, or chat templates.
@@ -366,11 +411,16 @@ OPEN_SECTIONS = ("speculation.options.", "data.template.")
 INNER_SECTIONS: dict[str, type[BaseModel]] = {"speculation.length": LengthSection}
 
 
+def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a section, by their keys in a recipe."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
 def key_fields() -> dict[str, FieldInfo]:
     """Every dotted key of a recipe, in order."""
     found: dict[str, FieldInfo] = {}
     for section, model in section_models().items():
-        for key, info in model.model_fields.items():
+        for key, info in keys_of(model).items():
             inner = INNER_SECTIONS.get(f"{section}.{key}")
             if inner is None:
                 found[f"{section}.{key}"] = info

@@ -41,6 +41,11 @@ class Finding:
         return self.recorded.reason if self.recorded is not None else ""
 
     @property
+    def is_open(self) -> bool:
+        """Whether the run's evidence decides nothing, so that its best is no advice."""
+        return self.recorded is not None and self.recorded.verdict == "inconclusive"
+
+    @property
     def by_category(self) -> Mapping[str, Best]:
         """The run's own records of the best for each category's prompts."""
         return self.recorded.per_category if isinstance(self.recorded, Best) else {}
@@ -167,6 +172,8 @@ def answer(run: ReportedRun, best: Finding) -> str:
     at = f"at batch size {best.batch_size}"
     if point is None:
         return f"Nothing was measured {at}."
+    if best.is_open:
+        return f"Inconclusive {at}: {best.reason}."
     measured = point.speedup
     if point.is_baseline:
         which = f", on target TP {point.target_tp}" if run.is_comparison else ""
@@ -252,6 +259,8 @@ def headline(run: ReportedRun, bests: list[Finding]) -> str:
         return "No point was measured."
     if len(found) == 1:
         return answer(run, found[0])
+    if any(best.is_open for best in found):
+        return " ".join(answer(run, best) for best in found)
     if all(b.point is not None and b.point.is_baseline for b in found):
         if any(_is_within_chance(run, best) for best in found):
             return "No speculation: nothing is faster than plain decoding beyond chance."

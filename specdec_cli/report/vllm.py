@@ -43,13 +43,17 @@ def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None
     found = [b for b in bests if b.point is not None]
     if not found:
         return None
-    speculating = [b.point for b in found if b.point is not None and not b.point.is_baseline]
+    decided = [b for b in found if not b.is_open]
+    speculating = [b.point for b in decided if b.point is not None and not b.point.is_baseline]
     target = str(run.setting("target", "model") or "TARGET")
+    undecided = [f"{b.reason}." for b in found if b.is_open]
     if not speculating:
         note = (
             "Nothing was faster than plain decoding beyond chance: start vLLM without a "
             "speculative config."
         )
+        if undecided:
+            note = f"Nothing was shown, so nothing is advised: {' '.join(undecided)}"
         return Deployment(None, None, _command(run, target, None, None), [note])
     # vLLM runs one draft: that of the smallest batch, where speculation pays most.
     chosen = speculating[0]
@@ -58,7 +62,8 @@ def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None
     if config is None:
         return Deployment(None, None, _command(run, target, None, None), notes)
     rehearsal = _rehearsal(config, largest)
-    if schedule := _schedule(found, chosen.draft):
+    notes += [f"Not decided: {told}" for told in undecided]
+    if schedule := _schedule(decided, chosen.draft):
         config["num_speculative_tokens_per_batch_size"] = schedule
         notes.append(
             "The best k changes with batch size: the schedule holds [first, last, k] for the sizes "
@@ -67,7 +72,7 @@ def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None
         )
     if largest.is_predicted:
         notes.append("This k was predicted and not measured: sweep it before relying on it.")
-    if not all(best.recorded is not None for best in found):
+    if not all(best.recorded is not None for best in decided):
         notes.append("The run did not come to its end: this is the fastest of what was measured.")
     if len({p.draft for p in speculating}) > 1:
         notes.append(

@@ -201,7 +201,9 @@ def print_results(document: Mapping[str, Any]) -> None:
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
         tied = _tied(best, with_draft=with_draft)
-        which = "recommended: " if best.k else ""
+        which = {"use": "recommended: ", "inconclusive": "inconclusive: "}.get(
+            best.verdict or "", ""
+        )
         render.say(f"{where}{which}{best.reason}{tied}", out)
         line = _first_token_line(document["points"], int(batch_size), best, with_draft=with_draft)
         if line is not None:
@@ -345,15 +347,17 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     if all(category in own for category in rows):
         columns |= {
             "fastest here": [_fastest_here(own[c].fastest, with_draft=with_draft) for c in rows],
-            "recommended": [
-                ""
-                if (k := own[c].k) is None
-                else one_line(in_words(k, own[c].draft, with_draft=with_draft))
-                for c in rows
-            ],
+            "recommended": [_advice(own[c], with_draft=with_draft) for c in rows],
         }
     spare = ["fastest here", "recommended", "tokens/s", "prompts", "tokens a round"]
     return render.table_within(width, columns, spare=spare, names=[name])[0]
+
+
+def _advice(best: Best, *, with_draft: bool) -> str:
+    """The recommendation for a category's prompts, or why there is none."""
+    if best.verdict == "inconclusive" or best.k is None:
+        return "inconclusive"
+    return one_line(in_words(best.k, best.draft, with_draft=with_draft))
 
 
 def _fastest_here(fastest: Fastest | None, *, with_draft: bool) -> str:

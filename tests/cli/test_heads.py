@@ -183,8 +183,8 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "speculation.method: eagle3 needs a draft section, and draft is null",
     ),
     "shared": (
-        ["--draft", "HEAD", "--set", "draft.share=[embeddings]"],
-        "draft.share: HEAD borrows what it lacks by itself",
+        ["--draft", "HEAD", "--set", "draft.share=[lm_head]"],
+        "draft.share: lm_head: HEAD borrows what it lacks by itself",
     ),
 }
 

@@ -110,7 +110,7 @@ def test_warnings_are_short_and_inert(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_records_of_libraries_are_short_and_inert(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
-    set_up_logging(quiet=False, verbose=False)
+    set_up_logging(verbose=False)
     lines = StringIO()
     handler = logging.StreamHandler(lines)
     handler.setFormatter(logging.Formatter("%(message)s"))

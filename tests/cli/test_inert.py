@@ -263,6 +263,6 @@ def test_recipe_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_log_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
-    set_up_logging(quiet=False, verbose=False)
+    set_up_logging(verbose=False)
     logging.getLogger("specdec").warning("model %s", ALL)
     assert capsys.readouterr().err == f"WARNING: model {inert(ALL)}\n"

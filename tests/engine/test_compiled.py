@@ -12,12 +12,11 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from specdec_cli.core.batch import Rectangle
+from specdec_cli.core.batch import Rectangle, padded_batch
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.loop import Engine
 from specdec_cli.models.compiled import CompiledForward
-from specdec_cli.models.padded import PaddedBatches
 from specdec_cli.models.paged import PagedModel, PassOutput
 from tests.engine.test_families import STATES
 from tests.engine.test_pipeline import PROMPTS, told
@@ -57,7 +56,7 @@ def compare_passes(model: PagedModel) -> set[int]:
     forward, widths = model.forward_slots, set()
 
     def both(what: Rectangle, state: BatchState, **_: Any) -> PassOutput:
-        batch = PaddedBatches().batch(what, state, model.cache.block_size, model.vocab_size)
+        batch = padded_batch(what, state, model.cache.block_size, model.vocab_size)
         plain = model._run(batch)
         found = forward(what, state)
         assert plain.hidden is not None and found.hidden is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.core.batch import ForwardBatch, LiveRows, Rectangle, Span
+from specdec_cli.core.batch import ForwardBatch, LiveRows, Rectangle, Span, padded_batch
 from specdec_cli.core.candidates import TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
@@ -20,7 +20,6 @@ from specdec_cli.models.heads.checkpoint import read_weights
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
 from specdec_cli.models.heads.paged import PagedHead
-from specdec_cli.models.padded import PaddedBatches
 from tests.conftest import NEEDS_CUDA
 from tests.eagle3 import DIALECTS, Head, Reference, changed, save_head
 from tests.support import CPU
@@ -210,7 +209,7 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def padded(
     self: PagedHead, what: Rectangle, state: BatchState
 ) -> tuple[ForwardBatch, LiveRows | None]:
-    return PaddedBatches().batch(what, state, BLOCK, self.head.config.vocab_size), None
+    return padded_batch(what, state, BLOCK, self.head.config.vocab_size), None
 
 
 def dialect_of(head: Head) -> str:

@@ -22,10 +22,11 @@ from specdec_cli.errors import ExitCode, SetupError, SpecdecError
 from specdec_cli.methods.base import RoundSize
 from specdec_cli.methods.eagle3 import METHOD
 from specdec_cli.methods.step_head import StepHead
+from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import load_recipe
-from tests.eagle3 import Head, save_head
+from tests.eagle3 import Head, head_config, save_head
 from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, rounds_of, save_pair
 from tests.support import CPU, greedy_reference, reference, save_noised
 
@@ -324,7 +325,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
     "layers": ({"outputs": (0, 1, 5)}, {}, "reads hidden states .1, 2, 6. of a target that has 4"),
     "width": ({"hidden": 48}, {}, r"embed_tokens.weight is missing, .* \[97, 64\] float32"),
     "dtype": ({}, {"draft__dtype": "bfloat16"}, r"embed_tokens.weight .* \[97, 64\] bfloat16"),
-    "share": ({}, {"draft__share": ["embeddings"]}, "draft.share: .* borrows what it lacks"),
+    "share": ({}, {"draft__share": ["lm_head"]}, "draft.share: lm_head: .* borrows what it lacks"),
 }
 
 
@@ -339,6 +340,48 @@ def test_a_head_that_does_not_fit_is_refused_before_weights_are_read(
         planned(pair.target, folder, **keys)
     assert "\n" not in caught.value.message
     assert caught.value.code in (ExitCode.USAGE, ExitCode.ENVIRONMENT)
+
+
+LAYER_KEYS = {
+    "speculators": "eagle_aux_hidden_state_layer_ids: .1, 2, 9., inputs of layers",
+    "safeailab": "no eagle_aux_hidden_state_layer_ids, so the usual three count",
+    "model-optimizer": r"eagle_config.eagle_aux_hidden_state_layer_ids: .1, 2, 9., outputs",
+    "deepspec": "target_layer_ids: .1, 2, 9., outputs of layers",
+}
+
+
+@pytest.mark.parametrize("dialect", LAYER_KEYS)
+def test_layers_that_the_target_lacks_are_told_by_their_key(dialect: str, tmp_path: Path) -> None:
+    body = {**head_config(Head(**SIZES), "safeailab"), "num_hidden_layers": 1}
+    ids = [1, 2, 9]
+    changes: dict[str, dict[str, Any]] = {
+        "speculators": {"eagle_aux_hidden_state_layer_ids": ids},
+        "safeailab": {"eagle_aux_hidden_state_layer_ids": None},
+        "model-optimizer": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+        "deepspec": {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": ids},
+    }
+    config = body | changes[dialect]
+    if dialect in ("model-optimizer", "deepspec"):
+        config.pop("eagle_aux_hidden_state_layer_ids", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_head_config("head", tmp_path)
+    with pytest.raises(SetupError, match=f"config.json has {LAYER_KEYS[dialect]}"):
+        found.feature_layers(3)
+
+
+def test_the_target_s_embedding_in_place_of_an_untrained_one(pair: Pair, tmp_path: Path) -> None:
+    """`draft.share: [embeddings]`: the rounds of the head with the target's own."""
+    drawn = torch.randn(pair.head.tensors["embed_tokens.weight"].shape)
+    untrained = replace(pair.head, tensors=pair.head.tensors | {"embed_tokens.weight": drawn})
+    folder = save_head(tmp_path, untrained, "speculators")
+    want = [expected_rounds(pair.target, pair.head, p, 4) for p in PROMPTS]
+    rounds = {}
+    for share in ([], ["embeddings"]):
+        found = planned(pair.target, folder, draft__share=share)
+        assert found.draft is not None
+        assert ("embed_tokens.weight" in found.draft.notes.get("borrows", "")) is bool(share)
+        rounds[bool(share)] = list(map(rounds_of, run(build(found, 11), 4, found.params)))
+    assert rounds[True] == want and rounds[False] != want
 
 
 def test_the_degrees_of_a_head(pair: Pair) -> None:

@@ -199,8 +199,8 @@ def test_tokens_that_only_the_device_knows(device: torch.device) -> None:
 
     def state(tokens: list[list[int]]) -> BatchState:
         made = BatchState(6, 4, device)
-        of = enumerate(zip(tokens, limits, strict=True))
-        made.load([Sequence(i, t, len(t), limit, [i + 1]) for i, (t, limit) in of], 5)
+        of = enumerate(zip(tokens, prompts, limits, strict=True))
+        made.load([Sequence(i, t, len(p), limit, [i + 1]) for i, (t, p, limit) in of], 5)
         return made
 
     found = state(prompts)

@@ -177,6 +177,8 @@ def test_a_proposer_that_says_nothing_more_is_predicted() -> None:
             return Candidates(torch.full((len(draft.caps), draft.k), 2), draft.caps.clamp(max=2))
 
     engine = fake_engine()
-    found = forecast(Twos(), engine._teacher(), [4, 4], [2, 2, 7, 2], 3, SamplingParams())
+    found = forecast(
+        Twos(), engine._teacher(SamplingParams()), [4, 4], [2, 2, 7, 2], 3, SamplingParams()
+    )
     assert found.chains == ((2, 2), (2, 1), (2, 0), (2, 1)) and found.ahead is None
     assert found.only_k is None

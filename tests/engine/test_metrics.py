@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec_cli.core.candidates import Verdict
-from specdec_cli.core.figures import Acceptance, Spread
-from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.core.figures import Acceptance, RunClock, Spread, summarise
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine, RunResult
-from specdec_cli.engine.moments import Moments
+from specdec_cli.engine.prefill import Moments
 from specdec_cli.engine.round import RoundRecord
 from tests.engine.fakes import fake_engine, first, random_prompt, sometimes, wrong
 

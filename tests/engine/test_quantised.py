@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.models.description import describe
 from specdec_cli.models.loader import load
-from specdec_cli.models.quantised import dequantised
+from specdec_cli.models.quantised import dequantised, no_scales
 from specdec_cli.models.spec import ModelSpec
 from tests.support import CPU, decode, greedy_reference, make_engine, reference, save_tiny
 
@@ -193,3 +193,30 @@ def test_a_refusal_names_the_tensor_and_ends_five(
     assert caught.value.code == ExitCode.ENVIRONMENT == 5
     assert caught.value.message.startswith(f"{NAMED} of {folder} ")
     assert "scales" in caught.value.message
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_scale_where_blocks_are_meant_names_the_key(shape: tuple[int, ...]) -> None:
+    """AutoFP8's form, with its names: the config does not say that a matrix has one scale."""
+    codes, _ = random_fp8(300, 140)
+    scale = torch.full(shape, 0.3)
+    stored = {MATRIX: codes, f"{MATRIX}_scale": scale, "layer.input_scale": torch.ones(())}
+    tensors = {n: lambda part=None, t=t: t for n, t in stored.items()}
+    settings = {"quant_method": "fp8", "activation_scheme": "static"}
+    with pytest.raises(SetupError, match=r"with blocks of 128 x 128 they are \[3, 2\]") as caught:
+        dequantised(tensors, settings, torch.float32, "m")[MATRIX]()
+    assert "weight_block_size" in (caught.value.hint or "")
+    found = dequantised(tensors, settings | {"weight_block_size": None}, torch.float32, "m")
+    assert torch.equal(found[MATRIX](), codes.float() * 0.3)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["a.q_proj.weight", "a.q_proj.weight_scale_2"], "not read: a.q_proj.weight_scale_2"),
+        (["q_proj.scales", "k_proj.scales"], "not read: q_proj.scales"),
+        (["a.k_proj.weight_scale", "a.q_proj.bias"], "scales are missing"),
+    ],
+)
+def test_scales_under_another_name_are_not_called_missing(names: list[str], told: str) -> None:
+    assert told in no_scales("model.a.q_proj.weight", names)

@@ -12,7 +12,7 @@ from rich.console import Console
 from specdec_cli.acceptance.registry import for_k
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.backends.native import for_engine
-from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.core.figures import RunClock, summarise
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.errors import UsageError

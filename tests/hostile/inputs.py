@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from specdec_cli.recipe.bundled import bundled_recipes
+from specdec_cli.recipe.resolve import bundled_recipes
 from tests.hostile.commands import Found, special
 from tests.hostile.materials import Materials
 from tests.hostile.values import DEEP, damaged, deep, dumped, encoded, mutated, number, text, value

@@ -291,7 +291,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         f"ngram_lookup-{longest}": (
-            "round.ngram_triton",
+            "round.steps_triton",
             "ngram_lookup_kernel",
             "*i64",
             {
@@ -507,21 +507,24 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"weights_ptr": "*fp32"},
     ),
     **{
-        f"reduce_add_norm-{rows}-{residual}-{for_norm}": (
+        f"reduce_add_norm-{rows}-{residual}-{for_norm}" + f"-{way}" * (way != "read"): (
             "comm.peers_triton",
             "reduce_add_norm_kernel",
             "*bf16",
             {
                 **{"N": 8192, "RANK": 1, "SIZE": 4, "BLOCK_RANKS": 4, "BLOCK_M": rows},
-                **{"BLOCK_N": 256, "num_warps": rows, "DEPENDENT": True},
+                **{"BLOCK_N": 256, "PUSHED": 32768, "num_warps": rows, "DEPENDENT": True},
+                **({} if way == "pushed" else absent("pushed")),
+                **{"SHARED_OUT": way == "shared"},
                 **({} if residual else absent("residual")),
                 **({} if for_norm else absent("norm", "scaled", "squares")),
             },
-            {**PEERS, "squares_ptr": "*fp32"},
+            {**PEERS, "pushed_ptr": "*i64", "squares_ptr": "*fp32"},
         )
-        for rows, residual, for_norm in (
-            *((1, True, True), (4, True, True), (4, True, False)),
-            (4, False, False),
+        for rows, residual, for_norm, way in (
+            *((1, True, True, "read"), (4, True, True, "read"), (4, True, False, "read")),
+            *((4, False, False, "read"), (1, True, True, "pushed"), (4, True, True, "pushed")),
+            (4, True, False, "shared"),
         )
     },
     **{

@@ -106,7 +106,7 @@ def _in_text(rounds: list[int], tokens: int) -> list[int]:
 
 
 def test_sampling_is_sent_in_full_and_every_request_has_a_salt() -> None:
-    params = SamplingParams(0.7, 5, 0.9, 4, True, ("x",), 11)
+    params = SamplingParams(0.7, 5, 0.9, 4, True, ("x",), 11, 1.3, (), 2)
     for dialect in DIALECTS:
         server = FakeServer(dialect)
         with session_of(server) as ask:
@@ -117,7 +117,8 @@ def test_sampling_is_sent_in_full_and_every_request_has_a_salt() -> None:
         own = [b if dialect == "vllm" else b["sampling_params"] for b in bodies]
         for one in own:
             assert (one["temperature"], one["top_k"], one["top_p"]) == (0.7, 5, 0.9)
-            assert one["repetition_penalty"] == 1.0 and one["ignore_eos"] and one["stop"] == ["x"]
+            assert one["repetition_penalty"] == 1.3 and one["ignore_eos"] and one["stop"] == ["x"]
+            assert one["min_tokens" if dialect == "vllm" else "min_new_tokens"] == 2
         seeds = [one["seed" if dialect == "vllm" else "sampling_seed"] for one in own]
         assert seeds == [11, 12, 11, 12]
 

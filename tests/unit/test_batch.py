@@ -16,10 +16,10 @@ from specdec_cli.core.batch import (
     live_batch,
     make_batch,
     packed_ids,
+    rectangle,
 )
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Sequence
-from specdec_cli.models.padded import PaddedBatches
 
 CPU = torch.device("cpu")
 Case = tuple[list[Span], list[int], int]
@@ -194,5 +194,5 @@ def test_dtypes_are_what_the_kernels_take(seq: Sequence) -> None:
 
 
 def test_rows_of_a_rectangle() -> None:
-    starts, last = PaddedBatches()._rectangle(3, 4, CPU)
+    starts, last = rectangle(3, 4, CPU)
     assert starts.tolist() == [0, 4, 8, 12] and last.tolist() == [3, 7, 11]

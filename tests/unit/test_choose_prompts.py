@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.errors import UsageError
-from specdec_cli.prompts import LoadedPrompts, load_noted, read_prompts
+from specdec_cli.prompts import LoadedPrompts, load_prompts, read_prompts
 from specdec_cli.prompts.choose import Choice, sampled
 from specdec_cli.recipe import DataSection
 
@@ -28,7 +28,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def read(path: Path, seed: int = 0, **keys: object) -> LoadedPrompts:
-    return load_noted(DataSection.model_validate({"path": str(path), **keys}), seed=seed)
+    return load_prompts(DataSection.model_validate({"path": str(path), **keys}), seed=seed)
 
 
 def counts(loaded: LoadedPrompts) -> dict[str | None, int]:

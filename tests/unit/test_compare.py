@@ -162,7 +162,8 @@ def test_where_the_best_degree_flips(tmp_path: Path) -> None:
     lines = summary_lines(found)
     assert "at target TP 2 the best draft TP is 1 at batch size 1; 2 at batch size 8" in lines
     few, many = lines[:2]
-    assert few.startswith("batch size 1: target TP 2 with draft TP 1 is the fastest: ")
+    few_words = "batch size 1: inconclusive: target TP 2 with draft TP 1 is the fastest: "
+    assert few.startswith(few_words), "all prompts took the same, which has no interval"
     assert "(draft 3.00 ms less): exchanges between its ranks cost the draft more" in few
     assert "(draft 5.00 ms less): sharing its weights saves the draft more" in many
 

@@ -24,7 +24,7 @@ RECORDS = [
 
 def load(path: Path | str, **keys: Any) -> list[Prompt]:
     skip_bad = keys.pop("skip_bad", False)
-    return load_prompts(DataSection(path=str(path), **keys), skip_bad=skip_bad)
+    return load_prompts(DataSection(path=str(path), **keys), skip_bad=skip_bad).prompts
 
 
 def texts(prompts: list[Prompt]) -> list[str | None]:

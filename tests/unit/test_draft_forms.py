@@ -319,29 +319,68 @@ DIALECTS = {
 }
 
 
+BUILT: dict[str | None, str] = {  # the method of each kind that one runs
+    "an EAGLE-3 head": "eagle3",
+    "an MTP module": "mtp_module",
+    "a DFlash drafter": "dflash",
+}
+
+
 @pytest.mark.parametrize("case", CONFIGS)
 def test_one_form_fits(case: str) -> None:
     config, noun, seen = CONFIGS[case]
     found = fitting_forms(config)
     assert [fits.form.noun for fits in found] == [noun] * (noun is not None)
     assert all(seen in fits.seen for fits in found)
-    is_head, is_module = case.startswith("eagle3"), case == "mtp, extracted"
-    methods = ["eagle3"] * is_head + ["mtp_module"] * is_module
+    is_head = case.startswith("eagle3")
+    methods = [BUILT[noun]] if noun in BUILT else []
     assert [fits.method for fits in found if fits.method] == methods
     dialects = [kind for name, kind in DIALECTS.items() if f"eagle3, {name}" in case]
     assert dialect_of(config) == (dialects[0] if is_head else None)
 
 
-def test_a_head_whose_config_is_a_model_s_is_known_by_its_weights(tmp_path: Path) -> None:
-    """EAGLE-1, EAGLE-2 and HASS as their authors publish them."""
+BY_WEIGHTS = {
+    # EAGLE-1, EAGLE-2 and HASS as their authors publish them.
+    "eagle": ("fc.weight", "an EAGLE head of the first kinds (EAGLE-1, EAGLE-2 or HASS)"),
+    "eagle, nested": ("model.fc.weight", "an EAGLE head of the first kinds"),
+    "medusa": ("0.0.linear.weight", "a set of Medusa heads"),
+    "medusa, merged": ("medusa_head.1.0.linear.bias", "a set of Medusa heads"),
+    "hydra": ("hydra_head.0.0.linear.weight", "a set of Hydra heads"),
+    "mlp": ("speculator.emb.0.weight", "an MLP speculator"),
+    "unknown": ("blend.gate", "1 tensors in the weights of the draft"),
+    "modules": ("mtp.0.eh_proj.weight", "1 tensors in the weights of the draft"),
+}
+
+
+@pytest.mark.parametrize("case", BY_WEIGHTS)
+def test_a_draft_whose_config_is_a_model_s_is_known_by_its_weights(
+    case: str, tmp_path: Path
+) -> None:
+    tensor, told = BY_WEIGHTS[case]
     target = save_tiny(tmp_path / "target", "llama")
     draft = save_tiny(tmp_path / "draft", "llama", seed=1, num_hidden_layers=1)
-    tensors = load_file(draft / "model.safetensors")
-    save_file(tensors | {"fc.weight": torch.zeros(64, 128)}, draft / "model.safetensors")
     sets = {"target.model": str(target), "draft.model": str(draft), "run.device": "cpu"}
-    with pytest.raises(SetupError, match=r"hidden states .*\(fc.weight") as caught:
+    recipe = load_recipe(None, sets | {"target.load_format": "dummy", "draft.load_format": "auto"})
+    tensors = load_file(draft / "model.safetensors")
+    spare = "model.layers.0.self_attn.rotary_emb.inv_freq"  # no use is known, and none is missed
+    for extra, is_refused in ((spare, False), (tensor, True)):
+        save_file(tensors | {extra: torch.zeros(8)}, draft / "model.safetensors")
+        with pytest.raises(SetupError) as caught:
+            plan(recipe)
+        said = caught.value
+        assert (tensor in said.message and told in said.message) is is_refused
+        assert is_refused or "tokenizer" in said.message
+        assert said.code == ExitCode.ENVIRONMENT and "\n" not in said.message
+
+
+def test_a_draft_without_safetensors_and_tokenizer_is_no_model(tmp_path: Path) -> None:
+    target = save_tiny(tmp_path / "target", "llama")
+    draft = save_tiny(tmp_path / "draft", "llama", num_hidden_layers=1)
+    torch.save(load_file(draft / "model.safetensors"), draft / "pytorch_model.bin")
+    (draft / "model.safetensors").unlink()
+    sets = {"target.model": str(target), "draft.model": str(draft), "run.device": "cpu"}
+    with pytest.raises(SetupError, match="no tokenizer, and pickled weights alone"):
         plan(load_recipe(None, sets | {"target.load_format": "dummy"}))
-    assert caught.value.code == ExitCode.ENVIRONMENT and "HASS" in (caught.value.hint or "")
 
 
 def recipe_of(folder: Path, config: dict[str, Any], **speculation: Any) -> Recipe:
@@ -355,8 +394,7 @@ def recipe_of(folder: Path, config: dict[str, Any], **speculation: Any) -> Recip
 def test_what_no_method_runs_is_refused_by_its_key(case: str, tmp_path: Path) -> None:
     """However the recipe names it; at k = 0 no draft runs, so nothing is refused."""
     config, noun, seen = CONFIGS[case]
-    built = {"an EAGLE-3 head": "eagle3", "an MTP module": "mtp_module", None: "draft_model"}
-    if (wanted := built.get(noun)) is not None:
+    if (wanted := BUILT.get(noun, None if noun else "draft_model")) is not None:
         assert with_method(recipe_of(tmp_path, config)).speculation.method == wanted
         return
     for named in ({}, {"method": "draft_model"}, {"method": "eagle3"}):
@@ -372,11 +410,11 @@ def test_what_no_method_runs_is_refused_by_its_key(case: str, tmp_path: Path) ->
 
 
 def test_a_config_of_two_kinds_is_refused_by_both(tmp_path: Path) -> None:
-    config = CONFIGS["dflash, z-lab"][0] | {"medusa_num_heads": 5}
+    config = CONFIGS["peagle, flat"][0] | {"medusa_num_heads": 5}
     with pytest.raises(SetupError) as caught:
         with_method(recipe_of(tmp_path, config))
     assert "of 2 kinds" in caught.value.message
-    assert "DFlashDraftModel" in caught.value.message and "medusa_num_heads: 5" in str(caught.value)
+    assert "ptd_token_id" in caught.value.message and "medusa_num_heads: 5" in str(caught.value)
 
 
 def test_a_config_of_two_kinds_that_are_built(
@@ -402,5 +440,5 @@ def test_a_plugin_that_describes_its_drafts_gets_any(
             raise AssertionError("not described here")
 
     plugin.method("own", weights_from="draft")(Own)
-    recipe = recipe_of(tmp_path, CONFIGS["dflash, z-lab"][0], method="own")
+    recipe = recipe_of(tmp_path, CONFIGS["peagle, flat"][0], method="own")
     assert with_method(recipe, is_free=True).speculation.method == "own"

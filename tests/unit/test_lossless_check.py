@@ -23,7 +23,7 @@ class Fixed:
         self.gap = gap
         self.asked: list[tuple[list[int], int]] = []
 
-    def logits_after(self, tokens: list[int], width: int) -> np.ndarray:
+    def logits_after(self, tokens: list[int], width: int, *_: object) -> np.ndarray:
         self.asked.append((tokens, width))
         return np.array([2.0, 2.0 - self.gap, -5.0 + NOISE * (width > 1)])
 

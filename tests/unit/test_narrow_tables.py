@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.core.figures import RunClock, summarise
 from specdec_cli.experiment.folders.conclusions import Best
 from specdec_cli.report.folder import read_folder
 from specdec_cli.report.tables import results

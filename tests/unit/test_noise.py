@@ -170,7 +170,9 @@ def test_no_recommendation_is_significant_over_a_warning() -> None:
     disturbed = recommend(points, gains, 0, noise_in(samples_of(with_outlier())))
     assert calm.significant and not disturbed.significant
     assert disturbed.k == calm.k > 0
-    assert disturbed.reason.endswith("since times were disturbed (outlying_repeats)")
+    assert "since times were disturbed (outlying_repeats); the same prompts" in disturbed.reason
+    assert (calm.verdict, disturbed.verdict) == ("use", "inconclusive")
+    assert disturbed.needed and disturbed.needed.prompts == PROMPTS
 
 
 def with_outlier() -> Times:

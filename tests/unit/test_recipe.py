@@ -39,6 +39,8 @@ def test_contract_keys_and_defaults(write: Write) -> None:
     written["data"] |= {"system": None, "sample": None}  # came later, as did
     written["data"] |= {"turn": 1, "categories": "own"}
     written["data"] |= {"template": {}, "chat_template": None, "date": None}
+    written["sampling"] |= {"from": "recipe", "repetition_penalty": 1.0}
+    written["sampling"] |= {"suppress_tokens": [], "min_new_tokens": 0}
     for role in ("target", "draft"):
         written[role] |= {"file": None, "weights": "auto"}
     fixed = {"policy": "fixed", "threshold": 0.4, "choices": [0, 1, 2, 4, 8]}

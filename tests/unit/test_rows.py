@@ -9,7 +9,7 @@ import pytest
 
 from specdec_cli.errors import UsageError
 from specdec_cli.prompts import Prompt, as_conversations, jsonl_of, read_prompts, unused_keys
-from specdec_cli.prompts.load import load_noted
+from specdec_cli.prompts.load import load_prompts
 from specdec_cli.recipe import DataSection
 
 ASK, ANSWER, AGAIN = (
@@ -26,7 +26,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 def read(folder: Path, *rows: object, **keys: Any) -> list[Prompt]:
     path = folder / "p.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return load_noted(DataSection.model_validate({"path": str(path), **keys})).prompts
+    return load_prompts(DataSection.model_validate({"path": str(path), **keys})).prompts
 
 
 # A row, and its prompt: the text, or the messages.
@@ -151,7 +151,7 @@ def test_columns_of_images_are_told_without_reading_them(tmp_path: Path) -> None
         {"question": ["a", "b"], "image": ["x", "y"], "system_prompt": ["Be brief.", None]}
     )
     table.to_parquet(tmp_path / "t.parquet")
-    found = load_noted(DataSection(path=str(tmp_path / "t.parquet"))).prompts
+    found = load_prompts(DataSection(path=str(tmp_path / "t.parquet"))).prompts
     assert [(p.unused, p.system) for p in found] == [(("image",), "Be brief."), (("image",), None)]
 
 

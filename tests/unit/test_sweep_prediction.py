@@ -16,7 +16,7 @@ import torch
 
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.backends import native
-from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.core.figures import RunClock, summarise
 from specdec_cli.core.types import Emission, Permissions, Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.errors import UsageError

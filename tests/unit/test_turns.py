@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec_cli.errors import UsageError
-from specdec_cli.prompts import Prompt, jsonl_of, load_noted, next_turn
+from specdec_cli.prompts import Prompt, jsonl_of, load_prompts, next_turn
 from specdec_cli.recipe import DataSection
 
 MT_BENCH = "writing roleplay reasoning math coding extraction stem humanities".split()
@@ -25,7 +25,7 @@ TALK = [
 
 def prompts(path: Path, rows: list[Any], **keys: object) -> list[Prompt]:
     path.write_text(json.dumps(rows))
-    return load_noted(DataSection.model_validate({"path": str(path), **keys})).prompts
+    return load_prompts(DataSection.model_validate({"path": str(path), **keys})).prompts
 
 
 def shared(*said: tuple[str, str]) -> dict[str, object]:

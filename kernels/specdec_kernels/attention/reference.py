@@ -5,7 +5,12 @@ the second half of a head form the pairs that are rotated. Per-head norms are th
 
 Does not know layers or models. Caches are contiguous, and block 0 of a cache is the trash block.
 Legend: T packed tokens, B sequences, H query heads, Hkv key heads, D features of a head, NB blocks
-of BS slots, MB block-table columns.
+of BS slots, MB block-table columns. The paged arguments are key_cache and value_cache
+[NB, BS, Hkv, D]; block_tables [B, MB] int32; query_start [B + 1] int32, where each sequence begins
+among the tokens; context_lens [B] int32, tokens in the cache, those of this pass included;
+max_query_len, at least the longest sequence's number of queries, known on the host; and slots [T]
+int64, as from `slot_mapping`. cos and sin are [T, D], in the layout of transformers' Llama. Norms
+of query and key, [D], are weights of per-head RMS norms before the rotation, and eps is theirs.
 """
 
 from typing import NamedTuple, Self
@@ -31,14 +36,8 @@ def slot_mapping(
     Positions at or past the block table's end, and tokens at or past `out_start[B]` (padding) go to
     the trash block.
 
-    Args:
-        block_tables: [B, MB] int32.
-        out_start: [B + 1] int32, where each row begins in `positions`.
-        positions: [T] int64.
-        block_size: Slots a block.
-
-    Returns:
-        [T] int64, indices into `[NB * BS]`.
+    out_start: [B + 1] int32, where each row begins in `positions`, int64 [T]. Returns int64 [T],
+    indices into `[NB * BS]`.
     """
     num_rows, num_columns = block_tables.shape
     place = torch.arange(positions.shape[0], device=positions.device)
@@ -53,16 +52,9 @@ def slot_mapping(
 def write_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
-    """Store each token's key and value at its slot, in place.
+    """Store each token's key [T, Hkv, Dk] and value [T, Hkv, Dv] at its slot, in place.
 
     Only trash slots may occur twice; which of their tokens remains is not defined.
-
-    Args:
-        key: [T, Hkv, Dk].
-        value: [T, Hkv, Dv].
-        key_cache: [NB, BS, Hkv, Dk].
-        value_cache: [NB, BS, Hkv, Dv].
-        slots: [T] int64, as from `slot_mapping`.
     """
     keys = key_cache.view(-1, *key_cache.shape[2:])
     values = value_cache.view(-1, *value_cache.shape[2:])
@@ -104,17 +96,12 @@ def paged_attention(
     their own keys are already in the cache. fp32, fp16 or bf16, accumulated in fp32.
 
     Args:
-        query: [T, H, Dk]; tokens at or past `query_start[B]` (padding) give zeros.
-        key_cache: [NB, BS, Hkv, Dk]; query head h reads key head h // (H // Hkv).
-        value_cache: [NB, BS, Hkv, Dv].
-        block_tables: [B, MB] int32.
-        query_start: [B + 1] int32, where each sequence begins in `query`.
-        context_lens: [B] int32, tokens in the cache, those of this pass included.
-        max_query_len: At least the longest sequence's number of queries; known on the host.
+        query: [T, H, Dk]; tokens at or past `query_start[B]` (padding) give zeros. Head h reads key
+            head h // (H // Hkv), of Dk features, and values of Dv.
         call: The layer's.
-        slots: [T] int64, where the queries' keys were written. Those in block 0 (the trash block)
-            belong to padding at the beginning or the end of a sequence's queries, which rows that
-            are not causal do not see. Causal rows do not need them.
+        slots: Where the queries' keys were written. Those in block 0 (the trash block) belong to
+            padding at the beginning or the end of a sequence's queries, which rows that are not
+            causal do not see. Causal rows do not need them.
 
     Returns:
         [T, H, Dv], contiguous.
@@ -178,13 +165,7 @@ def write_kv_turned(
 ) -> None:
     """Store rotated keys and values of tokens that have no queries, in place.
 
-    Args:
-        kv: [T, 2 Hkv D], rows contiguous: key and value heads of every token.
-        cos, sin: [T, D], in the layout of transformers' Llama.
-        key_cache, value_cache: [NB, BS, Hkv, D].
-        slots: [T] int64, as in `write_kv`.
-        key_norm: [D], weight of a per-head RMS norm before the rotation.
-        eps: Of this norm.
+    kv: [T, 2 Hkv D], rows contiguous: key and value heads of every token.
     """
     _, _, kv_heads, head_dim = key_cache.shape
     _, key, value = split_heads_reference(
@@ -218,16 +199,11 @@ def rope_attention(
     they and the old cache are read while that kernel still runs.
 
     Args:
-        qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token.
-        cos, sin: [T, D], in the layout of transformers' Llama.
-        key_cache, value_cache: [NB, BS, Hkv, D], written at `slots`.
-        slots: [T] int64: the slots of a sequence's last positions, or slots of block 0 (the trash
-            block), whose contents are then undefined. If a sequence has more queries than context
-            tokens, the first queries are padding, and lie there.
-        block_tables, query_start, context_lens, max_query_len, call: As in `paged_attention`;
-            tokens at or past `query_start[B]` give zeros.
-        query_norm, key_norm: [D], weights of per-head RMS norms before the rotation.
-        eps: Of these norms.
+        qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token. Tokens
+            at or past `query_start[B]` give zeros.
+        slots: Those of a sequence's last positions, or slots of block 0 (the trash block), whose
+            contents are then undefined. If a sequence has more queries than context tokens, the
+            first queries are padding, and lie there. The caches are written at them.
         chunks: The pass's long chunks, which on CUDA go to another kernel where that is faster.
             Every token then belongs to a sequence. The result is the same within rounding.
 
@@ -247,15 +223,9 @@ def rope_attention(
 def gather_kv(
     key_cache: Tensor, value_cache: Tensor, table: Tensor, context: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of a sequence's positions.
+    """Keys and values of a sequence's positions, two of [C, Hkv, D], contiguous.
 
-    Args:
-        key_cache, value_cache: [NB, BS, Hkv, D].
-        table: [MB] int32, the sequence's blocks.
-        context: C, tokens of the sequence in the cache.
-
-    Returns:
-        Two of [C, Hkv, D], contiguous.
+    table: [MB] int32, the sequence's blocks. context: C, tokens of the sequence in the cache.
     """
     block_size = key_cache.shape[1]
     position = torch.arange(context, device=table.device)

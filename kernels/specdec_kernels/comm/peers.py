@@ -11,6 +11,11 @@ MAX_ROWS = 256  # rows that go through this memory at once
 # The tile of one program of a sum, which has flags of its own. Each thread reads 8 numbers of 16
 # bits from each rank.
 SUM_ROWS, SUM_COLUMNS = 4, 256
+# Up to so many numbers of 16 bits, a rank writes its part to the others, with a count beside each
+# two. That takes one trip between GPUs, and reading the others' parts takes two, of half the bytes.
+PUSHED_NUMBERS = 8 * 8192
+# From so many numbers on, more than two ranks sum a share of the rows each, and read the others'.
+SHARED_OUT_NUMBERS = 40 * 8192
 # Tiles of logits. A program takes every GATHER_GROUPS-th tile along the rows.
 GATHER_ROWS, GATHER_COLUMNS, GATHER_GROUPS = 4, 1024, 8
 
@@ -18,6 +23,11 @@ GATHER_ROWS, GATHER_COLUMNS, GATHER_GROUPS = 4, 1024, 8
 def num_sum_flags(width: int) -> int:
     """Counters for each other rank that sums of rows of `width` numbers need."""
     return -(-width // SUM_COLUMNS) * (MAX_ROWS // SUM_ROWS)
+
+
+def num_pushed_words(size: int, width: int, itemsize: int) -> int:
+    """Words of 64 bits on each rank for numbers that are written to it; 0 where none are."""
+    return size * PUSHED_NUMBERS if itemsize == 2 and width % 2 == 0 else 0
 
 
 def num_gather_flags(share: int) -> int:
@@ -33,6 +43,8 @@ class Peers:
     addresses: int64 [size], addresses of the ranks' parts. flags: int64 [size], addresses of the
     ranks' counters int32 [F, size], which count the announcements of the others. epochs: int32
     [F, size], announcements waited for so far; sums, which wait for all ranks at once, use [F].
+    pushed: int64 [size], addresses of the ranks' words int64 [2, size, PUSHED_NUMBERS / 2], which
+    the others write; None where no rank has any. pushes: int32 [F], pushes so far.
     """
 
     rank: int
@@ -41,6 +53,8 @@ class Peers:
     addresses: Tensor
     flags: Tensor
     epochs: Tensor
+    pushed: Tensor | None
+    pushes: Tensor
 
     def take(self, place: int, num_rows: int, width: int) -> Tensor | None:
         """Memory for this rank's part [num_rows, width], or None if it does not fit."""

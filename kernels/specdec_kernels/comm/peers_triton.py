@@ -8,6 +8,15 @@ call of a tile waits for k. Calls must alternate between two places: when all ha
 place, all have read the other, so no second wait is needed. Programs start in order and wait for
 their counterparts alone, so the first unfinished program is running on every rank.
 
+Few rows are written to the other ranks instead, in words of two numbers and the count of the call,
+and a rank waits until all words have its own count. A word arrives whole, so nothing has to be
+announced (the LL protocol of NCCL). Its place may be written again for the same reason as above:
+a rank that got all words of one place knows that all have read the other.
+
+Of many rows each rank sums its share alone, with the residual, writes it over its own part of these
+rows, which no other rank reads, and announces that. Then it reads the other ranks' shares. With R
+ranks that moves 2 / R of the bytes.
+
 The gather puts the ranks' shares of the logits side by side. A program copies some tiles of one
 rank's share. It announces its own share to that rank, and waits for the announcement of the
 counterpart there. A share must not be overwritten before the group has synchronised again, which
@@ -23,6 +32,8 @@ from specdec_kernels.comm.peers import (
     GATHER_COLUMNS,
     GATHER_GROUPS,
     GATHER_ROWS,
+    PUSHED_NUMBERS,
+    SHARED_OUT_NUMBERS,
     SUM_COLUMNS,
     SUM_ROWS,
     Peers,
@@ -50,11 +61,47 @@ def part_of(addresses_ptr, rank, like_ptr):
     return tl.multiple_of(found, 16)  # without this, loads are of two bytes
 
 
+@triton.jit
+def sum_of_pushed(
+    part,  # [M, N / 2], addresses of this rank's numbers in twos
+    pushed_ptr,  # [SIZE] int64
+    place,  # [M, N / 2], of the tile in the words that come from one rank
+    mask,  # [M, N / 2]
+    count,
+    PUSHED: tl.constexpr,
+    number: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+):
+    """The sum [M, N] fp32 of all ranks' tiles, each of which a rank writes to all others."""
+    own = tl.load(part, mask=mask, other=0)
+    stamp = count.to(tl.int64) << 32
+    word = stamp | (own.to(tl.int64) & 0xFFFFFFFF)
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            theirs = tl.load(pushed_ptr + rank).to(tl.pointer_type(tl.int64))
+            tl.store(theirs + RANK * PUSHED + place, word, mask=mask)
+    rank = tl.arange(0, BLOCK_RANKS)[:, None, None]
+    inbox = tl.load(pushed_ptr + RANK).to(tl.pointer_type(tl.int64))
+    inbox += rank * PUSHED + place[None, :, :]
+    awaited = (rank < SIZE) & (rank != RANK) & mask[None, :, :]
+    found = tl.load(inbox, mask=awaited, other=stamp, volatile=True)
+    while tl.max(((found >> 32).to(tl.int32) != count).to(tl.int32)) > 0:
+        found = tl.load(inbox, mask=awaited, other=stamp, volatile=True)
+    twos = tl.where(rank == RANK, own[None, :, :], found.to(tl.int32))
+    low = twos.to(tl.int16).to(number, bitcast=True).to(tl.float32)
+    high = (twos >> 16).to(tl.int16).to(number, bitcast=True).to(tl.float32)
+    sums = tl.join(tl.sum(low, axis=0), tl.sum(high, axis=0))
+    return tl.reshape(sums, [part.shape[0], 2 * part.shape[1]])
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def reduce_add_norm_kernel(
     addresses_ptr,  # [SIZE] int64
     flags_ptr,  # [SIZE] int64
     epochs_ptr,  # [F] int32, in and out
+    pushed_ptr,  # [SIZE] int64, or None to read the other ranks' parts
     residual_ptr,  # [T, N], or None
     norm_ptr,  # [N], or None
     hidden_ptr,  # [T, N], out
@@ -69,41 +116,83 @@ def reduce_add_norm_kernel(
     BLOCK_RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PUSHED: tl.constexpr,  # words of a rank in one place
+    SHARED_OUT: tl.constexpr,  # each rank sums a share of the rows
     DEPENDENT: tl.constexpr,
 ):
     column_block = tl.program_id(0)
     program = tl.program_id(1) * tl.num_programs(0) + column_block
     column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if SHARED_OUT:
+        tl.static_assert(norm_ptr is None and pushed_ptr is None)
+        total = num_rows
+        share = tl.cdiv(num_rows, SIZE)
+        num_rows = tl.minimum(num_rows, (RANK + 1) * share)
+        row += RANK * share
     mask = (row < num_rows)[:, None] & (column < N)[None, :]
     inside = row[:, None] * N + column[None, :]
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=column < N, other=0.0).to(tl.float32)
-    peer = tl.minimum(tl.arange(0, BLOCK_RANKS), SIZE - 1)
-    pads = tl.load(flags_ptr + peer)
-    own = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + program * SIZE
-    after_predecessor(DEPENDENT)
+    residual_at = row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+    if pushed_ptr is not None:
+        half: tl.constexpr = BLOCK_N // 2
+        word = column_block * half + tl.arange(0, half)
+        live = (row < num_rows)[:, None] & (word < N // 2)[None, :]
+        inside_words = row[:, None] * (N // 2) + word[None, :]
+        own = tl.load(addresses_ptr + RANK).to(tl.pointer_type(tl.int32))
+        own = tl.multiple_of(own, 16) + place // 2 + inside_words
+        after_predecessor(DEPENDENT)
 
-    epoch = tl.load(epochs_ptr + program) + 1
-    theirs = pads.to(tl.pointer_type(tl.int32)) + program * SIZE + RANK
-    announce = tl.arange(0, BLOCK_RANKS) < SIZE
-    tl.atomic_add(theirs, 1, mask=announce, sem="release", scope="sys")
-    if residual_ptr is not None:
-        residual_at = row.to(tl.int64)[:, None] * residual_stride + column[None, :]
-        residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
-    wait_for_peers(own + peer, epoch)
-    tl.store(epochs_ptr + program, epoch)
+        count = tl.load(epochs_ptr + program) + 1
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
+        slot = inside_words + (place > 0).to(tl.int32) * SIZE * PUSHED
+        number: tl.constexpr = hidden_ptr.dtype.element_ty
+        summed = sum_of_pushed(
+            own, pushed_ptr, slot, live, count, PUSHED, number, RANK, SIZE, BLOCK_RANKS
+        )
+        tl.store(epochs_ptr + program, count)
+    else:
+        peer = tl.minimum(tl.arange(0, BLOCK_RANKS), SIZE - 1)
+        pads = tl.load(flags_ptr + peer)
+        own = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + program * SIZE
+        after_predecessor(DEPENDENT)
 
-    summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for rank in tl.static_range(SIZE):
-        part_ptr = part_of(addresses_ptr, rank, hidden_ptr) + place + inside
-        part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
-        summed += part.to(tl.float32)
+        epoch = tl.load(epochs_ptr + program) + 1
+        theirs = pads.to(tl.pointer_type(tl.int32)) + program * SIZE + RANK
+        announce = tl.arange(0, BLOCK_RANKS) < SIZE
+        tl.atomic_add(theirs, 1, mask=announce, sem="release", scope="sys")
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
+        wait_for_peers(own + peer, epoch)
+        tl.store(epochs_ptr + program, epoch)
+
+        summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for rank in tl.static_range(SIZE):
+            part_ptr = part_of(addresses_ptr, rank, hidden_ptr) + place + inside
+            part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
+            summed += part.to(tl.float32)
     # The sum is rounded first, as by an all-reduce that returns a tensor.
     hidden = summed.to(hidden_ptr.dtype.element_ty)
     if residual_ptr is not None:
         hidden = (residual + hidden.to(tl.float32)).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + inside, hidden, mask=mask)
+    if SHARED_OUT:
+        mine = part_of(addresses_ptr, RANK, hidden_ptr) + place + inside
+        tl.store(mine, hidden, mask=mask)
+        tl.debug_barrier()  # the stores of all threads come before the count
+        tl.atomic_add(theirs, 1, mask=announce, sem="release", scope="sys")
+        wait_for_peers(own + peer, epoch + 1)
+        tl.store(epochs_ptr + program, epoch + 1)
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                there = row + (rank - RANK) * share
+                live = (there < tl.minimum(total, (rank + 1) * share))[:, None] & (column < N)
+                at = there[:, None] * N + column[None, :]
+                part_ptr = part_of(addresses_ptr, rank, hidden_ptr) + place + at
+                part = tl.load(part_ptr, mask=live, other=0.0, cache_modifier=".cg")
+                tl.store(hidden_ptr + at, part, mask=live)
     if norm_ptr is not None:
         wide = tl.where(mask, hidden.to(tl.float32), 0.0)
         tl.store(scaled_ptr + inside, (wide * norm[None, :]).to(hidden.dtype), mask=mask)
@@ -145,9 +234,12 @@ def reduce_parts_triton(
     assert peers.epochs.numel() >= blocks * triton.cdiv(num_rows, SUM_ROWS)
     hidden = torch.empty((num_rows, width), dtype=parts.dtype, device=parts.device)
     norm_weight, scaled, squares = norm or (None, None, None)
+    pushed = peers.pushed if num_rows * width <= PUSHED_NUMBERS else None
+    is_shared_out = norm is None and peers.size > 2 and num_rows * width >= SHARED_OUT_NUMBERS
+    summed_rows = triton.cdiv(num_rows, peers.size) if is_shared_out else num_rows
     # Flags belong to tiles, so tiles are the same for any number of rows above two.
-    reduce_add_norm_kernel[(blocks, triton.cdiv(num_rows, SUM_ROWS))](
-        *(peers.addresses, peers.flags, peers.epochs),
+    reduce_add_norm_kernel[(blocks, triton.cdiv(summed_rows, SUM_ROWS))](
+        *(peers.addresses, peers.flags, peers.epochs if pushed is None else peers.pushes, pushed),
         *(residual, norm_weight, hidden, scaled, squares),
         num_rows,
         place * parts.stride(0),
@@ -158,6 +250,8 @@ def reduce_parts_triton(
         BLOCK_RANKS=triton.next_power_of_2(peers.size),
         BLOCK_M=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
         BLOCK_N=SUM_COLUMNS,
+        PUSHED=PUSHED_NUMBERS // 2,
+        SHARED_OUT=is_shared_out,
         num_warps=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
         **dependence(parts),
     )

@@ -114,24 +114,15 @@ def grouped_linear_kernel(
         pair = tl.load(pairs_ptr + following, mask=following < size, other=0)
 
 
-def grouped_gate_up(x: Tensor, groups: PairGroups, experts: Experts, tiles: GroupTiles) -> Tensor:
-    """Gated features of every pair, [T * C, F].
-
-    x: [T, K], rows contiguous; the groups' factors multiply the products of its rows.
-    """
-    assert len(x) == len(groups.weights)
-    return _grouped(x, groups, experts, tiles, is_gate=True)
-
-
-def grouped_down(x: Tensor, groups: PairGroups, experts: Experts, tiles: GroupTiles) -> Tensor:
-    """Each pair's output, without its weight: [T * C, N] from `grouped_gate_up`'s [T * C, F]."""
-    assert len(x) == groups.weights.numel()
-    return _grouped(x, groups._replace(factors=None), experts, tiles, is_gate=False)
-
-
-def _grouped(
+def grouped_product(
     x: Tensor, groups: PairGroups, experts: Experts, tiles: GroupTiles, is_gate: bool
 ) -> Tensor:
+    """Of gate and up: gated features of every pair, [T * C, F], from x [T, K], rows contiguous, the
+    products of whose rows the groups' factors multiply. Of down: each pair's output without its
+    weight, [T * C, N], from those [T * C, F]."""
+    if not is_gate:
+        groups = groups._replace(factors=None)
+    assert len(x) == (len(groups.weights) if is_gate else groups.weights.numel())
     (num_rows, num_chosen), width = groups.weights.shape, x.shape[1]
     weight, bias = experts.down, experts.down_bias
     if is_gate:
@@ -172,6 +163,6 @@ def grouped_mixture_add_norm(
     eps: float,
 ) -> Normed:
     """`ops.mixture_add_norm` after the router; tiles: of gate and up, and of down."""
-    inner = grouped_gate_up(x.scaled, groups, experts, tiles[0])
-    parts = grouped_down(inner, groups, experts, tiles[1])
+    inner = grouped_product(x.scaled, groups, experts, tiles[0], is_gate=True)
+    parts = grouped_product(inner, groups, experts, tiles[1], is_gate=False)
     return combine_triton(parts, None, groups.weights, x.hidden, norm_weight, eps)

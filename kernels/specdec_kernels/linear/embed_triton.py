@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch_triton import after_predecessor, dependence
+from specdec_kernels.linear.norm_triton import normed_row
 from specdec_kernels.linear.reference import Normed
 
 
@@ -34,7 +35,7 @@ def embed_kernel(
     k = tl.arange(0, BLOCK)
     dim = tl.arange(0, BLOCK_D)
     eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
-    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
     after_predecessor(DEPENDENT)
     token = tl.load(tokens_ptr + row)
     position = tl.load(positions_ptr + row)
@@ -47,9 +48,7 @@ def embed_kernel(
     tl.store(hidden_ptr + row * K + k, hidden, mask=k < K)
     tl.store(cos_ptr + row * D + dim, cos, mask=dim < D)
     tl.store(sin_ptr + row * D + dim, sin, mask=dim < D)
-    wide = hidden.to(tl.float32)
-    wide *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
-    tl.store(scaled_ptr + row * K + k, (wide * norm).to(hidden.dtype), mask=k < K)
+    tl.store(scaled_ptr + row * K + k, normed_row(hidden, norm, eps, K), mask=k < K)
 
 
 def embed_triton(

@@ -7,6 +7,10 @@ GemmaRMSNorm if the weight is fp32.
 
 Does not know layers or models.
 Legend: T packed tokens, K features read, N features written, F the MLP's features, V vocabulary.
+Rows of a tensor are contiguous. A weight [N, K] is of `pack_weight`, a bias [N]. A `Normed` x has
+all rows as `embed`, `add_norm` or `linear_add_norm` returned them. `into` [T, N], contiguous, is
+where to write a product; on CUDA only. `norm_weight` [N] and `eps` are of the norm that follows:
+the MLP's, the next layer's, or the last one.
 """
 
 from functools import lru_cache
@@ -126,13 +130,8 @@ def add_norm(
 ) -> Normed:
     """residual + x, prepared for the norm that follows; x is a complete projection.
 
-    For projections that were summed over ranks, or that have a norm of their own.
-
-    Args:
-        x, residual: [T, N], rows contiguous.
-        norm_weight: [N].
-        eps: Of both norms.
-        post_norm: [N], weight of a norm of x before it is added, as in Gemma 2 and 3.
+    For projections [T, N] that were summed over ranks, or that have a norm of their own:
+    `post_norm` [N] is the weight of a norm of x before it is added, as in Gemma 2 and 3.
     """
     if post_norm is not None:
         x = rms_norm.reference(x, post_norm, eps)
@@ -143,17 +142,8 @@ def add_norm(
 def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """x @ weight^T (+ bias): a plain product, such as one rank's part of a projection.
-
-    Args:
-        x: [T, K], rows contiguous.
-        weight: [N, K] of `pack_weight`.
-        bias: [N].
-        into: [T, N], contiguous, where to write it; CUDA only.
-
-    Returns:
-        [T, N], contiguous.
-    """
+    """x [T, K] @ weight^T (+ bias): [T, N], a plain product, such as one rank's part of a
+    projection."""
     assert into is None
     return product(x, weight, bias)
 
@@ -162,32 +152,18 @@ def linear(
 def norm_linear(
     x: Normed, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """rms_norm(x) @ weight^T (+ bias): a layer's merged q, k and v, or the logits.
-
-    Args:
-        x: [T, K], all rows as `embed`, `add_norm` or `linear_add_norm` returned them.
-        weight: [N, K] of `pack_weight`.
-        bias: [N].
-        into: [T, N], contiguous, where to write it; CUDA only.
-
-    Returns:
-        [T, N] of x's dtype, contiguous.
-    """
+    """rms_norm(x) @ weight^T (+ bias): [T, N] of x's dtype, a layer's merged q, k and v, or the
+    logits."""
     assert x.squares is None
     return linear.reference(x.scaled, weight, bias, into)
 
 
 @kernel("specdec_kernels.linear.products_triton:norm_gate_up_triton")
 def norm_gate_up(x: Normed, weight: Weight, activation: str = "silu") -> Tensor:
-    """activation(n @ gate^T) * (n @ up^T) with n = rms_norm(x): the first half of a gated MLP.
+    """activation(n @ gate^T) * (n @ up^T) with n = rms_norm(x): [T, F], the first half of a gated
+    MLP.
 
-    Args:
-        x: [T, K], all rows as `embed`, `add_norm` or `linear_add_norm` returned them.
-        weight: [2F, K] of `pack_weight`, the gate's rows first.
-        activation: "silu" or "gelu_tanh".
-
-    Returns:
-        [T, F], contiguous.
+    weight: [2F, K], the gate's rows first. activation: "silu" or "gelu_tanh".
     """
     return gate.reference(norm_linear.reference(x, weight), activation)
 
@@ -201,19 +177,10 @@ def linear_add_norm(
     eps: float,
     bias: Tensor | None = None,
 ) -> Normed:
-    """residual + x @ weight^T (+ bias), prepared for the norm that follows: a layer's output and
-    down projections.
+    """residual [T, N] + x [T, K] @ weight^T (+ bias), prepared for the norm that follows: a layer's
+    output and down projections.
 
-    Args:
-        x: [T, K], rows contiguous.
-        weight: [N, K] of `pack_weight`.
-        residual: [T, N], rows contiguous.
-        bias: [N].
-        norm_weight: [N], of the next norm: the MLP's, the next layer's, or the last one.
-        eps: Of that norm.
-
-    Returns:
-        The new residual stream, in `hidden`, and the input of the next product.
+    Returns the new residual stream, in `hidden`, and the input of the next product.
     """
     return normed(product_added(x, weight, residual, bias), norm_weight, eps)
 

@@ -34,7 +34,8 @@ Products = dict[str, tuple[Case[Tiles | None], ...]]
 # than loading its weights. For more than 16 rows tiles are wide, since every program loads and
 # multiplies all of x; at 5120 features, 80 programs of 64 features are faster than 160 of 32. From
 # 65 rows on a gate has tiles where one wave of programs fills at least 4 of 5 multiprocessors.
-# Elsewhere cuBLAS was faster.
+# Elsewhere cuBLAS was faster. Sums of more than 6720 features, and products with 2816 features of
+# 8192 numbers, were measured in halves and quarters of a 70B.
 H200: Products = {
     "norm": (
         Case(Tiles(8, 16, 512, 4, 1, 256, 4, 3, 512), (8, 16896), (3584,)),
@@ -43,11 +44,13 @@ H200: Products = {
         Case(Tiles(8, 16, 512, 4, 1, 1024, 4, 5), (8, 4224), (0,)),
         Case(Tiles(8, 32, 256, 4, 1, 512, 4, 5), (8, 8448), (2048,)),
         Case(Tiles(8, 16, 512, 4, 1, 1024, 4, 5), (8, 16896), (0,)),
+        Case(Tiles(8, 32, 512, 4, 1, 256, 4, 3), (8, 65536), (2048,)),
         Case(Tiles(16, 32, 256, 1, 1, 1024, 4, 4, 512), (16, 4224), (3584,)),
         Case(Tiles(16, 32, 256, 1, 1, 512, 4, 4, 256), (16, 8448), (3584,)),
         Case(Tiles(16, 32, 256, 1, 1, 256, 4, 4), (16, ANY), (3584,)),
         Case(Tiles(16, 16, 256, 4, 1, 1024, 4, 7), (16, 4224), (0,)),
         Case(Tiles(16, 32, 128, 1, 1, 256, 4, 5), (16, ANY), (0,)),
+        Case(Tiles(64, 64, 64, 1, 3, 256, 4, 8), (64, 2816), (8192,)),
         Case(Tiles(64, 32, 128, 1, 1, 256, 4, 5), (64, 4224), (0,)),
         Case(Tiles(64, 64, 128, 1, 1, 256, 4, 5), (64, 8448), (3584,)),
         Case(Tiles(64, 64, 128, 1, 1, 256, 4, 3), (64, ANY), (3584,)),
@@ -72,12 +75,16 @@ H200: Products = {
         Case(Tiles(8, 16, 1024, 4, 1, 512, 4, 5), (8, 2112), (4097,)),
         Case(Tiles(8, 16, 512, 4, 1, 512, 4, 6, 512), (8, 2112), (4096,)),
         Case(Tiles(8, 16, 1024, 4, 1, 512, 4, 5), (8, 2112), (2048,)),
-        Case(Tiles(8, 16, 256, 4, 1, 512, 4, 6, 512), (8, 16896), (2049,)),
+        Case(Tiles(8, 16, 256, 4, 1, 512, 4, 6, 512), (8, 6720), (2049,)),
         Case(Tiles(8, 16, 256, 4, 1, 512, 4, 6, 512), (8, 2112), (1024,)),
         Case(Tiles(8, 16, 256, 4, 1, 512, 4, 6), (8, 2112), (0,)),
+        Case(Tiles(8, 16, 512, 4, 1, 512, 4, 5), (8, 6720), (0,)),
+        Case(Tiles(8, 32, 256, 4, 1, 512, 4, 4, 512), (8, 16896), (2048,)),
         Case(Tiles(8, 16, 512, 4, 1, 512, 4, 5), (8, 16896), (0,)),
         Case(Tiles(16, 16, 1024, 4, 1, 512, 4, 4), (16, 2112), (2048,)),
         Case(Tiles(16, 16, 256, 4, 1, 512, 4, 6, 512), (16, 4224), (3584,)),
+        Case(Tiles(16, 16, 256, 4, 1, 512, 4, 6), (16, 6720), (0,)),
+        Case(Tiles(16, 32, 256, 1, 1, 512, 4, 5), (16, 16896), (2048,)),
         Case(Tiles(16, 16, 256, 4, 1, 512, 4, 6), (16, ANY), (0,)),
         Case(Tiles(64, 32, 128, 1, 2, 512, 4, 8), (64, 2112), (0,)),
         Case(Tiles(64, 32, 256, 1, 1, 512, 4, 4), (64, 4224), (0,)),

@@ -226,12 +226,9 @@ def rejection_sample_reference(
     and q give greedy decoding.
 
     Args:
-        draft_tokens: [B, K] int64; what lies at or past `lens` is ignored.
-        lens: [B] int32, 0..K, drafted tokens of each row.
+        draft_tokens, lens, accept_noise, sample_noise: As in `Verification`.
         draft_probs: [B, K, V] fp32, the q that the draft tokens were drawn from.
         target_probs: [B, K + 1, V] fp32.
-        accept_noise: [B, K] fp32 in [0, 1).
-        sample_noise: [B, K + 1] fp32 in [0, 1).
 
     Returns:
         tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted

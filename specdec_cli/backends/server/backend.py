@@ -42,6 +42,7 @@ class ServerPlan:
     vocab_size: int
     max_model_len: int
     device_name: str
+    generation_config: dict[str, Any]
     dtype_name: str = "unknown"
     device: Elsewhere = Elsewhere()
     eos_ids: frozenset[int] = frozenset()
@@ -54,16 +55,8 @@ class ServerPlan:
 
     @property
     def params(self) -> SamplingParams:
-        s = self.recipe.sampling
-        return SamplingParams(
-            temperature=s.temperature,
-            top_k=s.top_k,
-            top_p=s.top_p,
-            max_new_tokens=s.max_new_tokens,
-            ignore_eos=s.ignore_eos,
-            stop=tuple(s.stop),
-            seed=self.recipe.run.seed,
-        )
+        asked = self.recipe.sampling.model_dump(exclude={"source"})
+        return SamplingParams(**asked, seed=self.recipe.run.seed)
 
     @property
     def random_roles(self) -> set[str]:
@@ -103,10 +96,13 @@ class ServerBackend:
         self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
     ) -> ServerPlan:
         from specdec_cli.models.config_file import config_file
+        from specdec_cli.models.generation_config import generation_config, with_sampling
         from specdec_cli.models.resolve import model_place
         from specdec_cli.models.tokenizer import load_tokenizer
 
-        target = recipe.target
+        recipe, target = with_sampling(recipe), recipe.target
+        for facts in self.servers.values():
+            _refuse_unsent(facts, recipe)
         place = model_place(target.model, target.revision, target.file, weights=False)
         config: Mapping[str, Any] = config_file(target.model, place)
         inner = config.get("text_config")
@@ -125,6 +121,7 @@ class ServerBackend:
             ),
             vocab_size=vocabulary,
             max_model_len=min(recipe.cache.max_model_len or _UNLIMITED, *(told or [own])),
+            generation_config=generation_config(place),
             device_name=f"server ({', '.join(sorted(kinds))})",
         )
 
@@ -179,3 +176,17 @@ class ServerBackend:
 
     def free_memory(self, plan: Prepared) -> None:
         """Nothing is held."""
+
+
+def _refuse_unsent(facts: ServerFacts, recipe: Recipe) -> None:
+    """Raise `UsageError` for sampling that a server's requests cannot ask for."""
+    unsent = ["suppress_tokens"]
+    if facts.kind == "openai":
+        unsent += ["top_k", "repetition_penalty", "min_new_tokens", "ignore_eos"]
+    fields = type(recipe.sampling).model_fields
+    for name in unsent:
+        if getattr(recipe.sampling, name) != fields[name].default:
+            raise UsageError(
+                f"sampling.{name}: the server at {facts.url} ({facts.kind}) cannot be asked for it",
+                f"leave sampling.{name} out",
+            )

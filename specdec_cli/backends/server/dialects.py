@@ -99,7 +99,7 @@ def common_body(request: Request, params: SamplingParams, *, off: int) -> dict[s
         "temperature": params.temperature,
         "top_k": params.top_k or off,
         "top_p": params.top_p,
-        "repetition_penalty": 1.0,
+        "repetition_penalty": params.repetition_penalty,
         "ignore_eos": params.ignore_eos,
     }
     return found | ({"stop": list(params.stop)} if params.stop else {})

@@ -103,7 +103,9 @@ class ServerSession:
     def forget_rounds(self) -> None:
         """Nothing is kept."""
 
-    def logits_after(self, tokens: list[int], width: int) -> np.ndarray:
+    def logits_after(
+        self, tokens: list[int], width: int, start: int, params: SamplingParams
+    ) -> np.ndarray:
         raise NotImplementedError("a server gives no logits; who asks is refused before")
 
     def forecast(

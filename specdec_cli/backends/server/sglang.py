@@ -28,7 +28,11 @@ class Sglang:
         return "/generate", {
             "input_ids": list(request.token_ids),
             "sampling_params": sampling
-            | {"max_new_tokens": params.max_new_tokens, "sampling_seed": seed_of(request, params)},
+            | {
+                "max_new_tokens": params.max_new_tokens,
+                "min_new_tokens": params.min_new_tokens,
+                "sampling_seed": seed_of(request, params),
+            },
             "extra_key": salt,
             "stream": True,
         }

@@ -21,7 +21,7 @@ class Vllm:
     def body(
         self, facts: ServerFacts, request: Request, params: SamplingParams, salt: str
     ) -> tuple[str, dict[str, Any]]:
-        own = {"return_token_ids": True, "cache_salt": salt}
+        own = {"return_token_ids": True, "cache_salt": salt, "min_tokens": params.min_new_tokens}
         sampling = common_body(request, params, off=0)
         return COMPLETIONS, completion(facts, request, params) | sampling | own
 

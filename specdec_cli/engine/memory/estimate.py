@@ -20,8 +20,8 @@ from specdec_cli.engine.memory.budget import (
     total_memory,
 )
 from specdec_cli.engine.memory.chunk_bytes import chunk_bytes, prefill_tokens
-from specdec_cli.engine.memory.measured import cache_rounding
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, draft_at
+from specdec_cli.engine.memory.measured import cache_rounding, memory_of
+from specdec_cli.engine.plan import Plan, allowance_of, draft_at
 from specdec_cli.methods.base import MethodBytes, RoundSize
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.draft import Draft
@@ -150,40 +150,22 @@ def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
     else:
         available = (machine.available_bytes - sum(weights)) * num_ranks
         budget = allowance.host_budget(max(0, available), num_ranks)
-    target_block, draft_block = block_bytes_of(plan)
-    return RankMemory(
-        rank=plan.parallel.rank,
-        device=machine.name,
-        total_bytes=machine.total_bytes,
-        target_weight_bytes=weights[0],
-        draft_weight_bytes=sum(weights[1:]),
-        activation_bytes=passes.activation,
-        graph_bytes=passes.graphs,
-        other_bytes=machine.other_bytes,
-        kv_budget_bytes=budget,
-        target_block_bytes=target_block,
-        draft_block_bytes=draft_block,
-    )
+    of_models = weights[0], sum(weights[1:])
+    return memory_of(plan, machine.name, overhead, of_models, budget)
 
 
-class DraftShare(NamedTuple):
-    """A draft's memory on one rank: bytes of its weights, and of one block of its cache."""
-
-    weight_bytes: int
-    block_bytes: int
-
-
-def draft_shares(plan: Plan, degree: int) -> list[DraftShare]:
-    """Memory that the planned draft would take on each rank if `degree` ranks shared it.
+def draft_shares(plan: Plan, degree: int) -> list[tuple[int, int]]:
+    """The planned draft on each rank if `degree` ranks shared it: bytes of its weights, and of one
+    block of its cache.
 
     Raises `SetupError` when the draft cannot be split like that.
     """
     assert plan.draft is not None
-    found = [DraftShare(0, 0)] * plan.parallel.size
+    found = [(0, 0)] * plan.parallel.size
     for rank in range(degree):
         part = draft_at(plan, TensorParallel(rank, degree, None, plan.device))
         block = part.block_bytes(plan.recipe.cache.block_size)
-        found[rank] = DraftShare(_loaded_bytes(plan, part), block)
+        found[rank] = _loaded_bytes(plan, part), block
     return found
 
 
@@ -196,30 +178,40 @@ def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
     batch = need.batch_size
     rows = batch * (plan.k + 1)
     found = _passes_bytes(plan, batch) + _method_bytes(plan, need).in_round
-    if plan.device.type == "cuda" or _is_greedy(plan):
+    if plan.device.type == "cuda" or plan.params.is_greedy:
         return found
     # A CPU samples from fp32 distributions: the draft's, the target's, and tensors made on the way.
     return found + 4 * plan.target.vocab_size * (batch * plan.k + 4 * rows)
 
 
 def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
+    """Memory of the method, and of changes of logits."""
+    changed = _changes_bytes(plan, need)
     if not plan.k:
-        return MethodBytes()
+        return changed
     size = RoundSize(
         batch_size=need.batch_size,
         k=plan.k,
         longest=min(plan.max_model_len, need.num_blocks * need.block_size),
         vocab_size=plan.target.vocab_size,
-        is_greedy=_is_greedy(plan),
+        is_greedy=plan.params.is_greedy,
         is_first=plan.parallel.is_first,
         is_cuda=plan.device.type == "cuda",
         draft=plan.draft if plan.draft in plan.held else None,
     )
-    return method_of(plan.recipe.speculation).estimate_bytes(size)
+    found = method_of(plan.recipe.speculation).estimate_bytes(size)
+    return MethodBytes(found.held + changed.held, found.in_round + changed.in_round)
 
 
-def _is_greedy(plan: Plan) -> bool:
-    return plan.recipe.sampling.temperature == 0.0
+def _changes_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
+    """The texts and their ids for a penalty; fp32 logits, three steps on the way to them, and marks
+    of all rows, and as much of the draft's, whose logits stay."""
+    if not plan.params.changes_logits:
+        return MethodBytes()
+    batch, vocab = need.batch_size, plan.target.vocab_size
+    longest = min(plan.max_model_len, need.num_blocks * need.block_size)
+    held = batch * (4 * longest + vocab) if plan.params.repetition_penalty != 1.0 else 0
+    return MethodBytes(held, batch * vocab * (18 * (plan.k + 1) + 4 * plan.k))
 
 
 def _passes_bytes(plan: Plan, batch: int) -> int:

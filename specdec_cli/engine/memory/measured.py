@@ -109,18 +109,26 @@ def weight_bytes(models: Models) -> tuple[int, int]:
 
 def rank_memory(plan: Plan, models: Models, overhead: Overhead) -> RankMemory:
     """This rank's memory by use, given its overhead."""
-    target, draft = weight_bytes(models)
+    weights = weight_bytes(models)
+    budget = allowance_of(plan).kv_budget(plan.device, overhead, sum(weights))
+    return memory_of(plan, str(plan.device), overhead, weights, budget)
+
+
+def memory_of(
+    plan: Plan, device: str, overhead: Overhead, weights: tuple[int, int], kv_budget: int
+) -> RankMemory:
+    """A rank's memory by use. weights: bytes of the target's, and of the draft's."""
     target_block, draft_block = block_bytes_of(plan)
     return RankMemory(
         rank=plan.parallel.rank,
-        device=str(plan.device),
+        device=device,
         total_bytes=overhead.total_bytes,
-        target_weight_bytes=target,
-        draft_weight_bytes=draft,
+        target_weight_bytes=weights[0],
+        draft_weight_bytes=weights[1],
         activation_bytes=overhead.activation_bytes,
         graph_bytes=overhead.graph_bytes,
         other_bytes=overhead.other_bytes,
-        kv_budget_bytes=allowance_of(plan).kv_budget(plan.device, overhead, target + draft),
+        kv_budget_bytes=kv_budget,
         target_block_bytes=target_block,
         draft_block_bytes=draft_block,
     )

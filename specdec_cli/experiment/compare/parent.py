@@ -49,6 +49,7 @@ def run_pairs(
             permissions=plan.permissions,
             batch_sizes=tuple(sizes),
             folder=folder.path,
+            warnings=facts.warnings if (facts := records.kept.facts.get(pair)) else (),
         )
         options = [str(pair.target_tp), run.device, str(run.timeout_s)]
         try:
@@ -99,7 +100,8 @@ def conclusion(
     where: the document's environment.
     """
     kept = records.kept
-    noise = [*noise_in(kept.samples), *impossible_speeds(records.points)]
+    seen = [Notice.read(one) for facts in kept.facts.values() for one in facts.warnings]
+    noise = [*seen, *noise_in(kept.samples), *impossible_speeds(records.points)]
     verdict = verdict_of(records, disturbances([*warnings, *noise]))
     said = [
         *warnings,

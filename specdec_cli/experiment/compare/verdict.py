@@ -3,15 +3,17 @@
 Computed from points and samples alone. Knows no terminal.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
+from statistics import fmean, stdev
 from typing import Any
 
 from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords, merge_repeats
 from specdec_cli.experiment.folders.conclusions import BestPair, Decision, Degrees, Tokens
-from specdec_cli.experiment.folders.records import Pair, Point, without_errors
+from specdec_cli.experiment.folders.records import Pair, Point, Sample, without_errors
+from specdec_cli.experiment.statistics import evidence, stats
 from specdec_cli.experiment.statistics.factors import choose
 from specdec_cli.experiment.statistics.noise import doubt_in_words
 from specdec_cli.experiment.statistics.promise import compare_tokens
@@ -20,6 +22,7 @@ from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed
 Verdict = dict[str, Any]
 
 _NOTABLE = 0.1  # share of the difference between two rounds below which a stage is not mentioned
+_ALIKE = 1e-6  # ms: rounding
 _SAME = 0.01  # relative difference of tokens a round that is not mentioned
 
 
@@ -30,10 +33,9 @@ def verdict_of(records: ComparisonRecords, disturbed: Sequence[Notice] = ()) -> 
     """
     settings = records.settings
     sizes = settings.batch_sizes
-    doubt = doubt_in_words(disturbed)
-    overall = {b: best_of(records, settings.target_tps, b, doubt) for b in sizes}
+    overall = {b: best_of(records, settings.target_tps, b, disturbed) for b in sizes}
     by_target = {
-        t: {b: best_of(records, [t], b, doubt) for b in sizes} for t in settings.target_tps
+        t: {b: best_of(records, [t], b, disturbed) for b in sizes} for t in settings.target_tps
     }
     return {
         "best": overall[sizes[0]],
@@ -47,13 +49,16 @@ def verdict_of(records: ComparisonRecords, disturbed: Sequence[Notice] = ()) -> 
 
 
 def best_of(
-    records: ComparisonRecords, target_tps: Iterable[int], batch_size: int, doubt: str = ""
+    records: ComparisonRecords,
+    target_tps: Iterable[int],
+    batch_size: int,
+    disturbed: Sequence[Notice] = (),
 ) -> BestPair:
     """The fastest pair at a batch size among some target TPs, the pairs tied with it, and why.
 
     Speeds are compared on the same prompts. A pair is tied if it does not differ from the best at
-    95 % over prompts; variation between starts of the ranks is not included. doubt: added to the
-    reason.
+    95 % over prompts; variation between starts of the ranks is not included. A cause is given only
+    where stages differ beyond their intervals, in times that nothing disturbed.
     """
     chosen = set(target_tps)
     points = [
@@ -64,7 +69,9 @@ def best_of(
     candidates = [p for p in points if p.k > 0]
     if not candidates:
         reason = "no pair was measured"
-        return BestPair(target_tp=None, draft_tp=None, k=None, tied=[], reason=reason)
+        return BestPair(
+            target_tp=None, draft_tp=None, k=None, tied=[], reason=reason, verdict="inconclusive"
+        )
     best = max(candidates, key=_speed_of)
     measures = _speeds(records, candidates)
     tied: list[Point] = []
@@ -73,17 +80,84 @@ def best_of(
         best = candidates[choice.best]
         tied = [candidates[i] for i in choice.tied if i != choice.best]
     plain = max((p for p in points if p.k == 0), key=_speed_of, default=None)
+    rival = _rival(best, candidates)
+    differing = _differing(records, best, rival) if rival is not None and not disturbed else {}
+    gain = _against_plain(records, best, plain)
+    ends = None if gain is None else stats.interval(gain, records.settings.seed)
+    is_disturbed = bool(disturbed)
+    verdict = evidence.verdict_of(ends, [ends], is_disturbed=is_disturbed)
+    needed, told = None, doubt_in_words(disturbed)
+    if verdict == "inconclusive" and gain is not None:
+        count, seconds = len(gain.columns), sum(map(_seconds(records), candidates))
+        needed = evidence.needed_for(
+            *(gain.value, ends, count, seconds, batch_size), is_disturbed=is_disturbed
+        )
+        told += evidence.needed_in_words(needed, count, is_disturbed=is_disturbed)
     return BestPair(
         target_tp=best.target_tp,
         draft_tp=best.draft_tp,
         k=best.k,
         tied=[Degrees(target_tp=p.target_tp or 0, draft_tp=p.draft_tp) for p in tied],
-        reason=_reason(best, candidates, plain) + doubt,
-        decided_by=_decided_by(best, _rival(best, candidates)),
+        reason=_reason(best, rival, plain, differing) + told,
+        significant=verdict == "use",
+        verdict=verdict,
+        needed=needed,
+        decided_by=_decided_by(rival, differing),
         decode_tokens_per_second=_speed_of(best),
         speedup=best.speedup,
         speedup_vs_equal_tp=best.speedup_vs_equal_tp,
     )
+
+
+def _against_plain(records: ComparisonRecords, best: Point, plain: Point | None) -> SumRatio | None:
+    """The speed of a pair over the fastest plain decoding's, which may be at another target TP."""
+    settings, size = records.settings, best.batch_size
+    pairs = [Pair.of(best)]
+    if plain is not None and plain.target_tp != best.target_tp:
+        pairs = [p for p in settings.pairs if p.target_tp == plain.target_tp]
+    whole = [records.of(p, size, 0) for p in pairs if records.is_complete(p, size)]
+    own = without_errors(records.of(Pair.of(best), size, settings.k))
+    return stats.speedup(own, without_errors(merge_repeats(whole)))
+
+
+def _seconds(records: ComparisonRecords) -> Callable[[Point], float]:
+    """The seconds that a pair's rounds took, with those of k = 0 in the same ranks."""
+
+    def of(point: Point) -> float:
+        ks = (0, point.k)
+        taken = (records.of(Pair.of(point), point.batch_size, k).values() for k in ks)
+        return sum(sum(sample.decode_seconds) for samples in taken for sample in samples)
+
+    return of
+
+
+def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[str, float]:
+    """Milliseconds of a round that the best saves, of the stages that differ beyond the 95 %
+    interval over prompts; `host` is the rest of the round."""
+    ours, theirs = (
+        without_errors(records.of(Pair.of(p), p.batch_size, p.k)) for p in (best, rival)
+    )
+    common = sorted(ours.keys() & theirs.keys())
+    saved = _saved(best, rival)
+    if len(common) < stats.FEWEST:
+        return {}
+    found = {}
+    for stage in saved:
+        apart = [_stage_ms(theirs[i], stage) - _stage_ms(ours[i], stage) for i in common]
+        reach = stats.student(len(apart) - 1) * stdev(apart) / len(apart) ** 0.5
+        if abs(fmean(apart)) > reach + _ALIKE:
+            found[stage] = saved[stage]
+    return found
+
+
+def _stage_ms(sample: Sample, stage: str) -> float:
+    """A stage's part of a prompt's round, over its repeats."""
+    rounds = max(sum(sample.round_share), 1e-9)
+    if stage == "host":
+        spent = 1e3 * sum(sample.decode_seconds) - sum(map(sum, sample.stage_ms.values()))
+    else:
+        spent = sum(sample.stage_ms.get(stage, ()))
+    return spent / rounds
 
 
 def _metrics(point: Point) -> Metrics:
@@ -103,11 +177,13 @@ def _speeds(records: ComparisonRecords, points: Sequence[Point]) -> list[SumRati
     return [measured_speed([samples[i] for i in common]) for samples in own] if common else None
 
 
-def _reason(best: Point, candidates: Sequence[Point], plain: Point | None) -> str:
+def _reason(
+    best: Point, rival: Point | None, plain: Point | None, differing: Mapping[str, float]
+) -> str:
     gain = f", {best.speedup:.2f}x k = 0" if best.speedup is not None else ""
     said = [f"{_name(best)} is the fastest: {_speed_of(best):.1f} tokens/s{gain}"]
-    if (rival := _rival(best, candidates)) is not None:
-        said.append(_against(best, rival))
+    if rival is not None:
+        said.append(_against(best, rival, differing))
     if plain is not None and _speed_of(plain) > _speed_of(best):
         speed = f"{_speed_of(plain):.1f} tokens/s"
         said.append(f"no speculation at target TP {plain.target_tp} is faster still, {speed}")
@@ -120,13 +196,12 @@ def _rival(best: Point, candidates: Sequence[Point]) -> Point | None:
     return max(rivals, key=_speed_of, default=None)
 
 
-def _decided_by(best: Point, rival: Point | None) -> Decision | None:
-    """The stage in which the best saves most of a round against the next best, and milliseconds."""
-    if rival is None:
+def _decided_by(rival: Point | None, differing: Mapping[str, float]) -> Decision | None:
+    """The stage that saves most of a round against the next best, and milliseconds."""
+    if rival is None or not differing:
         return None
-    parts = _saved(best, rival)
-    stage = max(parts, key=lambda name: parts[name])
-    return Decision(stage=stage, saved_ms=parts[stage], draft_tp=rival.draft_tp)
+    stage = max(differing, key=lambda name: differing[name])
+    return Decision(stage=stage, saved_ms=differing[stage], draft_tp=rival.draft_tp)
 
 
 def _saved(best: Point, rival: Point) -> dict[str, float]:
@@ -145,7 +220,7 @@ def _name(point: Point) -> str:
     return f"target TP {point.target_tp} with draft TP {point.draft_tp}"
 
 
-def _against(best: Point, rival: Point) -> str:
+def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
     """The comparison in words of the best with the next best at its target TP, stage by stage."""
     ours, theirs = _metrics(best), _metrics(rival)
     name = f"draft TP {rival.draft_tp}"
@@ -153,7 +228,7 @@ def _against(best: Point, rival: Point) -> str:
     parts = _saved(best, rival)
     whole = sum(map(abs, parts.values()))
     ranked = sorted(parts, key=lambda stage: -abs(parts[stage]))
-    told = [s for s in ranked if whole and abs(parts[s]) >= _NOTABLE * whole]
+    told = [s for s in ranked if s in differing and abs(parts[s]) >= _NOTABLE * whole]
     words = ", ".join(f"{stage} {_difference(parts[stage])}" for stage in told)
     said = (
         f"a round takes {ours.round_ms:.2f} ms, {_difference(faster)} than with {name}"
@@ -218,7 +293,8 @@ def summary_lines(verdict: Verdict) -> list[str]:
 
 def _line(size: str, best: BestPair, sizes: Mapping[str, BestPair]) -> str:
     where = f"batch size {size}: " if len(sizes) > 1 else ""
-    return f"{where}{best.reason}{_tied(best)}"
+    doubt = "inconclusive: " if best.verdict == "inconclusive" else ""
+    return f"{where}{doubt}{best.reason}{_tied(best)}"
 
 
 def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:

@@ -4,10 +4,11 @@ Rank 0 writes each sample as it comes, so that finished samples outlive the rank
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from specdec_cli import plugin
 from specdec_cli.backends import native
@@ -16,10 +17,12 @@ from specdec_cli.core.parallel import local_world_size
 from specdec_cli.core.types import Permissions
 from specdec_cli.engine.memory.budget import available_memory, room_now
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.compare.comparison_records import ComparisonSettings, point_of
 from specdec_cli.experiment.folders.records import Key, Pair, PairFacts, Point, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, tokenised
+from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import MeasuringLoop, units_of
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
@@ -34,6 +37,7 @@ class PairTask:
     """The task that the ranks of a pair are started with.
 
     recipe: the comparison's; the pair's degrees replace its own. batch_sizes: those to measure.
+    warnings: about the machine while earlier ranks of the pair measured.
     """
 
     pair: Pair
@@ -43,6 +47,7 @@ class PairTask:
     permissions: Permissions
     batch_sizes: tuple[int, ...]
     folder: Path
+    warnings: Sequence[dict[str, Any]] = ()
 
 
 def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
@@ -69,24 +74,28 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     blocks = _blocks_per_rank(planned, num_blocks)
     world.ready()
     folder = RunFolder(task.folder)
+    facts = PairFacts(
+        target_tp=task.pair.target_tp,
+        draft_tp=task.pair.draft_tp,
+        num_blocks=num_blocks,
+        blocks_per_rank=blocks,
+        load_seconds=time.perf_counter() - began,
+        execution=planned.execution,
+        warnings=list(task.warnings),
+    )
     if world.is_first:
-        folder.append(
-            "pairs.jsonl",
-            PairFacts(
-                target_tp=task.pair.target_tp,
-                draft_tp=task.pair.draft_tp,
-                num_blocks=num_blocks,
-                blocks_per_rank=blocks,
-                load_seconds=time.perf_counter() - began,
-                execution=planned.execution,
-            ),
-        )
+        folder.append("pairs.jsonl", facts)
+    watch = MachineWatch(planned.device, local_world_size())
     for batch_size in task.batch_sizes:
         chosen = job.part(0, task.settings.num_prompts(batch_size))
         # As opened, it has already captured its rounds for the largest batch.
         sized = session.resized(batch_size)
-        samples = _measure_size(world, task, chosen, sized, folder)
+        samples = _measure_size(world, task, chosen, sized, folder, watch)
+        warnings = _warnings(task.pair, planned.parallel.gather_objects(watch.notices()))
         if world.is_first:
+            if warnings:
+                seen = {"warnings": [*task.warnings, *warnings]}
+                folder.append("pairs.jsonl", facts.model_copy(update=seen))
             plain, *_ = samples.values()
             for key, own in samples.items():
                 found = point_of(key, own, plain, None, task.settings.seed)
@@ -99,7 +108,12 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
 
 
 def _measure_size(
-    world: World, task: PairTask, job: Job, session: Session, folder: RunFolder
+    world: World,
+    task: PairTask,
+    job: Job,
+    session: Session,
+    folder: RunFolder,
+    watch: MachineWatch,
 ) -> dict[Key, dict[int, Sample]]:
     """Samples of every prompt at k = 0 and at k, by point and prompt; rank 0 also writes them."""
     keys = task.settings.keys(task.pair, session.batch_size)
@@ -112,9 +126,23 @@ def _measure_size(
 
     loop = MeasuringLoop(lambda _: session, world, keep, partial(native.peak_memory, job.plan))
     loop.warm_up(dict.fromkeys(keys, job), WARM_UP_TOKENS)
+    watch.begin()
     for number, unit in enumerate(units_of(job, session.batch_size)):
         loop.measure(dict.fromkeys(keys, unit), number)
+        watch.look()
+    watch.look(at_end=True)
     return found
+
+
+def _warnings(pair: Pair, by_rank: Sequence[Sequence[Notice]]) -> list[dict[str, Any]]:
+    """One warning of each kind about a pair, as its first rank has it, with the ranks."""
+    found: dict[str, dict[str, Any]] = {}
+    for rank, notices in enumerate(by_rank):
+        for one in notices:
+            about = {"target_tp": pair.target_tp, "draft_tp": pair.draft_tp, "ranks": []}
+            told = Notice(one.code, f"{pair}: {one.message}", {**one.evidence, **about}).as_dict()
+            found.setdefault(one.code, told)["evidence"]["ranks"].append(rank)
+    return list(found.values())
 
 
 def _blocks_per_rank(planned: Plan, held: int) -> list[int]:

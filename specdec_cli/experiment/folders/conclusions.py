@@ -5,7 +5,7 @@ Imports no torch.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, InstanceOf, model_validator
 
@@ -31,6 +31,16 @@ def refuse_other_version(path: Path, found: Mapping[str, Any]) -> None:
     )
 
 
+Verdict = Literal["use", "none", "inconclusive"]
+
+
+class Needed(Record):
+    """The measurement that would decide. minutes: of measuring; None if unknown."""
+
+    prompts: Count
+    minutes: Figure = None
+
+
 class Arm(Record):
     """One side of a comparison; k = 0, whose draft is null, is plain decoding."""
 
@@ -50,6 +60,9 @@ class Best(Record):
     k: None if nothing could be compared, 0 for no speculation. draft: None at k = 0. tied: the k of
     the points with that draft that are tied with the fastest. tied_points: those of every draft.
     significant: whether it is faster than k = 0 beyond chance, in a run that nothing disturbed.
+    verdict: "use" if it is significant; "none" if no point is worth a draft beyond chance; over
+    "inconclusive" evidence k is a guess and no advice. None in runs of earlier versions. needed:
+    what would decide.
     """
 
     k: Count | None
@@ -60,6 +73,8 @@ class Best(Record):
     fastest: Fastest | None = None
     tied_points: list[Arm] = Field(default_factory=list)
     significant: bool = False
+    verdict: Verdict | None = None
+    needed: Needed | None = None
     per_category: dict[Name, "Best"] = Field(default_factory=dict)
 
 
@@ -80,13 +95,17 @@ class Decision(Record):
 
 
 class BestPair(Record):
-    """The fastest pair of one batch size. target_tp: None if no pair was measured."""
+    """The fastest pair of one batch size. target_tp: None if no pair was measured. significant,
+    verdict, needed: as in `Best`, against the fastest plain decoding."""
 
     target_tp: Count | None
     draft_tp: Count | None
     k: Count | None
     tied: list[Degrees]
     reason: Name
+    significant: bool = False
+    verdict: Verdict | None = None
+    needed: Needed | None = None
     decided_by: Decision | None = None
     decode_tokens_per_second: Figure = None
     speedup: Figure = None

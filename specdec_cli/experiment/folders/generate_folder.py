@@ -15,7 +15,7 @@ from specdec_cli.experiment.folders.records import (
     read_records,
 )
 from specdec_cli.experiment.folders.run_folder import RunFolder
-from specdec_cli.experiment.folders.run_settings import RunSettings
+from specdec_cli.experiment.folders.settings_file import RunSettings
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.preparing import common_settings
 from specdec_cli.recipe import Recipe

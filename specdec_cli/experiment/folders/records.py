@@ -394,7 +394,8 @@ class CurvePart(StageTimes, _PartCounts):
 
 
 class PairFacts(Record):
-    """A line of pairs.jsonl: the caches of a pair whose models were loaded."""
+    """A line of pairs.jsonl: the caches of a pair whose models were loaded. warnings: about the
+    machine while it was measured so far."""
 
     target_tp: Count
     draft_tp: Count
@@ -402,6 +403,7 @@ class PairFacts(Record):
     blocks_per_rank: list[Count]
     load_seconds: Time | None = None
     execution: dict[str, Any] = Field(default_factory=dict)
+    warnings: list[dict[str, Any]] = Field(default_factory=list)
 
 
 def blocks_in_words(blocks: Sequence[int] | None) -> str:

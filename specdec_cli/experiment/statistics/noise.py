@@ -89,7 +89,8 @@ def _drift(samples: Mapping[Key, Samples]) -> list[Notice]:
     what = "slower" if change > 0 else "faster"
     told = (
         f"rounds became {100 * slower:.0f} % {what} from prompt {common[split]} on, at every k "
-        f"alike: {before:.2f} ms before and {after:.2f} ms after at k = {plain.k}"
+        f"alike: {before:.2f} ms before and {after:.2f} ms after at k = {plain.k}; measure "
+        "again in one go, while nothing else runs"
     )
     evidence = {"batch_size": plain.batch_size, "k": plain.k, "from_prompt": common[split]}
     figures = {"round_ms_before": before, "round_ms_after": after, "change": float(change)}
@@ -130,7 +131,7 @@ def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
     told = (
         f"repeats of one prompt differ by more than {OUTLYING} times: prompt {worst.sample.index} "
         f"at {_name(worst.key)} took {seconds} s; {count} of {outliers.repeats} repeats do not "
-        "count"
+        "count; repeat more often (--repeats), or while nothing else runs"
     )
     evidence = worst.key.as_dict() | {
         "index": worst.sample.index,
@@ -159,7 +160,8 @@ def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
             continue
         told = (
             f"repeat {one} of all points took {ratio.value:.2f} times as long as repeat {other} "
-            f"({ends[0]:.2f}–{ends[1]:.2f}), though they do the same"
+            f"({ends[0]:.2f}–{ends[1]:.2f}), though they do the same; repeat more often "
+            "(--repeats), or while nothing else runs"
         )
         evidence = {"repeats": [one, other], "ratio": ratio.value, "ratio_ci": ends}
         return [Notice("repeats_disagree", told, evidence)]

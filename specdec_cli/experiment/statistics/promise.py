@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import CheckResult, Diverging, Summary, Tokens
 from specdec_cli.experiment.folders.records import Key, Samples, without_errors
-from specdec_cli.experiment.folders.run_settings import RunSettings
+from specdec_cli.experiment.folders.settings_file import RunSettings
 
 _LABELS = {
     "target_tp": "target TP {}",

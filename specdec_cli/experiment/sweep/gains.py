@@ -27,8 +27,8 @@ class Gains:
     """Speed-ups over k = 0, on the same prompts for all points.
 
     points: those that can be compared. measured, predicted: one of them has the measure of each
-    point. prompts: the prompts. num_parts: of the time curve, for predictions. why_none: set if
-    there are no points.
+    point. prompts: the prompts. num_parts: of the time curve, for predictions. seconds: of
+    measuring these prompts at these points. why_none: set if there are no points.
     """
 
     points: Sequence[Point] = ()
@@ -36,6 +36,7 @@ class Gains:
     predicted: Mapping[Key, Product] = field(default_factory=dict)
     prompts: frozenset[int] = frozenset()
     num_parts: int = 0
+    seconds: float = 0.0
     why_none: str = ""
 
     @property
@@ -74,7 +75,16 @@ def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> G
         gain = speedup({i: samples[key][i] for i in common}, {i: plain[i] for i in common})
         assert gain is not None
         found[key] = gain
-    return Gains(chosen, measured=found, prompts=frozenset(common))
+    spent = seconds_of(samples, chosen, common)
+    return Gains(chosen, measured=found, prompts=frozenset(common), seconds=spent)
+
+
+def seconds_of(
+    samples: Mapping[Key, Samples], points: Iterable[Point], prompts: Iterable[int]
+) -> float:
+    """Seconds that rounds of some prompts took at some points, all repeats together."""
+    chosen = list(prompts)
+    return sum(sum(samples[Key.of(p)][i].decode_seconds) for p in points for i in chosen)
 
 
 def _why_not_compared(points: Sequence[Point]) -> str:

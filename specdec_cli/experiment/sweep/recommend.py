@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Fastest
 from specdec_cli.experiment.folders.records import Key, Point, Samples, prompts_by_category
+from specdec_cli.experiment.statistics.evidence import needed_for, needed_in_words, verdict_of
 from specdec_cli.experiment.statistics.factors import choose
 from specdec_cli.experiment.statistics.noise import doubt_in_words
 from specdec_cli.experiment.statistics.stats import FEWEST
-from specdec_cli.experiment.sweep.gains import Gains
+from specdec_cli.experiment.sweep.gains import Gains, seconds_of
 
 
 def recommend(
@@ -25,7 +26,8 @@ def recommend(
     """
     candidates = list(gains.points)
     if not candidates:
-        return Best(k=None, draft=None, tied=[], reason=gains.why_none, significant=False)
+        why = gains.why_none
+        return Best(k=None, draft=None, tied=[], reason=why, verdict="inconclusive")
     choice = choose([gains.of(p) for p in candidates], seed)
     tied = [candidates[i] for i in choice.tied]
     fastest = candidates[choice.best]
@@ -34,18 +36,29 @@ def recommend(
     if chosen is None:
         chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
     same_draft = {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
-    why = _Choice(chosen, fastest, gains, has_several_drafts(points)).reason(min(same_draft))
-    ends, gain_of = gains.interval(chosen), gains.value
-    is_beyond_chance = bool(chosen.k) and ends is not None and ends[0] > 1.0
+    proposing = [p for p in candidates if p.k]
+    ends = [gains.interval(p) for p in proposing]
+    own = gains.interval(chosen) if chosen.k else None
+    is_disturbed = bool(disturbed)
+    verdict = verdict_of(own, ends, is_disturbed=is_disturbed)
+    needed = None
+    if verdict == "inconclusive" and proposing:
+        leader = max(proposing, key=gains.value)
+        found = gains.value(leader), gains.interval(leader), len(gains.prompts), gains.seconds
+        needed = needed_for(*found, leader.batch_size, is_disturbed=is_disturbed)
+    of = _Choice(chosen, fastest, gains, has_several_drafts(points), verdict == "inconclusive")
+    why = f"{_basis(gains)}{of.reason(min(same_draft))}{doubt_in_words(disturbed)}"
     return Best(
         k=chosen.k,
         draft=chosen.draft if chosen.k else None,
         tied=sorted(same_draft),
-        reason=f"{_basis(gains)}{why}{doubt_in_words(disturbed)}",
-        speedup=gain_of(chosen),
-        fastest=Fastest(k=fastest.k, draft=fastest.draft, speedup=gain_of(fastest)),
+        reason=why + needed_in_words(needed, len(gains.prompts), is_disturbed=is_disturbed),
+        speedup=gains.value(chosen),
+        fastest=Fastest(k=fastest.k, draft=fastest.draft, speedup=gains.value(fastest)),
         tied_points=[Arm(k=p.k, draft=p.draft) for p in tied],
-        significant=is_beyond_chance and not disturbed,
+        significant=verdict == "use",
+        verdict=verdict,
+        needed=needed,
     )
 
 
@@ -70,6 +83,7 @@ def recommend_by_category(
             points,
             measured={key: replace(m, columns=m.columns[rows]) for key, m in whole.items()},
             prompts=frozenset(chosen),
+            seconds=seconds_of(samples, points, chosen),
             why_none="no point could be compared with k = 0",
         )
         found[name] = recommend(points, part, seed, disturbed)
@@ -117,12 +131,13 @@ def _basis(gains: Gains) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A recommended point, and the fastest."""
+    """A recommended point, and the fastest. is_open: whether nothing is decided."""
 
     chosen: Point
     fastest: Point
     gains: Gains
     with_draft: bool
+    is_open: bool
 
     def reason(self, least_tied: int) -> str:
         """The recommendation in words. least_tied: the smallest tied k with the chosen draft."""
@@ -133,10 +148,12 @@ class _Choice:
         which, leader = (
             in_words(p.k, p.draft, with_draft=self.with_draft) for p in (chosen, fastest)
         )
+        none = "nothing was shown" if self.is_open else "no speculation"
         if fastest.k == 0:
-            return f"no speculation: no k is faster than k = 0{over}"
+            doubt = ", but one may be" if self.is_open else ""
+            return f"{none}: no k is faster than k = 0{over}{doubt}"
         if chosen.k == 0:
-            return f"no speculation: the fastest, {leader} at {gain}, is not faster beyond chance"
+            return f"{none}: the fastest, {leader} at {gain}, is not faster beyond chance"
         if chosen is fastest:
             found = f"{which} is the fastest, {gain}"
             if least_tied < chosen.k:

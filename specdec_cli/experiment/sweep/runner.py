@@ -58,7 +58,8 @@ class Sweep:
         self.world = world
         self.failures: dict[Key, Failure] = {}
         self.clock = SweepClock()
-        self.check = LosslessCheck(plan.settings.dtype) if plan.check_lossless else None
+        params = plan.jobs[0].plan.params
+        self.check = LosslessCheck(plan.settings.dtype, params) if plan.check_lossless else None
         self._watch = MachineWatch(plan.jobs[0].plan.device)
         self._arms = Arms(plan, world, self._begin)
         self._agreement = world.agreement()

@@ -17,7 +17,7 @@ from specdec_cli.experiment.folders.records import (
     read_records,
 )
 from specdec_cli.experiment.folders.run_folder import RunFolder
-from specdec_cli.experiment.folders.run_settings import RunSettings
+from specdec_cli.experiment.folders.settings_file import RunSettings
 from specdec_cli.experiment.predict import ReplayText
 
 

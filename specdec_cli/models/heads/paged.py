@@ -17,12 +17,12 @@ from specdec_cli.core.batch import (
     live_batch,
     make_batch,
     packed_ids,
+    padded_batch,
 )
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.packed import last_blocks, last_rows
 from specdec_cli.core.state import BatchState
 from specdec_cli.models.heads.base import Head
-from specdec_cli.models.padded import PaddedBatches
 from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 
 
@@ -39,7 +39,6 @@ class PagedHead:
         self.head = head
         self._behind = max(0, head.config.shift - 1)
         self._captured_width = captured_width
-        self._padded = PaddedBatches()
         self.use(cache)
 
     @property
@@ -156,7 +155,7 @@ class PagedHead:
         size, vocab = self.cache.block_size, self.head.config.vocab_size
         if self.device.type == "cpu":
             return live_batch(what, state, size, vocab)
-        return self._padded.batch(what, state, size, vocab), None
+        return padded_batch(what, state, size, vocab), None
 
     def _run(self, batch: ForwardBatch, hidden: torch.Tensor) -> ops.Normed:
         return self.head(batch.token_ids, hidden, batch, self.cache)

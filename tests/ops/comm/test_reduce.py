@@ -1,18 +1,23 @@
 """Sums and logits on one rank, after the other ranks have written their parts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close
+from specdec_kernels.comm import peers_triton
 from specdec_kernels.comm.peers import (
     GATHER_COLUMNS,
     GATHER_GROUPS,
     GATHER_ROWS,
     MAX_ROWS,
+    PUSHED_NUMBERS,
     SUM_COLUMNS,
     SUM_ROWS,
     Peers,
     num_gather_flags,
+    num_pushed_words,
     num_sum_flags,
 )
 from specdec_kernels.comm.peers_triton import (
@@ -37,6 +42,8 @@ def peers_of(parts: Tensor, rank: int, flags: int) -> tuple[Peers, Tensor]:
         torch.tensor([p.data_ptr() for p in parts], device=device),
         torch.tensor([f.data_ptr() for f in all_flags], device=device),
         torch.full((flags, size), WIDE, dtype=torch.int32, device=device),
+        None,
+        torch.full((flags,), WIDE, dtype=torch.int32, device=device),
     )
     return peers, all_flags
 
@@ -77,6 +84,94 @@ def test_sums_of_ranks(rows, width, size, dtype, device):
         assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
         factor = (out.squares.double().sum(1, keepdim=True) / width + EPS).rsqrt()
         assert_close("norm", normed, out.scaled.double() * factor, TOLERANCE[dtype])
+
+
+def words_of(part: Tensor, count: int) -> Tensor:
+    """The words [T, N / 2] in which a part [T, N] is written to other ranks."""
+    return (part.view(torch.int32).long() & 0xFFFFFFFF) | count << 32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("rows", "width"), [(1, 96), (2, 256), (6, 600), (32, 514)])
+def test_sums_of_parts_that_ranks_write_to_each_other(rows, width, size, dtype, device):
+    generator = torch.Generator().manual_seed(width)
+    parts = torch.randn((size, 2, MAX_ROWS, width), generator=generator).to(device, dtype)
+    parts[:, :, rows:] = float("nan")
+    rank = 1
+    assert rows * width <= PUSHED_NUMBERS
+    pushed = torch.full((size, 2, size, PUSHED_NUMBERS // 2), -1, device=device)
+    assert pushed[0].numel() == num_pushed_words(size, width, dtype.itemsize)
+    peers, flags = peers_of(parts, rank, num_sum_flags(width))
+    addresses = torch.tensor([p.data_ptr() for p in pushed], device=device)
+    peers = replace(peers, pushed=addresses)
+    used = -(-width // SUM_COLUMNS) * -(-rows // SUM_ROWS)
+    norm = torch.ones(width, dtype=dtype, device=device)
+    residual = parts[0, 0, :rows].clone()
+    for call, place in enumerate((0, 1, 0, 1), start=1):
+        count = (WIDE + call + 2**31) % 2**32 - 2**31
+        parts[:, place, :rows] += 1
+        for other in (r for r in range(size) if r != rank):
+            words = words_of(parts[other, place, :rows], count)
+            pushed[rank, place, other, : words.numel()] = words.view(-1)
+        expected, before = pushed.clone(), flags.clone()
+        for other in (r for r in range(size) if r != rank):
+            words = words_of(parts[rank, place, :rows], count)
+            expected[other, place, rank, : words.numel()] = words.view(-1)
+        whole = parts[:, place, :rows].double().sum(0)
+        if place:
+            out = reduce_add_norm_triton(peers, place, residual, norm, EPS)
+            whole += residual.double()
+            assert out.squares is not None
+            squares = out.hidden.double().square().sum(1)
+            assert_close("squares", squares, out.squares.sum(1), 1e-5)
+            assert_close("sum", whole, out.hidden, 2 * TOLERANCE[dtype])
+        else:
+            out = reduce_parts_triton(peers, place, rows)
+            assert_close("sum", whole, out, 2 * TOLERANCE[dtype])
+        assert torch.equal(pushed, expected) and torch.equal(flags, before)
+        assert (peers.pushes[:used] == count).all() and (peers.pushes[used:] == WIDE).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize(("rows", "width"), [(70, 320), (97, 600)])
+def test_ranks_sum_a_share_of_many_rows_each(rows, width, size, dtype, device, monkeypatch):
+    monkeypatch.setattr(peers_triton, "SHARED_OUT_NUMBERS", rows * width)
+    generator = torch.Generator().manual_seed(width)
+    parts = torch.randn((size, 2, MAX_ROWS, width), generator=generator).to(device, dtype)
+    parts[:, :, rows:] = float("nan")
+    for rank in (0, size - 1):
+        peers, flags = peers_of(parts, rank, num_sum_flags(width))
+        share = -(-rows // size)
+        own = slice(rank * share, min(rows, (rank + 1) * share))
+        used = -(-width // SUM_COLUMNS) * -(-share // SUM_ROWS)
+        residual, norm = parts[0, 0, :rows].clone(), torch.ones(width, dtype=dtype, device=device)
+        for place in (0, 1):
+            flags[rank, :used, [r for r in range(size) if r != rank]] += 2
+            before = flags[:, :, rank].clone()
+            expected = parts[:, place, :rows].double().sum(0)
+            # The other ranks' rows are already their sums.
+            theirs = [
+                parts[min(row // share, size - 1), place, row].double() for row in range(rows)
+            ]
+            if place:
+                out = reduce_add_norm_triton(peers, place, residual, norm, EPS)
+                expected += residual.double()
+                normed = F.rms_norm(out.hidden.double(), (width,), eps=EPS)
+                assert_close("norm", normed, out.scaled, TOLERANCE[dtype])
+                out = out.hidden
+            else:
+                out = reduce_parts_triton(peers, place, rows)
+            assert_close("sum", expected[own], out[own], 2 * TOLERANCE[dtype])
+            others = [row for row in range(rows) if not own.start <= row < own.stop]
+            assert torch.equal(out[others].double(), torch.stack(theirs)[others])
+            assert torch.equal(parts[rank, place, own], out[own])
+            before[:, :used] += 2
+            assert torch.equal(flags[:, :, rank], before)
+            epochs = peers.epochs.view(-1).long() - WIDE
+            assert ((epochs[:used] - 2 * (place + 1)) % 2**32 == 0).all()
+            assert not epochs[used:].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ from specdec_kernels.experts import mixture_triton
 from specdec_kernels.experts.down_triton import down_add_norm_triton
 from specdec_kernels.experts.gate_up_triton import gate_up_triton
 from specdec_kernels.experts.group_triton import group_triton
-from specdec_kernels.experts.grouped_triton import grouped_down, grouped_gate_up
+from specdec_kernels.experts.grouped_triton import grouped_product
 from specdec_kernels.experts.mixture_triton import mixture_add_norm_triton
 from specdec_kernels.experts.plan import FEW_TOKENS, ExpertPlan, PairGroups
 from specdec_kernels.experts.reference import (
@@ -482,8 +482,8 @@ def test_grouped_products(size, what, tiles, dtype, device):
         factors = torch.rsqrt(x.squares.sum(1) / width + EPS)
     groups = groups_of(routes, num_experts, None)
     groups = PairGroups(*(t.to(device) for t in groups[:3]), factors)
-    inner = grouped_gate_up(x.scaled, groups, experts, tiles)
-    parts = grouped_down(inner, groups, experts, tiles)
+    inner = grouped_product(x.scaled, groups, experts, tiles, is_gate=True)
+    parts = grouped_product(inner, groups, experts, tiles, is_gate=False)
     exact = wide(experts)
     for pair, expert in enumerate(routes.experts.flatten().tolist()):
         bias, down_bias = (

@@ -1,10 +1,10 @@
 """Lookup of n-grams: the reference and the kernel against the definition in plain Python."""
 
 import pytest
-import specdec_kernels.round.ngram_triton as ngram_triton
+import specdec_kernels.round.steps_triton as steps_triton
 import torch
 from specdec_kernels import ops
-from specdec_kernels.round.ngram_triton import ngram_lookup_triton
+from specdec_kernels.round.steps_triton import ngram_lookup_triton
 
 both = pytest.mark.parametrize("lookup", [ops.ngram_lookup.reference, ngram_lookup_triton])
 
@@ -44,7 +44,7 @@ def check(lookup, texts, rooms, longest, shortest, k, device):
 @pytest.mark.parametrize("block", [16, 64, 2048])
 def test_lookup_follows_the_definition(lookup, longest, shortest, block, device, monkeypatch):
     """Texts have few different tokens, and some are longer than the kernel reads at once."""
-    monkeypatch.setattr(ngram_triton, "BLOCK", block)
+    monkeypatch.setattr(steps_triton, "PLACES", block)
     generator = torch.Generator().manual_seed(longest)
     k = 5
     texts, rooms = [], []

@@ -28,12 +28,11 @@ from specdec_cli.models.heads.mtp.config import (
 )
 from specdec_cli.models.heads.mtp.head import MtpHead
 from specdec_cli.models.heads.paged import PagedHead
-from specdec_cli.models.held import StoredParameter, held_bytes
+from specdec_cli.models.held import StoredParameter, borrowed_weights, held_bytes
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.loader import load, open_tensors
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.resolve import model_place
-from specdec_cli.models.sharing import borrowed_weights
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.weights import tensor_names
 from specdec_cli.recipe import SpeculationSection

@@ -1,0 +1,126 @@
+"""Changes of logits before tokens are drawn: a repetition penalty, ids that are never drawn, and no
+end of a text too early. They are those of transformers' logits processors of these names, and come
+before temperature, top-k and top-p.
+
+Each row of a round follows a text of its own: the sequence, and the proposals before the row's
+place. Drafts that draw are changed likewise, so their proposals agree more often; what they were
+drawn from is what verification reads. Everything is a tensor operation, so rounds can be captured.
+Legend: B sequences, N rows of each, V vocabulary of the target, V' of the draft, at most V.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Values
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from specdec_cli.core.candidates import Verdict
+from specdec_cli.core.state import BatchState
+from specdec_cli.core.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitsProcessors:
+    """The changes that a run's parameters ask for, on one device.
+
+    penalty: logits of ids that the text has are divided by it where positive, else multiplied
+    (Keskar et al., "CTRL", arXiv 1909.05858); 1 changes nothing. suppressed: bool [V], ids that are
+    never drawn. ends: bool [V], ids that are not drawn before min_new_tokens output tokens.
+    """
+
+    penalty: float
+    suppressed: Tensor
+    ends: Tensor
+    min_new_tokens: int
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, eos_ids: Iterable[int], vocab_size: int, device: torch.device
+    ) -> Self | None:
+        """The processors of a run; None if its parameters change no logits."""
+        if not params.changes_logits:
+            return None
+        suppressed, ends = torch.zeros(2, vocab_size, dtype=torch.bool)
+        suppressed[list(params.suppress_tokens)] = True
+        ends[[i for i in eos_ids if i < vocab_size]] = True
+        where = suppressed.to(device), ends.to(device)
+        return cls(params.repetition_penalty, *where, params.min_new_tokens)
+
+    @property
+    def reads_text(self) -> bool:
+        return self.penalty != 1.0
+
+    def at(self, state: BatchState) -> "TextsBefore":
+        """The texts of all slots before a round."""
+        seen = None
+        if self.reads_text:
+            assert state.texts is not None and state.texts.seen is not None
+            seen = state.texts.seen[state.row]
+        return TextsBefore(self, seen, state.length - state.prompt)
+
+    def of_text(self, tokens: Values[int], num_prompt: int) -> "TextsBefore":
+        """A text that is already written, alone."""
+        device = self.suppressed.device
+        seen = torch.zeros(1, len(self.suppressed) + 1, dtype=torch.bool, device=device)
+        seen[:, torch.tensor(tokens, dtype=torch.int64, device=device)] = True
+        return TextsBefore(self, seen, torch.tensor([len(tokens) - num_prompt], device=device))
+
+    def take_in(self, state: BatchState, verdict: Verdict) -> None:
+        """Mark the tokens that a round decided; `state` has not been advanced yet."""
+        if not self.reads_text:
+            return
+        assert state.texts is not None and state.texts.seen is not None
+        seen, tokens = state.texts.seen, verdict.token_ids
+        none = seen.shape[1] - 1
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        counts = (place <= verdict.num_accepted[:, None]) & state.active[:, None]
+        marked = torch.where(counts, tokens.clamp(0, none), none)
+        at = state.row[:, None] * seen.shape[1] + marked
+        seen.view(-1).index_fill_(0, at.view(-1), True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextsBefore:
+    """The texts that rows of logits follow.
+
+    seen: bool [B, V + 1], ids that each text has, and a last column without meaning; not read if
+    there is no penalty. num_new: int64 [B], its output tokens.
+    """
+
+    processors: LogitsProcessors
+    seen: Tensor | None
+    num_new: Tensor
+
+    def after_each(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Changed logits, fp32 [B, N, V'], of rows that follow ever more tokens: row i follows
+        `tokens[:, :i]`. tokens: int64 [B, N - 1 or more]."""
+        rows = range(logits.shape[1])
+        seen = None
+        if self.processors.reads_text:
+            seen = torch.stack([self._seen_with(tokens[:, :i]) for i in rows], dim=1)
+        return self._changed(logits, seen, 0)
+
+    def after_all(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Changed logits, fp32 [B, N, V'], of the places after `tokens`, int64 [B, S], of which
+        each row follows all. Those of a block that is drawn at once follow no more than that."""
+        seen = self._seen_with(tokens)[:, None] if self.processors.reads_text else None
+        return self._changed(logits, seen, tokens.shape[1])
+
+    def _seen_with(self, tokens: Tensor) -> Tensor:
+        assert self.seen is not None
+        return self.seen.scatter(1, tokens.clamp(0, self.seen.shape[1] - 1), True)
+
+    def _changed(self, logits: Tensor, seen: Tensor | None, first: int) -> Tensor:
+        """seen: [B, N or 1, V + 1]. first: tokens between the texts and the first row."""
+        how, (_, rows, width) = self.processors, logits.shape
+        found, never = logits.float(), how.suppressed[:width]
+        if seen is not None:
+            penalised = torch.where(found < 0, found * how.penalty, found / how.penalty)
+            found = torch.where(seen[..., :width], penalised, found)
+        if how.min_new_tokens:
+            place = torch.arange(first, first + rows, device=logits.device)
+            is_early = self.num_new[:, None] + place < how.min_new_tokens
+            never = never | (how.ends[:width] & is_early[..., None])
+        return found.masked_fill(never, float("-inf"))

@@ -1,0 +1,72 @@
+"""The verdict on a gain, and how much more has to be measured for one. Knows no engine."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from specdec_cli.experiment.folders.conclusions import Needed, Verdict
+from specdec_cli.experiment.statistics.stats import student
+
+NEGLIGIBLE = 0.03  # a gain that is not worth a draft; less than it may be called none
+_ENOUGH = 8  # prompts with an interval that does not rest on few degrees of freedom
+Ends = Sequence[float] | None
+
+
+def verdict_of(chosen: Ends, others: Iterable[Ends], *, is_disturbed: bool) -> Verdict:
+    """use: the chosen point is faster beyond chance. none: no point gains more than `NEGLIGIBLE`,
+    beyond chance. Else inconclusive, as over disturbed times.
+
+    chosen: the interval of the chosen point's speed-up, None for plain decoding or without one.
+    others: those of all points with proposals.
+    """
+    if is_disturbed:
+        return "inconclusive"
+    if chosen is not None and chosen[0] > 1.0:
+        return "use"
+    known = list(others)
+    is_none = known and all(ends is not None and ends[1] <= 1 + NEGLIGIBLE for ends in known)
+    return "none" if is_none else "inconclusive"
+
+
+def needed_for(
+    gain: float, ends: Ends, count: int, seconds: float, batch_size: int, *, is_disturbed: bool
+) -> Needed:
+    """The prompts that would tell a gain from 1, or from a gain worth having, if they scatter as
+    those measured do; the same prompts again where only times were disturbed.
+
+    ends: the gain's interval over `count` prompts, which took `seconds`.
+    """
+    if ends is None:
+        prompts = max(count + 1, _ENOUGH * batch_size)
+    elif is_disturbed and not ends[0] <= 1.0 <= ends[1]:
+        prompts = count
+    else:
+        middle = math.log(gain)
+        error = math.log(ends[1] / ends[0]) / 2 / student(count - 1)
+        distance = max(middle, math.log1p(NEGLIGIBLE) - middle)
+        more = math.ceil(count * (2 * error / distance) ** 2)
+        prompts = max(more, count if is_disturbed else count + 1)
+    minutes = seconds / 60 * prompts / count if seconds and count else None
+    return Needed(prompts=prompts, minutes=minutes)
+
+
+def needed_in_words(needed: Needed | None, count: int, *, is_disturbed: bool) -> str:
+    """`; about 60 prompts like these would decide, in some 4 minutes`; "" if nothing is needed.
+
+    count: of the prompts that were measured.
+    """
+    if needed is None:
+        return ""
+    which = f"about {_rounded(needed.prompts):,} prompts like these"
+    if needed.prompts == count:
+        which = "the same prompts again"
+    time = ""
+    if needed.minutes is not None:
+        quiet, minutes = "quiet " if is_disturbed else "", _rounded(math.ceil(needed.minutes))
+        time = f", in some {minutes:,} {quiet}minute{'s' if minutes > 1 else ''}"
+    return f"; {which} would decide{time}"
+
+
+def _rounded(count: int) -> int:
+    """A count to two digits, upwards."""
+    unit = int(10 ** max(0, len(str(count)) - 2))
+    return -(-count // unit) * unit

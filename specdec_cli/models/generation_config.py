@@ -1,0 +1,134 @@
+"""The sampling that a model's generation_config.json asks for, in keys of a recipe.
+
+`sampling.from: model` takes its values as transformers' `generate` does. Imports nothing heavy.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.models.config_file import MAX_BYTES
+from specdec_cli.models.resolve import model_place
+from specdec_cli.recipe import Recipe, SamplingSection
+from specdec_cli.text import of_many, reason_of, shown
+
+FILE = "generation_config.json"
+# Values of transformers' `generate` where the file has none. Those of a draw count if it draws.
+_PROCESSING: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "suppress_tokens": (),
+    "min_new_tokens": 0,
+}
+_DRAW: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+# Keys that change a text and have no counterpart here, with the values that change nothing; None
+# and False never do.
+_UNSUPPORTED_DRAW: dict[str, Any] = {
+    "min_p": 0,
+    "top_h": None,
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+}
+_UNSUPPORTED: dict[str, Any] = {
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "bad_words_ids": [],
+    "sequence_bias": {},
+    "begin_suppress_tokens": [],
+    "min_length": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": 1,
+    "num_beams": 1,
+    "penalty_alpha": 0,
+    "dola_layers": None,
+    "token_healing": False,
+    "watermarking_config": None,
+    "stop_strings": [],
+}
+
+
+def generation_config(place: Path) -> dict[str, Any]:
+    """The content of generation_config.json in a model's folder; empty where there is none.
+
+    transformers' own reader refuses settings of sampling that do not suit each other.
+    """
+    file = place / FILE
+    if not file.is_file():
+        return {}
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, RecursionError) as problem:
+        raise SetupError(
+            f"cannot read {file}: {reason_of(problem)}", "it is damaged; download it again"
+        ) from None
+    return stored
+
+
+def recommended(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `sampling` that the file sets, with its values: those of a draw only where it
+    says `do_sample`, as `generate` is greedy without."""
+    known = {**_PROCESSING, **(_DRAW if stored.get("do_sample") else {})}
+    found = {key: stored[key] for key in known if stored.get(key) is not None}
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()}
+
+
+def unsupported(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the file that change a text in `generate` and nothing here."""
+    known = {**_UNSUPPORTED, **(_UNSUPPORTED_DRAW if stored.get("do_sample") else {})}
+    values = {key: stored[key] for key in known if stored.get(key) not in (None, False)}
+    return {key: value for key, value in values.items() if value != known[key]}
+
+
+def with_sampling(recipe: Recipe) -> Recipe:
+    """The recipe with the sampling of its target, where `sampling.from` is model.
+
+    Raises `UsageError` where the recipe has another value of its own, or the file asks for what is
+    not supported, and `SetupError` where it is no file of settings.
+    """
+    asked, target = recipe.sampling, recipe.target
+    if asked.source == "recipe":
+        return recipe
+    stored = generation_config(
+        model_place(target.model, target.revision, target.file, weights=False)
+    )
+    if not stored:
+        raise UsageError(f"sampling.from is model, and {target.model} has no {FILE}")
+    if others := unsupported(stored):
+        raise UsageError(
+            f"sampling.from is model, and {FILE} of {target.model} asks for what is not "
+            f"supported: {in_words(others)}",
+            "leave sampling.from out, and give the values that you want",
+        )
+    draw = _DRAW if stored.get("do_sample") else {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    taken = {**_PROCESSING, **draw, **recommended(stored)}
+    try:
+        checked = SamplingSection.model_validate(taken)
+    except ValidationError as error:
+        keys = of_many([str(found["loc"][0]) for found in error.errors()], "value")
+        raise SetupError(f"{FILE} of {target.model}: cannot be used: {keys}") from None
+    values = {key: getattr(checked, key) for key in taken}
+    given = {key: getattr(asked, key) for key in taken if key in asked.model_fields_set}
+    if differing := {key: value for key, value in given.items() if value != values[key]}:
+        raise UsageError(
+            f"sampling.from is model, and the recipe has values of its own: {in_words(differing)}",
+            "leave one or the other out",
+        )
+    return recipe.model_copy(
+        update={"sampling": asked.model_copy(update={**values, "source": "recipe"})}
+    )
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    """Keys and values in words, such as `temperature 0.7, top_k 20`."""
+    return ", ".join(f"{key} {shown(value)}" for key, value in values.items())

@@ -1,0 +1,182 @@
+"""Verdicts: evidence that decides nothing advises nothing, and says what would decide."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_cli.commands.status import strictly
+from specdec_cli.errors import ExitCode, Notice
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
+from specdec_cli.experiment.compare.verdict import summary_lines, verdict_of
+from specdec_cli.experiment.compare.worker import _warnings as warnings_of_ranks
+from specdec_cli.experiment.folders.conclusions import Needed
+from specdec_cli.experiment.folders.records import Key, Pair, Point, Sample
+from specdec_cli.experiment.points import measured
+from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.statistics.evidence import needed_for, needed_in_words
+from specdec_cli.experiment.statistics.evidence import verdict_of as of
+from specdec_cli.experiment.sweep.gains import measured_gains
+from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_category
+from tests.unit.test_compare import SETTINGS, changed, sample
+
+NOISY = [Notice("cpu_load", "5.0 processes were ready to run on 2 processors")]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "others", "is_disturbed", "verdict"),
+    [
+        ([1.01, 1.2], [[1.01, 1.2]], False, "use"),
+        ([1.9, 3.1], [[1.9, 3.1]], True, "inconclusive"),
+        ([0.99, 1.4], [[0.99, 1.4]], False, "inconclusive"),
+        (None, [[0.7, 0.9], [0.95, 1.02]], False, "none"),
+        (None, [[0.7, 0.9], [0.95, 1.2]], False, "inconclusive"),
+        (None, [[0.7, 0.9], None], False, "inconclusive"),
+        (None, [[0.7, 0.9]], True, "inconclusive"),
+        (None, [], False, "inconclusive"),
+    ],
+)
+def test_verdicts(chosen: Any, others: Any, is_disturbed: bool, verdict: str) -> None:
+    assert of(chosen, others, is_disturbed=is_disturbed) == verdict
+
+
+@pytest.mark.parametrize("gain", [1.06, 1.3, 0.9])
+def test_as_many_prompts_as_are_called_for_decide(gain: float) -> None:
+    """Of 12 prompts whose interval decides nothing, copies that make up the number do decide."""
+    rng = random.Random(3)
+    spread = 0.9 * abs(gain - 1.01) + 0.5
+    times = [rng.lognormvariate(0, spread) for _ in range(12)]
+    centre = sum(times) / 12
+
+    def ratio(count: int) -> stats.SumRatio:
+        chosen = [times[i % 12] for i in range(count)]
+        tokens, plain = [1.0] * count, [gain * centre] * count
+        return stats.speed(tokens, chosen).over(stats.speed(tokens, plain))
+
+    few = stats.linear_interval(ratio(12))
+    assert few is not None and few[0] < 1 < few[1]
+    needed = needed_for(gain, few, 12, 60.0, 1, is_disturbed=False)
+    assert needed.prompts > 12 and needed.minutes == pytest.approx(needed.prompts / 12)
+    ends = stats.linear_interval(ratio(needed.prompts + 12)) or [0, 9]
+    assert ends[0] > 1 or ends[1] < 1.03
+
+
+def test_what_is_needed_in_words() -> None:
+    assert needed_in_words(None, 5, is_disturbed=False) == ""
+    told = needed_in_words(Needed(prompts=1834, minutes=61.2), 5, is_disturbed=False)
+    assert told == "; about 1,900 prompts like these would decide, in some 62 minutes"
+    again = needed_in_words(Needed(prompts=5, minutes=0.2), 5, is_disturbed=True)
+    assert again == "; the same prompts again would decide, in some 1 quiet minute"
+    two = needed_for(1.4, None, 2, 0.0, 4, is_disturbed=False)
+    assert (two.prompts, two.minutes) == (32, None), "fewer have no interval to speak of"
+
+
+def with_categories(prompts: dict[str, list[float]]) -> tuple[list[Point], Any, Any]:
+    """Points and samples of k = 0 and 2. prompts: seconds at k = 2, where plain takes 1 s."""
+    times = [(name, spent) for name, of in prompts.items() for spent in of]
+    pair = Pair(2, 1)
+    samples: dict[Key, dict[int, Sample]] = {}
+    points = []
+    for k in (0, 2):
+        key = Key("d", 1, k)
+        samples[key] = {
+            i: changed(
+                sample(pair, 1, k, i),
+                decode_seconds=[spent if k else 1.0],
+                category=name,
+                draft="d",
+            )
+            for i, (name, spent) in enumerate(times)
+        }
+    for key in samples:
+        found = measured(key, samples[key], samples[Key("d", 1, 0)], None, 0)
+        points.append(Point(k=key.k, batch_size=1, draft="d", **found))
+    return points, measured_gains(points, samples), samples
+
+
+def test_a_category_of_few_prompts_recommends_nothing() -> None:
+    """Its own rule is that of the whole."""
+    many = [0.5 + 0.01 * (i % 5) for i in range(20)]
+    points, gains, samples = with_categories({"many": many, "few": [0.4, 0.5], "slow": [1.2, 1.3]})
+    whole = recommend(points, gains, 0)
+    assert (whole.verdict, whole.significant, whole.needed) == ("use", True, None)
+    by_name = recommend_by_category(gains, samples, 0)
+    assert (by_name["many"].verdict, by_name["many"].significant) == ("use", True)
+    few = by_name["few"]
+    assert (few.verdict, few.significant) == ("inconclusive", False)
+    assert few.needed and few.needed.prompts == 8
+    assert by_name["slow"].verdict == "inconclusive", "two prompts show nothing either way"
+    noisy = recommend_by_category(gains, samples, 0, NOISY)
+    assert {one.verdict for one in noisy.values()} == {"inconclusive"}
+
+
+def test_nothing_to_compare_is_inconclusive() -> None:
+    points, gains, _ = with_categories({"a": [0.5, 0.6], "b": [0.5]})
+    best = recommend(points, replace(gains, points=[], why_none="no prompt"), 0)
+    assert (best.k, best.verdict, best.needed, best.reason) == (
+        None, "inconclusive", None, "no prompt",
+    )  # fmt: skip
+
+
+def compared(
+    spread: float, *, draft: tuple[float, float] = (2.0, 5.0), verify: float = 10.0
+) -> ComparisonRecords:
+    """Pairs (2, 1) and (2, 2) at batch size 1; spread: of stages between prompts, unpaired."""
+    records = ComparisonRecords(replace(SETTINGS, batch_sizes=(1,)), {})
+    rng = random.Random(5)
+    for degree, own in zip((1, 2), draft, strict=True):
+        pair = Pair(2, degree)
+        for index in range(10):
+            for k in (0, 2):
+                stages = {"verify": verify, "draft": own if k else 0.0}
+                noisy = {name: ms * rng.lognormvariate(0, spread) for name, ms in stages.items()}
+                records.kept.samples[SETTINGS.key(pair, 1, k)][index] = sample(
+                    pair, 1, k, index, **noisy
+                )
+    records.update_points()
+    return records
+
+
+def test_a_comparison_has_a_verdict_and_its_cause() -> None:
+    quiet = verdict_of(compared(0.02))["best"]
+    assert (quiet.draft_tp, quiet.verdict, quiet.significant) == (1, "use", True)
+    assert quiet.decided_by and quiet.decided_by.stage == "draft"
+    assert "exchanges between its ranks cost the draft more" in quiet.reason
+    found = verdict_of(compared(0.02), NOISY)
+    noisy = found["best"]
+    assert (noisy.verdict, noisy.significant, noisy.decided_by) == ("inconclusive", False, None)
+    assert "exchanges" not in noisy.reason and "times were disturbed (cpu_load)" in noisy.reason
+    assert "the same prompts again would decide" in noisy.reason
+    assert summary_lines(found)[0].startswith("inconclusive: target TP 2 with draft TP")
+
+
+def test_stages_that_may_differ_by_chance_are_no_cause() -> None:
+    best = verdict_of(compared(1.5, draft=(2.0, 2.2)))["best"]
+    assert best.decided_by is None and "exchanges" not in best.reason
+    assert " less)" not in best.reason and " more)" not in best.reason
+
+
+def test_pairs_that_are_slower_than_plain_decoding_are_none() -> None:
+    slow = verdict_of(compared(0.02, draft=(50.0, 60.0)))["best"]
+    assert (slow.verdict, slow.significant, slow.needed) == ("none", False, None)
+
+
+def test_warnings_of_ranks_name_their_pair_and_ranks(tmp_path: Path) -> None:
+    load, gpu = NOISY[0], Notice("gpu_shared", "1 other process held the GPU", {"n": 1})
+    found = [Notice.read(one) for one in warnings_of_ranks(Pair(2, 1), [[], [load], [load, gpu]])]
+    assert [one.code for one in found] == ["cpu_load", "gpu_shared"]
+    assert found[0].message.startswith("target TP 2, draft TP 1: 5.0 processes")
+    assert found[0].evidence["ranks"] == [1, 2] and found[1].evidence["ranks"] == [2]
+    assert found[1].evidence["n"] == 1
+
+
+@pytest.mark.parametrize("code", ["cpu_load", "baseline_drift", "few_prompts"])
+def test_strict_runs_end_partial_over_disturbed_times(code: str) -> None:
+    told = [Notice(code, "…")]
+    disturbed = code != "few_prompts"
+    expected = ExitCode.PARTIAL if disturbed else ExitCode.OK
+    assert strictly(ExitCode.OK, told, strict=True) == expected
+    assert strictly(ExitCode.OK, told, strict=False) == ExitCode.OK
+    assert strictly(ExitCode.LOSSLESSNESS, told, strict=True) == ExitCode.LOSSLESSNESS
