@@ -98,8 +98,8 @@ def _launches_that_compile(kernel: Any) -> Iterator[None]:
 def _launchers_of_own_names() -> Iterator[None]:
     """Each launcher of C code is loaded under a name of its own.
 
-    Triton has one name for all, by which Python finds them again. A thread that loads a launcher for
-    the second time would give its functions to the module that another thread has just loaded.
+    Triton has one name for all, by which Python finds them again. A thread that loads a launcher
+    for the second time would give its functions to the module that another has just loaded.
     """
     driver: Any = sys.modules.get("triton.backends.nvidia.driver")
     load = getattr(driver, "compile_module_from_src", None)
