@@ -179,10 +179,10 @@ class StageTimes(Record):
     """
 
     draft_ms: Figure = None
-    broadcast_ms: Figure = None
+    broadcast_ms: Figure = 0.0
     verify_ms: Figure = None
     sample_ms: Figure = None
-    commit_ms: Figure = None
+    commit_ms: Figure = 0.0
 
     def stage_ms(self, stage: str) -> float:
         return float(getattr(self, f"{stage}_ms") or 0.0)

@@ -9,6 +9,7 @@ import pytest
 from specdec_cli.backends.base import Finished
 from specdec_cli.backends.server import times
 from specdec_cli.backends.server.client import Limits
+from specdec_cli.backends.server.details import chunks_tell
 from specdec_cli.backends.server.detect import look_at
 from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.types import Request, SamplingParams
@@ -363,3 +364,12 @@ def test_ends_are_named() -> None:
             answers = ask(2)
         assert [a.finish_reason for a in answers] == ["eos", "length"]
         assert_true(server, answers)
+
+
+def test_chunks_are_rounds_only_where_their_numbers_agree() -> None:
+    assert chunks_tell([[2, 1], [4]], 3, 3, 4)
+    assert chunks_tell([[2, 1], [2]], 3, 3, 4)  # the last round accepted beyond its text
+    assert not chunks_tell([[2]], 3, 2, 1), "a round is missing"
+    assert not chunks_tell([[2, 1]], 3, 2, 0), "they hold more than was accepted"
+    assert not chunks_tell([[2, 1]], 3, 2, 5), "more was accepted than the last can hide"
+    assert not chunks_tell([[5, 1]], 3, 2, 4), "two rounds in a chunk, and one in pieces"

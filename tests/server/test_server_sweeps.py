@@ -81,6 +81,11 @@ def test_a_sweep_over_servers(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert {s["k"]: s["kind"] for s in found["environment"]["servers"]}[4] == "sglang"
     assert (tmp_path / "run" / "report.html").exists()
     assert specdec(capsys, "report", str(tmp_path / "run")).code == 0
+    table = next((tmp_path / "run").rglob("points.csv")).read_text().splitlines()
+    heading, row = (line.split(",") for line in table[:2])
+    assert [row[heading.index(name)] for name in ("commit_ms", "verify_ms", "prefill_ms")] == [
+        ""
+    ] * 3
 
 
 def _in_text(truth: list[list[int]], k: int) -> dict[str, Any]:

@@ -361,7 +361,10 @@ class Point(Record):
 
         part: such as p50, if the figure is a spread.
         """
-        found = getattr(self if name in self.model_fields_set else self.metrics, name, None)
+        of = self if name in self.model_fields_set else self.metrics
+        if self.engine is not None and of is not None and name not in of.model_fields_set:
+            return None  # a server's point has no defaults: what it lacks is not known
+        found = getattr(of, name, None)
         value: float | None = found if part is None else getattr(found, part, None)
         return value
 
