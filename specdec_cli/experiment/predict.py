@@ -69,7 +69,8 @@ class ReplayText(Text):
     index: Count
 
     def as_dict(self) -> dict[str, Any]:
-        return {"draft": self.draft, "index": self.index} | super().as_dict()
+        first = ("draft", "index", "limit", "draft_limit")
+        return {name: getattr(self, name) for name in first} | super().as_dict()
 
 
 @dataclass(slots=True)
