@@ -72,7 +72,7 @@ OUTCOMES: dict[str, tuple[BaseException, int, str | None]] = {
     "interrupt": (KeyboardInterrupt(), 130, "interrupted"),
     "abort": (typer.Abort(), 130, "interrupted"),
     "terminate": (SystemExit(143), 143, "terminated"),
-    "broken-pipe": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, None),
+    "broken-pipe": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, None),
 }
 
 
