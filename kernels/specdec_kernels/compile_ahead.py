@@ -4,6 +4,7 @@ Triton compiles a kernel when it is first launched, and the next launch waits fo
 is about to run is first run without launches, which only finds out which kernels it needs.
 """
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
         # The launch that needs a kernel tells why it does not compile.
         stack.enter_context(AsyncCompileMode(compilers, ignore_errors=True))
         stack.callback(compilers.begin.set)
+        stack.enter_context(_launchers_of_own_names())
         stack.enter_context(_launches_that_compile(JITFunction))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -90,6 +92,30 @@ def _launches_that_compile(kernel: Any) -> Iterator[None]:
         yield
     finally:
         kernel.run, _is_ahead = launch, False
+
+
+@contextmanager
+def _launchers_of_own_names() -> Iterator[None]:
+    """Each launcher of C code is loaded under a name of its own.
+
+    Triton has one name for all, by which Python finds them again. A thread that loads a launcher
+    for the second time would give its functions to the module that another has just loaded.
+    """
+    driver: Any = sys.modules.get("triton.backends.nvidia.driver")
+    load = getattr(driver, "compile_module_from_src", None)
+    if load is None:
+        yield
+        return
+
+    def load_apart(src: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        package = f"of_{hashlib.sha256(src.encode()).hexdigest()}"
+        return load(src, f"{package}.{name}", *args, **kwargs)
+
+    driver.compile_module_from_src = load_apart
+    try:
+        yield
+    finally:
+        driver.compile_module_from_src = load
 
 
 class _ZerosForEmpty(TorchFunctionMode):

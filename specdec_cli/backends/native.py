@@ -27,6 +27,7 @@ from specdec_cli.engine.plan import plan as checked
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import Recipe
 
+is_native = True
 _REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
 
 
@@ -91,6 +92,7 @@ def finished(seq: Seq) -> Finished:
         "prompt_token_ids": seq.tokens[: seq.num_prompt_tokens],
         "token_ids": seq.output_ids,
         "max_output_tokens": seq.max_tokens - seq.num_prompt_tokens,
+        "served": None,
     }
     same = {f.name: getattr(seq, f.name) for f in fields(Finished) if f.name not in own}
     return Finished(**own, **same)

@@ -162,6 +162,12 @@ _STRICT = "End with 3 if something disturbed the times."
 Strict = Annotated[bool, option("--strict", None, _STRICT, _OUTPUT)]
 Verbose = Annotated[bool, option("-v --verbose", None, "Log more, and show tracebacks.", _OUTPUT)]
 
+_SERVER = (
+    "Take answers from a server that is up: vLLM's, SGLang's or another OpenAI-compatible one."
+)
+Servers = Annotated[list[str] | None, option("--server", "URL", f"{_SERVER} May be repeated.")]
+Server = Annotated[str | None, option("--server", "URL", _SERVER)]
+
 _PLUGIN = (
     "Run a Python file that adds methods, acceptance rules or length policies; may be repeated."
 )

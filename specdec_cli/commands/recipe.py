@@ -6,7 +6,7 @@ Knows nothing of models or devices, or whether a recipe can run here.
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -100,23 +100,6 @@ def validate_recipes(
         typer.echo(f"{inert(path)}: ok")
 
 
-# Pydantic's names for limits of numbers that are checked before they are parsed, and JSON Schema's.
-_LIMITS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
-
-
-def _with_limits(schema: Any) -> Any:
-    """The schema with JSON Schema's name for every limit."""
-    if isinstance(schema, list):
-        return [_with_limits(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    is_number = schema.get("type") == "number"
-    return {
-        _LIMITS.get(name, name) if is_number else name: _with_limits(part)
-        for name, part in schema.items()
-    }
-
-
 @app.command("schema", cls=Command)
 def print_schema(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
     """List every key with its default and meaning; with --json print a JSON Schema."""
@@ -124,7 +107,7 @@ def print_schema(as_json: Json = False, quiet: Quiet = False, verbose: Verbose =
     from specdec_cli.recipe.schema import key_fields
 
     if as_json:
-        _print_json(_with_limits(Recipe.model_json_schema()))
+        _print_json(Recipe.model_json_schema())
         return
     keys = key_fields()
     width = max(len(key) for key in keys)

@@ -119,16 +119,23 @@ def _torch_mib() -> int:
 
 @contextmanager
 def joined(
-    place: Place, recipes: "Sequence[specdec_cli.recipe.Recipe]", read: Callable[[], T]
+    place: Place,
+    recipes: "Sequence[specdec_cli.recipe.Recipe]",
+    read: Callable[[], T],
+    *,
+    computes: bool = True,
 ) -> Iterator[tuple[World, T]]:
     """The world of the recipes' ranks and the inputs that `read` finds, during the block.
+
+    computes: whether models run here, on their ranks; a client of servers is one process.
 
     A process that has to start the ranks instead checks the recipes, waits for the ranks and leaves
     the command with their exit code. recipes: alike in their number of ranks.
     """
     from specdec_cli.models.ahead import check_ahead
 
-    num_ranks, run = recipes[0].target.tensor_parallel_size, recipes[0].run
+    run = recipes[0].run
+    num_ranks = recipes[0].target.tensor_parallel_size if computes else 1
     if place.must_start(num_ranks):
         inputs = read()
         for recipe in recipes:

@@ -69,9 +69,10 @@ def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
 def check_k(draft: Draft, k: int) -> None:
     """Raise `UsageError` for more proposals a round than the draft can make."""
     if draft.max_k is not None and k > draft.max_k:
+        why = f" ({found})" if (found := draft.notes.get("block")) else ""
         raise UsageError(
             f"-k {k} (speculation.num_speculative_tokens): the draft {draft.spec.name} proposes at "
-            f"most {draft.max_k} tokens a round",
+            f"most {draft.max_k} tokens a round{why}",
             f"pass -k {draft.max_k} or less",
         )
 

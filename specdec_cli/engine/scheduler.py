@@ -18,11 +18,19 @@ class Scheduler:
     sequence is never preempted for a younger one, so it always advances.
     """
 
-    def __init__(self, allocator: BlockAllocator, batch_size: int, k: int, draft_max_len: int):
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        batch_size: int,
+        k: int,
+        draft_max_len: int,
+        fills_block: bool = False,
+    ) -> None:
         self.allocator = allocator
         self.batch_size = batch_size
         self.k = k
         self.draft_max_len = draft_max_len
+        self.fills_block = fills_block  # see `Proposer`
         self.pending: deque[Sequence] = deque()  # not arrived yet, by the time of arrival
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -30,8 +38,7 @@ class Scheduler:
     def add(self, seq: Sequence, *, is_here: bool = True) -> None:
         """Queue a sequence, or keep it until `arrive`. Raises ValueError when it could not finish
         even alone."""
-        # The last token's keys and values are never needed.
-        need = self.allocator.blocks_for(seq.max_tokens - 1)
+        need = self.allocator.blocks_for(self._most(seq))
         if need > self.allocator.num_usable:
             raise ValueError(
                 f"needs {need} KV blocks of {self.allocator.block_size} tokens for "
@@ -135,16 +142,28 @@ class Scheduler:
             queue.clear()
 
     def _next_length(self, seq: Sequence) -> int:
-        return len(seq.tokens) + self.proposal_len(seq)
+        proposed = self.proposal_len(seq)
+        length = len(seq.tokens) + proposed
+        if proposed and self.fills_block:
+            length = max(length, min(len(seq.tokens) + self.k, self.draft_max_len))
+        return length
+
+    def _most(self, seq: Sequence) -> int:
+        """Most tokens that the cache ever has to hold. The last token's keys and values are never
+        needed, and the last round that proposes begins two tokens before the end."""
+        length = seq.max_tokens - 1
+        if self.fills_block and self.k:
+            length = max(length, min(length - 1 + self.k, self.draft_max_len))
+        return length
 
     def _admission_blocks(self, length: int) -> int:
         # One spare block for each running sequence: otherwise the new one would soon be preempted.
         return self.allocator.blocks_for(length) + len(self.running)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
-        """Most tokens that the cache may have to hold; it never needs the last token."""
+        """Most tokens that the cache may have to hold."""
         n = len(seq.tokens)
-        return max(n, min(n + ahead + self.k, seq.max_tokens - 1))
+        return max(n, min(n + ahead + self.k, self._most(seq)))
 
     def _preempt(self, seq: Sequence) -> None:
         self.allocator.shrink(seq.block_table, 0)

@@ -113,7 +113,8 @@ class Proposer:
     that it reads. max_lag: most tokens that may be missing from its cache when a round begins; if
     more are missing they are prefilled first. is_paged: whether all that it keeps of a text lies in
     the cache blocks of its tokens, so that texts which begin alike may share blocks. depends_on_k:
-    whether a proposal depends on the number that are asked for after it.
+    whether a proposal depends on the number that are asked for after it. fills_block: whether its
+    passes feed K rows, however few a sequence may still propose, and so need cache blocks for them.
 
     A proposer that inherits from this has the values below, keeps nothing, and needs `propose`.
     """
@@ -125,6 +126,7 @@ class Proposer:
     max_lag: int = sys.maxsize
     is_paged: bool = False
     depends_on_k: bool = False
+    fills_block: bool = False
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Take in prompt tokens. features: [T, F], hidden states of these tokens, or None."""

@@ -8,6 +8,7 @@ reads the output of the row before.
 """
 
 import torch
+from specdec_kernels import ops
 
 from specdec_cli.core.batch import Rectangle, Span
 from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
@@ -17,8 +18,8 @@ from specdec_cli.methods.base import MethodBytes, MethodParts, Proposer, RoundSi
 from specdec_cli.models.heads.paged import PagedHead
 
 
-class StepHead(Proposer):
-    """Draws k tokens a sequence from the head.
+class HeadProposer(Proposer):
+    """A head's rows of true tokens: written as prompts are read and as rounds are decided.
 
     head: None on a rank that holds no part of it, which takes rank 0's proposals. feature_layers:
     hidden states of the target that it reads. max_len: positions that it may use.
@@ -40,6 +41,28 @@ class StepHead(Proposer):
             assert features is not None, "the target has to return hidden states"
             self.head.prefill(spans, features)
 
+    def written(
+        self, state: BatchState, verdict: Verdict, target: TargetOutput
+    ) -> ops.Normed | None:
+        """Write the rows whose hidden states the scoring pass gave, from the last token that was
+        there before the round on. Returns all B * (K + 1) rows; None without a head."""
+        if self.head is None:
+            return None
+        assert target.features is not None, "the target has to return hidden states"
+        rows = Rectangle(verdict.token_ids, verdict.num_accepted, -1, 1, self.max_len, False)
+        return self.head.forward_slots(rows, state, target.features, fused=False)
+
+    def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
+        self.written(state, verdict, target)
+
+    def clear(self) -> None:
+        if self.head is not None:
+            self.head.clear()
+
+
+class StepHead(HeadProposer):
+    """Draws k tokens a sequence from the head, one a pass."""
+
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """The first proposal needs no pass; a sequence of one token has nothing to go on."""
         if self.head is None:
@@ -57,22 +80,11 @@ class StepHead(Proposer):
         return draft.candidates()
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Write the rows whose hidden states the scoring pass gave.
-
-        They begin at the last token that was there before the round; a token that was decided
-        follows each of them.
-        """
-        if self.head is None:
-            return
-        assert target.features is not None, "the target has to return hidden states"
-        accepted = verdict.num_accepted
-        rows = Rectangle(verdict.token_ids, accepted, -1, 1, self.max_len, False)
-        x = self.head.forward_slots(rows, state, target.features, fused=False)
-        self.head.carry_on(state, x.hidden.view(*verdict.token_ids.shape, -1), accepted)
-
-    def clear(self) -> None:
-        if self.head is not None:
-            self.head.clear()
+        """Write those rows, each followed by a token that was decided, and keep the last."""
+        x = self.written(state, verdict, target)
+        if self.head is not None and x is not None:
+            hidden = x.hidden.view(*verdict.token_ids.shape, -1)
+            self.head.carry_on(state, hidden, verdict.num_accepted)
 
 
 def make(parts: MethodParts) -> StepHead:

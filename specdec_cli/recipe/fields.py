@@ -91,10 +91,10 @@ Count = Annotated[StrictInt, Field(ge=1, le=MAX_COUNT)]
 _Bytes = Annotated[StrictInt, Field(ge=1, le=MAX_BYTES)]
 ByteCount = Annotated[_Bytes, BeforeValidator(_byte_count, json_schema_input_type=_Bytes | str)]
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)]
-Number = Annotated[float, BeforeValidator(_number)]
 Truth = Annotated[StrictBool, BeforeValidator(_yes_or_no)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_word)]
-Probability = Annotated[Number, Field(ge=0.0, le=1.0)]
+NUMBER = BeforeValidator(_number)  # behind limits, which JSON Schema has no names for before it
+Probability = Annotated[float, Field(ge=0.0, le=1.0), NUMBER]
 
 
 class Section(BaseModel):

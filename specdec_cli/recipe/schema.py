@@ -39,12 +39,12 @@ from specdec_cli.recipe.fields import (
     MAX_BYTES,
     MAX_COUNT,
     MAX_SECONDS,
+    NUMBER,
     ByteCount,
     Count,
     CountOrZero,
     GgufName,
     Name,
-    Number,
     Place,
     Section,
     Switch,
@@ -169,12 +169,14 @@ class SamplingSection(Section):
         description="model takes the target's generation_config.json in place of the keys below, "
         "but for max_new_tokens, ignore_eos and stop",
     )
-    temperature: Annotated[Number, Field(ge=0.0)] = Field(default=0.0, description="0 is greedy")
+    temperature: Annotated[float, Field(ge=0.0), NUMBER] = Field(
+        default=0.0, description="0 is greedy"
+    )
     top_k: CountOrZero = Field(default=0, description="keep the k most likely tokens; 0 keeps all")
-    top_p: Annotated[Number, Field(gt=0.0, le=1.0)] = Field(
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), NUMBER] = Field(
         default=1.0, description="keep the smallest set with this probability; 1 keeps all"
     )
-    repetition_penalty: Annotated[Number, Field(gt=0.0, le=1000.0)] = Field(
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=1000.0), NUMBER] = Field(
         default=1.0,
         description="divides logits of tokens of the text, multiplies negative ones; 1 is off",
     )
@@ -193,7 +195,7 @@ class CacheSection(Section):
     """The KV cache that both models' blocks come from."""
 
     block_size: Count = Field(default=16, description="tokens a block")
-    gpu_memory_utilization: Annotated[Number, Field(gt=0.0, le=1.0)] = Field(
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0), NUMBER] = Field(
         default=0.9, description="part of the device's memory that may be used in all"
     )
     num_blocks: Annotated[StrictInt, Field(ge=2, le=MAX_COUNT)] | None = Field(
@@ -229,8 +231,25 @@ class RunSection(Section):
     )
     repeats: Count = Field(default=3, description="measured repeats of each point")
     prefill_chunk: Count = Field(default=2048, description="most prompt tokens in one forward pass")
-    timeout_s: Annotated[Number, Field(gt=0.0, le=MAX_SECONDS)] = Field(
+    timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
         default=120.0, description="seconds after which a silent rank counts as lost"
+    )
+
+
+class EngineSection(Section):
+    """The engine, where it is a server's (`--server`); nothing of it counts for our own."""
+
+    served_model: Name | None = Field(
+        default=None, description="the server's name of the model; null takes the only one"
+    )
+    start_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
+        default=900.0, description="seconds in which a server has to become healthy"
+    )
+    request_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
+        default=600.0, description="seconds in which a request has to be answered"
+    )
+    retries: CountOrZero = Field(
+        default=2, description="further attempts at a request that failed in passing"
     )
 
 
@@ -314,6 +333,7 @@ class Recipe(Section):
     sampling: SamplingSection = SamplingSection()
     cache: CacheSection = CacheSection()
     run: RunSection = RunSection()
+    engine: EngineSection = EngineSection()
     data: DataSection | None = None
 
     @model_validator(mode="before")

@@ -176,6 +176,8 @@ def point_line(point: Point) -> str:
         line += ", an impossible speed-up"
     elif point.speedup is not None:
         line += f", {point.speedup:.2f}x{cell.span_after(point.speedup_ci)}"
+    if metrics.mean_acceptance_length is None:
+        return f"{line}, acceptance not known"
     among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
     return f"{line}, {metrics.mean_acceptance_length:.2f} tokens a round{among}"
 

@@ -14,7 +14,7 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.memory.measured import Models, weight_bytes
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.mtp import ChainedModules
-from specdec_cli.methods.step_head import StepHead
+from specdec_cli.methods.step_head import HeadProposer
 from tests.inside import register
 from specdec_cli.engine.loop import Engine
 from specdec_cli.core.types import Request
@@ -223,7 +223,7 @@ def draft_bytes(found: Plan, engine: Engine) -> int:
         return sum(p.numel() * p.element_size() for p in held if not p.is_meta)
     if isinstance(engine.proposer, ChainedModules):
         return weight_bytes(Models(engine.target, engine.proposer.chain))[1]
-    assert isinstance(engine.proposer, StepHead)
+    assert isinstance(engine.proposer, HeadProposer)
     head = engine.proposer.head
     return 0 if head is None else weight_bytes(Models(engine.target, head))[1]
 

@@ -40,7 +40,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     }
 
 
-def sets_of(pair: Pair, degree: int, more: dict[str, Any]) -> dict[str, Any]:
+def sets_of(pair: Any, degree: int, more: dict[str, Any]) -> dict[str, Any]:
     return {
         "target.model": str(pair.target),
         "target.tensor_parallel_size": degree,
@@ -55,7 +55,7 @@ def sets_of(pair: Pair, degree: int, more: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked(
-    world: World, pair: Pair, more: dict[str, Any], draft_tp: int = 1
+    world: World, pair: Any, more: dict[str, Any], draft_tp: int = 1
 ) -> list[dict[str, Any]]:
     """The records of all ranks, after a comparison with one process's rounds."""
     one = cases.built(0, sets_of(pair, 1, more), PROMPTS)
@@ -168,3 +168,20 @@ def test_ranks_share_modules_in_the_target_s_files(
     assert sum(one["accepted"]) >= 3
     assert all(x["held"] == ["target", "draft"] for x in found)
     assert all(x["draft_bytes"] < 0.8 * one["draft_bytes"] for x in found)
+
+
+@pytest.mark.parametrize(
+    ("draft_tp", "params"),
+    [
+        pytest.param(1, SAMPLED, id="one-sampled", marks=pytest.mark.slow),
+        pytest.param(2, SAMPLED, id="two-sampled"),
+        pytest.param(2, GREEDY, id="two-greedy", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_share_a_block_drafter(
+    two: World, tmp_path: Path, draft_tp: int, params: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    from tests.block_pair import save_pair as save_block_pair
+
+    checked(two, save_block_pair(tmp_path), params, draft_tp)

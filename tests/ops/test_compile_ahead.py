@@ -1,10 +1,34 @@
 """Compiling kernels ahead: what runs meanwhile, and what it finds in memory."""
 
+import shutil
+import subprocess
+import sys
+import sysconfig
+from contextlib import nullcontext
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from ops_helpers import needs_cuda
 from specdec_kernels import ops
-from specdec_kernels.compile_ahead import _launches_that_compile, _ZerosForEmpty, compile_ahead
+from specdec_kernels.compile_ahead import (
+    _launchers_of_own_names,
+    _launches_that_compile,
+    _ZerosForEmpty,
+    compile_ahead,
+)
 from torch import Tensor
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* args) { return PyLong_FromLong(VALUE); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&module); }
+"""
 
 
 def test_nothing_runs_on_a_cpu():
@@ -25,6 +49,35 @@ def test_launches_become_warm_ups():
             {"num_warps": 4},
         )
     assert kernel.run(grid=(2,), warmup=False) == (kernel, (), (2,), False, {})
+
+
+@pytest.mark.parametrize("has_own_names", [False, True])
+def test_a_launcher_that_is_loaded_again_changes_no_other(has_own_names, tmp_path, monkeypatch):
+    """Python gives the functions of an extension that it loads again to the last of that name."""
+    if (compiler := shutil.which("gcc") or shutil.which("cc")) is None:
+        pytest.skip("needs a C compiler")
+    for value in (1, 2):
+        source = tmp_path / f"{value}.c"
+        source.write_text(LAUNCHER.replace("VALUE", str(value)))
+        include = f"-I{sysconfig.get_paths()['include']}"
+        command = [compiler, "-shared", "-fPIC", include, str(source), "-o", f"{tmp_path}/{value}"]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("needs Python's headers")
+
+    def load(src: str, name: str) -> Any:
+        loader = ExtensionFileLoader(name, f"{tmp_path}/{src}")
+        module = module_from_spec(ModuleSpec(name, loader, origin=f"{tmp_path}/{src}"))
+        loader.exec_module(module)
+        return module
+
+    driver = SimpleNamespace(compile_module_from_src=load)
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
+    with _launchers_of_own_names() if has_own_names else nullcontext():
+        driver.compile_module_from_src(src="1", name="launcher")
+        second = driver.compile_module_from_src(src="2", name="launcher")
+        driver.compile_module_from_src(src="1", name="launcher")
+    assert second.launch() == (2 if has_own_names else 1)
+    assert driver.compile_module_from_src is load
 
 
 def test_uninitialised_tensors_are_zeros(monkeypatch):

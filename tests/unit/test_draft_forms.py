@@ -319,14 +319,21 @@ DIALECTS = {
 }
 
 
+BUILT: dict[str | None, str] = {  # the method of each kind that one runs
+    "an EAGLE-3 head": "eagle3",
+    "an MTP module": "mtp_module",
+    "a DFlash drafter": "dflash",
+}
+
+
 @pytest.mark.parametrize("case", CONFIGS)
 def test_one_form_fits(case: str) -> None:
     config, noun, seen = CONFIGS[case]
     found = fitting_forms(config)
     assert [fits.form.noun for fits in found] == [noun] * (noun is not None)
     assert all(seen in fits.seen for fits in found)
-    is_head, is_module = case.startswith("eagle3"), case == "mtp, extracted"
-    methods = ["eagle3"] * is_head + ["mtp_module"] * is_module
+    is_head = case.startswith("eagle3")
+    methods = [BUILT[noun]] if noun in BUILT else []
     assert [fits.method for fits in found if fits.method] == methods
     dialects = [kind for name, kind in DIALECTS.items() if f"eagle3, {name}" in case]
     assert dialect_of(config) == (dialects[0] if is_head else None)
@@ -387,8 +394,7 @@ def recipe_of(folder: Path, config: dict[str, Any], **speculation: Any) -> Recip
 def test_what_no_method_runs_is_refused_by_its_key(case: str, tmp_path: Path) -> None:
     """However the recipe names it; at k = 0 no draft runs, so nothing is refused."""
     config, noun, seen = CONFIGS[case]
-    built = {"an EAGLE-3 head": "eagle3", "an MTP module": "mtp_module", None: "draft_model"}
-    if (wanted := built.get(noun)) is not None:
+    if (wanted := BUILT.get(noun, None if noun else "draft_model")) is not None:
         assert with_method(recipe_of(tmp_path, config)).speculation.method == wanted
         return
     for named in ({}, {"method": "draft_model"}, {"method": "eagle3"}):
@@ -404,11 +410,11 @@ def test_what_no_method_runs_is_refused_by_its_key(case: str, tmp_path: Path) ->
 
 
 def test_a_config_of_two_kinds_is_refused_by_both(tmp_path: Path) -> None:
-    config = CONFIGS["dflash, z-lab"][0] | {"medusa_num_heads": 5}
+    config = CONFIGS["peagle, flat"][0] | {"medusa_num_heads": 5}
     with pytest.raises(SetupError) as caught:
         with_method(recipe_of(tmp_path, config))
     assert "of 2 kinds" in caught.value.message
-    assert "DFlashDraftModel" in caught.value.message and "medusa_num_heads: 5" in str(caught.value)
+    assert "ptd_token_id" in caught.value.message and "medusa_num_heads: 5" in str(caught.value)
 
 
 def test_a_config_of_two_kinds_that_are_built(
@@ -434,5 +440,5 @@ def test_a_plugin_that_describes_its_drafts_gets_any(
             raise AssertionError("not described here")
 
     plugin.method("own", weights_from="draft")(Own)
-    recipe = recipe_of(tmp_path, CONFIGS["dflash, z-lab"][0], method="own")
+    recipe = recipe_of(tmp_path, CONFIGS["peagle, flat"][0], method="own")
     assert with_method(recipe, is_free=True).speculation.method == "own"

@@ -52,7 +52,7 @@ def test_a_head_is_the_same_in_every_dialect(
     config = read_head_config("a head", folder)
     assert config.feature_layers(6) == (1, 2, 3, 4, 5)
     first = read_head_config("a head", save_head(tmp_path / "first", head, "speculators"))
-    apart = ("aux_ids", "counting", "others", "is_wide")
+    apart = ("aux_ids", "ids_key", "counting", "others", "is_wide")
     ours, theirs = asdict(config), asdict(first)
     assert {k: v for k, v in ours.items() if k not in apart} == {
         k: v for k, v in theirs.items() if k not in apart

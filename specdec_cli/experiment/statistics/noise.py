@@ -237,8 +237,9 @@ def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
 
 
 def _round_seconds(sample: Sample) -> float:
-    """Seconds of one round of a prompt, over its repeats."""
-    return max(sum(sample.decode_seconds) / max(sum(sample.round_share), 1e-9), 1e-9)
+    """Seconds of one round of a prompt, over its repeats; of a token where rounds are unknown."""
+    rounds = sum(sample.round_share) or sample.decoded_tokens * len(sample.decode_seconds)
+    return max(sum(sample.decode_seconds) / max(rounds, 1e-9), 1e-9)
 
 
 def _name(key: Key) -> str:

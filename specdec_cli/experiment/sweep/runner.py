@@ -213,7 +213,10 @@ class Sweep:
         keys = [key for key in settings.keys(batch_size, settings.ks) if key.draft in hosts]
         loop = MeasuringLoop(session_of, self.world, self._keep, self._most_memory, self._guarded)
         self._begin("warming up")
-        loop.warm_up({key: hosts[key.draft] for key in keys})
+        cold = keys
+        if not self._backend.is_native:  # nothing is asked of servers that have answered all
+            cold = [key for key in keys if self._lack(hosts[key.draft], [key], [])]
+        loop.warm_up({key: hosts[key.draft] for key in cold})
         self._begin("measuring")
         self._watch.begin()
         began, processor = time.perf_counter(), time.process_time()
@@ -285,6 +288,7 @@ class Sweep:
     def _cost(self, loop: MeasuringLoop, unit: Job, key: Key, part: int) -> None:
         """Measure one part of the time curve at one k, on the prompts of a unit."""
         m = loop.run(key, unit, unit.plan.params)
+        assert m is not None and m.num_drafts is not None and m.num_rounds is not None
         without = m.num_rounds_without_proposal - m.num_tokens_from_prefill
         stages: dict[str, Any] = {f"{s}_ms": m.stage_ms(s) * m.num_rounds for s in STAGES}
         self.records.add(
@@ -342,7 +346,7 @@ class Sweep:
     def _without_text(self, job: Job) -> list[int]:
         """Prompts with a sample at the largest k but without a replay record."""
         settings, draft = self.plan.settings, job.plan.proposer
-        if max(settings.ks) == 0:
+        if max(settings.ks) == 0 or not self._backend.is_native:
             return []
         samples = self.records.samples[
             settings.key(draft, settings.batch_sizes[0], max(settings.ks))

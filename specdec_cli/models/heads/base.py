@@ -57,13 +57,12 @@ class HeadConfig:
     sliding window of each layer, 0 for none. target_hidden_size: of the target. vocab_size: V.
     draft_vocab_size: Vd. num_target_layers: None where the checkpoint does not say. others: the
     ways in which tools read it differently.
-    noun: of the kind, for messages. max_k: as in `models.draft.Draft`. shift: 1 where a row embeds
-    the token that follows, 0 where it embeds its own. carries: whether the output of the last true
-    row is kept, for the first proposal.
+    noun: of the kind, for messages. shift: 1 where a row embeds the token that follows, 0 where it
+    embeds its own. carries: whether the output of the last true row is kept, for the first
+    proposal.
     """
 
     noun: ClassVar[str]
-    max_k: ClassVar[int | None] = None
     shift: ClassVar[int] = 1
     carries: ClassVar[bool] = True
 
@@ -101,6 +100,11 @@ class HeadConfig:
         return 0
 
     @property
+    def max_k(self) -> int | None:
+        """As in `models.draft.Draft`."""
+        return None
+
+    @property
     def hidden_size(self) -> int:
         """H."""
         return int(self.body.hidden_size)
@@ -110,6 +114,11 @@ class HeadConfig:
         """The weights that the target's may serve for where the checkpoint has none."""
         has_all_ids = self.draft_vocab_size == self.vocab_size
         return frozenset({EMBEDDING, HEAD} if has_all_ids else {EMBEDDING})
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Further facts for the record of a run, by a word for each."""
+        return {}
 
     def passes(self, k: int) -> Passes:
         """Its passes in a round of k proposals, the one over true rows among them."""
@@ -200,7 +209,8 @@ class Head(Protocol):
         """One pass over T rows, whose keys and values are written to `cache`.
 
         token_ids: int64 [T], of the tokens that the rows embed, in place of the batch's. hidden:
-        [T, H], from `fuse`, or from `fed_back` of the row before.
+        [T, H], from `fuse`, or from `fed_back` of the row before; [T, 0] for rows of a head that
+        read a token alone.
         """
         ...
 

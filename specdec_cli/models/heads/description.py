@@ -90,17 +90,15 @@ class HeadDescription:
         config, is_cpu = self.config, self.device.type == "cpu"
         not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
         sizes = {name: math.prod(s) for name, s in config.shapes(self.parallel).items()}
-        numbers = 2 * self.max_len * int(config.body.head_dim)
-        for names in config.products():
-            count = sum(sizes.pop(name) if name != EMBEDDING else sizes[name] for name in names)
-            if is_cpu:  # which holds a product in one form or two, and none in the embedding's
-                packed, plain = ops.forms_of(count, self.dtype)
-                # The target's head has its plain form already.
-                is_lent = names[0] == HEAD and HEAD in not_held
-                numbers += count * (packed + (plain and not is_lent))
-            elif names[0] != EMBEDDING and names[0] not in not_held:
-                numbers += count
-        numbers += sum(size for name, size in sizes.items() if name not in not_held)
+        numbers, packed_names = 2 * self.max_len * int(config.body.head_dim), set[str]()
+        for names in config.products() if is_cpu else ():
+            # It holds a product in one form or two, and none in the embedding's.
+            packed, plain = ops.forms_of(count := sum(sizes[name] for name in names), self.dtype)
+            # The target's head has its plain form already.
+            is_lent = names[0] == HEAD and HEAD in not_held
+            numbers += count * (packed + (plain and not is_lent))
+            packed_names |= {*names} - {EMBEDDING}
+        numbers += sum(size for n, size in sizes.items() if n not in not_held | packed_names)
         ids = config.draft_vocab_size if config.draft_vocab_size < config.vocab_size else 0
         return numbers * self.dtype.itemsize + 8 * ids
 
@@ -113,6 +111,7 @@ class HeadDescription:
             found["borrows"] = ", ".join(sorted(self.borrows))
         if self.gathers_head:
             found["borrows"] += " (a copy, since ranks of the target hold parts)"
+        found |= self.config.facts
         if self.config.others:
             found["conventions"] = "; ".join(other.told for other in self.config.others)
         return found

@@ -36,18 +36,22 @@ def layers_of(config: Any, widths: list[int]) -> nn.ModuleDict:
 
 
 def fused_layers(
-    body: nn.ModuleDict, config: Any, windows: tuple[int, ...], tensors: Mapping[str, Tensor]
+    body: nn.ModuleDict,
+    config: Any,
+    windows: tuple[int, ...],
+    tensors: Mapping[str, Tensor],
+    causal: bool = True,
 ) -> list[FusedLayer]:
     """The fused form of `body`, from `layers_of`, with weights from `tensors`.
 
-    windows: sliding window of each layer, 0 for none.
+    windows: sliding window of each layer, 0 for none. causal: see `ops.AttentionCall`.
     """
     body.load_state_dict({name: tensors[name] for name in body.state_dict()}, assign=True)
     layers: Any = body["layers"]
     following = [*(layer.input_layernorm for layer in layers[1:]), body["norm"]]
     scale, found = config.head_dim**-0.5, []
     for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-        call = ops.AttentionCall(scale, window)
+        call = ops.AttentionCall(scale, window, causal=causal)
         place = index, 0, call, following[index]
         found.append(FusedLayer.of_layer(layer, config, Family(), *place))
     return found

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from specdec_cli.recipe.choices.base import RuleChoice
-from specdec_cli.recipe.fields import Number, Probability, Section
+from specdec_cli.recipe.fields import NUMBER, Probability, Section
 
 
 class SyntheticKeys(Section):
@@ -16,7 +16,7 @@ class SyntheticKeys(Section):
     synthetic_acceptance_rates: tuple[Probability, ...] | None = Field(
         default=None, description="chance that position i is accepted, at least k of them, falling"
     )
-    synthetic_acceptance_length: Annotated[Number, Field(ge=1.0)] | None = Field(
+    synthetic_acceptance_length: Annotated[float, Field(ge=1.0), NUMBER] | None = Field(
         default=None, description="mean tokens a round, bonus token included (1 to k + 1)"
     )
 

@@ -8,9 +8,6 @@ _KNOWN = "eagle3", "peagle", "dspark", "dflash", "eagle", "mtp"
 UNBUILT = (
     DraftForm("a DSpark drafter", (forms.DSPARK,), (speculator("dspark", others=True),)),
     DraftForm(
-        "a DFlash drafter", (forms.DFLASH,), (forms.DSPARK, speculator("dflash", others=True))
-    ),
-    DraftForm(
         "a P-EAGLE head",
         ((*forms.PEAGLE, *forms.MASK), (*forms.PEAGLE, *forms.EAGLE3)),
         (forms.DSPARK, forms.DFLASH, forms.EAGLE, speculator("peagle", "eagle3", others=True)),

@@ -5,7 +5,6 @@ of speculators holds the layer's settings in `transformer_layer_config`. DeepSpe
 target's config and adds `target_layer_ids`. Reads no weights.
 """
 
-import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +14,10 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, Other
 from specdec_cli.models.heads.layers import CONFIGS
+from specdec_cli.models.heads.settings import HeadSettings
 from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
 from specdec_cli.text import first_line, shown
 
-_ACTIVATIONS = {a: a for a in ("silu", "gelu_pytorch_tanh")} | {"swish": "silu"}
-# The tables of other kinds depend on the longest position of a batch.
-_ROPES = ("default", "linear", "llama3", "yarn")
-_DEFAULT_ROPE_BASE = 10000.0  # heads without rope_theta were trained with it, whatever the target's
 _DEFAULT_NUM_AUX = 3
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 _MIDDLE = re.compile("^midlayer[.]")
@@ -166,7 +162,7 @@ def read_head_config(name: str, folder: Path) -> Eagle3Config:
             "architecture with Eagle3 in its name",
         )
     try:
-        return _Reader(name, dialect, raw).read()
+        return _Reader(dialect, HeadSettings(Eagle3Config.noun, name, raw, raw)).read()
     except (TypeError, ValueError, AttributeError, LookupError) as problem:
         raise SetupError(
             f"cannot read config.json of the EAGLE-3 head {name}: {first_line(problem)}",
@@ -176,70 +172,48 @@ def read_head_config(name: str, folder: Path) -> Eagle3Config:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads one config, `raw`, whose dialect is known."""
+    """Reads one config whose dialect is known."""
 
-    name: str
     dialect: Dialect
-    raw: dict[str, Any]
+    settings: HeadSettings
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        return self.settings.raw
 
     def read(self) -> Eagle3Config:
         self._refuse_other_kinds()
-        body = self._body()
-        hidden, heads = self._count(body, "hidden_size"), self._count(body, "num_attention_heads")
-        layers, vocab = self._count(body, "num_hidden_layers"), self._count(body, "vocab_size")
-        if "head_dim" not in body and hidden % heads:
-            raise self._bad("num_attention_heads", heads, f"it does not divide {hidden}")
-        head_dim = self._count(body, "head_dim", hidden // heads)
-        kv_heads = self._count(body, "num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise self._bad("num_key_value_heads", kv_heads, f"it does not divide {heads}")
-        if head_dim % 2:
-            raise self._bad("head_dim", head_dim, "rotary embeddings turn pairs")
-        draft_vocab = self._count(self.raw, "draft_vocab_size", vocab)
-        if draft_vocab > vocab:
-            raise self._bad("draft_vocab_size", draft_vocab, f"the vocabulary has {vocab} ids")
-        activation = body.get("hidden_act", "silu")
-        if activation not in _ACTIVATIONS:
-            raise self._bad("hidden_act", activation, "silu and gelu_pytorch_tanh are built")
-        norm_before_fc, fc_norm = self._flag("norm_before_fc"), self._flag("fc_norm")
-        if norm_before_fc and fc_norm:
-            raise self._bad("norm_before_fc", True, "fc_norm is true as well")
-        ties_head = bool(body.get("tie_word_embeddings", False))
-        if ties_head and draft_vocab != vocab:
-            raise self._bad("tie_word_embeddings", True, "the draft's vocabulary is another")
-        ids_key, aux_ids, counting = self._aux_ids()
-        # transformers would refuse heads that do not divide the width.
-        layer = CONFIGS[body["model_type"]](
-            hidden_size=heads * head_dim,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=self._count(body, "intermediate_size"),
-            hidden_act=_ACTIVATIONS[activation],
-            rms_norm_eps=self._eps(body),
-            rope_parameters=self._rope(body),
-            max_position_embeddings=self._count(body, "max_position_embeddings", 2048),
-            attention_bias=bool(body.get("attention_bias", False)),
-            mlp_bias=bool(body.get("mlp_bias", False)),
+        settings = replace(self.settings, body=self._body())
+        draft_vocab = settings.draft_vocab_size
+        norm_before_fc, fc_norm = (
+            self.settings.flag("norm_before_fc"),
+            self.settings.flag("fc_norm"),
         )
-        layer.hidden_size = hidden
+        if norm_before_fc and fc_norm:
+            raise self.settings.bad("norm_before_fc", True, "fc_norm is true as well")
+        ties_head = bool(settings.body.get("tie_word_embeddings", False))
+        if ties_head and draft_vocab != settings.vocab_size:
+            raise self.settings.bad(
+                "tie_word_embeddings", True, "the draft's vocabulary is another"
+            )
+        ids_key, aux_ids, counting = self._aux_ids()
+        layer = settings.layers()
         return Eagle3Config(
-            name=self.name,
+            name=settings.name,
             body=layer,
-            windows=self._windows(body, layers),
-            target_hidden_size=self._count(self.raw, "target_hidden_size", hidden),
-            vocab_size=vocab,
+            windows=self._windows(settings.body, int(layer.num_hidden_layers)),
+            target_hidden_size=settings.count(self.raw, "target_hidden_size", layer.hidden_size),
+            vocab_size=settings.vocab_size,
             draft_vocab_size=draft_vocab,
-            num_target_layers=self._count(self.raw, "num_target_layers", 0) or None,
+            num_target_layers=settings.count(self.raw, "num_target_layers", 0) or None,
             others=tuple(self._others()),
             ids_key=ids_key,
             aux_ids=aux_ids,
             counting=counting,
-            norm_before_residual=self._flag("norm_before_residual"),
+            norm_before_residual=self.settings.flag("norm_before_residual"),
             norm_before_fc=norm_before_fc,
             fc_norm=fc_norm,
-            feeds_norm=self._flag("norm_output"),
+            feeds_norm=self.settings.flag("norm_output"),
             ties_head=ties_head,
             is_wide=self.dialect == "deepspec",
         )
@@ -247,12 +221,14 @@ class _Reader:
     def _refuse_other_kinds(self) -> None:
         nested = self.raw.get("eagle_config") or {}
         if nested.get("use_aux_hidden_state") is False:
-            raise self._bad("eagle_config.use_aux_hidden_state", False, "that is no EAGLE-3 head")
+            raise self.settings.bad(
+                "eagle_config.use_aux_hidden_state", False, "that is no EAGLE-3 head"
+            )
         if (nested.get("parallel_draft_step") or 1) != 1:
             steps = nested["parallel_draft_step"]
-            raise self._bad("eagle_config.parallel_draft_step", steps, "only 1 is built")
+            raise self.settings.bad("eagle_config.parallel_draft_step", steps, "only 1 is built")
         if self.raw.get("quantization_config"):
-            raise self._bad("quantization_config", "…", "heads are read unquantised")
+            raise self.settings.bad("quantization_config", "…", "heads are read unquantised")
 
     def _body(self) -> dict[str, Any]:
         """The settings of the layers."""
@@ -260,14 +236,16 @@ class _Reader:
         if self.dialect == "speculators":
             body = self.raw.get("transformer_layer_config") or {}
             if not isinstance(body, dict) or not body:
-                raise self._bad("transformer_layer_config", body, "it holds a layer's settings")
+                raise self.settings.bad(
+                    "transformer_layer_config", body, "it holds a layer's settings"
+                )
         kind = body.get("model_type", "llama")
         # SpecForge's configs for phi4 and QwQ give the target's type; the class has llama layers.
         classes = self.raw.get("architectures") or ()
         if kind not in CONFIGS and body is self.raw and "LlamaForCausalLMEagle3" in classes:
             kind = "llama"
         if kind not in CONFIGS:
-            raise self._bad("model_type", kind, f"{' and '.join(CONFIGS)} are built")
+            raise self.settings.bad("model_type", kind, f"{' and '.join(CONFIGS)} are built")
         return body | {"model_type": kind}
 
     def _aux_ids(self) -> tuple[str, tuple[int, ...] | None, Counting]:
@@ -282,49 +260,23 @@ class _Reader:
         if not ids:
             return key, None, "inputs"
         if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-            raise self._bad(key, ids, "it has to be a list of layers")
+            raise self.settings.bad(key, ids, "it has to be a list of layers")
         if sorted(set(ids)) != ids:
-            raise self._bad(key, ids, "layers are read in ascending order")
+            raise self.settings.bad(key, ids, "layers are read in ascending order")
         return key, tuple(ids), "outputs" if counting == "outputs" else "inputs"
-
-    def _rope(self, body: dict[str, Any]) -> dict[str, Any]:
-        """transformers' `rope_parameters`, from that key or the older two."""
-        stored = body.get("rope_parameters") or body.get("rope_scaling") or {}
-        if not isinstance(stored, dict):
-            raise self._bad("rope_scaling", stored, "it has to be a mapping")
-        for kind in ("full_attention", "sliding_attention"):
-            if isinstance(stored.get(kind), dict):
-                raise self._bad("rope_parameters", kind, "one embedding for all layers is built")
-        rope = dict(stored)
-        kind = rope.pop("type", None)
-        rope["rope_type"] = rope.get("rope_type") or kind or "default"
-        if rope["rope_type"] not in _ROPES or "mrope_section" in rope:
-            raise self._bad("rope_type", rope["rope_type"], f"{', '.join(_ROPES)} are built")
-        if rope.get("partial_rotary_factor", body.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise self._bad("partial_rotary_factor", "…", "heads turn as a whole")
-        base = rope.get("rope_theta", body.get("rope_theta"))
-        base = _DEFAULT_ROPE_BASE if base is None else base
-        if type(base) not in (int, float) or not 0 < base < math.inf:
-            raise self._bad("rope_theta", base, "it has to be a number above 0")
-        rope["rope_theta"] = float(base)
-        return rope
 
     def _windows(self, body: dict[str, Any], layers: int) -> tuple[int, ...]:
         kinds = body.get("layer_types") or ["full_attention"] * layers
         if len(kinds) < layers or set(kinds) - {"full_attention", "sliding_attention"}:
-            raise self._bad("layer_types", kinds, f"it has to name attention of {layers} layers")
+            raise self.settings.bad(
+                "layer_types", kinds, f"it has to name attention of {layers} layers"
+            )
         # qwen3 has windows only where it is told so twice.
         is_used = body.get("use_sliding_window", body["model_type"] != "qwen3")
         if "sliding_attention" not in kinds[:layers] or not is_used:
             return (0,) * layers
-        window = self._count(body, "sliding_window")
+        window = self.settings.count(body, "sliding_window")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
-
-    def _eps(self, body: dict[str, Any]) -> float:
-        eps = body.get("rms_norm_eps", 1e-6)
-        if not isinstance(eps, int | float) or not 0 <= eps < 1:
-            raise self._bad("rms_norm_eps", eps, "it has to be a small number")
-        return float(eps)
 
     def _others(self) -> list[Other]:
         found = []
@@ -341,23 +293,3 @@ class _Reader:
             )
             found.append(Other(told, {"feeds_norm": False}))
         return found
-
-    def _count(self, settings: dict[str, Any], key: str, default: int | None = None) -> int:
-        """A positive number; `default` where the key is missing or null."""
-        value = settings.get(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or value < 1:
-            raise self._bad(key, value, "it has to be a number above 0")
-        return value
-
-    def _flag(self, key: str) -> bool:
-        value = self.raw.get(key)
-        if value is not None and type(value) is not bool:
-            raise self._bad(key, value, "it has to be true or false")
-        return bool(value)
-
-    def _bad(self, key: str, value: object, why: str) -> SetupError:
-        return SetupError(
-            f"config.json of the EAGLE-3 head {self.name}: {key} is {shown(value)}: {why}"
-        )

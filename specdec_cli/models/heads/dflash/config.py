@@ -1,0 +1,230 @@
+"""The settings of a DFlash or DSpark drafter, read from any of the forms that tools write.
+
+z-lab and SpecForge write a flat qwen3 config with `dflash_config`. The config of speculators holds
+the layers' settings in `transformer_layer_config`. DeepSpec writes all keys at top level, and its
+DFlash is its DSpark with a Markov rank of 0. Reads no weights.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from specdec_cli.errors import SetupError
+from specdec_cli.models.config_file import config_file
+from specdec_cli.models.draft import Passes
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, Other
+from specdec_cli.models.heads.settings import HeadSettings
+from specdec_cli.recipe.choices.forms import DSPARK, first_seen, speculator
+from specdec_cli.text import first_line, shown
+
+_KINDS = ("qwen3", "llama")  # copied from the target's config; layers are qwen3's
+_HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_")
+MARKOV_EMBEDDING, MARKOV_OUT = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
+MARKOV_JOINT = "markov_head.joint"  # the product of the kinds that read the row too
+CONFIDENCE = "confidence_head.proj"
+# The shape of that product by rank and width of a row; nothing where there is none.
+MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "vanilla": lambda rank, width: (),
+    "gated": lambda rank, width: (rank, width + rank),
+    "rnn": lambda rank, width: (3 * rank, 2 * rank + width),
+}
+_JOINT = re.compile("^markov_head[.](gate_proj|joint_proj)")
+# Variants of the net that some readers know, with the value that means its plain form.
+_VARIANTS = {"use_swa": False, "causal": False, "is_neox_style": True, "attention_value_scale": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(HeadConfig):
+    """A drafter's settings, DSpark's too.
+
+    block_size: rows of a pass in training. mask_id: the token that rows without one of their own
+    embed. layer_ids: layers of the target whose inputs are read, counted as hidden states; None
+    where the config names none. anchor_predicts: whether the row of the last known token decides
+    the one after it; else each row decides the token at its own place. markov_rank: r, 0 without a
+    Markov head. markov_type: of it, one of MARKOV_TYPES. confidence_width: numbers that the
+    confidence head reads, 0 without one.
+    """
+
+    noun: ClassVar[str] = "DFlash drafter"
+    shift: ClassVar[int] = 0
+    carries: ClassVar[bool] = False
+
+    block_size: int
+    mask_id: int
+    layer_ids: tuple[int, ...] | None
+    anchor_predicts: bool
+    markov_rank: int = 0
+    markov_type: str = "vanilla"
+    confidence_width: int = 0
+
+    @property
+    def max_k(self) -> int:
+        return self.block_size - (not self.anchor_predicts)
+
+    def rows_for(self, k: int) -> int:
+        """Rows of the pass that drafts k tokens."""
+        return k if self.anchor_predicts else k + 1
+
+    @property
+    def num_features(self) -> int:
+        """Hidden states of the target that it reads."""
+        return len(self.windows) if self.layer_ids is None else len(self.layer_ids)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        anchor = "predicts" if self.anchor_predicts else "predicts nothing"
+        told = f"block_size {self.block_size}, mask_token_id {self.mask_id}, the anchor {anchor}"
+        rank = f", a {self.markov_type} Markov head of rank {self.markov_rank}"
+        return {"block": told + rank * (self.markov_rank > 0)}
+
+    def key_values(self) -> list[list[str]]:
+        """The names of each layer's matrices that read the context."""
+        own = [f"layers.{i}.self_attn." for i in range(len(self.windows))]
+        return [[f"{layer}{x}_proj.weight" for x in "kv"] for layer in own]
+
+    def products(self) -> list[list[str]]:
+        # zero-argument super() fails in a dataclass with slots
+        return [*HeadConfig.products(self), *self.key_values()]
+
+    def passes(self, k: int) -> Passes:
+        return Passes(1, self.rows_for(k))
+
+    def renamed(self, name: str) -> str | None:
+        own = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+        own = _JOINT.sub(MARKOV_JOINT, own)
+        return None if _HARMLESS.search(own) else own
+
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        width, rank = self.hidden_size, self.markov_rank
+        found = {
+            "fc.weight": (width, self.num_features * self.target_hidden_size),
+            "hidden_norm.weight": (width,),
+            EMBEDDING: (self.vocab_size, width),
+            HEAD: (self.draft_vocab_size, width),
+        }
+        if rank:
+            found[MARKOV_EMBEDDING] = (self.vocab_size, rank)
+            found[MARKOV_OUT] = (self.draft_vocab_size, rank)
+        if rank and (shape := MARKOV_TYPES[self.markov_type](rank, width)):
+            found |= {f"{MARKOV_JOINT}.weight": shape, f"{MARKOV_JOINT}.bias": shape[:1]}
+        if self.confidence_width:
+            found[f"{CONFIDENCE}.weight"] = (1, self.confidence_width)
+            found[f"{CONFIDENCE}.bias"] = (1,)
+        return found
+
+    def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """The hidden states of the target that the drafter reads, in transformers' counting.
+
+        Raises `SetupError` for a layer that the target does not have. The last layer's output is
+        refused too: transformers' last hidden state has passed the final norm.
+        """
+        last, found = num_target_layers, self.layer_ids
+        if found is None:
+            count = self.num_features
+            found = (last // 2 + 1,)
+            if count > 1:
+                found = tuple(2 + round(i * (last - 4) / (count - 1)) for i in range(count))
+        if sorted(set(found)) != list(found) or not 0 <= found[0] <= found[-1] < last:
+            raise SetupError(
+                f"the {self.noun} {self.name} reads hidden states {shown(list(found))} of a target "
+                f"that has {last} layers (target_layer_ids or aux_hidden_state_layer_ids of its "
+                "config.json)",
+                "the drafter belongs to another target",
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DSparkConfig(DFlashConfig):
+    """The same, with another name in messages."""
+
+    noun: ClassVar[str] = "DSpark drafter"
+
+
+def read_dflash_config(name: str, folder: Path) -> DFlashConfig:
+    """The settings of the drafter in `folder`.
+
+    Raises `SetupError`, which names the key, for a config that is damaged or that asks for what is
+    not built.
+    """
+    raw = config_file(name, folder)
+    kind = DFlashConfig if first_seen(DSPARK, raw) is None else DSparkConfig
+    try:
+        return _read(kind, name, raw)
+    except (TypeError, ValueError, AttributeError, LookupError) as problem:
+        raise SetupError(
+            f"cannot read config.json of the {kind.noun} {name}: {first_line(problem)}",
+            "it is damaged or was edited: a key has a value of another kind",
+        ) from problem
+
+
+def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashConfig:
+    is_nested = first_seen(speculator("dflash", "dspark"), raw) is not None
+    is_dspark = kind is DSparkConfig
+    body = raw["transformer_layer_config"] if is_nested else raw
+    told = body.get("model_type", "qwen3")
+    own = raw | (raw.get("dflash_config") or {})  # keys of the kind, wherever a tool puts them
+    settings = HeadSettings(kind.noun, name, own, body | {"model_type": "qwen3"})
+    if told not in _KINDS:
+        raise settings.bad("model_type", told, "layers of qwen3 are built")
+    for key, plain in _VARIANTS.items():
+        if own.get(key, plain) not in (plain, None):
+            raise settings.bad(key, own[key], "that variant of the net is not built")
+    if "sliding_attention" in (body.get("layer_types") or ()):
+        raise settings.bad("layer_types", body["layer_types"], "layers that slide are not built")
+    if own.get("quantization_config"):
+        raise settings.bad("quantization_config", "…", "heads are read unquantised")
+    layer, vocab = settings.layers(), settings.vocab_size
+    mask_id = own.get("mask_token_id")
+    if type(mask_id) is not int or not 0 <= mask_id < vocab:
+        raise settings.bad("mask_token_id", mask_id, f"it has to be one of {vocab} ids")
+    key, default = "sample_from_anchor", is_dspark
+    others: tuple[Other, ...] = ()
+    if is_nested and is_dspark and key not in own:
+        told = f"{key}: not given, read as true, as speculators does; vLLM takes false"
+        others = (Other(told, {"anchor_predicts": False}),)
+    return kind(
+        name=name,
+        body=layer,
+        windows=(0,) * int(layer.num_hidden_layers),
+        target_hidden_size=settings.count(own, "target_hidden_size", layer.hidden_size),
+        vocab_size=vocab,
+        draft_vocab_size=settings.draft_vocab_size,
+        num_target_layers=settings.count(own, "num_target_layers", 0) or None,
+        others=others,
+        block_size=settings.count(own, "block_size", 8 if is_nested else None),
+        mask_id=mask_id,
+        layer_ids=_layer_ids(settings, is_nested, is_dspark),
+        anchor_predicts=settings.flag(key) if key in own else default,
+        **(_heads(settings, is_nested, int(layer.hidden_size)) if is_dspark else {}),
+    )
+
+
+def _layer_ids(settings: HeadSettings, is_nested: bool, is_dspark: bool) -> tuple[int, ...] | None:
+    """The layers of the target whose inputs are read. speculators names these, others the layers
+    whose outputs are read: an output of DeepSpec's layer -1 is the embedding's."""
+    key = "aux_hidden_state_layer_ids" if is_nested else "target_layer_ids"
+    ids, least = settings.raw.get(key), 0 if is_nested or not is_dspark else -1
+    if ids is None and not is_nested and not is_dspark:
+        return None
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < least for i in ids):
+        raise settings.bad(key, ids, "it has to be a list of layers")
+    return tuple(i + (not is_nested) for i in ids)
+
+
+def _heads(settings: HeadSettings, is_nested: bool, width: int) -> dict[str, Any]:
+    """The Markov head's rank and type, and the numbers that the confidence head reads."""
+    own = settings.raw
+    rank = own.get("markov_rank", 256 if is_nested else 0)
+    if type(rank) is not int or rank < 0:
+        raise settings.bad("markov_rank", rank, "it has to be a number")
+    kind = own.get("markov_head_type") or "vanilla"
+    if kind not in MARKOV_TYPES:
+        raise settings.bad("markov_head_type", kind, f"{', '.join(MARKOV_TYPES)} are built")
+    alpha = own.get("confidence_head_alpha") or 0
+    is_sure = own.get("enable_confidence_head", is_nested or alpha > 0)
+    reads_both = own.get("confidence_head_with_markov", is_nested) and rank
+    found = width + rank * bool(reads_both)
+    return {"markov_rank": rank, "markov_type": kind, "confidence_width": found * bool(is_sure)}

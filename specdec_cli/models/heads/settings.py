@@ -1,0 +1,122 @@
+"""The settings of a head's layers, read from its config.json and checked. Reads no weights."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from specdec_cli.errors import SetupError
+from specdec_cli.models.heads.layers import CONFIGS
+from specdec_cli.text import shown
+
+_ACTIVATIONS = {a: a for a in ("silu", "gelu_pytorch_tanh")} | {"swish": "silu"}
+# The tables of other kinds depend on the longest position of a batch.
+_ROPES = ("default", "linear", "llama3", "yarn")
+_DEFAULT_ROPE_BASE = 10000.0  # heads without rope_theta were trained with it, whatever the target's
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSettings:
+    """A head's config.json, `raw`, and the part of it that describes its layers, `body`.
+
+    noun: of its kind, for messages. All raise `SetupError`, which names the key.
+    """
+
+    noun: str
+    name: str
+    raw: dict[str, Any]
+    body: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.count(self.body, "vocab_size")
+
+    @property
+    def draft_vocab_size(self) -> int:
+        vocab = self.vocab_size
+        found = self.count(self.raw, "draft_vocab_size", vocab)
+        if found > vocab:
+            raise self.bad("draft_vocab_size", found, f"the vocabulary has {vocab} ids")
+        return found
+
+    def layers(self) -> Any:
+        """transformers' config of the layers."""
+        body = self.body
+        hidden, heads = self.count(body, "hidden_size"), self.count(body, "num_attention_heads")
+        if "head_dim" not in body and hidden % heads:
+            raise self.bad("num_attention_heads", heads, f"it does not divide {hidden}")
+        head_dim = self.count(body, "head_dim", hidden // heads)
+        kv_heads = self.count(body, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise self.bad("num_key_value_heads", kv_heads, f"it does not divide {heads}")
+        if head_dim % 2:
+            raise self.bad("head_dim", head_dim, "rotary embeddings turn pairs")
+        activation = body.get("hidden_act", "silu")
+        if activation not in _ACTIVATIONS:
+            raise self.bad("hidden_act", activation, "silu and gelu_pytorch_tanh are built")
+        # transformers would refuse heads that do not divide the width.
+        found = CONFIGS[body["model_type"]](
+            hidden_size=heads * head_dim,
+            num_hidden_layers=self.count(body, "num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=self.count(body, "intermediate_size"),
+            hidden_act=_ACTIVATIONS[activation],
+            rms_norm_eps=self._eps(),
+            rope_parameters=self._rope(),
+            max_position_embeddings=self.count(body, "max_position_embeddings", 2048),
+            attention_bias=bool(body.get("attention_bias", False)),
+            mlp_bias=bool(body.get("mlp_bias", False)),
+        )
+        found.hidden_size = hidden
+        return found
+
+    def _rope(self) -> dict[str, Any]:
+        """transformers' `rope_parameters`, from that key or the older two."""
+        body = self.body
+        stored = body.get("rope_parameters") or body.get("rope_scaling") or {}
+        if not isinstance(stored, dict):
+            raise self.bad("rope_scaling", stored, "it has to be a mapping")
+        for kind in ("full_attention", "sliding_attention"):
+            if isinstance(stored.get(kind), dict):
+                raise self.bad("rope_parameters", kind, "one embedding for all layers is built")
+        rope = dict(stored)
+        kind = rope.pop("type", None)
+        rope["rope_type"] = rope.get("rope_type") or kind or "default"
+        if rope["rope_type"] not in _ROPES or "mrope_section" in rope:
+            raise self.bad("rope_type", rope["rope_type"], f"{', '.join(_ROPES)} are built")
+        if rope.get("partial_rotary_factor", body.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise self.bad("partial_rotary_factor", "…", "heads turn as a whole")
+        base = rope.get("rope_theta", body.get("rope_theta"))
+        base = _DEFAULT_ROPE_BASE if base is None else base
+        if type(base) not in (int, float) or not 0 < base < math.inf:
+            raise self.bad("rope_theta", base, "it has to be a number above 0")
+        rope["rope_theta"] = float(base)
+        return rope
+
+    def _eps(self) -> float:
+        eps = self.body.get("rms_norm_eps", 1e-6)
+        if not isinstance(eps, int | float) or not 0 <= eps < 1:
+            raise self.bad("rms_norm_eps", eps, "it has to be a small number")
+        return float(eps)
+
+    def count(self, settings: dict[str, Any], key: str, default: int | None = None) -> int:
+        """A positive number; `default` where the key is missing or null."""
+        value = settings.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or value < 1:
+            raise self.bad(key, value, "it has to be a number above 0")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """A value of `raw` that is true or false; false where it is missing."""
+        value = self.raw.get(key)
+        if value is not None and type(value) is not bool:
+            raise self.bad(key, value, "it has to be true or false")
+        return bool(value)
+
+    def bad(self, key: str, value: object, why: str) -> SetupError:
+        return SetupError(
+            f"config.json of the {self.noun} {self.name}: {key} is {shown(value)}: {why}"
+        )

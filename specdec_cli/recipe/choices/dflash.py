@@ -1,0 +1,19 @@
+"""Drafters of a whole block in one pass, DFlash and DSpark: in a recipe, and in vLLM's config."""
+
+from specdec_cli.recipe.choices import forms
+from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted
+from specdec_cli.recipe.choices.forms import DraftForm, speculator
+
+
+def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
+    return drafted("dflash", "drafter", setting, draft, ())
+
+
+DFLASH = MethodChoice(
+    "a drafter of a whole block in one pass",
+    weights_from="draft",
+    to_vllm=_to_vllm,
+    form=DraftForm(
+        "a DFlash drafter", (forms.DFLASH,), (forms.DSPARK, speculator("dflash", others=True))
+    ),
+)

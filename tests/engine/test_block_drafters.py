@@ -1,0 +1,244 @@
+"""DFlash drafters: read, planned and run, with the rounds of transformers' own net."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from specdec_cli.core.types import Permissions, Request, SamplingParams
+from specdec_cli.engine.build import build, load_models, measured
+from specdec_cli.engine.memory.budget import CacheNeed
+from specdec_cli.engine.memory.estimate import estimate_rank, this_machine
+from specdec_cli.engine.plan import Plan, plan, plan_all_ranks
+from specdec_cli.errors import ExitCode, SetupError, UsageError
+from specdec_cli.recipe import load_recipe
+from specdec_cli.recipe.choices.dflash import DFLASH
+from tests import lossless
+from tests.support import greedy_reference, reference
+
+pytest.importorskip("transformers", minversion="5.23")  # earlier ones have no DFlash of their own
+from tests.block_pair import (
+    MASK,
+    NEW_TOKENS,
+    PROMPTS,
+    Pair,
+    expected_rounds,
+    save_drafter,
+    save_pair,
+)
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one by one": {},
+    "refills": {"run.batch_size": 2},
+    "chunks": {"run.batch_size": 3, "run.prefill_chunk": 3},
+    "preemption": {"run.batch_size": 4, "cache.num_blocks": 19},
+}
+K = 4
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    folder = tmp_path_factory.mktemp("pairs")
+    return {
+        "z-lab": save_pair(folder / "z-lab"),
+        "reduced": save_pair(folder / "reduced", "speculators", draft_vocab=60),
+    }
+
+
+def planned(pair: Pair, k: int = K, **more: Any) -> Plan:
+    sets = {
+        "target.model": str(pair.target),
+        "draft.model": str(pair.folder),
+        "speculation.num_speculative_tokens": k,
+        "sampling.max_new_tokens": NEW_TOKENS,
+        "sampling.ignore_eos": True,
+        "cache.block_size": 4,
+        "run.device": "cpu",
+    }
+    return plan(load_recipe(None, sets | {n.replace("__", "."): v for n, v in more.items()}))
+
+
+def run(found: Plan, prompts: list[list[int]], k: int | None = None) -> list[Any]:
+    engine = build(found, 12)
+    requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+    seqs = engine.run(requests, found.k if k is None else k, found.params).seqs
+    assert engine.allocator.num_used == 0
+    return seqs
+
+
+def rounds_of(seq: Any) -> list[tuple[int, int]]:
+    return list(zip(seq.proposed_per_round, seq.accepted_per_round, strict=True))
+
+
+def check_rounds(pair: Pair, k: int, **more: Any) -> list[Any]:
+    seqs, oracle = run(planned(pair, k, **more), PROMPTS), reference(pair.target)
+    for seq, prompt in zip(seqs, PROMPTS, strict=True):
+        assert seq.output_ids == greedy_reference(oracle, prompt, NEW_TOKENS)
+        assert rounds_of(seq) == expected_rounds(pair, prompt, k)
+    return seqs
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
+def test_text_and_rounds_are_those_of_the_net(pairs: dict[str, Pair], kind: str, case: str) -> None:
+    seqs = check_rounds(pairs[kind], K, **SETTINGS[case])
+    assert {a for seq in seqs for a in seq.accepted_per_round} >= {0, 1, 2}
+    assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
+
+
+def test_a_narrower_pass_is_another(pairs: dict[str, Pair]) -> None:
+    """k sets the width of the pass, not B: rounds of k = 2 are those of three rows."""
+    check_rounds(pairs["z-lab"], 2)
+
+
+@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
+def test_the_block_bounds_k(pairs: dict[str, Pair], kind: str) -> None:
+    most = 4 + (kind == "anchor")
+    assert planned(pairs[kind], most).k == most
+    told = rf"^-k {most + 1} .* at most {most} tokens a round \(block_size 5, .*\)$"
+    with pytest.raises(UsageError, match=told) as found:
+        planned(pairs[kind], most + 1)
+    assert found.value.code == ExitCode.USAGE
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mask id": ({"mask_token_id": 97}, "mask_token_id is 97"),
+    "no mask id": ({"mask_token_id": None}, "mask_token_id is null"),
+    "no block": ({"block_size": None}, "block_size is null"),
+    "last layer": ({"target_layer_ids": [0, 3]}, r"hidden states \[1, 4\] .* has 4 layers"),
+    "order": ({"target_layer_ids": [2, 0]}, r"hidden states \[3, 1\]"),
+    "no layer": ({"target_layer_ids": [-2, 0]}, r"target_layer_ids is \[-2, 0\]"),
+    "features": ({"target_layer_ids": [0, 1, 2]}, r"fc.weight has shape \[64, 128\]"),
+    "vocabulary": ({"vocab_size": 98}, "its vocab_size is 98"),
+    "width": ({"target_hidden_size": 32}, "its target_hidden_size is 32"),
+    "layers": ({"num_target_layers": 5}, "its num_target_layers is 5"),
+    "sliding": ({"layer_types": ["sliding_attention"] * 2}, "layer_types is .* not built"),
+    "causal": ({"causal": True}, "causal is true: that variant"),
+    "model type": ({"model_type": "muse_glimmer_assistant"}, "model_type is .*layers of qwen3"),
+    "ids": ({"target_layer_ids": 3}, "target_layer_ids is 3"),
+    "rope": ({"rope_theta": "x"}, "rope_theta is"),
+    "kind": ({"dflash_config": 7}, "cannot read config.json of the DFlash drafter"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_config_is_refused_by_its_key(pairs: dict[str, Pair], case: str, tmp_path: Path) -> None:
+    changes, told = REFUSED[case]
+    if "dflash_config" not in changes:  # every key may lie in either place
+        own = {"mask_token_id": MASK, "target_layer_ids": [0, 2]} | changes
+        changes = changes | {"dflash_config": {n: v for n, v in own.items() if v is not None}}
+    drafter = pairs["z-lab"].drafter
+    folder = save_drafter(tmp_path / "drafter", drafter, "z-lab", **changes)
+    with pytest.raises(SetupError, match=told) as found:
+        build(planned(replace(pairs["z-lab"], folder=folder)), 12)
+    assert found.value.code == ExitCode.ENVIRONMENT and "\n" not in found.value.message
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "hidden_norm.weight", "layers.1.self_attn.k_norm"])
+def test_a_missing_tensor_is_named(pairs: dict[str, Pair], name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(pairs["z-lab"].folder, tmp_path / "lacking")
+    tensors = load_file(folder / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if not n.startswith(name)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SetupError, match=f"1 tensors are missing, first {name}"):
+        planned(replace(pairs["z-lab"], folder=folder))
+
+
+@pytest.mark.parametrize("policy", ["confidence", "adaptive"])
+@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
+def test_lengths_of_each_sequence(pairs: dict[str, Pair], kind: str, policy: str) -> None:
+    keys = {"speculation.length.policy": policy, "speculation.length.threshold": 0.6}
+    keys |= {"speculation.length.choices": [0, 1, 2]}
+    seqs = run(planned(pairs[kind], run__batch_size=3, **keys), PROMPTS)
+    oracle = reference(pairs[kind].target)
+    assert [s.output_ids for s in seqs] == [
+        greedy_reference(oracle, p, NEW_TOKENS) for p in PROMPTS
+    ]
+    if policy == "confidence":
+        assert len({p for s in seqs for p in s.proposed_per_round}) > 1
+
+
+@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
+def test_greedy_replay_is_exact(pairs: dict[str, Pair], kind: str) -> None:
+    """Predictions of the k that was run are its rounds; they say that they hold for it alone."""
+    found = planned(pairs[kind], run__prefill_chunk=5)
+    engine, requests = build(found, 12), [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
+    for seq, request in zip(engine.run(requests, K, found.params).seqs, requests, strict=True):
+        told = engine.forecast(request, seq.output_ids, K, found.params)
+        assert told.ahead is not None and told.only_k == K
+        start = 0
+        for proposed, accepted in rounds_of(seq):
+            chances = told.ahead[start][:proposed]
+            assert accepted == (*(round(c) for c in chances), 0).index(0)
+            start += accepted + 1
+
+
+@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_estimates_are_near_on_a_cpu(pairs: dict[str, Pair], kind: str, temperature: float) -> None:
+    keys = {"run.batch_size": 4, "sampling.temperature": temperature}
+    found = planned(pairs[kind], **keys)
+    need = CacheNeed(4, 300, found.k, 4)
+    plans = plan_all_ranks(found.recipe, Permissions(), found.device)
+    (guess,) = [estimate_rank(p, need, this_machine(found.device, 1)) for p in plans]
+    mine = measured(found, load_models(found), need)
+    assert mine.fits == pytest.approx(guess.fits, rel=0.05)
+    assert mine.draft_weight_bytes == pytest.approx(guess.draft_weight_bytes, abs=256)
+    assert mine.activation_bytes < 4 * guess.activation_bytes
+    assert guess.activation_bytes < 4 * mine.activation_bytes
+
+
+def test_facts_of_a_run(pairs: dict[str, Pair]) -> None:
+    found = planned(pairs["z-lab"])
+    assert found.recipe.speculation.method == "dflash"
+    assert found.execution["draft_borrows"] == "embed_tokens.weight, lm_head.weight"
+    assert found.execution["draft_features"] == "hidden states 1, 3 of the target"
+    assert found.execution["draft_block"].startswith("block_size 5, mask_token_id 95")
+    settings = {("sampling", "temperature"): 0.7, ("target", "model"): "t"}
+    told = DFLASH.to_vllm(lambda *key: settings.get(key), "d")  # type: ignore[misc]
+    wanted = {"method": "dflash", "model": "d", "draft_sample_method": "probabilistic"}
+    assert told.config == wanted
+
+
+@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
+def test_dummy_weights_and_given_acceptance(pairs: dict[str, Pair], kind: str) -> None:
+    keys = {
+        "speculation.acceptance": "synthetic",
+        "speculation.synthetic_acceptance_rates": [0.5] * K,
+    }
+    seqs = run(planned(pairs[kind], draft__load_format="dummy", **keys), PROMPTS)
+    assert all(len(seq.output_ids) == NEW_TOKENS for seq in seqs)
+    assert sum(sum(seq.accepted_per_round) for seq in seqs) > 20
+
+
+def test_blocks_need_room_near_the_end(pairs: dict[str, Pair]) -> None:
+    """The last rounds propose fewer tokens than their blocks have rows."""
+    prompt = PROMPTS[0]
+    longest = len(prompt) + NEW_TOKENS
+    for spare, reason in ((2, "length"), (1, "error")):
+        blocks = -(-(longest - spare + K) // 4) + (spare > 1) - (spare == 1)
+        seqs = run(planned(pairs["z-lab"], cache__num_blocks=blocks), [prompt])
+        assert seqs[0].finish_reason == reason
+
+
+def test_the_end_of_the_context(pairs: dict[str, Pair]) -> None:
+    """Rows past the model's positions are left out of the block."""
+    most = len(PROMPTS[0]) + 9
+    seqs = run(planned(pairs["z-lab"], cache__max_model_len=most), PROMPTS[:1])
+    oracle = reference(pairs["z-lab"].target)
+    assert seqs[0].output_ids == greedy_reference(oracle, PROMPTS[0], 9)
+
+
+@pytest.mark.parametrize("k", [3])
+def test_sampled_text_follows_the_target(k: int, tmp_path: Path) -> None:
+    """Joint distribution of the first tokens."""
+    pair = save_pair(tmp_path, steps=0, vocab=8)
+    more = {"sampling.temperature": 0.9, "sampling.top_p": 0.95, "sampling.max_new_tokens": 4}
+    found = planned(pair, k, run__batch_size=400, cache__num_blocks=2400, **more)
+    engine = build(found, 12)
+    params = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=4, seed=1, ignore_eos=True)
+    told = lossless.engine_trial(engine, pair.target, [3, 1, 4, 5], k, params, 4000)
+    assert lossless.adjusted(told) > 1e-4
