@@ -225,8 +225,11 @@ def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         for second in range(seconds + 1):
             totals = {name: changes.get(name, step) * second for name, step in calm.items()}
             states = {n: changes[n] for n in ("slowed", "on_gpu") if n in changes}
+            # A second thread waits less than the first, which is the one that counts.
+            waited = {7: totals.pop("waited"), 8: 0.001 * second}
             reading = machine._Reading(
-                wall=float(second), runnable=changes.get("runnable", 1), **totals, **states
+                **{"wall": float(second), "runnable": changes.get("runnable", 1)},
+                **{"waited": waited, **totals, **states},
             )
             monkeypatch.setattr(MachineWatch, "_read", lambda _, reading=reading: reading)
             monkeypatch.setattr(machine.time, "perf_counter", lambda second=second: float(second))
@@ -240,3 +243,4 @@ def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(slowed=0x8) == ["gpu_throttled"] and told(slowed=0x4) == []
     assert told(on_gpu=3) == ["gpu_shared"] and told(on_gpu=1) == []
     assert told(1, on_gpu=3, slowed=0x8, waited=0.3) == ["gpu_throttled", "gpu_shared"]
+    assert told(1, waited=0.5) == told(2, waited=0.45) == ["cpu_starved"]
