@@ -11,10 +11,24 @@ from typing import Any, Protocol
 import numpy as np
 
 from specdec_cli.core.detokenize import Tokenizer
-from specdec_cli.core.figures import Metrics
+from specdec_cli.core.figures import Counted, EngineFacts, Metrics
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.types import FinishReason, Permissions, Request, SamplingParams
 from specdec_cli.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The part of an answer that only a server's has; see `folders.records.Sample`."""
+
+    engine: EngineFacts
+    num_retries: int = 0
+    e2el_ms: float | None = None
+    acceptance_histogram: list[int] | None = None
+    counted: Counted | None = None
+    num_tokens: int | None = None
+    text: str | None = None
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,7 @@ class Finished:
     ttft_parts_ms: dict[str, float] | None = None
     tpot_ms: float | None = None
     distinct_experts: float | None = None
+    served: Served | None = None
 
     @property
     def seconds(self) -> float:
@@ -144,8 +159,11 @@ class Session(Protocol):
 
     def run(
         self, requests: Sequence[Request], k: int, params: SamplingParams, on_round: OnRound
-    ) -> Metrics:
-        """Answer every request, with at most `k` proposals a round."""
+    ) -> Metrics | None:
+        """Answer every request, with at most `k` proposals a round.
+
+        Returns None where metrics follow from the answers alone, as those of servers do.
+        """
         ...
 
     def resized(self, batch_size: int) -> "Session":
@@ -174,7 +192,13 @@ class Session(Protocol):
 
 
 class Backend(Protocol):
-    """An engine. `prepare` makes what its other functions take."""
+    """An engine. `prepare` makes what its other functions take.
+
+    is_native: whether it is our own, which stamps rounds, forecasts them and has logits.
+    """
+
+    @property
+    def is_native(self) -> bool: ...
 
     def prepare(
         self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None

@@ -24,9 +24,11 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.measured import release
 from specdec_cli.engine.plan import Plan
 from specdec_cli.engine.plan import plan as checked
+from specdec_cli.launch import spinning
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import Recipe
 
+is_native = True
 _REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
 
 
@@ -91,6 +93,7 @@ def finished(seq: Seq) -> Finished:
         "prompt_token_ids": seq.tokens[: seq.num_prompt_tokens],
         "token_ids": seq.output_ids,
         "max_output_tokens": seq.max_tokens - seq.num_prompt_tokens,
+        "served": None,
     }
     same = {f.name: getattr(seq, f.name) for f in fields(Finished) if f.name not in own}
     return Finished(**own, **same)
@@ -147,6 +150,8 @@ def environment(plan: Prepared, device: torch.device | None = None) -> dict[str,
         "cpu_count": os.cpu_count(),
         **plan.execution,
     }
+    if device.type == "cpu":
+        found["thread_spins"] = spinning.told(torch.get_num_threads())
     if plugin.LOADED:
         found["plugins"] = {path.name: digest for path, digest in plugin.LOADED.items()}
     if device.type == "cuda":

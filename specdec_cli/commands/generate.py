@@ -4,6 +4,7 @@ Parses and prepares; `generate_run` runs and shows.
 """
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,7 @@ def generate(
     resume: Resume = False,
     next_turns: NextTurns = None,
     check_lossless: options.CheckLossless = False,
+    server: options.Server = None,
     strict: options.Strict = False,
 ) -> None:
     """Write text with a draft and a target model, and report what was accepted.
@@ -43,18 +45,41 @@ def generate(
         raise UsageError("--resume needs the run's folder", "name it with -o DIR")
     resolved = asked.resolve(recipe_options(source))
     asked.warn_of_unused(resolved, has_draft=asked.given["draft"] is not None)
+    if server is not None and check_lossless:
+        told = "--check-lossless needs the target's logits, which a server does not give"
+        raise UsageError(told, "leave it out, or compare texts with sweep-k --server")
     begin_stage("reading the prompts")
-    with joined(
-        asked.place, [resolved], lambda: find_prompts(source, resolved, asked, reads_pipe=True)
-    ) as (world, found):
+    with (
+        joined(
+            asked.place,
+            [resolved],
+            lambda: find_prompts(source, resolved, asked, reads_pipe=True),
+            computes=server is None,
+        ) as (world, found),
+        ExitStack() as open_until_end,
+    ):
         if next_turns is not None:
             _check_turns(found.prompts, next_turns)
         is_single = bool(source.prompt) and len(found.prompts) == 1
         with waiting("getting ready", quiet=asked.quiet) as stages:
-            with importing(world.device):
+            from specdec_cli.backends.base import Backend
+
+            backend: Backend
+            if server is not None:
+                from specdec_cli.backends.server.backend import ServerBackend
+                from specdec_cli.commands.servers import look_at_all
+
+                k = asked.given["num_speculative_tokens"]
+                backend = there = open_until_end.enter_context(ServerBackend())
+                look_at_all(there, resolved, [server], None, None if k is None else [k], None)
+            with importing(world.device if server is None else "cpu"):
+                if server is None:
+                    from specdec_cli.backends import native
+
+                    backend = native
                 from specdec_cli.commands.generate_run import Own, get_ready, write
             own = Own(resume, next_turns, check_lossless, is_single, strict)
-            ready = get_ready(world, resolved, found, asked, own, stages)
+            ready = get_ready(backend, world, resolved, found, asked, own, stages)
         world.ready()
         code = write(world, ready, asked, own)
     raise typer.Exit(code)

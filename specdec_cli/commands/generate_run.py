@@ -8,8 +8,7 @@ from typing import Any
 
 import typer
 
-from specdec_cli.backends import native
-from specdec_cli.backends.base import Finished, Session, Written
+from specdec_cli.backends.base import Backend, Finished, Session, Written
 from specdec_cli.commands.options import Asked
 from specdec_cli.commands.status import Stages, strictly, warn
 from specdec_cli.core.figures import Metrics
@@ -17,6 +16,7 @@ from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.generate_folder import SAMPLES, Kept, key_of, open_folder
+from specdec_cli.experiment.folders.records import Sample
 from specdec_cli.experiment.folders.results import Output, generate_document, point_of_run, to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import unsaid
@@ -30,9 +30,10 @@ from specdec_cli.experiment.lossless_check import (
     texts_of,
 )
 from specdec_cli.experiment.machine import MachineWatch
-from specdec_cli.experiment.measure import sample_of
+from specdec_cli.experiment.measure import sample_of, units_of
 from specdec_cli.experiment.points import point_metrics
 from specdec_cli.experiment.preparing import unlisted_end, warnings_of_texts
+from specdec_cli.experiment.served import engine_fields, remarks_of
 from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import jsonl_of, next_turn
@@ -82,18 +83,24 @@ class Own:
 
 
 def get_ready(
-    world: World, resolved: Recipe, found: PromptSet, asked: Asked, own: Own, stages: Stages
+    backend: Backend,
+    world: World,
+    resolved: Recipe,
+    found: PromptSet,
+    asked: Asked,
+    own: Own,
+    stages: Stages,
 ) -> Ready:
     """Check everything, create or resume the run folder, load the models."""
     resolved = resolved.model_copy(update={"data": found.data})
-    job = prepare(native, resolved, found, asked.permissions())
+    job = prepare(backend, resolved, found, asked.permissions())
     resolved = dated(resolved, job)
     if own.checks:
         refuse_unfit(job.plan, [job.plan.k])
     if own.is_single and (problem := job.too_long(0)):
         raise UsageError(problem, "shorten the prompt")
     begin_stage("recording the environment")
-    where = native.environment(job.plan)
+    where = backend.environment(job.plan)
     notices = [*found.notices, *warnings_of_texts(job, found.chat)]
     kept = Kept()
     if (path := asked.output) is not None:
@@ -107,7 +114,8 @@ def get_ready(
     if not ready.left.prompts and not own.checks:
         return ready
     stages.expect(len(job.plan.stages))
-    return replace(ready, session=native.open_session(job.plan, job.longest_prompt, stages.begin))
+    session = backend.open_session(job.plan, job.longest_prompt, stages.begin)
+    return replace(ready, session=session)
 
 
 def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
@@ -115,7 +123,7 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
     watch = MachineWatch(ready.job.plan.device)
     with world.outside():
         warn(ready.notices)
-    outputs, metrics = _run(world, ready, asked, watch)
+    outputs, metrics, samples = _run(world, ready, asked, watch)
     if own.is_single and outputs[0].error is not None:
         if ready.folder is not None:
             # Nothing was run, so the folder stays free for the next run.
@@ -125,13 +133,16 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
     check = _checked(world, ready, outputs) if own.checks else None
     with world.outside():
         found = [*watch.notices(), *failed_check(check)] if ready.session is not None else []
-        found += unlisted_end(ready.job, outputs)
+        found += remarks_of([samples])
+        if ready.job.backend.is_native:
+            found += unlisted_end(ready.job, outputs)
         warn(found)
         notices = [*ready.notices, *found]
         if own.next_turns is not None and world.is_first:
             with or_setup_error(f"cannot write {own.next_turns}"):
                 replace_file(own.next_turns, _next_turns(ready.job, outputs).encode())
-        _deliver(ready, outputs, metrics, notices, check, as_json=asked.as_json)
+        of_engine = engine_fields(samples.values())
+        _deliver(ready, outputs, metrics, notices, check, of_engine, as_json=asked.as_json)
         if check is not None and check.passed and not asked.quiet and world.is_first:
             typer.echo(check_line(check), err=True)
     if not asked.quiet:
@@ -160,10 +171,11 @@ def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
 
 def _run(
     world: World, ready: Ready, asked: Asked, watch: MachineWatch
-) -> tuple[list[Output], Metrics]:
+) -> tuple[list[Output], Metrics, dict[int, Sample]]:
     """Run the prompts that are left; each output is shown and on disk as soon as it comes.
 
-    The metrics of a resumed run are those of all its samples.
+    The metrics of a resumed run are those of all its samples, as are those of a server's, which are
+    returned too.
     """
     job, sinks, done = ready.job, [], ready.kept.done
     if world.is_first:
@@ -193,14 +205,20 @@ def _run(
         show, finish = collector(job, sinks, earlier)
         if ready.session is not None:
             plan = job.plan
-            metrics = ready.session.run(requests(ready.left), plan.k, plan.params, on_round)
+            left = ready.left
+            # Answers of servers come once all of a run have, so what a kill costs is one unit.
+            units = [left] if job.backend.is_native else units_of(left, plan.recipe.run.batch_size)
+            metrics = None
+            for unit in units:
+                metrics = ready.session.run(requests(unit), plan.k, plan.params, on_round)
             watch.look(at_end=True)
-            if not done:
-                return finish(), metrics
+            if not done and metrics is not None:
+                return finish(), metrics, {}
         key, limit = key_of(job), job.plan.params.max_new_tokens
-        peak = native.peak_memory(job.plan)
+        peak = job.backend.peak_memory(job.plan)
         of_new = [sample_of(key, None, [one], limit, peak) for one in new.values()]
-        return finish(), point_metrics([*done.values(), *of_new], key)
+        samples = {**done, **{sample.index: sample for sample in of_new}}
+        return finish(), point_metrics(list(samples.values()), key), samples
     finally:
         for sink in sinks:
             sink.close()
@@ -219,16 +237,21 @@ def _deliver(
     metrics: Metrics,
     notices: list[Notice],
     check: CheckResult | None,
+    of_engine: dict[str, Any],
     *,
     as_json: bool,
 ) -> None:
-    """Finish the folder, write the document and report prompts that could not run."""
+    """Finish the folder, write the document and report prompts that could not run.
+
+    of_engine: further fields of the point.
+    """
     document = generate_document(ready.recipe, ready.where, outputs, metrics, notices)
     if check is not None:
         document["lossless_check"] = check
     if (folder := ready.folder) is not None:
         if ready.left.prompts or not (folder.path / "points.jsonl").exists():
-            folder.append("points.jsonl", point_of_run(outputs, metrics, key_of(ready.job)))
+            point = point_of_run(outputs, metrics, key_of(ready.job), of_engine)
+            folder.append("points.jsonl", point)
         folder.write("summary.json", to_json(document) + "\n")
         folder.close()
     if as_json:
@@ -242,7 +265,8 @@ def _summarise(
     """Print a summary; on a terminal it includes a few tokens at k = 0 for comparison."""
     job = ready.job
     session = ready.session
-    compared = session is not None and job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
+    can_compare = session is not None and job.plan.k > 0 and job.backend.is_native
+    compared = can_compare and world.once(lambda: sys.stderr.isatty())
     print_summary(
         metrics,
         baseline(session, job, outputs) if session is not None and compared else None,

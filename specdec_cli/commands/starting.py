@@ -15,6 +15,7 @@ import typer
 
 import specdec_cli
 from specdec_cli.errors import SetupError
+from specdec_cli.launch.spinning import choose_spins
 from specdec_cli.launch.world import Place, World, join
 from specdec_cli.stages import begin_stage
 
@@ -45,6 +46,7 @@ def importing(device: str = "cpu") -> Iterator[None]:
         if driver is not None:  # no daemon: a process must not end while its driver starts
             Thread(target=_start_driver, args=(driver, device)).start()
         begin_stage("importing torch")
+        choose_spins()
         import torch  # noqa: F401
 
         if driver is not None:
@@ -119,16 +121,23 @@ def _torch_mib() -> int:
 
 @contextmanager
 def joined(
-    place: Place, recipes: "Sequence[specdec_cli.recipe.Recipe]", read: Callable[[], T]
+    place: Place,
+    recipes: "Sequence[specdec_cli.recipe.Recipe]",
+    read: Callable[[], T],
+    *,
+    computes: bool = True,
 ) -> Iterator[tuple[World, T]]:
     """The world of the recipes' ranks and the inputs that `read` finds, during the block.
+
+    computes: whether models run here, on their ranks; a client of servers is one process.
 
     A process that has to start the ranks instead checks the recipes, waits for the ranks and leaves
     the command with their exit code. recipes: alike in their number of ranks.
     """
     from specdec_cli.models.ahead import check_ahead
 
-    num_ranks, run = recipes[0].target.tensor_parallel_size, recipes[0].run
+    run = recipes[0].run
+    num_ranks = recipes[0].target.tensor_parallel_size if computes else 1
     if place.must_start(num_ranks):
         inputs = read()
         for recipe in recipes:

@@ -6,7 +6,9 @@ Parses, prepares, runs and shows; the work is done elsewhere.
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,11 +19,12 @@ from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import say_kept, show, strictly, waiting, warn, write_pictures
+from specdec_cli.demo import PREFIX
 from specdec_cli.errors import LOGGED, ExitCode, RunError, UsageError
 from specdec_cli.launch.world import World
 
-_KS = "Proposal lengths, such as 0-8 or 1,2,4; 0 is added."
-Ks = Annotated[str, option("-k --k", "LIST", _KS)]
+_KS = "Proposal lengths, such as 0-8 (the default) or 1,2,4; 0 is added. Of servers: all there are."
+Ks = Annotated[str | None, option("-k --k", "LIST", _KS, show_default=False)]
 Drafts = Annotated[list[str] | None, option("--draft", "MODEL", "Draft model; may be repeated.")]
 BatchSizes = Annotated[str | None, option("--batch-size", "LIST", "Batch sizes, such as 1,8.")]
 _PREDICT = "Measure k = 0 and the largest k, and predict the others."
@@ -34,7 +37,16 @@ Resume = Annotated[bool, option("--resume", None, "Continue the sweep in the fol
 _SHARD = "Take prompts I, I + N, I + 2N ... (I from 0). Default in a Slurm array: by task."
 Shard = Annotated[str | None, option("--shard", "I/N", _SHARD)]
 DryRun = Annotated[bool, option("--dry-run", None, "Show what would be measured; load no weights.")]
+_BASELINE_SERVER = "Take k = 0 from this server."
+BaselineServer = Annotated[str | None, option("--baseline-server", "URL", _BASELINE_SERVER)]
+_BASELINE = "Take k = 0 from this run folder of the same prompts."
+Baseline = Annotated[Path | None, option("--baseline", "DIR", _BASELINE, parser=options.run_folder)]
 
+_MINUTES = "Choose prompts, tokens and repeats that fit into about M minutes."
+Minutes = Annotated[float | None, option("--minutes", "M", _MINUTES, min=0.1)]
+_PAIRS = "Compare arms by category of prompt too."
+Pairs = Annotated[bool, option("--pairs", None, _PAIRS)]
+_DEFAULT_KS = "0-8"
 _LARGEST = 1024
 
 
@@ -42,7 +54,7 @@ _LARGEST = 1024
 def sweep_k(
     asked: Asked,
     source: Prompts,
-    ks: Ks = "0-8",
+    ks: Ks = None,
     predict_only: PredictOnly = False,
     synthetic_acceptance_rates: Rates = None,
     synthetic_acceptance_length: Length = None,
@@ -50,25 +62,47 @@ def sweep_k(
     shard: Shard = None,
     dry_run: DryRun = False,
     check_lossless: options.CheckLossless = False,
+    repeats: options.Repeats = None,
+    minutes: Minutes = None,
+    pairs: Pairs = False,
     strict: options.Strict = False,
     draft: Drafts = None,
     batch_size: BatchSizes = None,
+    server: options.Servers = None,
+    baseline_server: BaselineServer = None,
+    baseline: Baseline = None,
 ) -> None:
     """Find the fastest proposal length, and the best draft, on a dataset, with error bars.
 
     Every prompt is decoded at every k and with every draft, and compared with k = 0 on the same
-    prompts. Without a recipe the bundled demo pair runs.
+    prompts. Without a recipe the bundled demo pair runs. With --server it is servers that decode.
     """
     from specdec_cli.commands.reading import find_prompts, recipe_options
 
-    lengths, output = parse_ks(ks), asked.output
+    lengths, output = parse_ks(_DEFAULT_KS if ks is None else ks), asked.output
+    if server or baseline_server or baseline is not None:
+        from specdec_cli.commands import servers
+
+        servers.refuse_unfit(server, {"--baseline-server": baseline_server, "--baseline": baseline})
+        servers.refuse_own(
+            predict_only=predict_only,
+            check_lossless=check_lossless,
+            minutes=minutes,
+            synthetic_acceptance_rates=synthetic_acceptance_rates,
+            synthetic_acceptance_length=synthetic_acceptance_length,
+        )
+        if draft is not None and len(draft) > 1:
+            raise UsageError("--draft: a server has one draft", "name each draft's servers alone")
     part = shard_of(shard, os.environ)
     if part is not None and shard is None and not asked.quiet and asked.is_heard:
         typer.echo(
             f"shard {part[0]}/{part[1]}, from the Slurm array's task; --shard 0/1 takes all",
             err=True,
         )
-    own, sets = recipe_options(source), list[str]()
+    if resume and minutes is not None:
+        told = "--minutes chooses anew, and --resume goes on with what was chosen"
+        raise UsageError(told, "leave --minutes out, and pass what it chose")
+    own, sets = recipe_options(source) | {"repeats": repeats}, list[str]()
     rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
@@ -88,34 +122,80 @@ def sweep_k(
     recipes = [asked.resolve(own | {"draft": name}, sets) for name in drafts]
     sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
     asked.warn_of_unused(recipes[0], has_draft=bool(draft))
+    data = recipes[0].data
+    if minutes is not None and source.limit is None and data and data.path.startswith(PREFIX):
+        source = replace(source, limit=_LARGEST)  # bundled recipes take a few of their prompts
     if resume and output is None:
         raise UsageError("--resume needs the sweep's folder", "name it with -o DIR")
 
     with (
         _saying_what_is_kept(output if asked.is_heard and not dry_run else None),
-        joined(asked.place, recipes, lambda: find_prompts(source, recipes[0], asked)) as (
-            world,
-            found,
-        ),
+        joined(
+            asked.place,
+            recipes,
+            lambda: find_prompts(source, recipes[0], asked),
+            computes=not server,
+        ) as (world, found),
+        ExitStack() as open_until_end,
     ):
-        named = [recipe.model_copy(update={"data": found.data}) for recipe in recipes]
         with waiting("getting ready", quiet=asked.quiet):
-            with importing("cpu" if dry_run else world.device):
-                from specdec_cli.backends import native
+            from specdec_cli.backends.base import Backend
+
+            backend: Backend
+            if server:
+                from specdec_cli.backends.server.backend import ServerBackend
+
+                backend = there = open_until_end.enter_context(ServerBackend())
+                asked_ks = None if ks is None else _parsed(ks)
+                of_data = recipes[0].model_copy(update={"data": found.data})
+                lengths = servers.look_at_all(
+                    there, of_data, server, baseline_server, asked_ks, baseline
+                )
+            with importing("cpu" if dry_run or server else world.device):
+                if not server:
+                    from specdec_cli.backends import native
+
+                    backend = native
                 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
 
-            plan = plan_sweep(
-                native,
-                named,
-                found,
-                lengths,
-                sizes,
-                asked.permissions(),
-                predict_only=predict_only,
-                shard=part,
-                check_lossless=check_lossless,
-            )
-        code = _sweep(world, plan, asked, resume=resume, dry_run=dry_run, strict=strict)
+            def planned(
+                chosen: "Sequence[specdec_cli.recipe.Recipe]",
+                of: "specdec_cli.prompts.types.PromptSet",
+            ) -> "specdec_cli.experiment.sweep.sweep_plan.SweepPlan":
+                return plan_sweep(
+                    backend,
+                    [recipe.model_copy(update={"data": of.data}) for recipe in chosen],
+                    of,
+                    lengths,
+                    sizes,
+                    asked.permissions(),
+                    predict_only=predict_only,
+                    shard=part,
+                    check_lossless=check_lossless,
+                )
+
+            plan = planned(recipes, found)
+            if minutes is not None:
+                from specdec_cli.experiment.sweep.budget import fitting, of_size
+
+                budget = 60 * minutes
+                fit = world.once(lambda: fitting(plan, budget))
+                recipes = [of_size(one, fit) for one in recipes]
+                if fit.prompts < plan.num_prompts:
+                    has_kinds = any(prompt.category is not None for prompt in found.prompts)
+                    how = source.sample or ("stratified" if has_kinds else None)
+                    fewer = replace(source, limit=fit.prompts, sample=how)
+                    found = world.once(lambda: find_prompts(fewer, recipes[0], asked))
+                plan = planned(recipes, found)
+        if minutes is not None and asked.is_heard:
+            typer.echo(f"chosen for {minutes:g} minutes: {fit.text}", err=True)
+        code = _sweep(
+            *(world, plan, asked, baseline),
+            resume=resume,
+            dry_run=dry_run,
+            strict=strict,
+            pairs=pairs,
+        )
     raise typer.Exit(code)
 
 
@@ -123,12 +203,18 @@ def _sweep(
     world: World,
     plan: "specdec_cli.experiment.sweep.sweep_plan.SweepPlan",
     asked: Asked,
+    baseline: Path | None,
     *,
     resume: bool,
     dry_run: bool,
     strict: bool,
+    pairs: bool,
 ) -> ExitCode:
-    """Measure; rank 0 keeps and shows the results. Returns the exit code."""
+    """Measure; rank 0 keeps and shows the results. Returns the exit code.
+
+    baseline: the folder of a run that brings k = 0.
+    """
+    from specdec_cli.experiment.folders.records import Key, Sample
     from specdec_cli.experiment.folders.results import to_json
     from specdec_cli.experiment.folders.settings_file import keep_warning, read_warnings, unsaid
     from specdec_cli.experiment.preparing import few_prompts
@@ -141,7 +227,11 @@ def _sweep(
     output, quiet = asked.output, asked.quiet
     with waiting("getting ready", quiet=quiet):
         warnings = [*warnings_of(plan), *few_prompts(plan.num_prompts)]
-        records, folder = SweepRecords(), None
+        records, folder, plain = SweepRecords(), None, list[Sample]()
+        if baseline is not None:
+            from specdec_cli.experiment.sweep.baseline import samples_of
+
+            plain = samples_of(baseline, plan)
         if not dry_run and output is not None:
             if world.is_first:
                 folder = open_folder(output, plan, records, resume=resume)
@@ -149,6 +239,9 @@ def _sweep(
             # Every rank has to skip the samples that the folder holds.
             found = world.once(records.without_folder)
             records = records if world.is_first else found
+        if not dry_run:
+            known = records.samples
+            records.add(*(s for s in plain if s.index not in known[Key.of(s)]))
     with world.outside():
         warn(warnings)
         if dry_run:
@@ -180,7 +273,7 @@ def _sweep(
             warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
             if folder is not None:
                 write_pictures(folder.path)
-            show(document, print_results, as_json=asked.as_json)
+            show(document, partial(print_results, with_pairs=pairs), as_json=asked.as_json)
         return strictly(code, document["warnings"], strict=strict)
 
     return world.once(end)
@@ -207,7 +300,11 @@ def _saying_what_is_kept(output: Path | None) -> Iterator[None]:
 
 def parse_ks(text: str) -> list[int]:
     """Parse `0-8`, `0,1,2,4` or a mixture into ascending numbers, 0 included."""
-    found = {0}
+    return sorted({0, *_parsed(text)})
+
+
+def _parsed(text: str) -> list[int]:
+    found = set[int]()
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,4})\s*(?:-\s*([0-9]{1,4})\s*)?", part)
         if match is None:

@@ -10,7 +10,7 @@ torch.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
@@ -83,34 +83,50 @@ class Acceptance(Record):
     kept in the output. *_per_pos: by place in the draft, 1..k. Marginal rates are over all drafts,
     conditional ones over drafts that reached the place with all earlier proposals accepted.
     mean_acceptance_length: 1 + accepted / drafts, the target's own token included.
-    acceptance_histogram: drafts by number accepted, 0..k.
+    acceptance_histogram: drafts by number accepted, 0..k. None where a server does not tell.
     """
 
-    num_drafts: Count
-    num_draft_tokens: Count
-    num_accepted_tokens: Count
-    num_accepted_tokens_per_pos: list[Count]
-    mean_acceptance_length: float
+    num_drafts: Count | None
+    num_draft_tokens: Count | None
+    num_accepted_tokens: Count | None
+    num_accepted_tokens_per_pos: list[Count] | None
+    mean_acceptance_length: Figure
     draft_acceptance_rate: Figure
-    acceptance_rate_per_pos: list[float]
-    conditional_acceptance_rate_per_pos: list[Figure]
-    acceptance_histogram: list[Count]
+    acceptance_rate_per_pos: list[float] | None
+    conditional_acceptance_rate_per_pos: list[Figure] | None
+    acceptance_histogram: list[Count] | None
 
     @classmethod
     def of(cls, proposed: Sequence[int], accepted: Sequence[int], k: int) -> "Acceptance":
         """From the proposal length and the accepted count of each sequence-round."""
-        drafts = len(proposed)
         histogram = [0] * (k + 1)
         for count in accepted:
             histogram[count] += 1
-        per_pos = [sum(histogram[i:]) for i in range(1, k + 1)]
         # Rounds that reached position i: it was proposed, and all before it were accepted.
         reached = [
             sum(1 for p, a in zip(proposed, accepted, strict=True) if p >= i and a >= i - 1)
             for i in range(1, k + 1)
         ]
-        tokens = sum(proposed)
-        total = sum(accepted)
+        return cls._counted(histogram, reached, sum(proposed))
+
+    @classmethod
+    def of_histogram(cls, histogram: Sequence[int], tokens: int) -> "Acceptance":
+        """From the rounds by proposals accepted, 0..k, each of which proposed k. tokens: as the
+        server counts those proposed."""
+        reached = [sum(histogram[i:]) for i in range(len(histogram) - 1)]
+        return cls._counted(histogram, reached, tokens)
+
+    @classmethod
+    def unknown(cls) -> "Acceptance":
+        return Acceptance(**dict.fromkeys(cls.model_fields))
+
+    @classmethod
+    def _counted(
+        cls, histogram: Sequence[int], reached: Sequence[int], tokens: int
+    ) -> "Acceptance":
+        drafts = sum(histogram)
+        per_pos = [sum(histogram[i:]) for i in range(1, len(histogram))]
+        total = sum(per_pos)
         return Acceptance(
             num_drafts=drafts,
             num_draft_tokens=tokens,
@@ -122,24 +138,54 @@ class Acceptance(Record):
             conditional_acceptance_rate_per_pos=[
                 n / r if r else None for n, r in zip(per_pos, reached, strict=True)
             ],
-            acceptance_histogram=histogram,
+            acceptance_histogram=list(histogram),
         )
+
+
+class EngineFacts(Record):
+    """The engine of a point or a sample.
+
+    acceptance_source: `per_request`, the server's details of each request; `counters`, the server's
+    counters before and after; `chunks`, the same, where as many chunks came as rounds were counted;
+    None where acceptance is not known.
+    """
+
+    kind: Name
+    version: Name | None
+    acceptance_source: Literal["per_request", "counters", "chunks"] | None
+
+
+class Counted(Record):
+    """The difference of a server's counters over some requests."""
+
+    num_drafts: Count
+    num_draft_tokens: Count
+    num_accepted_tokens_per_pos: list[Count]
+
+
+class InText(Record):
+    """Rounds as our own engine counts them: those that propose, and what the texts keep of it."""
+
+    num_drafts: Count
+    num_accepted_tokens: Count
+    mean_acceptance_length: float
 
 
 class StageTimes(Record):
     """The milliseconds of each stage of a round, in their order: a field NAME_ms for each.
 
-    The one list of stages: everything else that names all of them is made from `STAGES`.
+    The one list of stages: everything else that names all of them is made from `STAGES`. None of
+    them is known of a server.
     """
 
-    draft_ms: float
-    broadcast_ms: float = 0.0
-    verify_ms: float
-    sample_ms: float
-    commit_ms: float = 0.0
+    draft_ms: Figure = None
+    broadcast_ms: Figure = 0.0
+    verify_ms: Figure = None
+    sample_ms: Figure = None
+    commit_ms: Figure = 0.0
 
     def stage_ms(self, stage: str) -> float:
-        return float(getattr(self, f"{stage}_ms"))
+        return float(getattr(self, f"{stage}_ms") or 0.0)
 
 
 STAGES = tuple(name.removesuffix("_ms") for name in StageTimes.model_fields)
@@ -156,17 +202,17 @@ class _RunCounts(Record):
     batch_size: Count
     num_prompts: Count
     num_output_tokens: Count
-    num_rounds: Count
+    num_rounds: Count | None
     num_rounds_without_proposal: Count
-    num_preemptions: Count
+    num_preemptions: Count = 0
 
 
 class Times(StageTimes, _RunCounts):
     """The figures of `Metrics` before those of `Acceptance`, which it explains."""
 
-    round_ms: float
-    prefill_ms: float
-    prefill_seconds: float
+    round_ms: Figure
+    prefill_ms: Figure = None
+    prefill_seconds: Figure = None
     decode_seconds: float
     output_tokens_per_second: float
     decode_tokens_per_second: float
@@ -191,7 +237,9 @@ class Metrics(Acceptance, Times):
     num_tokens_from_prefill: output tokens that prefill decided, at k = 0. They count as rounds
     without proposals, but not as engine rounds, and decode_tokens_per_second leaves them out;
     absent if there are none. ttft_parts_ms: means of what the time to the first token was spent on,
-    see `core.types.Sequence`; absent where a prompt has no first token.
+    see `core.types.Sequence`; absent where a prompt has no first token. Of servers only: e2el_ms,
+    from sending a request to its last token; in_text. A server has no times of stages and of
+    prefill; num_rounds and round_ms are None where its rounds are not known.
     """
 
     peak_memory_bytes: Count | None = None
@@ -199,13 +247,17 @@ class Metrics(Acceptance, Times):
     tokens_per_round: Figure = None
     num_tokens_from_prefill: Count = 0
     ttft_parts_ms: dict[str, float] | None = None
+    e2el_ms: Spread | None = None
+    in_text: InText | None = None
 
     @model_validator(mode="after")
     def _has_k_positions(self) -> Self:
+        if self.acceptance_histogram is None:  # acceptance is not known
+            return self
         lengths = {
-            len(self.num_accepted_tokens_per_pos),
-            len(self.acceptance_rate_per_pos),
-            len(self.conditional_acceptance_rate_per_pos),
+            len(self.num_accepted_tokens_per_pos or ()),
+            len(self.acceptance_rate_per_pos or ()),
+            len(self.conditional_acceptance_rate_per_pos or ()),
             len(self.acceptance_histogram) - 1,
         }
         if lengths != {self.k}:

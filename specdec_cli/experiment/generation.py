@@ -237,7 +237,7 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
     return Output(
         index=prompt.index,
         prompt=job.plan.tokenizer.decode(answer.prompt_token_ids) if shown is None else shown,
-        text=_text_of(job, answer.token_ids, answer.finish_reason),
+        text=_own_text(answer) or _text_of(job, answer.token_ids, answer.finish_reason),
         prompt_token_ids=answer.prompt_token_ids,
         token_ids=answer.token_ids,
         finish_reason=answer.finish_reason,
@@ -249,6 +249,13 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
         seconds=seconds,
         **given(category=prompt.category, error=answer.error),
     )
+
+
+def _own_text(answer: Finished | Sample) -> str | None:
+    """The text of a server that tells no ids."""
+    if isinstance(answer, Sample):
+        return answer.text
+    return None if answer.served is None else answer.served.text
 
 
 def _text_of(job: Job, token_ids: list[int], finish_reason: str) -> str:

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from specdec_cli.backends.base import Finished, Session, Written
+from specdec_cli.backends.base import Finished, Served, Session, Written
 from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.experiment.folders.records import Key, Point, Sample, given
@@ -97,7 +97,7 @@ class MeasuringLoop:
         job: Job,
         params: SamplingParams,
         on_finished: Callable[[list[Finished]], None] = lambda _: None,
-    ) -> Metrics:
+    ) -> Metrics | None:
         """Decode the prompts of a job once, with a sign of life each round."""
 
         def on_round(_: Sequence[Written], finished: list[Finished]) -> None:
@@ -114,6 +114,7 @@ class MeasuringLoop:
         def on_finished(finished: list[Finished]) -> None:
             for one in finished:
                 taken[one.index].append(one)
+                self.seconds += one.seconds
             whole = [
                 sample_of(key, categories[one.index], taken[one.index], limit, self.peak_memory())
                 for one in finished
@@ -122,8 +123,7 @@ class MeasuringLoop:
             if whole:
                 self.keep(key, whole)
 
-        metrics = self.run(key, job, job.plan.params, on_finished)
-        self.seconds += metrics.decode_seconds + metrics.prefill_seconds
+        self.run(key, job, job.plan.params, on_finished)
 
 
 def sample_of(
@@ -137,6 +137,7 @@ def sample_of(
     experts = [s.distinct_experts for s in runs if s.distinct_experts is not None]
     are_counted = len(experts) == len(runs)
     parts = [part for s in runs if (part := s.ttft_parts_ms) is not None]
+    of_server = [s.served for s in runs if s.served is not None]
     return Sample(
         **key.as_dict(),
         index=first.index,
@@ -162,7 +163,25 @@ def sample_of(
             distinct_experts=experts if are_counted else None,
             ttft_parts_ms={n: [p[n] for p in parts] for n in parts[0]} if parts else None,
         ),
+        **(_served_fields(of_server) if of_server else {}),
     )
+
+
+def _served_fields(runs: Sequence[Served]) -> dict[str, Any]:
+    """The fields of a sample that only servers have, from the answers of all repeats."""
+    first = runs[0]
+    return {
+        "engine": first.engine,
+        "num_retries": sum(run.num_retries for run in runs),
+        "e2el_ms": [ms for run in runs if (ms := run.e2el_ms) is not None],
+        **given(
+            acceptance_histogram=first.acceptance_histogram,
+            counted=first.counted,
+            num_tokens=first.num_tokens,
+            text=first.text,
+            remarks=sorted({code for run in runs for code in run.remarks}) or None,
+        ),
+    }
 
 
 T = TypeVar("T")

@@ -15,7 +15,6 @@ from specdec_cli.core.figures import (
     Metrics,
     RunClock,
     Spread,
-    acceptance_of,
     mean_parts,
     metrics_of,
 )
@@ -32,6 +31,7 @@ from specdec_cli.experiment.folders.records import (
 )
 from specdec_cli.experiment.forecasts import Forecasts, break_even, iid_alpha, prediction_of
 from specdec_cli.experiment.predict import ExpectedRounds
+from specdec_cli.experiment.served import acceptance_in, engine_fields, served_metrics
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
 
@@ -108,11 +108,12 @@ def measured(
     gain = _gain(speedup(usable, baseline), key.k, seed, _most_speedup(usable))
     is_possible = "impossible_speedup" not in gain
     lengths: list[float] | None = [1.0, 1.0]
-    if metrics.num_drafts:
+    if metrics.num_drafts != 0:
         lengths = _length_interval(usable, metrics.mean_acceptance_length, key.k, seed)
     return {
         "status": "ok",
         "metrics": metrics,
+        **engine_fields(samples.values()),
         "mean_acceptance_length_ci": lengths,
         "per_category": _per_category(usable, baseline, key.k, seed),
         **gain,
@@ -137,6 +138,8 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     `num_rounds` is the sum of the sequences' shares in engine rounds, rounded.
     """
     done = [s for s in samples if s.could_run]
+    if any(s.engine is not None for s in done):
+        return served_metrics(done, key)
     decode = sum(s.usual_seconds for s in done)
     clock = RunClock(
         num_rounds=sum(s.usual_mean(s.round_share) for s in done),
@@ -150,7 +153,7 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
         clock,
         k=key.k,
         batch_size=key.batch_size,
-        num_output_tokens=sum(len(s.token_ids) for s in done),
+        num_output_tokens=sum(s.num_output_tokens for s in done),
         ttft_ms=Spread.of([s.usual_mean(s.ttft_ms) for s in done]),
         tpot_ms=Spread.of([s.usual_mean(s.tpot_ms) for s in done if s.tpot_ms]),
         peak_memory_bytes=max((s.peak_memory_bytes for s in done), default=None),
@@ -180,10 +183,10 @@ def _per_category(
     rows: dict[str, CategoryMetrics] = {}
     for category in sorted({c for s in samples.values() if (c := s.category) is not None}):
         own = {i: s for i, s in samples.items() if s.category == category}
-        acceptance = acceptance_of(list(own.values()), k)
+        acceptance = acceptance_in(list(own.values()), k)
         rows[category] = CategoryMetrics(
             num_prompts=len(own),
-            num_output_tokens=sum(len(s.token_ids) for s in own.values()),
+            num_output_tokens=sum(s.num_output_tokens for s in own.values()),
             mean_acceptance_length=acceptance.mean_acceptance_length,
             draft_acceptance_rate=acceptance.draft_acceptance_rate,
             acceptance_rate_per_pos=acceptance.acceptance_rate_per_pos,
@@ -229,25 +232,26 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
     cost = next(costs).over(next(costs))
     if not np.isfinite(cost.value):
         return None
-    drafts = sum(len(s.proposed_per_round) for s in own)
+    drafts = sum(s.num_drafts for s in own)
     without = sum(s.num_rounds for s in own) - drafts
-    tokens = sum(sum(s.proposed_per_round) for s in own)
+    tokens = sum(sum(s.proposed_per_round) or k * s.num_drafts for s in own)
     return break_even(cost, ExpectedRounds(k, drafts, without, tokens), seed)
 
 
-def _length_interval(samples: Samples, mean: float, k: int, seed: int) -> list[float] | None:
-    """The 95 % interval of a mean length, within 1 and k + 1; None where nothing was proposed.
+def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) -> list[float] | None:
+    """The 95 % interval of a mean length, within 1 and k + 1; None where no prompt's rounds that
+    proposed are known.
 
     Identical prompts are still separate observations, unlike their times in one batch: the interval
     is then the length itself. mean: the point's length, which may differ from that of the samples
     by rounding.
     """
     # In the same order in every run, since resampling depends on it.
-    rounds = [samples[index].accepted_per_round for index in sorted(samples)]
-    drafts = list(map(len, rounds))
-    if not sum(drafts):
+    own = [samples[index] for index in sorted(samples)]
+    drafts = [s.num_drafts for s in own]
+    if mean is None or not sum(drafts):
         return None
-    length = stats.mean_acceptance_length(list(map(sum, rounds)), drafts)
+    length = stats.mean_acceptance_length([s.num_accepted for s in own], drafts)
     found = stats.interval(length, seed)
     if found is None:
         return [mean, mean] if len(length.columns) >= stats.FEWEST else None

@@ -236,6 +236,23 @@ class RunSection(Section):
     )
 
 
+class EngineSection(Section):
+    """The engine, where it is a server's (`--server`); nothing of it counts for our own."""
+
+    served_model: Name | None = Field(
+        default=None, description="the server's name of the model; null takes the only one"
+    )
+    start_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
+        default=900.0, description="seconds in which a server has to become healthy"
+    )
+    request_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
+        default=600.0, description="seconds in which a request has to be answered"
+    )
+    retries: CountOrZero = Field(
+        default=2, description="further attempts at a request that failed in passing"
+    )
+
+
 class DataSection(Section):
     """Where prompts come from."""
 
@@ -316,6 +333,7 @@ class Recipe(Section):
     sampling: SamplingSection = SamplingSection()
     cache: CacheSection = CacheSection()
     run: RunSection = RunSection()
+    engine: EngineSection = EngineSection()
     data: DataSection | None = None
 
     @model_validator(mode="before")

@@ -55,7 +55,7 @@ def acceptance(content: Content) -> str:
     """The first and the last position of the point that categories are of."""
     point = content.shown
     rates = point.metrics.acceptance_rate_per_pos if point and point.metrics else []
-    if point is None or len(rates) < 2:
+    if point is None or rates is None or len(rates) < 2:
         return ""
     name = setting_in_words(content.run, point)
     return (

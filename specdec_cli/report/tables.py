@@ -192,7 +192,7 @@ def categories(run: ReportedRun, point: Point, best: Finding | None = None) -> T
     """
     own = best.by_category if best is not None else {}
     rows = sorted(
-        point.per_category.items(), key=lambda row: (-row[1].mean_acceptance_length, row[0])
+        point.per_category.items(), key=lambda row: (-(row[1].mean_acceptance_length or 0), row[0])
     )
     cells = [
         Cell("category", lambda r: r[0]),

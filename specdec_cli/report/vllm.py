@@ -145,7 +145,7 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
         length = round(point.prediction.mean_acceptance_length, 6)
         return found | {"synthetic_acceptance_length": length}
     rates = point.metrics.acceptance_rate_per_pos if point.metrics is not None else []
-    if len(rates) != point.k:
+    if rates is None or len(rates) != point.k:
         return None
     falling = [round(min(rates[: i + 1]), 6) for i in range(len(rates))]
     return found | {"synthetic_acceptance_rates": falling}

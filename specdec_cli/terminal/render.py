@@ -239,10 +239,11 @@ def summary_table(
             f"{metrics.mean_acceptance_length:.2f}",
             f"of at most {metrics.k + 1}{among}",
         )
-        by_place = " ".join(f"{100 * r:.0f}" for r in metrics.acceptance_rate_per_pos)
+        by_place = " ".join(f"{100 * r:.0f}" for r in metrics.acceptance_rate_per_pos or ())
         table.add_row("by position", "", f"{by_place} % accepted")
     times = ", ".join(f"{s} {metrics.stage_ms(s):.2f}" for s in stages_in([metrics]))
-    table.add_row("round", f"{metrics.round_ms:.2f}", f"ms: {times}")
+    if metrics.round_ms is not None:
+        table.add_row("round", f"{metrics.round_ms:.2f}", f"ms: {times}" if times else "ms")
     if metrics.ttft_ms.p50 is not None:
         parts = first_token_parts(metrics)
         median = f"ms (median){f': {parts}' if parts else ''}"

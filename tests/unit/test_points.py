@@ -615,7 +615,10 @@ def test_a_sample_has_all_of_a_prompts_time(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_the_parts_of_the_time_curve_are_spread_over_the_sweep() -> None:
-    job: Any = SimpleNamespace(prompts=range(100), part=lambda start, stop: (start, stop))
+    native = SimpleNamespace(is_native=True)
+    job: Any = SimpleNamespace(
+        prompts=range(100), part=lambda start, stop: (start, stop), backend=native
+    )
     assert curve_parts(job, 1) == 16
     at = [curve_unit(job, 1, part) for part in range(16)]
     assert at[0] == 0 and at[-1] >= 90 and len(set(at)) == 16

@@ -48,6 +48,8 @@ def test_contract_keys_and_defaults(write: Write) -> None:
     written["speculation"] |= {"eagle3_layers": None, "eagle3_counting": None, "options": {}}
     readings = {"fed_back": "normed", "first_embedding": "used", "copies": "ignored"}
     written["speculation"] |= {f"mtp_{key}": value for key, value in readings.items()}
+    written["engine"] = {"served_model": None, "start_timeout_s": 900.0}
+    written["engine"] |= {"request_timeout_s": 600.0, "retries": 2}
     recipe = load_recipe(write(CONTRACT))
     assert recipe.model_dump(mode="json") == written
     bare = {"target": {"model": "t", "tensor_parallel_size": 4}, "draft": {"model": "d"}}
@@ -78,6 +80,9 @@ def test_bundled_recipes_are_valid() -> None:
         "bench-glm-4.5-air-12-layers-mtp-dummy",
         "bench-glm-4.5-air-mtp-dummy",
         "bench-gpt-oss-20b-dummy",
+        "bench-qwen3-8b-dflash-dummy",
+        "bench-qwen3-8b-dspark-dummy",
+        "bench-qwen3-8b-eagle3-dummy",
         "demo",
         "demo-ngram",
         "demo-sampled",

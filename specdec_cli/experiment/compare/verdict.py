@@ -208,7 +208,12 @@ def _saved(best: Point, rival: Point) -> dict[str, float]:
     """Milliseconds of a round that the best saves, by stage; `host` is the rest of the round."""
     ours, theirs = _metrics(best), _metrics(rival)
     parts = {stage: theirs.stage_ms(stage) - ours.stage_ms(stage) for stage in STAGES}
-    return parts | {"host": theirs.round_ms - ours.round_ms - sum(parts.values())}
+    return parts | {"host": _round_ms(theirs) - _round_ms(ours) - sum(parts.values())}
+
+
+def _round_ms(metrics: Metrics) -> float:
+    assert metrics.round_ms is not None, "our own engine knows its rounds"
+    return metrics.round_ms
 
 
 def _name(point: Point) -> str:
@@ -219,7 +224,7 @@ def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
     """The comparison in words of the best with the next best at its target TP, stage by stage."""
     ours, theirs = _metrics(best), _metrics(rival)
     name = f"draft TP {rival.draft_tp}"
-    faster = theirs.round_ms - ours.round_ms
+    faster = _round_ms(theirs) - _round_ms(ours)
     parts = _saved(best, rival)
     whole = sum(map(abs, parts.values()))
     ranked = sorted(parts, key=lambda stage: -abs(parts[stage]))
@@ -229,7 +234,7 @@ def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
         f"a round takes {ours.round_ms:.2f} ms, {_difference(faster)} than with {name}"
         f"{f' ({words})' if words else ''}"
     )
-    lengths = [m.mean_acceptance_length for m in (ours, theirs)]
+    lengths = [m.mean_acceptance_length or 1.0 for m in (ours, theirs)]
     if abs(lengths[0] / lengths[1] - 1) > _SAME:
         said += f", and writes {lengths[0]:.2f} tokens, not {lengths[1]:.2f}"
     if told[:1] == ["draft"] and faster > 0:

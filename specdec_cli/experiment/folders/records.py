@@ -15,6 +15,8 @@ from pydantic_core import ErrorDetails
 
 from specdec_cli.core.figures import (
     Count,
+    Counted,
+    EngineFacts,
     Figure,
     Interval,
     Metrics,
@@ -84,6 +86,11 @@ class Sample(Record):
     `rounds_without_proposal` count them, times and shares of rounds do not. ttft_parts_ms: a list
     by part. distinct_experts: as in `Metrics`, over the prompt's own rounds, one a repeat; None
     where none are counted.
+
+    Of servers only, which count rounds in their own way: engine. acceptance_histogram: rounds by
+    proposals accepted, where their order is not known. counted: by the counters, of all requests
+    that ran together, with one of them. num_tokens, text: where no ids came. remarks: codes of
+    warnings.
     """
 
     target_tp: Count | None = None
@@ -112,21 +119,45 @@ class Sample(Record):
     ttft_parts_ms: dict[str, list[Time]] | None = None
     error: Name | None = None
     peak_memory_bytes: Count
+    engine: EngineFacts | None = None
+    num_retries: Count = 0
+    e2el_ms: list[Time] = Field(default_factory=list)
+    acceptance_histogram: list[Count] | None = None
+    counted: Counted | None = None
+    num_tokens: Count | None = None
+    text: Name | None = None
+    remarks: list[Name] = Field(default_factory=list)
 
     @property
     def could_run(self) -> bool:
         return self.finish_reason != "error"
 
     @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) or self.num_tokens or 0
+
+    @property
     def decoded_tokens(self) -> int:
         """The output tokens that rounds decided, the tokens of `decode_seconds`."""
-        return len(self.token_ids) - self.num_tokens_from_prefill
+        return self.num_output_tokens - self.num_tokens_from_prefill
+
+    @property
+    def num_drafts(self) -> int:
+        """The rounds that proposed, as far as they are known."""
+        return len(self.accepted_per_round) or sum(self.acceptance_histogram or ())
+
+    @property
+    def num_accepted(self) -> int:
+        """The proposals accepted in these rounds."""
+        if self.accepted_per_round:
+            return sum(self.accepted_per_round)
+        return sum(place * count for place, count in enumerate(self.acceptance_histogram or ()))
 
     @property
     def num_rounds(self) -> int:
         """The rounds, with and without proposals; those of `decode_seconds`."""
         without = self.rounds_without_proposal - self.num_tokens_from_prefill
-        return len(self.accepted_per_round) + without
+        return self.num_drafts + without
 
     @property
     def usual_seconds(self) -> float:
@@ -148,6 +179,10 @@ class Sample(Record):
             raise impossible("more was accepted than proposed, or more proposed than k")
         if self.num_tokens_from_prefill > self.rounds_without_proposal:
             raise impossible("num_tokens_from_prefill exceeds rounds_without_proposal")
+        if len(self.acceptance_histogram or ()) > self.k + 1:
+            raise impossible("its acceptance_histogram has more than k + 1 entries")
+        if self.counted and len(self.counted.num_accepted_tokens_per_pos) != self.k:
+            raise impossible("its counters have not k positions")
         return self
 
 
@@ -207,9 +242,9 @@ class CategoryMetrics(Record):
 
     num_prompts: Count
     num_output_tokens: Count
-    mean_acceptance_length: float
+    mean_acceptance_length: Figure
     draft_acceptance_rate: Figure
-    acceptance_rate_per_pos: list[float]
+    acceptance_rate_per_pos: list[float] | None
     decode_tokens_per_second: Figure
     speedup: Figure
     speedup_ci: Interval
@@ -270,7 +305,8 @@ class Point(Record):
     """A line of points.jsonl, and an entry of a document's `points`.
 
     Sweeps have `draft`, predictions and no degrees; comparisons have degrees, `draft_tp` None at k
-    = 0, and what follows `prediction`. *_ci: 95 % intervals of figures of `metrics`. break_even:
+    = 0, and what follows `prediction`. engine, num_retries: of servers only. *_ci: 95 % intervals
+    of figures of `metrics`. break_even:
     None at k = 0. impossible_speedup: a ratio of speeds that no speculation reaches, so that times
     were disturbed; `speedup` is None then.
     """
@@ -303,6 +339,8 @@ class Point(Record):
     acceptance_rate_per_pos_ci: list[Interval] = Field(default_factory=list)
     conditional_acceptance_rate_per_pos_ci: list[Interval] = Field(default_factory=list)
     impossible_speedup: Figure = None
+    engine: EngineFacts | None = None
+    num_retries: Count = 0
 
     @property
     def is_ok(self) -> bool:
@@ -323,7 +361,10 @@ class Point(Record):
 
         part: such as p50, if the figure is a spread.
         """
-        found = getattr(self if name in self.model_fields_set else self.metrics, name, None)
+        of = self if name in self.model_fields_set else self.metrics
+        if self.engine is not None and of is not None and name not in of.model_fields_set:
+            return None  # a server's point has no defaults: what it lacks is not known
+        found = getattr(of, name, None)
         value: float | None = found if part is None else getattr(found, part, None)
         return value
 

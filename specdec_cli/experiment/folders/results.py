@@ -70,8 +70,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def point_of_run(outputs: Values[Output], metrics: Metrics, key: Key) -> Point:
-    """The line of points.jsonl of a single run, which has no baseline."""
+def point_of_run(
+    outputs: Values[Output], metrics: Metrics, key: Key, of_engine: dict[str, Any]
+) -> Point:
+    """The line of points.jsonl of a single run, which has no baseline. of_engine: further fields,
+    where a server ran it."""
     why = next((o.error for o in outputs if o.error is not None), None)
     could_run = any(o.error is None for o in outputs)
     return Point(
@@ -84,4 +87,5 @@ def point_of_run(outputs: Values[Output], metrics: Metrics, key: Key) -> Point:
         mean_acceptance_length_ci=None,
         per_category={},
         **given(reason=None if could_run else f"no prompt could run: {why}"),
+        **of_engine,
     )

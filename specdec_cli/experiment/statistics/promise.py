@@ -91,13 +91,15 @@ def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Toke
     diverging prompts is informational.
     """
     is_comparable = settings.is_greedy and not settings.has_given_acceptance
-    reference: dict[int, list[int]] = {}
+    reference: dict[int, list[int] | str | None] = {}
     diverging = []
     for key, whole in points.items() if is_comparable else ():
         samples = without_errors(whole)
         for index, sample in samples.items():
-            reference.setdefault(index, sample.token_ids)
-        differing = [i for i, s in sorted(samples.items()) if s.token_ids != reference[i]]
+            reference.setdefault(index, sample.token_ids or sample.text)
+        differing = [
+            i for i, s in sorted(samples.items()) if (s.token_ids or s.text) != reference[i]
+        ]
         if differing:
             labels = key.as_dict()
             if key.target_tp is not None:

@@ -64,18 +64,20 @@ def mean_acceptance_length(accepted: Sequence[float], drafts: Sequence[float]) -
     return SumRatio(np.stack((a + d, d), axis=1), (1, -1))
 
 
-def proposing_rate(num_drafts: int, num_without: int) -> float | None:
-    """The share of a run's rounds that proposed anything; None if it is nearly all.
+def proposing_rate(num_drafts: int | None, num_without: int) -> float | None:
+    """The share of a run's rounds that proposed anything; None if it is nearly all, or unknown.
 
     `mean_acceptance_length` is over these rounds only. A draft model proposes in all rounds except
     a text's last; n-grams may find nothing in most. num_without: `num_rounds_without_proposal`.
     """
+    if num_drafts is None:
+        return None
     rounds = num_drafts + num_without
     is_telling = num_drafts > 0 and num_without > _FEW_WITHOUT * rounds
     return num_drafts / rounds if is_telling else None
 
 
-def among_rounds(num_drafts: int, num_without: int) -> str:
+def among_rounds(num_drafts: int | None, num_without: int) -> str:
     """A suffix that says over which rounds an acceptance length is; "" if over nearly all."""
     rate = proposing_rate(num_drafts, num_without)
     return "" if rate is None else f" in the {100 * rate:.0f}% that proposed"

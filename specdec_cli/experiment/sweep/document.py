@@ -13,6 +13,7 @@ from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.lossless_check import failed_check
 from specdec_cli.experiment.points import Failure, arm_points, error_of
 from specdec_cli.experiment.predict import Text, with_recorded
+from specdec_cli.experiment.served import remarks_of
 from specdec_cli.experiment.statistics.noise import (
     disturbances,
     impossible_speeds,
@@ -124,6 +125,7 @@ def sweep_document(
         *proposals_of_another_k(points),
         *tokens_notice(tokens),
         *failed_check(check),
+        *remarks_of(records.samples.values()),
     ]
     disturbed = disturbances(told)
     best = {

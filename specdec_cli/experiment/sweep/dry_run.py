@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.duration import estimated
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 
 
@@ -32,8 +31,12 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
     ]
     jobs = dict(zip(s.drafts, plan.jobs, strict=True))
     by_key = {key: jobs.get(key.draft, plan.jobs[0]) for key in s.measured_keys}
-    line, seconds = estimated(by_key, has_curve=max(s.ks) > 0)
-    text.append(line)
+    seconds: dict[str, Any] = {}
+    if plan.jobs[0].backend.is_native:
+        from specdec_cli.experiment.duration import estimated
+
+        line, seconds = estimated(by_key, has_curve=max(s.ks) > 0)
+        text.append(line)
     return {
         "schema": "specdec.sweep-k.plan/1",
         "recipe": plan.recipe.model_dump(mode="json"),

@@ -30,6 +30,7 @@ from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import MeasuringLoop, Watcher, balanced, units_of
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.statistics.noise import seams_in
 from specdec_cli.experiment.sweep.arms import Arms
 from specdec_cli.experiment.sweep.document import points_at
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
@@ -63,12 +64,15 @@ class Sweep:
         self._arms = Arms(plan, world, self._begin)
         self._agreement = world.agreement()
         self._backend, self._own = plan.jobs[0].backend, plan.jobs[0].plan
+        self._earlier = {
+            of: frozenset(records.samples[of]) for of in list(records.samples) if of.k == 0
+        }
         self._peak_memory = 0  # the largest of all ranks, updated after each part of a point
 
     @property
     def notices(self) -> list[Notice]:
         """Warnings about the machine, and the way in which this run measured."""
-        found = self._watch.notices()
+        found = [*self._watch.notices(), *self._seams()]
         if not self._arms.alternates:
             return found
         told = (
@@ -77,6 +81,15 @@ class Sweep:
             "also compares different minutes"
         )
         return [*found, Notice("arms_alternate", told, {"most_passes": _MOST_PASSES})]
+
+    def _seams(self) -> list[Notice]:
+        """Warnings of times that changed where this process went on with a folder's samples."""
+        found = []
+        for key, earlier in self._earlier.items():
+            size = key.batch_size
+            own = {of: s for of, s in self.records.samples.items() if of.batch_size == size}
+            found += seams_in(own, earlier)
+        return found
 
     def run(self) -> list[Point]:
         """Measure what is not recorded yet. Returns the points of the whole sweep, on rank 0.
@@ -199,7 +212,10 @@ class Sweep:
         keys = [key for key in settings.keys(batch_size, settings.ks) if key.draft in hosts]
         loop = MeasuringLoop(session_of, self.world, self._keep, self._most_memory, self._guarded)
         self._begin("warming up")
-        loop.warm_up({key: hosts[key.draft] for key in keys})
+        cold = keys
+        if not self._backend.is_native:  # nothing is asked of servers that have answered all
+            cold = [key for key in keys if self._lack(hosts[key.draft], [key], [])]
+        loop.warm_up({key: hosts[key.draft] for key in cold})
         self._begin("measuring")
         self._watch.begin()
         began, processor = time.perf_counter(), time.process_time()
@@ -271,6 +287,7 @@ class Sweep:
     def _cost(self, loop: MeasuringLoop, unit: Job, key: Key, part: int) -> None:
         """Measure one part of the time curve at one k, on the prompts of a unit."""
         m = loop.run(key, unit, unit.plan.params)
+        assert m is not None and m.num_drafts is not None and m.num_rounds is not None
         without = m.num_rounds_without_proposal - m.num_tokens_from_prefill
         stages: dict[str, Any] = {f"{s}_ms": m.stage_ms(s) * m.num_rounds for s in STAGES}
         self.records.add(
@@ -328,7 +345,7 @@ class Sweep:
     def _without_text(self, job: Job) -> list[int]:
         """Prompts with a sample at the largest k but without a replay record."""
         settings, draft = self.plan.settings, job.plan.proposer
-        if max(settings.ks) == 0:
+        if max(settings.ks) == 0 or not self._backend.is_native:
             return []
         samples = self.records.samples[
             settings.key(draft, settings.batch_sizes[0], max(settings.ks))

@@ -100,6 +100,9 @@ def _earlier_clock(path: Path) -> SweepClock:
 
 def _where(plan: SweepPlan) -> dict[str, Any]:
     job = plan.jobs[0]
-    return job.backend.environment(job.plan) | {
-        "cache": "sized for the largest k and batch size, the same at every point, k = 0 included"
-    }
+    found = job.backend.environment(job.plan)
+    if job.backend.is_native:
+        found["cache"] = (
+            "sized for the largest k and batch size, the same at every point, k = 0 included"
+        )
+    return found

@@ -67,7 +67,7 @@ def plan_sweep(
     largest = max(ks)
     for recipe in recipes:
         method = recipe.speculation.method
-        if largest and method == NONE:
+        if largest and method == NONE and backend.is_native:
             if recipe.draft is not None:
                 told = "nobody proposes: speculation.method is none"
                 raise UsageError(told, "pass --set speculation.method=draft_model, or --k 0")
@@ -140,6 +140,12 @@ def _short_drafts(jobs: Sequence[Job]) -> list[Notice]:
 def warnings_of(plan: SweepPlan) -> list[Notice]:
     """Warnings for readers of the results, apart from the number of prompts."""
     found = []
+    if 0 not in plan.settings.ks:
+        told = (
+            "there is no k = 0 to compare with, so that no speed-up is known: name a server "
+            "without speculation with --baseline-server, or a run folder with --baseline"
+        )
+        found.append(Notice("no_baseline", told))
     if plan.random_tokens:
         told = (
             "the weights are random, and so is what is accepted: give acceptance with "

@@ -15,7 +15,10 @@ _CURVE_PARTS_OF_BATCHES = 2
 
 
 def curve_parts(job: Job, batch_size: int) -> int:
-    """The number of parts of the time curve: at most half of the units."""
+    """The number of parts of the time curve: at most half of the units; none of a server's, which
+    tells no times of rounds."""
+    if not job.backend.is_native:
+        return 0
     most = _MOST_CURVE_PARTS if batch_size == 1 else _CURVE_PARTS_OF_BATCHES
     return max(1, min(most, len(units_of(job, batch_size)) // 2))
 

@@ -19,7 +19,8 @@ def draw_categories(figure: Any, point: Point | None, title: str) -> bool:
     by_speed = any(row.speedup is not None for row in point.per_category.values())
 
     def place(item: tuple[str, CategoryMetrics]) -> float:
-        return -(item[1].speedup or 0.0) if by_speed else -item[1].mean_acceptance_length
+        found = item[1].speedup if by_speed else item[1].mean_acceptance_length
+        return -(found or 0.0)
 
     rows = sorted(point.per_category.items(), key=place)[:_MOST_CATEGORIES]
     axes = canvas.make_axes(figure, 1 + by_speed, 1.0 + 0.3 * len(rows))

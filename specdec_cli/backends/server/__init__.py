@@ -1,0 +1,1 @@
+"""Engines behind HTTP as a backend. Imports no torch."""

@@ -1,0 +1,182 @@
+"""From what came to answers: shares of time, and rounds as far as the server tells them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from specdec_cli.backends.base import Finished, Served
+from specdec_cli.backends.server.client import Answer
+from specdec_cli.backends.server.counters import OTHERS
+from specdec_cli.backends.server.details import INVALID, chunks_tell, in_order, is_sound
+from specdec_cli.backends.server.dialects import ServerFacts
+from specdec_cli.core.figures import Counted, EngineFacts
+
+Source = Literal["per_request", "chunks", "counters"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """The rounds of one request; order: what each accepted and proposed, if known."""
+
+    order: tuple[list[int], list[int]] | None = None
+    histogram: list[int] | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.order[0]) if self.order else sum(self.histogram or ())
+
+
+NO_ROUNDS = Rounds()
+
+
+def answered(answer: Answer) -> bool:
+    return answer.error is None
+
+
+def num_tokens(answer: Answer) -> int:
+    """Output tokens, by ids or else by usage."""
+    return len(answer.reading.token_ids) or answer.reading.usage or 0
+
+
+def tokens_in_first(answer: Answer) -> int:
+    """Tokens of the first chunk; one where chunks hold text alone."""
+    return (answer.chunks[0][1] or 1) if answer.chunks else 0
+
+
+def sizes(answer: Answer) -> list[int]:
+    """Tokens of each chunk after the first."""
+    return [count for _, count in answer.chunks[1:]]
+
+
+def rounds_by_details(answer: Answer, k: int, *, may_skip: bool) -> Rounds | str | None:
+    """The rounds that the server told of one request; None where it told none, and a code where
+    they cannot be."""
+    after = num_tokens(answer) - tokens_in_first(answer)
+    found = answer.reading.details
+    if found is None:
+        return None if after else Rounds(([], []))
+    if not is_sound(found, k, after, may_skip=may_skip):
+        return INVALID
+    accepted = in_order(found, sizes(answer))
+    if accepted is None:
+        return Rounds(histogram=[*found.histogram, *[0] * (k + 1 - len(found.histogram))])
+    proposed = list(found.proposed or [k] * len(accepted))
+    return Rounds((accepted, proposed))
+
+
+def all_rounds(
+    answers: Sequence[Answer], counted: Counted | str | None, k: int, *, may_skip: bool
+) -> tuple[Source | None, list[Rounds], Counted | None, set[str]]:
+    """The source of acceptance, each answer's rounds, the counts that stand for all of them, and
+    codes of warnings.
+
+    counted: by the server's counters; a code where they do not tell.
+    """
+    remarks: set[str] = set()
+    if k == 0:
+        has_others = counted == OTHERS
+        return None, [NO_ROUNDS] * len(answers), None, {OTHERS} if has_others else set()
+    told = [rounds_by_details(a, k, may_skip=may_skip) for a in answers]
+    if any(one == INVALID for one in told):
+        remarks.add(INVALID)
+    by_request = [one for one in told if isinstance(one, Rounds)]
+    if answers and len(by_request) == len(answers) and any(a.reading.details for a in answers):
+        return "per_request", by_request, None, remarks
+    unknown = [NO_ROUNDS] * len(answers)
+    if counted is None or isinstance(counted, str):
+        return None, unknown, None, remarks | ({counted} if counted else set())
+    accepted = sum(counted.num_accepted_tokens_per_pos)
+    if chunks_tell([sizes(a) for a in answers], k, counted.num_drafts, accepted):
+        found = [
+            Rounds(([size - 1 for size in own], [k] * len(own))) for own in map(sizes, answers)
+        ]
+        return "chunks", found, counted, remarks
+    return "counters", unknown, counted, remarks
+
+
+def shares(spans: Mapping[int, tuple[float, float]]) -> dict[int, float]:
+    """Each span's part of the time in which any runs, charging each instant equally to those that
+    run in it. spans: by key, in seconds."""
+    times = sorted({at for span in spans.values() for at in span})
+    open_at = dict.fromkeys(times, 0)
+    for begin, end in spans.values():
+        open_at[begin] += 1
+        open_at[end] -= 1
+    charged, total, running = {}, 0.0, 0
+    for at, following in pairwise([*times, times[-1] if times else 0.0]):
+        charged[at] = total
+        running += open_at[at]
+        total += (following - at) / running if running else 0.0
+    return {key: charged[end] - charged[begin] for key, (begin, end) in spans.items()}
+
+
+def finished(
+    answer: Answer,
+    facts: ServerFacts,
+    k: int,
+    source: Source | None,
+    rounds: Rounds,
+    times: tuple[float, float],
+    most: int,
+) -> Finished:
+    """The answer to one request. times: its shares of decoding, and of all from sending to the last
+    token. most: tokens after which it had to end."""
+    reading, request = answer.reading, answer.request
+    served = Served(
+        EngineFacts(kind=facts.kind, version=facts.version, acceptance_source=source),
+        num_retries=answer.num_retries,
+    )
+    if answer.error is not None:
+        return Finished(
+            index=request.index,
+            prompt_token_ids=list(request.token_ids),
+            token_ids=[],
+            finish_reason="error",
+            max_output_tokens=most,
+            error=answer.error,
+            served=served,
+        )
+    assert reading.finish_reason is not None
+    tokens, in_first = num_tokens(answer), tokens_in_first(answer)
+    began = answer.began
+    first = answer.chunks[0][0] if answer.chunks else None
+    last = answer.chunks[-1][0] if answer.chunks else None
+    after, decode = tokens - in_first, times[0]
+    without = after if k == 0 else 0
+    num_rounds = without if k == 0 else rounds.count
+    span = last - first if first is not None and last is not None else 0.0
+    remarks = []
+    if reading.token_ids and reading.usage not in (None, len(reading.token_ids)):
+        remarks.append("usage_differs")
+    if reading.cached_tokens:
+        remarks.append("prefix_cache_hits")
+    order = rounds.order or ([], [])
+    return Finished(
+        index=request.index,
+        prompt_token_ids=list(request.token_ids),
+        token_ids=reading.token_ids,
+        finish_reason=reading.finish_reason,
+        max_output_tokens=most,
+        accepted_per_round=order[0],
+        proposed_per_round=order[1],
+        rounds_without_proposal=in_first + without,
+        num_tokens_from_prefill=in_first,
+        arrived_at=answer.due,
+        admitted_at=began,
+        first_token_at=first,
+        finished_at=last,
+        prefill_seconds=times[1] - decode,
+        decode_seconds=decode,
+        round_share=num_rounds * decode / span if span else 0.0,
+        ttft_ms=None if first is None else (first - began) * 1e3,
+        tpot_ms=span * 1e3 / after if after > 0 and span else None,
+        served=replace(
+            served,
+            e2el_ms=None if last is None else (last - began) * 1e3,
+            acceptance_histogram=rounds.histogram,
+            num_tokens=None if reading.token_ids else reading.usage,
+            text=None if reading.token_ids else reading.text,
+            remarks=tuple(remarks),
+        ),
+    )

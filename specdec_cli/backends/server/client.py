@@ -1,0 +1,204 @@
+"""The client: requests go out, each when it is due and there is room, and answers come in.
+
+Measures times on its own clock, the same for all requests of a run. Knows no dialect.
+"""
+
+import asyncio
+import json
+import os
+import random
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import aiohttp
+
+from specdec_cli.backends.server import times
+from specdec_cli.backends.server.dialects import (
+    Broken,
+    Dialect,
+    Reading,
+    Refused,
+    ServerFacts,
+    words_of,
+)
+from specdec_cli.backends.server.stream import Events
+from specdec_cli.core.types import Request, SamplingParams
+
+_AGAIN = (429, 500, 502, 503, 504)
+_KEY = "OPENAI_API_KEY"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one request. chunks: the time and the number of new tokens of each chunk that
+    holds some. began: of the attempt that was answered. error: set if none was. lost_tokens: that
+    attempts before it may have made.
+    """
+
+    request: Request
+    due: float
+    began: float = 0.0
+    reading: Reading = field(default_factory=Reading)
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    error: str | None = None
+    num_retries: int = 0
+    lost_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """timeout_s: of an attempt. retries: attempts after the first."""
+
+    timeout_s: float
+    retries: int
+
+
+def new_session() -> aiohttp.ClientSession:
+    """A session of connections, without a limit of its own; the key is the environment's."""
+    key = os.environ.get(_KEY)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
+        headers={"Authorization": f"Bearer {key}"} if key else None,
+        timeout=aiohttp.ClientTimeout(total=None),
+    )
+
+
+async def ask_all(
+    session: aiohttp.ClientSession,
+    dialect: Dialect,
+    facts: ServerFacts,
+    requests: Sequence[Request],
+    params: SamplingParams,
+    limits: Limits,
+    most: int | None,
+    on_answer: Callable[[Answer], None],
+) -> list[Answer]:
+    """Ask all, at most `most` at a time and as many while there is work; in the requests' order."""
+    room = asyncio.Semaphore(most if most is not None else max(1, len(requests)))
+    start = time.perf_counter()
+
+    async def one(request: Request) -> Answer:
+        answer = Answer(request, start + request.arrives_at)
+        if (wait := answer.due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+        async with room:
+            await _ask(session, dialect, facts, answer, params, limits)
+        on_answer(answer)
+        return answer
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(request)) for request in requests]
+    return [task.result() for task in tasks]
+
+
+async def _ask(
+    session: aiohttp.ClientSession,
+    dialect: Dialect,
+    facts: ServerFacts,
+    answer: Answer,
+    params: SamplingParams,
+    limits: Limits,
+) -> None:
+    """Ask until there is an answer, or no attempt is left."""
+    for attempt in range(limits.retries + 1):
+        answer.reading, answer.chunks, answer.num_retries = Reading(), [], attempt
+        answer.began = time.perf_counter()
+        try:
+            async with asyncio.timeout(limits.timeout_s):
+                await _attempt(session, dialect, facts, answer, params)
+            answer.error = _changed_prompt(answer)
+            return
+        except TimeoutError:
+            answer.error = f"no answer within {limits.timeout_s:g} s (engine.request_timeout_s)"
+        except Refused as refused:
+            answer.error = _without_key(str(refused))
+        except (Broken, aiohttp.ClientError, OSError, ValueError) as problem:
+            answer.error = _without_key(str(problem) or type(problem).__name__)
+            answer.lost_tokens += params.max_new_tokens
+            if attempt < limits.retries:
+                backoff = times.RETRY_S * 2**attempt * random.uniform(0.75, 1.25)
+                asked = problem.wait_s if isinstance(problem, Broken) else 0.0
+                await asyncio.sleep(min(max(backoff, asked), limits.timeout_s))
+            continue
+        answer.lost_tokens += params.max_new_tokens
+        return
+
+
+async def _attempt(
+    session: aiohttp.ClientSession,
+    dialect: Dialect,
+    facts: ServerFacts,
+    answer: Answer,
+    params: SamplingParams,
+) -> None:
+    path, body = dialect.body(facts, answer.request, params, secrets.token_hex(8))
+    async with session.post(facts.url + path, json=body, allow_redirects=False) as response:
+        if response.status != 200:
+            told = f"HTTP {response.status}: {await error_words(response)}"
+            if response.status in _AGAIN:
+                raise Broken(told, _wait_asked(response.headers))
+            raise Refused(told)
+        events, reading, is_done = Events(), answer.reading, False
+        async for piece in response.content.iter_any():
+            now = time.perf_counter()
+            for data in events.feed(piece):
+                if data == b"[DONE]":
+                    is_done = True
+                    continue
+                before = len(reading.token_ids), len(reading.text)
+                event = json.loads(data)
+                if not isinstance(event, dict):
+                    raise Broken("the server sent an event that is no JSON object")
+                try:
+                    dialect.read(facts, event, reading)
+                except (KeyError, TypeError, AttributeError) as problem:
+                    raise Broken(f"the server sent an event of another form: {problem!r}") from None
+                new = len(reading.token_ids) - before[0]
+                if new or (not reading.token_ids and len(reading.text) > before[1]):
+                    answer.chunks.append((now, new))
+        if not is_done or reading.finish_reason is None:
+            raise Broken("the stream ended before its text did")
+
+
+def _changed_prompt(answer: Answer) -> str | None:
+    """An error if the server read another prompt than was sent."""
+    sent, read = list(answer.request.token_ids), answer.reading.prompt_token_ids
+    count = answer.reading.num_prompt_tokens if read is None else len(read)
+    if count is not None and count != len(sent):
+        return f"the server changed the prompt (sent {len(sent)} tokens, it read {count})"
+    if read is not None and read != sent:
+        return f"the server changed the prompt (sent {len(sent)} tokens, it read others)"
+    return None
+
+
+def _wait_asked(headers: Mapping[str, str]) -> float:
+    """The seconds that Retry-After asks for: a number, or a date."""
+    text = headers.get("Retry-After", "")
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+async def error_words(response: aiohttp.ClientResponse) -> str:
+    """The words of an answer that is an error."""
+    text = (await response.content.read(1 << 16)).decode(errors="replace")
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        found = text.strip() or response.reason
+    return words_of(found)
+
+
+def _without_key(words: str) -> str:
+    """The words of a server, which may quote the key."""
+    key = os.environ.get(_KEY)
+    return words.replace(key, "***") if key else words

@@ -1,0 +1,97 @@
+"""A server's counters: what was counted between two readings, or why that cannot be told."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from specdec_cli.core.figures import Counted
+
+_SPEC = "vllm:spec_decode_num_"
+_PER_POSITION = f"{_SPEC}accepted_tokens_per_pos_total"
+_GENERATED = "vllm:generation_tokens_total"
+_HITS = "vllm:prefix_cache_hits_total"
+_PREFIX = "vllm:"
+
+RESET, OTHERS, LATE = "counters_reset", "other_traffic", "counters_late"
+Series = tuple[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """The counters of one reading of /metrics, and the times at which they were created."""
+
+    values: Mapping[Series, float]
+
+    @classmethod
+    def of(cls, text: str) -> "Scrape":
+        """Raises ValueError for a text in another format."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        found: dict[Series, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:  # a family's name lacks `_total`
+                if sample.name.startswith(_PREFIX) and sample.name.endswith(("_total", "_created")):
+                    found[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
+        return cls(found)
+
+    def total(self, name: str) -> float | None:
+        """The sum of a counter over its labels, such as engines; None without it."""
+        found = [value for (own, _), value in self.values.items() if own == name]
+        return sum(found) if found else None
+
+    @property
+    def by_position(self) -> dict[int, float]:
+        """Accepted tokens by position, counted from 0."""
+        found: dict[int, float] = {}
+        for (name, labels), value in self.values.items():
+            if name == _PER_POSITION:
+                place = int(dict(labels)["position"])
+                found[place] = found.get(place, 0.0) + value
+        return found
+
+    @property
+    def k(self) -> int | None:
+        """All positions exist from the start, so their number is k; None without counters."""
+        return len(self.by_position) if self.values else None
+
+    @property
+    def generated(self) -> float | None:
+        return self.total(_GENERATED)
+
+    @property
+    def cache_hits(self) -> float:
+        return self.total(_HITS) or 0.0
+
+
+def has_reset(before: Scrape, after: Scrape) -> bool:
+    """Whether a counter fell, is gone, or was created anew."""
+    return any(
+        (now := after.values.get(series)) is None
+        or now < was
+        or (series[0].endswith("_created") and now != was)
+        for series, was in before.values.items()
+    )
+
+
+def difference(before: Scrape, after: Scrape, k: int, tokens: int, most_more: int) -> Counted | str:
+    """What was counted, else the code of the reason why that is unknown.
+
+    tokens: that our requests were answered with. most_more: tokens that the server may have made
+    for us beside them.
+    """
+    if has_reset(before, after):
+        return RESET
+    if (was := before.generated) is not None and (now := after.generated) is not None:
+        if now - was > tokens + most_more:
+            return OTHERS
+        if now - was < tokens:
+            return LATE
+    places = range(k)
+    ahead, behind = after.by_position, before.by_position
+    drafts, proposed = (
+        int((after.total(name) or 0) - (before.total(name) or 0))
+        for name in (f"{_SPEC}drafts_total", f"{_SPEC}draft_tokens_total")
+    )
+    per_pos = [int(ahead.get(i, 0) - behind.get(i, 0)) for i in places]
+    return Counted(
+        num_drafts=drafts, num_draft_tokens=proposed, num_accepted_tokens_per_pos=per_pos
+    )

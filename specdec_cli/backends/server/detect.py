@@ -1,0 +1,138 @@
+"""What a server is: its kind, version, k, method and model, as it says itself."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from specdec_cli.backends.server import times
+from specdec_cli.backends.server.client import error_words
+from specdec_cli.backends.server.dialects import ServerFacts, words_of
+from specdec_cli.backends.server.session import scrape
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.text import one_line
+
+
+def address(text: str, option: str) -> str:
+    """The address of a server, without a path. Raises `UsageError` for what is none."""
+    try:
+        parts = urlsplit(text.strip())
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        raise UsageError(f"{option}: {one_line(text)} is no address") from None
+    if parts.username is not None or parts.password is not None:
+        raise UsageError(
+            f"{option}: the address of {host} has a user or a password in it",
+            "leave it out; the key is taken from OPENAI_API_KEY",
+        )
+    if parts.scheme not in ("http", "https") or not host:
+        raise UsageError(
+            f"{option}: expected an address such as http://localhost:8000, got {one_line(text)}"
+        )
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+async def look_at(
+    http: aiohttp.ClientSession, url: str, served_model: str | None, patience_s: float
+) -> ServerFacts:
+    """Find out what answers at `url`, once it is healthy.
+
+    served_model: the one to ask for; None for the only one. Raises `SetupError` where nothing of
+    use answers in time, and `UsageError` where the model is not told.
+    """
+    await _healthy(http, url, patience_s)
+    status, models = await _json(http, url, "/v1/models")
+    if status in (401, 403):
+        raise SetupError(
+            f"the server at {url} wants a key (HTTP {status})", "set OPENAI_API_KEY to its key"
+        )
+    listed = models.get("data") if isinstance(models, Mapping) else None
+    if not isinstance(listed, list) or not all(isinstance(m, Mapping) for m in listed):
+        raise SetupError(
+            f"{url} is not an OpenAI-compatible server: /v1/models gives no list of models"
+        )
+    chosen = _chosen(url, {str(m.get("id")): m for m in listed}, served_model)
+    most = chosen.get("max_model_len")
+    common: dict[str, Any] = {
+        "url": url,
+        "model": str(chosen["id"]),
+        "max_model_len": most if type(most) is int else None,
+    }
+    _, info = await _json(http, url, "/server_info")
+    if isinstance(info, Mapping) and "speculative_algorithm" in info:
+        return ServerFacts(
+            **common,
+            kind="sglang",
+            version=info.get("version"),
+            k=_sglang_k(info),
+            method=info["speculative_algorithm"],
+            incremental=bool(info.get("incremental_streaming_output")),
+        )
+    counters = await scrape(http, url)
+    _, version = await _json(http, url, "/version")
+    if counters is not None or (isinstance(version, Mapping) and "version" in version):
+        told = version.get("version") if isinstance(version, Mapping) else None
+        k = counters.k if counters is not None else None
+        return ServerFacts(**common, kind="vllm", version=told, k=k, method=None)
+    return ServerFacts(**common, kind="openai", version=None, k=None, method=None)
+
+
+def _sglang_k(info: Mapping[str, Any]) -> int:
+    """Steps of the draft; n-grams have only a number of tokens, of which one is the target's."""
+    if info["speculative_algorithm"] is None:
+        return 0
+    steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
+    return int(steps) if steps is not None else max(0, int(tokens or 1) - 1)
+
+
+def _chosen(
+    url: str, models: Mapping[str, Mapping[str, Any]], wanted: str | None
+) -> Mapping[str, Any]:
+    names = ", ".join(map(one_line, models)) or "none"
+    if wanted is not None:
+        if wanted not in models:
+            raise UsageError(f"engine.served_model: {url} serves no {wanted}, but {names}")
+        return models[wanted]
+    if len(models) != 1:
+        raise UsageError(
+            f"the server at {url} serves {len(models)} models: {names}",
+            "choose one with --set engine.served_model=NAME",
+        )
+    return next(iter(models.values()))
+
+
+async def _healthy(http: aiohttp.ClientSession, url: str, patience_s: float) -> None:
+    """Wait until /health is answered by anything but 503. Raises `SetupError` where nobody answers,
+    or the server is not healthy in time."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            async with asyncio.timeout(max(times.SHORT_S, times.LOOK_S)):
+                async with http.get(f"{url}/health") as response:
+                    if response.status != 503:
+                        return
+                    told = f"HTTP 503: {await error_words(response)}"
+        except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as problem:
+            raise SetupError(f"no server answers at {url}: {words_of(problem)}") from None
+        except (aiohttp.ClientError, OSError) as problem:
+            told = words_of(problem) or "no answer"
+        if time.monotonic() + times.LOOK_S > deadline:
+            raise SetupError(
+                f"the server at {url} is not healthy after {patience_s:g} s "
+                f"(engine.start_timeout_s): {told}"
+            )
+        await asyncio.sleep(times.LOOK_S)
+
+
+async def _json(http: aiohttp.ClientSession, url: str, path: str) -> tuple[int, Any]:
+    """The status and the JSON at a path; None for what is none."""
+    try:
+        async with asyncio.timeout(times.SHORT_S), http.get(url + path) as response:
+            is_json = response.status == 200
+            return response.status, await response.json(content_type=None) if is_json else None
+    except (aiohttp.ClientError, OSError, ValueError):
+        return 0, None

@@ -1,0 +1,124 @@
+"""The interface of dialects, the ways in which servers are asked and answer; and their failures.
+
+A dialect does no input or output.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from specdec_cli.core.types import FinishReason, Request, SamplingParams
+from specdec_cli.text import inert
+
+Kind = Literal["vllm", "sglang", "openai"]
+_MOST_WORDS = 300
+
+
+class Broken(Exception):
+    """An attempt that failed in a way that another attempt may not. wait_s: asked by the server."""
+
+    def __init__(self, told: str, wait_s: float = 0.0) -> None:
+        super().__init__(told)
+        self.wait_s = wait_s
+
+
+class Refused(Exception):
+    """An attempt that failed in a way that others would too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself.
+
+    k: None where it does not tell. model: the name to ask for. incremental: whether chunks of
+    SGLang hold new tokens alone.
+    """
+
+    url: str
+    kind: Kind
+    version: str | None
+    k: int | None
+    method: str | None
+    model: str
+    max_model_len: int | None = None
+    incremental: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a server says about the rounds of one request, unchecked.
+
+    histogram: rounds by proposals accepted. accepted, proposed: by round in order, if it tells.
+    """
+
+    num_rounds: int
+    num_accepted: int
+    histogram: tuple[int, ...]
+    num_proposed: int | None = None
+    accepted: tuple[int, ...] | None = None
+    proposed: tuple[int, ...] | None = None
+
+
+@dataclass(slots=True)
+class Reading:
+    """What one attempt has read so far. usage: output tokens as the server counts them."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    prompt_token_ids: list[int] | None = None
+    num_prompt_tokens: int | None = None
+    usage: int | None = None
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    details: Details | None = None
+
+
+class Dialect(Protocol):
+    """A kind of server. counts: whether its counters tell acceptance."""
+
+    kind: Kind
+    counts: bool
+
+    def body(
+        self, facts: ServerFacts, request: Request, params: SamplingParams, salt: str
+    ) -> tuple[str, dict[str, Any]]:
+        """The path and the JSON of a request. salt: keeps it out of every other's prefix cache."""
+        ...
+
+    def read(self, facts: ServerFacts, event: Mapping[str, Any], reading: Reading) -> None:
+        """Enter one event of the stream. Raises `Broken` for a failure that it tells."""
+        ...
+
+
+def common_body(request: Request, params: SamplingParams, *, off: int) -> dict[str, Any]:
+    """The sampling in full: servers fill gaps from a model's generation_config.json.
+
+    off: their word for no top-k.
+    """
+    found: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_k": params.top_k or off,
+        "top_p": params.top_p,
+        "repetition_penalty": params.repetition_penalty,
+        "ignore_eos": params.ignore_eos,
+    }
+    return found | ({"stop": list(params.stop)} if params.stop else {})
+
+
+def seed_of(request: Request, params: SamplingParams) -> int:
+    """A seed for each prompt, the same at every k."""
+    return (params.seed + request.index) % 2**31
+
+
+def words_of(found: object) -> str:
+    """The words of a server's error, in one line, from any of the forms that servers use."""
+    while isinstance(found, Mapping):
+        inner = (found.get(name) for name in ("error", "message", "detail", "object"))
+        found = next((one for one in inner if one), "an error without words")
+    return inert(" ".join(str(found).split()))[:_MOST_WORDS]
+
+
+def refuse_error(event: Mapping[str, Any]) -> None:
+    """Raise `Broken` for an event that is an error inside an answer of status 200."""
+    if event.get("error") or event.get("object") == "error":
+        raise Broken(f"the server broke off: {words_of(event)}")

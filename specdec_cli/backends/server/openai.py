@@ -1,0 +1,72 @@
+"""Any OpenAI-compatible server: texts and times only. And what vLLM's dialect has in common."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec_cli.backends.server.dialects import (
+    Broken,
+    Kind,
+    Reading,
+    ServerFacts,
+    refuse_error,
+    seed_of,
+    words_of,
+)
+from specdec_cli.core.types import Request, SamplingParams
+
+COMPLETIONS = "/v1/completions"
+
+
+class OpenAI:
+    kind: Kind = "openai"
+    counts = False
+
+    def body(
+        self, facts: ServerFacts, request: Request, params: SamplingParams, salt: str
+    ) -> tuple[str, dict[str, Any]]:
+        return COMPLETIONS, completion(facts, request, params) | {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+        }
+
+    def read(self, facts: ServerFacts, event: Mapping[str, Any], reading: Reading) -> None:
+        read_completion(event, reading)
+
+
+def completion(facts: ServerFacts, request: Request, params: SamplingParams) -> dict[str, Any]:
+    """The fields that every server of completions knows."""
+    found: dict[str, Any] = {
+        "model": facts.model,
+        "prompt": list(request.token_ids),
+        "max_tokens": params.max_new_tokens,
+        "seed": seed_of(request, params),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return found | ({"stop": list(params.stop)} if params.stop else {})
+
+
+def read_completion(event: Mapping[str, Any], reading: Reading) -> Mapping[str, Any]:
+    """Enter a chunk of completions, and return its choice; {} where it has none."""
+    refuse_error(event)
+    if isinstance(usage := event.get("usage"), Mapping):
+        reading.usage = usage.get("completion_tokens")
+        reading.num_prompt_tokens = usage.get("prompt_tokens")
+        details = usage.get("prompt_tokens_details")
+        reading.cached_tokens = (details or {}).get("cached_tokens") or 0
+    choices = event.get("choices") or []
+    if not choices:
+        return {}
+    choice: Mapping[str, Any] = choices[0]
+    reading.text += choice.get("text") or ""
+    match choice.get("finish_reason"):
+        case None:
+            pass
+        case "abort":
+            raise Broken(f"the server aborted the request: {words_of(choice.get('stop_reason'))}")
+        case "length":
+            reading.finish_reason = "length"
+        case _:
+            is_text = isinstance(choice.get("stop_reason"), str)
+            reading.finish_reason = "stop" if is_text else "eos"
+    return choice

@@ -1,0 +1,195 @@
+"""Servers as a backend's session: one run of requests goes to the server of its k."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import aiohttp
+import numpy as np
+
+from specdec_cli.backends.base import Finished, OnRound
+from specdec_cli.backends.server import times
+from specdec_cli.backends.server.answers import (
+    NO_ROUNDS,
+    all_rounds,
+    answered,
+    finished,
+    num_tokens,
+    shares,
+)
+from specdec_cli.backends.server.client import Answer, Limits, ask_all, new_session
+from specdec_cli.backends.server.counters import LATE, OTHERS, RESET, Scrape, difference
+from specdec_cli.backends.server.dialects import Dialect, ServerFacts
+from specdec_cli.backends.server.openai import OpenAI
+from specdec_cli.backends.server.sglang import Sglang
+from specdec_cli.backends.server.vllm import Vllm
+from specdec_cli.core.figures import Counted
+from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.types import Request, SamplingParams
+
+DIALECTS: Mapping[str, Dialect] = {one.kind: one for one in (Vllm(), Sglang(), OpenAI())}
+_SCRAPES = 20
+_LAGGING = 128  # requests under way above which counters may move after the answers have come
+
+
+@dataclass(frozen=True, slots=True)
+class AllTokens:
+    """The tokens of one whole answer. How many were proposals is not told."""
+
+    index: int
+    token_ids: list[int]
+    num_accepted: int = 0
+
+
+T = TypeVar("T")
+
+
+class Line:
+    """The event loop and the connections that sessions share, opened when they are needed."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self._http: aiohttp.ClientSession | None = None
+
+    def run(self, work: Callable[[aiohttp.ClientSession], Awaitable[T]]) -> T:
+        async def connected() -> T:
+            if self._http is None:
+                self._http = new_session()
+            return await work(self._http)
+
+        return self._runner.run(connected())
+
+    def close(self) -> None:
+        if self._http is not None:
+            self._runner.run(self._http.close())
+            self._http = None
+        self._runner.close()
+
+
+async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
+    """The server's counters; None where it shows none."""
+    try:
+        async with asyncio.timeout(times.SHORT_S), http.get(f"{url}/metrics") as response:
+            found = Scrape.of(await response.text()) if response.status == 200 else None
+    except (aiohttp.ClientError, OSError, ValueError):
+        return None
+    return found if found is not None and found.values else None
+
+
+@dataclass(slots=True, eq=False)
+class ServerSession:
+    """Servers that answer requests, one of them at a time. servers: by k. may_skip: whether the
+    method may propose nothing in a round, as n-grams do."""
+
+    servers: Mapping[int, ServerFacts]
+    batch_size: int
+    max_model_len: int
+    limits: Limits
+    may_skip: bool
+    line: "Line"
+
+    @property
+    def reach(self) -> int:
+        return self.max_model_len
+
+    @property
+    def weights(self) -> None:
+        return None
+
+    def resized(self, batch_size: int) -> "ServerSession":
+        return replace(self, batch_size=batch_size)
+
+    def forget_rounds(self) -> None:
+        """Nothing is kept."""
+
+    def logits_after(
+        self, tokens: list[int], width: int, start: int, params: SamplingParams
+    ) -> np.ndarray:
+        raise NotImplementedError("a server gives no logits; who asks is refused before")
+
+    def forecast(
+        self, request: Request, output: list[int], k: int, params: SamplingParams
+    ) -> Forecast | None:
+        return None
+
+    def run(
+        self, requests: Sequence[Request], k: int, params: SamplingParams, on_round: OnRound
+    ) -> None:
+        """Answers with their rounds are handed over when all have come, since counters tell the
+        rounds of all requests together."""
+        requests = [replace(request, stop_finder=None) for request in requests]
+        answers, counted = self.line.run(
+            lambda http: self._answers(http, requests, self.servers[k], k, params)
+        )
+        done = self._finished(answers, counted, k, params)
+        on_round([AllTokens(one.index, one.token_ids) for one in done], done)
+
+    async def _answers(
+        self,
+        http: aiohttp.ClientSession,
+        requests: Sequence[Request],
+        facts: ServerFacts,
+        k: int,
+        params: SamplingParams,
+    ) -> tuple[list[Answer], Counted | str | None]:
+        """The answers, and what the server's counters say of them all; see `difference`."""
+        dialect = DIALECTS[facts.kind]
+        before = await scrape(http, facts.url) if dialect.counts else None
+        answers = await ask_all(
+            *(http, dialect, facts, requests, params, self.limits, self.batch_size), lambda _: None
+        )
+        if before is None:
+            return answers, None
+        tokens = sum(num_tokens(a) for a in answers if answered(a))
+        # A text that a stop string ended may have been longer, and attempts that failed wrote too.
+        beyond = len(answers) * (k + 1) if params.stop else 0
+        more = sum(a.lost_tokens for a in answers) + beyond
+        lags = min(self.batch_size, len(requests)) > _LAGGING
+        after, found = before, None
+        for _ in range(_SCRAPES):
+            last, now = after, await scrape(http, facts.url)
+            if now is None:
+                return answers, None
+            after, found = now, difference(before, now, k, tokens, more)
+            if found != LATE and (not lags or after == last):
+                break
+            await asyncio.sleep(times.SCRAPE_S)
+        if after.cache_hits > before.cache_hits and found not in (RESET, OTHERS):
+            answers[-1].reading.cached_tokens = 1
+        return answers, found
+
+    def _finished(
+        self,
+        answers: Sequence[Answer],
+        counted: Counted | str | None,
+        k: int,
+        params: SamplingParams,
+    ) -> list[Finished]:
+        done = [a for a in answers if answered(a)]
+        source, rounds, of_all, remarks = all_rounds(done, counted, k, may_skip=self.may_skip)
+        of = dict(zip((id(a) for a in done), rounds, strict=True))
+        chunks = {i: a.chunks for i, a in enumerate(answers) if answered(a) and a.chunks}
+        decode = shares({i: (found[0][0], found[-1][0]) for i, found in chunks.items()})
+        whole = shares({i: (answers[i].began, found[-1][0]) for i, found in chunks.items()})
+        found = [
+            finished(
+                *(answer, self.servers[k], k, source, of.get(id(answer), NO_ROUNDS)),
+                (decode.get(place, 0.0), whole.get(place, 0.0)),
+                min(params.max_new_tokens, self.max_model_len - len(answer.request.token_ids)),
+            )
+            for place, answer in enumerate(answers)
+        ]
+        return _with_common(found, of_all, remarks)
+
+
+def _with_common(
+    found: list[Finished], of_all: Counted | None, remarks: set[str]
+) -> list[Finished]:
+    """The answers, of which the last that is one has the counts and the warnings of all."""
+    place = next((i for i in reversed(range(len(found))) if found[i].error is None), None)
+    if place is not None and (served := found[place].served) is not None:
+        codes = (*served.remarks, *sorted(remarks))
+        common = replace(served, counted=of_all, remarks=codes)
+        found[place] = replace(found[place], served=common)
+    return found

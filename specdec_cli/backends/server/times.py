@@ -1,0 +1,6 @@
+"""The waits of the client, in seconds, in one place."""
+
+RETRY_S = 0.5  # before the first retry; each further one waits twice as long
+LOOK_S = 0.5  # between two looks at a server that is not healthy yet
+SCRAPE_S = 0.05  # between two readings of counters that lag behind
+SHORT_S = 10.0  # for an answer that needs no model

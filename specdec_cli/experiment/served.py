@@ -1,0 +1,159 @@
+"""Figures of points that servers answered, from their samples. Knows no server."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from specdec_cli.core.figures import (
+    Acceptance,
+    EngineFacts,
+    InText,
+    Metrics,
+    Spread,
+    acceptance_of,
+)
+from specdec_cli.errors import Notice
+from specdec_cli.experiment.folders.records import Key, Sample, Samples, given
+
+# From the least that is known to the most: a point has the least of its samples'.
+_SOURCES = (None, "counters", "chunks", "per_request")
+_BY_COUNTERS = ("counters", "chunks")
+_REMARKS = {
+    "usage_differs": "the server counts other tokens than the ids that it sent; ids count",
+    "prefix_cache_hits": "the server found parts of prompts in its prefix cache, so that first "
+    "tokens came early: start it without prefix caching",
+    "counters_reset": "the server's counters were reset, so that acceptance is not known",
+    "other_traffic": "the server answered others too: acceptance is not known, and times are not "
+    "those of these requests alone",
+    "counters_late": "the server's counters fell behind its answers, so that acceptance is not "
+    "known",
+    "spec_details_invalid": "the server's details of rounds contradict themselves: its counters "
+    "take their place, if it has any",
+}
+
+
+def engine_of(samples: Iterable[Sample]) -> EngineFacts | None:
+    """The engine of a point; None for our own."""
+    found = [s.engine for s in samples if s.engine is not None]
+    if not found:
+        return None
+    source = min((one.acceptance_source for one in found), key=_SOURCES.index)
+    return found[0].model_copy(update={"acceptance_source": source})
+
+
+def engine_fields(samples: Collection[Sample]) -> dict[str, Any]:
+    """The fields of a `Point` that servers' have. samples: also those that failed."""
+    done = engine_of(s for s in samples if s.could_run)
+    if done is None:
+        return {}
+    return {"engine": done, "num_retries": sum(s.num_retries for s in samples)}
+
+
+def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
+    """The acceptance of some of a point's prompts, as their engine counts."""
+    engine = engine_of(samples)
+    if engine is None or k == 0:
+        return acceptance_of(samples, k)
+    source = engine.acceptance_source
+    counted = [s.counted for s in samples if s.counted is not None]
+    if source is None or (source == "counters" and not counted):
+        return Acceptance.unknown()
+    if source == "per_request" and all(s.acceptance_histogram is None for s in samples):
+        return acceptance_of(samples, k)
+    histogram = [0] * (k + 1)
+    proposed = 0
+    if source == "per_request":
+        for s in samples:
+            for place, count in enumerate(s.acceptance_histogram or _histogram(s)):
+                histogram[place] += count
+            proposed += sum(s.proposed_per_round) or k * s.num_drafts
+        return Acceptance.of_histogram(histogram, proposed)
+    for one in counted:
+        reached = [one.num_drafts, *one.num_accepted_tokens_per_pos, 0]
+        for place in range(k + 1):
+            histogram[place] += reached[place] - reached[place + 1]
+        proposed += one.num_draft_tokens
+    return Acceptance.of_histogram(histogram, proposed)
+
+
+def _histogram(sample: Sample) -> list[int]:
+    found = [0] * (sample.k + 1)
+    for count in sample.accepted_per_round:
+        found[count] += 1
+    return found
+
+
+def in_text(samples: Iterable[Sample]) -> InText | None:
+    """The rounds of texts as our own engine counts them; None where one's are not known.
+
+    No proposal is made for the last token that a text may have, nor counted beyond its end.
+    """
+    drafts = accepted = 0
+    for sample in samples:
+        if not sample.accepted_per_round and sample.decoded_tokens:
+            return None
+        at, most = sample.num_tokens_from_prefill, sample.max_output_tokens
+        for count in sample.accepted_per_round:
+            room = min(sample.k, most - at - 1)
+            kept = min(count, room, sample.num_output_tokens - at)
+            at += count + 1
+            if room > 0 and kept >= 0:
+                drafts += 1
+                accepted += kept
+    if not drafts:
+        return None
+    return InText(
+        num_drafts=drafts,
+        num_accepted_tokens=accepted,
+        mean_acceptance_length=1 + accepted / drafts,
+    )
+
+
+def served_metrics(done: Sequence[Sample], key: Key) -> Metrics:
+    """The `metrics` of a point that a server answered. Times are the client's."""
+    decode = sum(s.usual_seconds for s in done)
+    whole = sum(s.usual_mean(s.seconds) for s in done)
+    rounds = sum(s.usual_mean(s.round_share) for s in done)
+    tokens = sum(s.num_output_tokens for s in done)
+    acceptance = acceptance_in(done, key.k)
+    are_known = key.k == 0 or all(s.num_drafts or not s.decoded_tokens for s in done)
+    sequence_rounds = sum(s.num_rounds for s in done)
+    decoded = sum(s.decoded_tokens for s in done)
+    return Metrics(
+        k=key.k,
+        batch_size=key.batch_size,
+        num_prompts=len(done),
+        num_output_tokens=tokens,
+        num_rounds=round(rounds) if are_known else None,
+        num_rounds_without_proposal=sum(s.num_rounds - s.num_drafts for s in done),
+        round_ms=decode * 1e3 / rounds if are_known and rounds else None,
+        decode_seconds=decode,
+        output_tokens_per_second=tokens / whole if whole else 0.0,
+        decode_tokens_per_second=decoded / decode if decode else 0.0,
+        ttft_ms=Spread.of([s.usual_mean(s.ttft_ms) for s in done if s.ttft_ms]),
+        tpot_ms=Spread.of([s.usual_mean(s.tpot_ms) for s in done if s.tpot_ms]),
+        e2el_ms=Spread.of([s.usual_mean(s.e2el_ms) for s in done if s.e2el_ms]),
+        num_tokens_from_prefill=sum(s.num_tokens_from_prefill for s in done),
+        **acceptance.as_dict(),
+        **given(
+            in_text=in_text(done) if key.k else None,
+            tokens_per_round=decoded / sequence_rounds if are_known and sequence_rounds else None,
+        ),
+    )
+
+
+def remarks_of(samples: Iterable[Samples]) -> list[Notice]:
+    """Warnings about servers, each once, with the number of prompts and the first."""
+    found: dict[str, list[Sample]] = {}
+    for of in samples:
+        for sample in of.values():
+            for code in sample.remarks:
+                found.setdefault(code, []).append(sample)
+    return [
+        Notice(
+            code,
+            f"{_REMARKS.get(code, code)} ({len(of)} samples, the first of prompt {of[0].index} at "
+            f"k = {of[0].k})",
+            {"samples": len(of), "index": of[0].index, "k": of[0].k},
+        )
+        for code, of in sorted(found.items())
+    ]

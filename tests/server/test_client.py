@@ -1,0 +1,375 @@
+"""The client against the fake: every misbehaviour of a server becomes what the docs promise."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from specdec_cli.backends.base import Finished
+from specdec_cli.backends.server import times
+from specdec_cli.backends.server.client import Limits
+from specdec_cli.backends.server.details import chunks_tell
+from specdec_cli.backends.server.detect import look_at
+from specdec_cli.backends.server.session import Line, ServerSession
+from specdec_cli.core.types import Request, SamplingParams
+from tests.server.fake_server import FakeServer, Faults, running
+
+PARAMS = SamplingParams(max_new_tokens=12)
+DIALECTS = ["vllm", "sglang"]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "RETRY_S", 0.01)
+    monkeypatch.setattr(times, "SCRAPE_S", 0.01)
+    monkeypatch.setattr(times, "LOOK_S", 0.01)
+
+
+@contextmanager
+def session_of(server: FakeServer, batch: int = 1, timeout_s: float = 5.0) -> Iterator[Any]:
+    line = Line()
+    with running(server):
+        try:
+            facts = line.run(lambda http: look_at(http, server.url, None, 1.0))
+            k = server.k if facts.k is None else facts.k
+            session = ServerSession({k: facts}, batch, 512, Limits(timeout_s, 2), False, line)
+
+            def ask(count: int = 3, params: SamplingParams = PARAMS) -> list[Finished]:
+                found: list[Finished] = []
+                requests = [Request(i, tuple(range(3, 8 + i))) for i in range(count)]
+                session.run(requests, k, params, lambda _, done: found.extend(done))
+                return found
+
+            yield ask
+        finally:
+            line.close()
+
+
+def source(answers: list[Finished]) -> str | None:
+    assert answers[0].served is not None
+    return answers[0].served.engine.acceptance_source
+
+
+def remarks(answers: list[Finished]) -> set[str]:
+    return {code for a in answers if a.served is not None for code in a.served.remarks}
+
+
+def retries(answers: list[Finished]) -> int:
+    return sum(a.served.num_retries for a in answers if a.served is not None)
+
+
+def assert_true(server: FakeServer, answers: list[Finished]) -> None:
+    """The answers hold what the server wrote."""
+    for answer in answers:
+        (truth,) = [w for w in server.written if w.prompt == answer.prompt_token_ids][-1:]
+        assert answer.error is None and answer.token_ids == truth.tokens
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_ids_rounds_and_times_are_the_servers(dialect: str, batch: int) -> None:
+    server = FakeServer(dialect, k=3)
+    with session_of(server, batch) as ask:
+        answers = ask(6)
+    assert_true(server, answers)
+    assert source(answers) == ("chunks" if dialect == "vllm" else "per_request")
+    for answer in answers:
+        (truth,) = [w for w in server.written if w.prompt == answer.prompt_token_ids]
+        kept = truth.rounds if dialect == "sglang" else _in_text(truth.rounds, len(truth.tokens))
+        assert answer.accepted_per_round == kept
+        sent = [(at - truth.arrived) * 1e3 for at in truth.chunk_times]
+        assert answer.served is not None and answer.served.e2el_ms is not None
+        assert answer.ttft_ms is not None
+        # The client's clock runs from before the server has the request; both share a processor.
+        assert sent[0] < answer.ttft_ms < sent[0] + 40 and sent[-1] < answer.served.e2el_ms
+        span = answer.served.e2el_ms - answer.ttft_ms
+        assert span == pytest.approx(sent[-1] - sent[0], abs=20)
+        assert answer.tpot_ms == pytest.approx(span / (len(truth.tokens) - 1))
+        assert answer.max_output_tokens == PARAMS.max_new_tokens
+    # Each instant is charged once, however many decode.
+    first = min(a.first_token_at or 0.0 for a in answers)
+    last = max(a.finished_at or 0.0 for a in answers)
+    total = sum(a.decode_seconds for a in answers)
+    assert total <= last - first + 1e-9
+    if batch == 1:
+        spans = [(a.finished_at or 0.0) - (a.first_token_at or 0.0) for a in answers]
+        assert [a.decode_seconds for a in answers] == pytest.approx(spans)
+
+
+def _in_text(rounds: list[int], tokens: int) -> list[int]:
+    """What the chunks after the first hold of rounds, without the token that each adds."""
+    found, at = [], 1
+    for accepted in rounds:
+        found.append(min(accepted + 1, tokens - at) - 1)
+        at += accepted + 1
+    return found
+
+
+def test_sampling_is_sent_in_full_and_every_request_has_a_salt() -> None:
+    params = SamplingParams(0.7, 5, 0.9, 4, True, ("x",), 11, 1.3, (), 2)
+    for dialect in DIALECTS:
+        server = FakeServer(dialect)
+        with session_of(server) as ask:
+            ask(2, params)
+            ask(2, params)
+        bodies = [w.body for w in server.written]
+        assert len({w.salt for w in server.written}) == 4
+        own = [b if dialect == "vllm" else b["sampling_params"] for b in bodies]
+        for one in own:
+            assert (one["temperature"], one["top_k"], one["top_p"]) == (0.7, 5, 0.9)
+            assert one["repetition_penalty"] == 1.3 and one["ignore_eos"] and one["stop"] == ["x"]
+            assert one["min_tokens" if dialect == "vllm" else "min_new_tokens"] == 2
+        seeds = [one["seed" if dialect == "vllm" else "sampling_seed"] for one in own]
+        assert seeds == [11, 12, 11, 12]
+
+
+def test_greedy_sends_words_for_no_top_k() -> None:
+    for dialect, word in (("vllm", 0), ("sglang", -1)):
+        server = FakeServer(dialect)
+        with session_of(server) as ask:
+            ask(1)
+        body = server.written[0].body
+        assert (body if dialect == "vllm" else body["sampling_params"])["top_k"] == word
+
+
+def test_detailed_vllm_tells_each_request_and_k_0_needs_no_rounds() -> None:
+    server = FakeServer("vllm", detailed=True)
+    with session_of(server, 4) as ask:
+        answers = ask(6)
+    assert_true(server, answers)
+    assert source(answers) == "per_request"
+    rounds = {tuple(w.prompt): w.rounds for w in server.written}
+    assert all(a.accepted_per_round == rounds[tuple(a.prompt_token_ids)] for a in answers)
+    plain = FakeServer("vllm", k=0)
+    with session_of(plain) as ask:
+        answers = ask(2)
+    assert source(answers) is None and answers[0].rounds_without_proposal == 12
+
+
+def test_counters_sum_over_engines() -> None:
+    server = FakeServer("vllm", engines=2)
+    with session_of(server, 2) as ask:
+        answers = ask(4)
+    assert source(answers) == "chunks"
+    counted = answers[-1].served.counted if answers[-1].served is not None else None
+    assert counted is not None
+    assert counted.num_drafts == sum(len(w.rounds) for w in server.written)
+    every = [a for w in server.written for a in w.rounds]
+    assert counted.num_accepted_tokens_per_pos == [sum(a > i for a in every) for i in range(3)]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_failures_in_passing_are_tried_again(dialect: str, status: int) -> None:
+    server = FakeServer(dialect, faults=Faults(statuses=[(status, {})]))
+    with session_of(server) as ask:
+        answers = ask(2)
+    assert_true(server, answers)
+    assert retries(answers) == 1 and server.asked == 3
+
+
+def test_retry_after_is_kept() -> None:
+    server = FakeServer(faults=Faults(statuses=[(503, {"Retry-After": "0.3"})]))
+    with session_of(server) as ask:
+        (answer,) = ask(1)
+    assert answer.admitted_at is not None and answer.admitted_at - answer.arrived_at > 0.3
+    assert answer.ttft_ms is not None and answer.ttft_ms < 200  # of the attempt that was answered
+
+
+def test_other_refusals_are_not_tried_again_and_quote_the_server() -> None:
+    server = FakeServer(faults=Faults(statuses=[(400, {})]))
+    with session_of(server) as ask:
+        answers = ask(2)
+    assert [a.finish_reason for a in answers] == ["error", "length"]
+    assert "HTTP 400" in str(answers[0].error) and "planted 400" in str(answers[0].error)
+    assert server.asked == 2 and retries(answers) == 0
+
+
+def test_attempts_end() -> None:
+    server = FakeServer(faults=Faults(statuses=[(500, {})] * 3))
+    with session_of(server) as ask:
+        answers = ask(1)
+    assert answers[0].error is not None and "planted 500" in answers[0].error
+    assert server.asked == 3 and retries(answers) == 2
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    "fault", [{"cut": 1}, {"cut": 1, "clean": False}, {"error_event": 1}, {"abort": 1}]
+)
+def test_streams_that_break_are_no_answers(dialect: str, fault: dict[str, Any]) -> None:
+    server = FakeServer(dialect, faults=Faults(**fault))
+    with session_of(server) as ask:
+        answers = ask(2)
+    assert_true(server, answers)
+    assert retries(answers) == 1
+
+
+def test_a_broken_stream_says_what_the_server_said() -> None:
+    server = FakeServer(faults=Faults(error_event=3))
+    with session_of(server) as ask:
+        (answer,) = ask(1)
+    assert "planted in the stream" in str(answer.error)
+
+
+def test_a_hanging_request_ends_at_its_timeout() -> None:
+    server = FakeServer(faults=Faults(hang=1))
+    with session_of(server, timeout_s=0.3) as ask:
+        answers = ask(2)
+    assert "request_timeout_s" in str(answers[0].error) and answers[1].error is None
+    assert server.asked == 2
+
+
+def test_ids_win_over_usage() -> None:
+    for dialect in DIALECTS:
+        server = FakeServer(dialect, faults=Faults(usage=5))
+        with session_of(server) as ask:
+            answers = ask(1)
+        assert_true(server, answers)
+        assert remarks(answers) == {"usage_differs"}
+    server = FakeServer(faults=Faults(usage=None))
+    with session_of(server) as ask:
+        answers = ask(1)
+    assert_true(server, answers)
+    assert remarks(answers) == set()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_empty_chunks_are_no_first_token(dialect: str) -> None:
+    server = FakeServer(dialect, faults=Faults(early_empty=0.1))
+    with session_of(server) as ask:
+        (answer,) = ask(1)
+    assert answer.ttft_ms is not None and answer.ttft_ms > 100
+    assert answer.num_tokens_from_prefill == 1
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_pieces_comments_and_line_ends_change_nothing(dialect: str) -> None:
+    server = FakeServer(dialect, faults=Faults(pieces=23))
+    with session_of(server, 2) as ask:
+        answers = ask(3)
+    assert_true(server, answers)
+    assert source(answers) == ("chunks" if dialect == "vllm" else "per_request")
+
+
+@pytest.mark.parametrize("merge", [2, 3])
+def test_merged_chunks_tell_no_rounds(merge: int) -> None:
+    server = FakeServer(faults=Faults(merge=merge))
+    with session_of(server, 2) as ask:
+        answers = ask(4)
+    assert_true(server, answers)
+    assert source(answers) == "counters"
+    assert all(a.accepted_per_round == [] and a.round_share == 0 for a in answers)
+    server = FakeServer("sglang", faults=Faults(merge=merge))
+    with session_of(server, 2) as ask:
+        answers = ask(4)
+    assert source(answers) == "per_request"
+    truth = {tuple(w.prompt): w.rounds for w in server.written}
+    for answer in answers:
+        assert answer.served is not None and answer.accepted_per_round == []
+        rounds = truth[tuple(answer.prompt_token_ids)]
+        assert answer.served.acceptance_histogram == [rounds.count(i) for i in range(4)]
+
+
+def test_incremental_streams_of_sglang() -> None:
+    server = FakeServer("sglang", incremental=True)
+    with session_of(server) as ask:
+        answers = ask(3)
+    assert_true(server, answers)
+    assert source(answers) == "per_request"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [({"reset_after": 1}, "counters_reset"), ({"foreign": 7}, "other_traffic")],
+)
+def test_counters_that_cannot_be_trusted_give_nothing(fault: dict[str, Any], code: str) -> None:
+    server = FakeServer(faults=Faults(**fault))
+    with session_of(server, 2) as ask:
+        answers = ask(4)
+    assert_true(server, answers)
+    assert source(answers) is None and remarks(answers) == {code}
+    assert all(a.served is not None and a.served.counted is None for a in answers)
+
+
+def test_others_are_told_at_k_0_too() -> None:
+    server = FakeServer(k=0, faults=Faults(foreign=7))
+    with session_of(server) as ask:
+        assert remarks(ask(2)) == {"other_traffic"}
+
+
+def test_counters_that_lag_are_waited_for() -> None:
+    server = FakeServer(faults=Faults(late_s=0.05))
+    with session_of(server, 2) as ask:
+        answers = ask(2)
+    assert source(answers) == "chunks"
+
+
+@pytest.mark.parametrize("kind", ["sum", "beyond_k", "few"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_details_that_contradict_themselves_are_dropped(dialect: str, kind: str) -> None:
+    server = FakeServer(dialect, detailed=True, faults=Faults(bad_details=kind))
+    with session_of(server, 2) as ask:
+        answers = ask(4)
+    assert remarks(answers) == {"spec_details_invalid"}
+    assert source(answers) == ("chunks" if dialect == "vllm" else None)
+    assert all(a.served is not None and a.served.acceptance_histogram is None for a in answers)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_changed_prompt_is_an_error(dialect: str) -> None:
+    server = FakeServer(dialect, faults=Faults(bos=1))
+    with session_of(server) as ask:
+        (answer,) = ask(1)
+    assert answer.error == "the server changed the prompt (sent 5 tokens, it read 6)"
+    assert server.asked == 1
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_prefix_cache_hits_are_told(dialect: str) -> None:
+    server = FakeServer(dialect, faults=Faults(hits=True))
+    with session_of(server) as ask:
+        assert remarks(ask(2)) == {"prefix_cache_hits"}
+
+
+def test_at_most_batch_size_requests_are_under_way_and_as_many_while_there_is_work() -> None:
+    server, most = FakeServer(round_s=0.003), []
+    with session_of(server, 3) as ask:
+        stream = server._stream
+
+        async def watched(*arguments: Any) -> Any:
+            most.append(server.running)
+            return await stream(*arguments)
+
+        server._stream = watched  # type: ignore[method-assign]
+        ask(9)
+    assert max(most) == 3 and most[3:].count(3) >= 5
+
+
+def test_a_server_of_texts_alone() -> None:
+    server = FakeServer("openai", k=3)
+    with session_of(server) as ask:
+        answers = ask(2)
+    assert source(answers) is None and answers[0].token_ids == []
+    served = answers[0].served
+    assert served is not None and served.num_tokens == 12 and served.engine.kind == "openai"
+    assert served.text == "".join(f" {t}" for t in server.written[0].tokens)
+
+
+def test_ends_are_named() -> None:
+    for dialect in DIALECTS:
+        server = FakeServer(dialect, eos_every=5)
+        with session_of(server) as ask:
+            answers = ask(2)
+        assert [a.finish_reason for a in answers] == ["eos", "length"]
+        assert_true(server, answers)
+
+
+def test_chunks_are_rounds_only_where_their_numbers_agree() -> None:
+    assert chunks_tell([[2, 1], [4]], 3, 3, 4)
+    assert chunks_tell([[2, 1], [2]], 3, 3, 4)  # the last round accepted beyond its text
+    assert not chunks_tell([[2]], 3, 2, 1), "a round is missing"
+    assert not chunks_tell([[2, 1]], 3, 2, 0), "they hold more than was accepted"
+    assert not chunks_tell([[2, 1]], 3, 2, 5), "more was accepted than the last can hide"
+    assert not chunks_tell([[5, 1]], 3, 2, 4), "two rounds in a chunk, and one in pieces"

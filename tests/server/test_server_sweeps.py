@@ -1,0 +1,367 @@
+"""`sweep-k --server` and `generate --server` against the fake: documents, folders, refusals."""
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_cli.app import main
+from specdec_cli.backends.server import times
+from tests.cli.generate_helpers import Result
+from tests.cli.sweep_helpers import gain, samples, specdec, stopped_sweep
+from tests.server.fake_server import FakeServer, Faults, running
+
+Run = Callable[..., Result]
+COMMON = ("demo", "--limit", 4, "--max-new-tokens", 12, "--set", "run.repeats=1", "-q")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RETRY_S", "SCRAPE_S", "LOOK_S"):
+        monkeypatch.setattr(times, name, 0.01)
+
+
+def urls(*servers: FakeServer) -> list[str]:
+    return [word for server in servers for word in ("--server", server.url)]
+
+
+def swept(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> dict[str, Any]:
+    found = specdec(capsys, "sweep-k", *map(str, (*COMMON, "--json", *words)))
+    assert found.code == code, found.err
+    return dict(json.loads(found.out))
+
+
+def point(document: dict[str, Any], k: int) -> dict[str, Any]:
+    (found,) = [p for p in document["points"] if p["k"] == k]
+    return dict(found)
+
+
+def codes(document: dict[str, Any]) -> set[str]:
+    return {one["code"] for one in document["warnings"]}
+
+
+def test_a_sweep_over_servers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plain, some, sglang = FakeServer(k=0), FakeServer(k=2), FakeServer("sglang", k=4)
+    with running(plain, some, sglang):
+        found = swept(capsys, *urls(sglang, plain, some), "-o", tmp_path / "run")
+    assert [p["k"] for p in found["points"]] == [0, 2, 4]
+    engines = [p["engine"] for p in found["points"]]
+    assert engines == [
+        {"kind": "vllm", "version": "0.25.1", "acceptance_source": None},
+        {"kind": "vllm", "version": "0.25.1", "acceptance_source": "chunks"},
+        {"kind": "sglang", "version": "0.25.1", "acceptance_source": "per_request"},
+    ]
+    for server, k in ((some, 2), (sglang, 4)):
+        p = point(found, k)
+        m, truth = p["metrics"], [w.rounds for w in server.written[1:]]  # the first warmed up
+        every = [a for rounds in truth for a in rounds]
+        assert m["num_drafts"] == len(every) and m["num_draft_tokens"] == k * len(every)
+        assert m["num_accepted_tokens_per_pos"] == [sum(a > i for a in every) for i in range(k)]
+        assert m["acceptance_histogram"] == [every.count(i) for i in range(k + 1)]
+        assert m["mean_acceptance_length"] == pytest.approx(1 + sum(every) / len(every))
+        low, high = p["mean_acceptance_length_ci"]
+        assert low <= m["mean_acceptance_length"] <= high
+        assert m["in_text"] == _in_text(truth, k)
+        absent = ("draft_ms", "verify_ms", "sample_ms", "broadcast_ms", "prefill_ms")
+        assert not set(absent) & m.keys()
+        assert set(m["e2el_ms"]) == {"mean", "p50", "p90", "p99"}
+        assert gain(p) > 0 and p["num_retries"] == 0
+    assert found["tokens"] == {
+        "compared": True,
+        "must_be_identical": False,
+        "identical": True,
+        "diverging": [],
+    }
+    assert found["time_curve"] == [] and point(found, 2)["predicted_speedup"] is None
+    assert {s["k"]: s["kind"] for s in found["environment"]["servers"]}[4] == "sglang"
+    assert (tmp_path / "run" / "report.html").exists()
+    assert specdec(capsys, "report", str(tmp_path / "run")).code == 0
+    table = next((tmp_path / "run").rglob("points.csv")).read_text().splitlines()
+    heading, row = (line.split(",") for line in table[:2])
+    assert [row[heading.index(name)] for name in ("commit_ms", "verify_ms", "prefill_ms")] == [
+        ""
+    ] * 3
+
+
+def _in_text(truth: list[list[int]], k: int) -> dict[str, Any]:
+    """The rounds of texts of 12 tokens, the first of which is the prefill's."""
+    drafts = accepted = 0
+    for rounds in truth:
+        left = 11
+        for a in rounds:
+            room = min(k, left - 1)
+            drafts += room > 0
+            accepted += min(a, max(0, room))
+            left -= a + 1
+    return {
+        "num_drafts": drafts,
+        "num_accepted_tokens": accepted,
+        "mean_acceptance_length": pytest.approx(1 + accepted / drafts),
+    }
+
+
+def test_servers_are_never_measured_together(capsys: pytest.CaptureFixture[str]) -> None:
+    servers = FakeServer(k=0, round_s=0.002), FakeServer(k=2, round_s=0.002)
+    with running(*servers):
+        swept(capsys, *urls(*servers), "--batch-size", 2)
+    spans = sorted((w.arrived, w.chunk_times[-1], s.k) for s in servers for w in s.written)
+    for (_, end, k), (begin, _, other) in pairwise(spans):
+        assert k == other or begin > end
+
+
+def test_without_a_baseline_no_speed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    server = FakeServer(k=3)
+    with running(server):
+        found = swept(capsys, *urls(server))
+    assert [p["k"] for p in found["points"]] == [3]
+    assert point(found, 3)["speedup"] is None and found["best"]["k"] is None
+    assert "no_baseline" in codes(found)
+
+
+def test_a_baseline_server_and_a_baseline_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plain, server = FakeServer(k=0), FakeServer(k=3)
+    with running(plain, server):
+        first = swept(capsys, *urls(server), "--baseline-server", plain.url, "-o", tmp_path / "a")
+        asked = plain.asked
+        second = swept(capsys, *urls(server), "--baseline", tmp_path / "a", "-o", tmp_path / "b")
+        others = [word for text in ("a", "b", "c", "d") for word in ("--prompt", text)]
+        for words, why in ((("--limit", 5), "prompts"), (others, "prompts"),
+                           (("--max-new-tokens", 13), "max_new_tokens"),
+                           (("--batch-size", 2), "batch size 2"),
+                           (("--set", "run.repeats=2"), "repeats")):  # fmt: skip
+            code, told = _told(capsys, *urls(server), "--baseline", tmp_path / "a", *words)
+            assert code == 2 and "--baseline" in told and why in told
+    assert plain.asked == asked
+    for found in (first, second):
+        assert point(found, 0)["speedup"] == 1.0 and gain(point(found, 3)) > 0
+    assert point(second, 0) == point(first, 0)
+
+
+def test_ks_are_chosen_among_the_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    servers = [FakeServer(k=k) for k in (0, 2, 3)]
+    with running(*servers):
+        found = swept(capsys, *urls(*servers), "--k", "3")
+        assert [p["k"] for p in found["points"]] == [0, 3] and servers[1].asked == 0
+        told = specdec(capsys, "sweep-k", *map(str, COMMON), *urls(*servers), "--k", "3,5")
+    assert told.code == 2 and "--k 5" in told.err and servers[1].url in told.err
+
+
+def test_counters_alone_have_no_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, server = FakeServer(k=0), FakeServer(k=3, faults=Faults(merge=2))
+    with running(plain, server):
+        found = point(swept(capsys, *urls(plain, server)), 3)
+    every = [a for w in server.written[1:] for a in w.rounds]
+    assert found["engine"]["acceptance_source"] == "counters"
+    assert found["metrics"]["mean_acceptance_length"] == pytest.approx(1 + sum(every) / len(every))
+    assert found["mean_acceptance_length_ci"] is None and "in_text" not in found["metrics"]
+    assert found["metrics"]["round_ms"] is None and found["metrics"]["num_rounds"] is None
+    assert len(found["metrics"]["acceptance_histogram"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("faults", "code"),
+    [
+        (Faults(foreign=3), "other_traffic"),
+        (Faults(reset_after=3), "counters_reset"),
+    ],
+)
+def test_acceptance_that_is_not_known_is_null(
+    capsys: pytest.CaptureFixture[str], faults: Faults, code: str
+) -> None:
+    server = FakeServer(k=3, faults=faults)
+    with running(server):
+        found = swept(capsys, *urls(server))
+    p = point(found, 3)
+    assert p["status"] == "ok" and p["engine"]["acceptance_source"] is None
+    for name in ("num_drafts", "mean_acceptance_length", "acceptance_histogram"):
+        assert p["metrics"][name] is None
+    assert p["mean_acceptance_length_ci"] is None and code in codes(found)
+    assert p["metrics"]["decode_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("faults", "code"),
+    [
+        (Faults(usage=5), "usage_differs"),
+        (Faults(hits=True), "prefix_cache_hits"),
+        (Faults(bad_details="sum"), "spec_details_invalid"),
+    ],
+)
+def test_warnings(capsys: pytest.CaptureFixture[str], faults: Faults, code: str) -> None:
+    server = FakeServer(k=3, detailed=True, faults=faults)
+    with running(server):
+        found = swept(capsys, *urls(server))
+    assert code in codes(found) and point(found, 3)["metrics"]["num_output_tokens"] == 48
+
+
+def test_other_texts_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    servers = FakeServer(k=0), FakeServer(k=3, faults=Faults(other_text=True))
+    with running(*servers):
+        found = swept(capsys, *urls(*servers))
+    (one,) = found["tokens"]["diverging"]
+    assert (one["k"], one["num_diverging"], one["first"]) == (3, 4, 0)
+
+
+def test_what_fails_is_a_sample_and_the_point_stays(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    server = FakeServer(k=3, faults=Faults(statuses=[(500, {}), (400, {})]))
+    with running(server):
+        found = swept(capsys, *urls(server), "--set", "run.warmup=0", "-o", tmp_path, code=3)
+    first, *others = sorted(samples(tmp_path), key=lambda s: s["index"])
+    assert first["finish_reason"] == "error" and "planted 400" in first["error"]
+    assert first["num_retries"] == 1 and {s["finish_reason"] for s in others} == {"length"}
+    p = point(found, 3)
+    assert p["status"] == "ok" and p["num_retries"] == 1 and p["metrics"]["num_prompts"] == 3
+    server = FakeServer(k=3, faults=Faults(statuses=[(400, {})] * 9))
+    with running(server):
+        found = swept(capsys, *urls(server), code=3)
+    assert point(found, 3)["status"] == "failed" and "planted 400" in point(found, 3)["reason"]
+
+
+def test_kill_9_and_resume_ask_for_nothing_twice(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    servers = FakeServer(k=0, round_s=0.004), FakeServer(k=3, round_s=0.004)
+    words: list[str | Path] = ["sweep-k", *map(str, COMMON), "-o", tmp_path]
+    with running(*servers):
+        words += urls(*servers)
+        end, told = stopped_sweep(words, 0.02, signal.SIGKILL, after=3)
+        assert end == -signal.SIGKILL
+        begun = len(samples(tmp_path))
+        before = [len(s.written) for s in servers]
+        assert 3 <= begun < 8
+        found = specdec(capsys, *map(str, [*words, "--resume", "--json"]))
+        assert found.code == 0, found.err
+        again = [len(s.written) - b for s, b in zip(servers, before, strict=True)]
+    assert len(samples(tmp_path)) == 8 and {(k, i) for _, _, k, i in told} <= {
+        (s["k"], s["index"]) for s in samples(tmp_path)
+    }
+    assert sum(again) <= 8 - begun + 2  # and a warm-up of each server
+
+
+def test_a_server_of_texts_alone_needs_its_k(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, server = FakeServer("openai", k=0), FakeServer("openai", k=3)
+    with running(plain, server):
+        told = specdec(capsys, "sweep-k", *map(str, COMMON), *urls(server))
+        assert told.code == 2 and "--k" in told.err and server.url in told.err
+        for words in (("--top-k", "5"), ("--set", "sampling.suppress_tokens=[3]")):
+            code, told = _told(capsys, *urls(server), "--k", "3", *words)
+            assert code == 2 and "cannot be asked" in told and server.url in told
+        found = swept(capsys, *urls(server), "--baseline-server", plain.url, "--k", "3")
+    assert gain(point(found, 3)) > 0
+    assert point(found, 3)["metrics"]["mean_acceptance_length"] is None
+    assert found["tokens"]["identical"] is True
+
+
+def test_generate_with_a_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    server = FakeServer(k=3)
+    with running(server):
+        words = ("generate", "demo", "--limit", "2", "--max-new-tokens", "8", "--server")
+        found = specdec(capsys, *words, server.url, "--json", "-o", str(tmp_path))
+        assert found.code == 0, found.err
+        document = json.loads(found.out)
+        assert [o["token_ids"] for o in document["outputs"]] == [w.tokens for w in server.written]
+        assert document["metrics"]["k"] == 3 and document["metrics"]["num_drafts"] > 0
+        told = specdec(capsys, *words, server.url, "-k", "5")
+        assert told.code == 2 and "-k 5" in told.err.replace("--k 5", "-k 5")
+        told = specdec(capsys, *words, server.url, "--check-lossless")
+        assert told.code == 2 and "--check-lossless" in told.err
+    kept = json.loads((tmp_path / "points.jsonl").read_text())
+    assert kept["engine"]["kind"] == "vllm"
+
+
+def test_a_key_is_sent_and_written_nowhere(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FakeServer(key="secret-7")
+    with running(server):
+        told = specdec(capsys, "sweep-k", *map(str, COMMON), *urls(server))
+        assert told.code == 5 and "OPENAI_API_KEY" in told.err
+        monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
+        swept(capsys, *urls(server), "-o", tmp_path)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert files and not [f for f in files if b"secret-7" in f.read_bytes()]
+
+
+def _told(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    found = specdec(capsys, "sweep-k", *map(str, (*COMMON, *words)))
+    assert found.out == "" and "Traceback" not in found.err
+    return found.code, found.err
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--server", "ftp://host"], "ftp://host"),
+        (["--server", "localhost:8000"], "localhost:8000"),
+        (["--baseline-server", "http://host"], "--baseline-server"),
+        (["--baseline", "."], "--baseline"),
+        (["--server", "http://h:1", "--predict-only"], "--predict-only"),
+        (["--server", "http://h:1", "--check-lossless"], "--check-lossless"),
+        (["--server", "http://h:1", "--draft", "a", "--draft", "ngram"], "--draft"),
+    ],
+)
+def test_bad_usage(capsys: pytest.CaptureFixture[str], words: list[str], names: str) -> None:
+    code, told = _told(capsys, *words)
+    assert code == 2 and names in told
+
+
+def test_a_password_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = _told(capsys, "--server", "http://me:hush@host:1")
+    assert code == 2 and "hush" not in told and "host" in told and "OPENAI_API_KEY" in told
+
+
+def test_servers_that_do_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = FakeServer("openai", page="<html>hello</html>")
+    two = FakeServer(models=("one", "two"))
+    ill = FakeServer(health=503)
+    fast, other = FakeServer(k=3), FakeServer(k=3)
+    with running(page, two, ill, fast, other):
+        assert _told(capsys, *urls(page))[0] == 5
+        code, told = _told(capsys, *urls(two))
+        assert code == 2 and "one, two" in told and "engine.served_model" in told
+        code, told = _told(capsys, *urls(two), "--set", "engine.served_model=three")
+        assert code == 2 and "three" in told and "one, two" in told
+        code, told = _told(capsys, *urls(ill), "--set", "engine.start_timeout_s=0.05")
+        assert code == 5 and ill.url in told and "start_timeout_s" in told
+        code, told = _told(capsys, *urls(fast), "--baseline-server", other.url)
+        assert code == 2 and other.url in told and "speculates" in told
+        code, told = _told(capsys, *urls(fast, other))
+        assert code == 2 and "k = 3" in told
+        swept(capsys, *urls(fast), "-o", tmp_path)
+        code, told = _told(capsys, *urls(fast), "--baseline", tmp_path)
+        assert code == 2 and "speculates" in told and "k = 3" in told
+    code, told = _told(capsys, *urls(fast))
+    assert code == 5 and "no server answers" in told and fast.url in told
+
+
+def test_one_of_several_models_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    server = FakeServer(models=("one", "two"))
+    with running(server):
+        swept(capsys, *urls(server), "--set", "engine.served_model=two")
+    assert {w.body["model"] for w in server.written} == {"two"}
+
+
+def test_the_client_of_servers_imports_no_torch() -> None:
+    import subprocess
+
+    program = (
+        "import sys, specdec_cli.backends.server.backend, specdec_cli.experiment.served; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_dry_run_asks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    server = FakeServer(k=3)
+    with running(server):
+        assert main(["sweep-k", *map(str, COMMON), *urls(server), "--dry-run"]) == 0
+    assert "k: 3" in capsys.readouterr().out and server.asked == 0
