@@ -9,7 +9,7 @@ import torch
 from specdec_cli.experiment import machine
 from specdec_cli.experiment.folders.records import Key, Point, Prediction, Sample
 from specdec_cli.experiment.machine import MachineWatch
-from specdec_cli.experiment.statistics.noise import noise_in, predictions_off
+from specdec_cli.experiment.statistics.noise import noise_in, predictions_off, seams_in
 from specdec_cli.experiment.sweep.gains import measured_gains
 from specdec_cli.experiment.sweep.recommend import recommend
 from tests.report_helpers import sample_record
@@ -78,6 +78,24 @@ def test_a_drift_of_all_points_is_told_with_its_prompt(factor: float) -> None:
     before, after = (notice.evidence[f"round_ms_{when}"] for when in ("before", "after"))
     assert after / before == pytest.approx(factor, rel=0.05)
     assert ("slower" in notice.message) == (factor > 1)
+
+
+@pytest.mark.parametrize(("before", "factor"), [(2, 1 / 15), (5, 3.0), (12, 1.5), (20, 1 / 3)])
+def test_a_run_that_went_on_elsewhere_tells_of_its_seam(before: int, factor: float) -> None:
+    """Also with few prompts on one side, where no search for a drift would find it."""
+    samples = samples_of(quiet(3))
+    for seed in range(3, 13):
+        assert seams_in(samples_of(quiet(seed)), range(before)) == []
+    for of in samples.values():
+        for i, one in of.items():
+            times = [value * (factor if i >= before else 1.0) for value in one.decode_seconds]
+            of[i] = one.model_copy(update={"decode_seconds": times})
+    (notice,) = seams_in(samples, range(before))
+    assert notice.code == "baseline_drift" and notice.evidence["from_prompt"] == before
+    assert "where the run went on" in notice.message
+    assert seams_in(samples, ()) == [] == seams_in(samples, range(PROMPTS))
+    few = {key: {i: of[i] for i in range(3)} for key, of in samples.items()}
+    assert seams_in(few, range(2)) == [], "three prompts show nothing"
 
 
 @pytest.mark.parametrize(("factor", "told"), [(1.0, []), (2.0, ["baseline_drift"])])
