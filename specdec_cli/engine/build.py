@@ -29,7 +29,7 @@ from specdec_cli.engine.memory.measured import (
     release,
     weight_bytes,
 )
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, cache_need
+from specdec_cli.engine.plan import Plan, block_bytes_of, cache_need
 from specdec_cli.errors import SetupError
 from specdec_cli.lengths.registry import policy_of
 from specdec_cli.methods.base import MethodParts, Proposer
@@ -126,7 +126,7 @@ def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
     wanted = sum(d.weight_bytes for d in plan.held[1:]) + num_blocks * block_bytes_of(plan)[1]
     if plan.device.type != "cuda":
         return wanted < available_memory() // local_world_size()
-    return wanted + 2 * sum(estimate_passes(plan, need)) < room_now(plan.device, allowance_of(plan))
+    return wanted + 2 * sum(estimate_passes(plan, need)) < room_now(plan.device, plan.recipe.cache)
 
 
 def _within_reach(plan: Plan, longest: int) -> Plan:
@@ -270,7 +270,7 @@ def _choose_num_blocks(
         mine = rank_memory(plan, models, on_host(0, sum(weight_bytes(models))))
     else:
         wanted = need.num_blocks * sum(block_bytes_of(plan)) + 2 * rough
-        is_plenty = wanted < room_now(plan.device, allowance_of(plan))
+        is_plenty = wanted < room_now(plan.device, plan.recipe.cache)
         if all(plan.parallel.gather_objects(is_plenty)):
             return need.num_blocks
         on_stage("measuring memory")
