@@ -38,6 +38,7 @@ from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_co
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import Captures, PromptGraphs, width_of
+from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, WatchedOptions
 from specdec_cli.stages import begin_stage
 
 _log = logging.getLogger("specdec")
@@ -198,12 +199,20 @@ def wire(
             if isinstance(model, Captures):
                 model.capture_prompts(prompts)
     proposer: Proposer | None = None
+    options = WatchedOptions(recipe.speculation.options)
+    speculation = recipe.speculation.model_copy(update={"options": options})
     if plan.k:
         draft_len = plan.draft.max_len if plan.draft is not None else 0
-        parts = MethodParts(recipe.speculation, models.target, models.draft, draft_len)
-        proposer = method_of(recipe.speculation).make(parts)
+        parts = MethodParts(speculation, models.target, models.draft, draft_len)
+        proposer = method_of(speculation).make(parts)
         if models.target.hidden_layers != proposer.feature_layers:  # a plugin's, not planned
             models.target.hidden_layers = proposer.feature_layers
+    rule, policy = rule_of(speculation), policy_of(speculation)
+    plugged = isinstance(rule, PluggedRule) or isinstance(policy, PluggedPolicy)
+    # A plugin's own description of its draft has read options before.
+    if isinstance(proposer, PluggedMethod) or (proposer is not None and plugged):
+        if method_of(speculation).describe is None:
+            options.refuse_unknown()
     return Engine(
         target=models.target,
         proposer=proposer,
@@ -212,8 +221,8 @@ def wire(
         max_model_len=plan.max_model_len,
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
-        rule=rule_of(recipe.speculation),
-        policy=policy_of(recipe.speculation),
+        rule=rule,
+        policy=policy,
         is_captured=plan.no_cuda_graphs is None,
         runs_ahead=device.type == "cuda",
         parallel=plan.parallel,
