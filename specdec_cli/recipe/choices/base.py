@@ -47,13 +47,15 @@ def drafted(
 class MethodChoice:
     """what: a few words for the recipe's reference. weights_from: where the method's weights are:
     in the draft that the recipe names, or in the target's own files. to_vllm: makes vLLM's config
-    from a recipe and the draft's name; None if vLLM has no such method. form: of its drafts; None
+    from a recipe and the draft's name; None if vLLM has no such method. to_sglang: its name in
+    SGLang, likewise. form: of its drafts; None
     for models that transformers knows. code: a plugin's `methods.Method`.
     """
 
     what: str = ""
     weights_from: WeightsFrom = "none"
     to_vllm: Callable[[Setting, str | None], VllmConfig] | None = None
+    to_sglang: str | None = None
     form: DraftForm | None = None
     code: Any = None
 

@@ -12,4 +12,6 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
     return drafted("draft_model", "draft", setting, draft, [refused])
 
 
-DRAFT_MODEL = MethodChoice("a smaller model", weights_from="draft", to_vllm=_to_vllm)
+DRAFT_MODEL = MethodChoice(
+    "a smaller model", weights_from="draft", to_vllm=_to_vllm, to_sglang="STANDALONE"
+)

@@ -86,5 +86,6 @@ EAGLE3 = MethodChoice(
     "a head that reads the target's hidden states",
     weights_from="draft",
     to_vllm=_to_vllm,
+    to_sglang="EAGLE3",
     form=FORM,
 )

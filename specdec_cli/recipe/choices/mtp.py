@@ -37,6 +37,7 @@ MTP = MethodChoice(
     "modules for multi-token prediction in the target's own checkpoint",
     weights_from="target",
     to_vllm=_to_vllm,
+    to_sglang="NEXTN",
 )
 MTP_MODULE = MethodChoice(
     "such a module in a folder of its own",

@@ -38,4 +38,4 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
     )
 
 
-NGRAM = MethodChoice("looks the text's end up in the text", to_vllm=_to_vllm)
+NGRAM = MethodChoice("looks the text's end up in the text", to_vllm=_to_vllm, to_sglang="NGRAM")
