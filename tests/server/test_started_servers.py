@@ -56,6 +56,7 @@ def test_a_server_for_each_k(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         assert found.code == 0, found.err
         document = json.loads(found.out)
         assert [p["k"] for p in document["points"]] == [0, 2]
+        assert {p["metrics"]["num_prompts"] for p in document["points"]} == {3}
         assert document["points"][1]["engine"]["acceptance_source"] == source
         assert gain(document["points"][1]) > 0 and document["tokens"]["identical"]
         told = [w for w in document["warnings"] if w["code"] == "flags_left_out"]
