@@ -25,6 +25,7 @@ from specdec_cli.commands import (
     generate,
     help_page,
     merge,
+    methods,
     profile_blocks,
     recipe,
     report,
@@ -59,6 +60,7 @@ app.command(compare_tp.RANKS_COMMAND, hidden=True)(compare_tp.compare_tp_ranks)
 app.command("merge", cls=help_page.Command)(merge.merge)
 app.command("profile-blocks", cls=help_page.OneSource)(profile_blocks.profile_blocks)
 app.command("report", cls=help_page.Command)(report.report)
+app.command("methods", cls=help_page.Command)(methods.methods)
 app.add_typer(recipe.app, name="recipe")
 
 
@@ -229,7 +231,9 @@ def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
 
 def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:
     code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    if code == ExitCode.SIGTERM:
+    if isinstance(end.__context__, BrokenPipeError):  # which typer and rich turn into this
+        outcome.fail(_PIPE_CLOSED, None)
+    elif code == ExitCode.SIGTERM:
         outcome.fail(code, "terminated")
     elif code:
         outcome.fail(code, end.code if isinstance(end.code, str) else None)
@@ -241,7 +245,11 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         message: str = getattr(error, "format_message", error.__str__)()
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "specdec"
-        outcome.fail(ExitCode.USAGE, message, f"see `{where} --help`")
+        hint = f"see `{where} --help`"
+        names = {p.name for p in context.command.params} if context else ()
+        if "unexpected extra argument" in message and "prompt" in names:
+            hint = f"a prompt goes after --prompt, in quotes; {hint}"
+        outcome.fail(ExitCode.USAGE, message, hint)
     elif isinstance(error, SpecdecError):
         outcome.fail(error.code, error.message, error.hint)
         if isinstance(error, RanksError):
@@ -253,7 +261,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
             "try a smaller --batch-size, --max-new-tokens or --num-blocks",
         )
     elif isinstance(error, BrokenPipeError):
-        outcome.fail(ExitCode.RUN_FAILED, None)
+        outcome.fail(_PIPE_CLOSED, None)
     elif isinstance(error, ImportError):
         cause: BaseException = error
         while isinstance(cause.__cause__ or cause.__context__, ImportError):
@@ -276,6 +284,8 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         )
 
 
+# The code that a shell has for a process that SIGPIPE ended: the reader had enough.
+_PIPE_CLOSED = 128 + signal.SIGPIPE
 # A full disk, and other refusals of the machine that are not the run's fault. The last two come
 # from streams that cannot be written to.
 _MACHINE_ERRNOS = frozenset(
@@ -313,7 +323,7 @@ def _deliver(document: str, outcome: _Outcome) -> None:
         if outcome.failed:  # the command has reported the same problem
             return
         if isinstance(error, BrokenPipeError):
-            outcome.fail(ExitCode.RUN_FAILED, None)
+            outcome.fail(_PIPE_CLOSED, None)
         elif isinstance(error, OSError):
             outcome.fail(ExitCode.ENVIRONMENT, f"cannot write the result: {error.strerror}")
         else:  # interrupted while a pager was reading

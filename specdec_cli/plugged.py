@@ -11,7 +11,7 @@ import torch
 
 from specdec_cli.acceptance.base import NoForecast
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
-from specdec_cli.core.drafting import Drafting, Stop
+from specdec_cli.core.drafting import Doubt, Drafting, Stop
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
@@ -150,6 +150,7 @@ class PluggedPolicy:
         self.who = f"length policy {name}"
         self.inner = inner
         self.stop: Stop | None = getattr(inner, "stop", None)
+        self.doubt: Doubt | None = getattr(inner, "doubt", None)
 
     def lengths(self, k: int) -> tuple[int, ...]:
         if not hasattr(self.inner, "lengths"):

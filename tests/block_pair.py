@@ -5,6 +5,7 @@ papers' equations, and share nothing with the product.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,15 +112,25 @@ class Pair:
 
 
 def save_pair(
-    folder: Path, dialect: str = "z-lab", steps: int = 60, vocab: int = VOCAB, **settings: Any
+    folder: Path,
+    dialect: str = "z-lab",
+    steps: int = 50,
+    vocab: int = VOCAB,
+    like: Pair | None = None,
+    **settings: Any,
 ) -> Pair:
     """A target of four layers and a drafter trained on some of its texts.
 
-    dialect: "z-lab", "deepspec" or "speculators". settings: of the drafter; draft_vocab: Vd.
+    dialect: "z-lab", "deepspec" or "speculators". like: has target and trained net already.
+    settings: of the drafter; draft_vocab: Vd.
     """
-    target = save_tiny(folder / "target", "llama", num_hidden_layers=4, vocab_size=vocab)
-    word_tokenizer(target, [f"w{i}" for i in range(vocab)])
     settings = {"draft_vocab": vocab, "mask": min(MASK, vocab - 1)} | settings
+    if like is None:
+        target = save_tiny(folder / "target", "llama", num_hidden_layers=4, vocab_size=vocab)
+        word_tokenizer(target, [f"w{i}" for i in range(vocab)])
+    else:
+        target, steps = like.target, 0
+        settings = {"net": like.drafter.net, "anchor": like.drafter.anchor} | settings
     drafter = make_drafter(reference(target), steps, dialect != "z-lab", **settings)
     return Pair(target, save_drafter(folder / "drafter", drafter, dialect), drafter)
 
@@ -135,12 +146,9 @@ def make_drafter(
     types = ["full_attention"] * SIZES["num_hidden_layers"]
     sizes = SIZES | {"hidden_size": oracle.config.hidden_size}
     config = MuseGlimmerAssistantConfig(**sizes, layer_types=types, **more)
-    net = MuseGlimmerAssistantModel._from_config(config, attn_implementation="eager")
-    for parameter in net.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, 1.0, 0.2)
-        else:
-            nn.init.normal_(parameter, std=0.15)
+    if (net := settings.pop("net", None)) is None:
+        net = MuseGlimmerAssistantModel._from_config(config, attn_implementation="eager")
+        _spread(net)
     drafter = Drafter(net, torch.arange(vocab), **settings)
     embedding, head = (
         one.weight.detach().clone()
@@ -170,6 +178,12 @@ def make_drafter(
     return drafter
 
 
+def _spread(net: Any) -> None:
+    for parameter in net.parameters():
+        middle, std = (1.0, 0.2) if parameter.dim() == 1 else (0.0, 0.15)
+        nn.init.normal_(parameter, middle, std)
+
+
 def _train(drafter: Drafter, oracle: Any, steps: int) -> None:
     """On all texts but the last, in blocks of its size."""
     texts = [p + greedy_reference(oracle, p, NEW_TOKENS + 8) for p in PROMPTS[:-1]]
@@ -178,8 +192,7 @@ def _train(drafter: Drafter, oracle: Any, steps: int) -> None:
     places[drafter.ids] = torch.arange(len(drafter.ids))
     k = drafter.block_size - (not drafter.anchor)
     with torch.inference_mode(False), torch.enable_grad():
-        heads = [t.requires_grad_() for n, t in drafter.own.items() if "markov" in n]
-        adam = torch.optim.Adam([*drafter.net.parameters(), *heads], lr=3e-3)
+        adam = torch.optim.Adam(drafter.net.parameters(), lr=3e-3)
         for step in range(steps):
             which = step % len(texts)
             text, loss = texts[which], torch.zeros(())
@@ -192,7 +205,6 @@ def _train(drafter: Drafter, oracle: Any, steps: int) -> None:
             loss.backward()
             adam.step()
     drafter.net.requires_grad_(False)
-    drafter.own = {n: t.detach() for n, t in drafter.own.items()}
 
 
 def features_of(oracle: Any, drafter: Drafter, tokens: list[int]) -> Tensor:
@@ -251,9 +263,22 @@ def config_of(drafter: Drafter, dialect: str) -> dict[str, Any]:
     return kind | layer | {"dflash_config": nested}
 
 
-def expected_rounds(pair: Pair, prompt: list[int], k: int) -> list[tuple[int, int]]:
+def sure_length(
+    drafter: Drafter, features: Tensor, token: int, proposed: list[int], threshold: float
+) -> int:
+    """The number of tokens before the first that the confidence head doubts."""
+    weight, bias = (drafter.own[f"confidence_head.proj.{n}"] for n in ("weight", "bias"))
+    rows = drafter.rows(features, token, len(proposed))
+    e = drafter.own["markov_head.markov_w1.weight"][[token, *proposed[:-1]]]
+    sure = linear(torch.cat((rows, e), 1), weight, bias)[:, 0].sigmoid()
+    return next((j for j, c in enumerate(sure) if c < threshold), len(proposed))
+
+
+def expected_rounds(
+    pair: Pair, prompt: list[int], k: int, cut: Callable[..., int] | None = None
+) -> list[tuple[int, int]]:
     """(proposed, accepted) of each round of greedy decoding, without any cache; those without
-    proposals are left out."""
+    proposals are left out. cut: gives the length of a block, as `sure_length` does."""
     oracle, drafter = reference(pair.target), pair.drafter
     text = prompt + greedy_reference(oracle, prompt, NEW_TOKENS)
     features, found, n = features_of(oracle, drafter, text), [], len(prompt)
@@ -263,7 +288,9 @@ def expected_rounds(pair: Pair, prompt: list[int], k: int) -> list[tuple[int, in
             # The block keeps its width near the end.
             with torch.no_grad():
                 proposed, _ = drafter.propose(features[: n - 1], text[n - 1], k)
+                if cut is not None:
+                    count = min(count, cut(features[: n - 1], text[n - 1], proposed))
             stand = next((i for i in range(count) if proposed[i] != text[n + i]), count)
-            found.append((count, stand))
+            found += [(count, stand)] * (count > 0)
         n += stand + 1
     return found

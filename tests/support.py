@@ -415,10 +415,14 @@ def decode(engine: Engine, prompts: list[list[int]], k: int, **params: Any) -> l
 
 
 def greedy_reference(
-    model: Any, prompt: list[int], new_tokens: int, eos_token_id: int | None = None
+    model: Any,
+    prompt: list[int],
+    new_tokens: int,
+    eos_token_id: int | None = None,
+    **more: Any,
 ) -> list[int]:
-    """transformers' greedy `generate`; EOS ends a text only if it is given."""
-    return _generate(model, prompt, new_tokens, eos_token_id=eos_token_id)
+    """transformers' greedy `generate`; EOS ends a text only if it is given. more: its settings."""
+    return _generate(model, prompt, new_tokens, eos_token_id=eos_token_id, **more)
 
 
 def assisted_rounds(

@@ -1,27 +1,41 @@
-"""Times the demo pair on a CPU against transformers: plain and speculative decoding, alternating.
+"""Times a pair on a CPU against transformers: plain and speculative decoding, alternating.
 
 fp32, batch 1, greedy, end-of-sequence ignored. Prints median seconds (least to most) over repeats.
+With --hogs as many processes take the processors meanwhile; they begin before torch does, as in a
+command on a busy machine.
 
     python scripts/bench/cpu.py --prompts 4 --tokens 128 --repeats 5
+    python scripts/bench/cpu.py --recipe smollm2-offline --hogs 2 --prompts 1 --tokens 32
 """
 
+# ruff: noqa: E402
 import argparse
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from specdec_cli.launch.spinning import choose_spins, told
+
+HOGS = []
+if "--hogs" in sys.argv:
+    count = int(sys.argv[sys.argv.index("--hogs") + 1])
+    HOGS = [subprocess.Popen([sys.executable, "-c", "while 1: pass"]) for _ in range(count)]
+choose_spins()
+
 import torch
-from transformers import AutoModelForCausalLM
 
 from specdec_cli import demo
 from specdec_cli.core.types import Request
 from specdec_cli.engine.build import build
-from specdec_cli.engine.plan import plan
+from specdec_cli.engine.plan import Plan, plan
+from specdec_cli.models.description import Description
+from specdec_cli.models.held import borrowed_weights
+from specdec_cli.models.loader import load
 from specdec_cli.prompts import read_prompts
 from specdec_cli.recipe import load_recipe
-
-TARGET, DRAFT = "demo:target", "demo:draft"
 
 
 def arguments() -> argparse.Namespace:
@@ -30,15 +44,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--recipe", default="demo")
+    parser.add_argument("--hogs", type=int, default=0)
     return parser.parse_args()
 
 
-def theirs(tokens: int, k: int) -> tuple[Callable[[list[int]], list[int]], ...]:
+def theirs(planned: Plan, tokens: int, k: int) -> tuple[Callable[[list[int]], list[int]], ...]:
     """transformers' `generate`, and the same with the draft as its assistant."""
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(demo.demo_path(name), dtype=torch.float32).eval()
-        for name in (TARGET, DRAFT)
-    )
+    fresh = plan(planned.recipe)
+    described = fresh.draft
+    assert isinstance(described, Description)
+    target = load(fresh.target, fresh.device)
+    shared = borrowed_weights(described.module, target, described.shared)
+    draft = load(described, fresh.device, shared)
+    for model in (target, draft):
+        model.set_attn_implementation("sdpa")
     settings = draft.generation_config
     settings.num_assistant_tokens = k
     settings.num_assistant_tokens_schedule = "constant"
@@ -66,8 +86,9 @@ def theirs(tokens: int, k: int) -> tuple[Callable[[list[int]], list[int]], ...]:
 def main() -> None:
     args = arguments()
     recipe = load_recipe(
-        None,
+        args.recipe,
         {
+            "draft.model": "demo:draft" if args.recipe == "demo" else "demo:smollm2-draft",
             "run.device": "cpu",
             "speculation.num_speculative_tokens": args.k,
             "sampling.max_new_tokens": args.tokens,
@@ -83,7 +104,7 @@ def main() -> None:
     def ours(k: int) -> Callable[[list[int]], list[int]]:
         return lambda prompt: engine.run([Request(0, tuple(prompt))], k, params).seqs[0].output_ids
 
-    generate, assisted = theirs(args.tokens, args.k)
+    generate, assisted = theirs(planned, args.tokens, args.k)
     contenders = {
         "specdec, k = 0": ours(0),
         "transformers generate": generate,
@@ -99,10 +120,16 @@ def main() -> None:
             if repeat:  # the first is the warm-up
                 seconds[name].append(time.perf_counter() - started)
         assert all(o == outputs[0] for o in outputs), "outputs differ"
+    threads = torch.get_num_threads()
+    print(f"{threads} threads, spins: {told(threads)}, {args.hogs} other processes")
     for name, times in seconds.items():
         print(f"| {name} | {statistics.median(times):.2f} ({min(times):.2f} – {max(times):.2f}) |")
     medians = [statistics.median(times) for times in seconds.values()]
     print(f"k = 0: {medians[1] / medians[0]:.2f} x, speculative: {medians[3] / medians[2]:.2f} x")
 
 
-main()
+try:
+    main()
+finally:
+    for hog in HOGS:
+        hog.kill()

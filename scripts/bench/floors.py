@@ -6,11 +6,13 @@ are fused. Elsewhere they are estimated as if each token chose uniformly; where 
 uniform, fewer are read than that.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.engine.plan import Plan
 from specdec_cli.models.description import Description
+from specdec_cli.models.heads.base import HEAD
 from specdec_cli.models.heads.mtp.draft import MtpDraft
 
 
@@ -47,9 +49,11 @@ def round_ms(
     elif k and isinstance(draft, MtpDraft):
         total += k * (bytes_read(draft.body.module, batch_size) + draft.outer_bytes)
     elif k and draft is not None:  # a head fuses the target's hidden states once a round
-        head = draft.config
-        once = head.hidden_size * head.num_aux * head.target_hidden_size * draft.dtype.itemsize
-        total += k * (draft.weight_bytes - once) + once
+        sizes = {n: math.prod(s) for n, s in draft.config.shapes(draft.parallel).items()}
+        once = sizes["fc.weight"] * draft.dtype.itemsize
+        is_lent = HEAD in draft.borrows and draft.device.type != "cpu"  # which packs its own
+        lent = sizes[HEAD] * draft.dtype.itemsize if is_lent else 0
+        total += draft.passes(k).count * (draft.weight_bytes + lent - once) + once
     return rates.read_ms(total)
 
 

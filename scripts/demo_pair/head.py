@@ -17,12 +17,14 @@ from transformers import LlamaForCausalLM
 
 from scripts.speculators.attention import Layout
 from scripts.speculators.kinds.eagle3 import Head as Weights
-from scripts.speculators.kinds.eagle3 import Shape, config_of
+from scripts.speculators.kinds.eagle3 import config_of
+from scripts.speculators.layer import Shape
 
 
 def head_shape(layers: tuple[int, ...], inner: int) -> Shape:
     """The settings of a head for the demo target."""
-    return Shape(layers, hidden=256, inner=inner, heads=8, kv_heads=4, head_dim=32, vocab=4096)
+    sizes = {"hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": 4096}
+    return Shape(inner=inner, layers=layers, **sizes)
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ class Sweep:
                 packed.unlink()
             document, _ = merge_folders([run], whole)
             with redirect_stdout(io.StringIO()) as shown:
-                print_results(document)
+                print_results(document, with_pairs=True)
             text = "".join(f"{line.rstrip()}\n" for line in shown.getvalue().splitlines())
             if self.points_only:
                 text = text.partition("\n\n")[0] + "\n"

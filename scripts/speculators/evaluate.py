@@ -30,8 +30,7 @@ from specdec_cli.experiment.generation import Job, requests, tokenised
 from specdec_cli.experiment.statistics.stats import SumRatio, interval
 from specdec_cli.prompts import as_conversations, load_prompts
 from specdec_cli.recipe import load_recipe
-from specdec_cli.recipe.choices.eagle3 import dialect_of
-from specdec_cli.recipe.choices.registry import METHODS, weights_from
+from specdec_cli.recipe.choices.registry import METHODS, fitting_forms, weights_from
 from specdec_cli.recipe.schema import DataSection
 
 
@@ -70,9 +69,8 @@ def settings_of(args: argparse.Namespace, speculator: str, k: int) -> dict[str, 
     else:
         sets["draft.model"] = speculator
         config = Path(speculator) / "config.json"
-        if config.exists() and dialect_of(json.loads(config.read_text())) is not None:
-            sets["speculation.method"] = "eagle3"
-        elif config.exists() and lacks_embedding(Path(speculator)):
+        is_model = config.exists() and not fitting_forms(json.loads(config.read_text()))
+        if is_model and lacks_embedding(Path(speculator)):
             sets["draft.share"] = ["embeddings", "lm_head"]
     return sets | {k: yaml.safe_load(v) for k, v in (item.split("=", 1) for item in args.set)}
 

@@ -27,7 +27,8 @@ from scripts.speculators.kinds.base import Kind, Options
 from scripts.speculators.loss import Candidates, SoftLoss
 from scripts.speculators.target import Reading, Target
 
-KINDS = ("draft", "eagle3")
+KINDS = sorted(p.stem for p in (Path(__file__).parent / "kinds").glob("[a-z]*.py"))
+KINDS.remove("base")
 UNTIMED = 3  # steps before the clock starts: they compile
 
 

@@ -25,6 +25,7 @@ from specdec_cli.engine.memory.measured import release
 from specdec_cli.engine.plan import Plan
 from specdec_cli.engine.plan import plan as checked
 from specdec_cli.errors import UsageError
+from specdec_cli.launch import spinning
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import Recipe
 
@@ -153,6 +154,8 @@ def environment(plan: Prepared, device: torch.device | None = None) -> dict[str,
         "cpu_count": os.cpu_count(),
         **plan.execution,
     }
+    if device.type == "cpu":
+        found["thread_spins"] = spinning.told(torch.get_num_threads())
     if plugin.LOADED:
         found["plugins"] = {path.name: digest for path, digest in plugin.LOADED.items()}
     if device.type == "cuda":

@@ -42,6 +42,7 @@ def compare_tp(
     batches: Batches = None,
     resume: Resume = False,
     dry_run: DryRun = False,
+    repeats: options.Repeats = None,
     strict: options.Strict = False,
     batch_size: BatchSizes = None,
 ) -> None:
@@ -60,7 +61,7 @@ def compare_tp(
             f"compare-tp starts its own ranks; {place.seat.started_by} started this one",
             "run it as a single process",
         )
-    resolved = asked.resolve(recipe_options(source))
+    resolved = asked.resolve(recipe_options(source) | {"repeats": repeats})
     degrees = degrees_of(target_tp, draft_tp, resolved.target.tensor_parallel_size)
     sizes = options.parse_counts(batch_size, "--batch-size") or [resolved.run.batch_size]
     found = find_prompts(source, resolved, asked)

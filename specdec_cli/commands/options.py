@@ -7,6 +7,7 @@ recipe's schema checks them. Imports nothing heavy, since `specdec --help` impor
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,10 @@ CheckLossless = Annotated[
     ),
 ]
 Quiet = Annotated[bool, option("-q --quiet", None, "No progress; warnings stay.", _OUTPUT)]
+Repeats = Annotated[
+    int | None,
+    option("--repeats", "N", "Measure every point N times.", _RUN, min=1, max=_MAX_COUNT),
+]
 _STRICT = "End with 3 if something disturbed the times."
 Strict = Annotated[bool, option("--strict", None, _STRICT, _OUTPUT)]
 Verbose = Annotated[bool, option("-v --verbose", None, "Log more, and show tracebacks.", _OUTPUT)]
@@ -183,6 +188,7 @@ _KEYS: Final[Mapping[str, str]] = {
     "max_new_tokens": "sampling.max_new_tokens",
     "ignore_eos": "sampling.ignore_eos",
     "batch_size": "run.batch_size",
+    "repeats": "run.repeats",
     "seed": "run.seed",
     "num_blocks": "cache.num_blocks",
     "block_size": "cache.block_size",
@@ -261,6 +267,10 @@ class Asked:
     allow_pickle: Annotated[
         bool, option("--allow-pickle", None, "Load pickled weights, which can run code.", _MODELS)
     ] = False
+    threads: Annotated[
+        int | None,
+        option("--threads", "N", "Threads of each process on a CPU.", _RUN, min=1, max=_MAX_BATCH),
+    ] = None
     plugin: Annotated[list[str] | None, option("--plugin", "FILE.py", _PLUGIN, _MODELS)] = None
     as_json: Json = False
     output: Output = None
@@ -332,6 +342,8 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
             where = {parameter.name: values.pop(parameter.name) for parameter in of_prompts}
             asked = Asked(ctx.obj, given, **values)
             set_up_logging(verbose=asked.verbose)
+            if asked.threads is not None:
+                _use_threads(asked.threads)
             begin_stage("reading the recipe")
             if asked.plugin:  # before the recipe is read, which may name what they add
                 from specdec_cli.plugin import load
@@ -349,6 +361,13 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
         return command
 
     return decorate
+
+
+def _use_threads(count: int) -> None:
+    """Have torch use so many threads, in this process and in the ranks that it starts."""
+    os.environ |= {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(count)
 
 
 def resolve(

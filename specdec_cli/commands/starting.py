@@ -15,6 +15,7 @@ import typer
 
 import specdec_cli
 from specdec_cli.errors import SetupError
+from specdec_cli.launch.spinning import choose_spins
 from specdec_cli.launch.world import Place, World, join
 from specdec_cli.stages import begin_stage
 
@@ -45,6 +46,7 @@ def importing(device: str = "cpu") -> Iterator[None]:
         if driver is not None:  # no daemon: a process must not end while its driver starts
             Thread(target=_start_driver, args=(driver, device)).start()
         begin_stage("importing torch")
+        choose_spins()
         import torch  # noqa: F401
 
         if driver is not None:

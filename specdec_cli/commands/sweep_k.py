@@ -7,6 +7,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +19,7 @@ from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import say_kept, show, strictly, waiting, warn, write_pictures
+from specdec_cli.demo import PREFIX
 from specdec_cli.errors import LOGGED, ExitCode, RunError, UsageError
 from specdec_cli.launch.world import World
 
@@ -45,6 +48,10 @@ _SERVE_ARGS = "Further words for the servers that --serve starts."
 ServeArgs = Annotated[str | None, option("--serve-args", "WORDS", _SERVE_ARGS)]
 
 _ENGINES = ("vllm", "sglang")
+_MINUTES = "Choose prompts, tokens and repeats that fit into about M minutes."
+Minutes = Annotated[float | None, option("--minutes", "M", _MINUTES, min=0.1)]
+_PAIRS = "Compare arms by category of prompt too."
+Pairs = Annotated[bool, option("--pairs", None, _PAIRS)]
 _DEFAULT_KS = "0-8"
 _LARGEST = 1024
 
@@ -61,6 +68,9 @@ def sweep_k(
     shard: Shard = None,
     dry_run: DryRun = False,
     check_lossless: options.CheckLossless = False,
+    repeats: options.Repeats = None,
+    minutes: Minutes = None,
+    pairs: Pairs = False,
     strict: options.Strict = False,
     draft: Drafts = None,
     batch_size: BatchSizes = None,
@@ -89,6 +99,7 @@ def sweep_k(
             serve=serve,
             predict_only=predict_only,
             check_lossless=check_lossless,
+            minutes=minutes,
             synthetic_acceptance_rates=synthetic_acceptance_rates,
             synthetic_acceptance_length=synthetic_acceptance_length,
         )
@@ -100,7 +111,10 @@ def sweep_k(
             f"shard {part[0]}/{part[1]}, from the Slurm array's task; --shard 0/1 takes all",
             err=True,
         )
-    own, sets = recipe_options(source) | {"serve": serve}, list[str]()
+    if resume and minutes is not None:
+        told = "--minutes chooses anew, and --resume goes on with what was chosen"
+        raise UsageError(told, "leave --minutes out, and pass what it chose")
+    own, sets = recipe_options(source) | {"repeats": repeats, "serve": serve}, list[str]()
     rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
@@ -126,8 +140,13 @@ def sweep_k(
     if serves:
         from specdec_cli.commands import servers
 
-        servers.refuse_own("--serve", predict_only=predict_only, check_lossless=check_lossless)
+        servers.refuse_own(
+            "--serve", predict_only=predict_only, check_lossless=check_lossless, minutes=minutes
+        )
         recipes = [servers.with_args(recipe, serve_args) for recipe in recipes]
+    data = recipes[0].data
+    if minutes is not None and source.limit is None and data and data.path.startswith(PREFIX):
+        source = replace(source, limit=_LARGEST)  # bundled recipes take a few of their prompts
     if resume and output is None:
         raise UsageError("--resume needs the sweep's folder", "name it with -o DIR")
 
@@ -141,7 +160,6 @@ def sweep_k(
         ) as (world, found),
         ExitStack() as open_until_end,
     ):
-        named = [recipe.model_copy(update={"data": found.data}) for recipe in recipes]
         with waiting("getting ready", quiet=asked.quiet):
             from specdec_cli.backends.base import Backend
 
@@ -156,8 +174,9 @@ def sweep_k(
                 there.logs = servers.logs_in(output, open_until_end)
             if server:
                 asked_ks = None if ks is None else _parsed(ks)
+                of_data = recipes[0].model_copy(update={"data": found.data})
                 lengths = servers.look_at_all(
-                    there, named[0], server, baseline_server, asked_ks, baseline
+                    there, of_data, server, baseline_server, asked_ks, baseline
                 )
             with importing("cpu" if dry_run or server or serves else world.device):
                 if not (server or serves):
@@ -166,19 +185,43 @@ def sweep_k(
                     backend = native
                 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
 
-            plan = plan_sweep(
-                backend,
-                named,
-                found,
-                lengths,
-                sizes,
-                asked.permissions(),
-                predict_only=predict_only,
-                shard=part,
-                check_lossless=check_lossless,
-            )
+            def planned(
+                chosen: "Sequence[specdec_cli.recipe.Recipe]",
+                of: "specdec_cli.prompts.types.PromptSet",
+            ) -> "specdec_cli.experiment.sweep.sweep_plan.SweepPlan":
+                return plan_sweep(
+                    backend,
+                    [recipe.model_copy(update={"data": of.data}) for recipe in chosen],
+                    of,
+                    lengths,
+                    sizes,
+                    asked.permissions(),
+                    predict_only=predict_only,
+                    shard=part,
+                    check_lossless=check_lossless,
+                )
+
+            plan = planned(recipes, found)
+            if minutes is not None:
+                from specdec_cli.experiment.sweep.budget import fitting, of_size
+
+                budget = 60 * minutes
+                fit = world.once(lambda: fitting(plan, budget))
+                recipes = [of_size(one, fit) for one in recipes]
+                if fit.prompts < plan.num_prompts:
+                    has_kinds = any(prompt.category is not None for prompt in found.prompts)
+                    how = source.sample or ("stratified" if has_kinds else None)
+                    fewer = replace(source, limit=fit.prompts, sample=how)
+                    found = world.once(lambda: find_prompts(fewer, recipes[0], asked))
+                plan = planned(recipes, found)
+        if minutes is not None and asked.is_heard:
+            typer.echo(f"chosen for {minutes:g} minutes: {fit.text}", err=True)
         code = _sweep(
-            world, plan, asked, baseline, starter, resume=resume, dry_run=dry_run, strict=strict
+            *(world, plan, asked, baseline, starter),
+            resume=resume,
+            dry_run=dry_run,
+            strict=strict,
+            pairs=pairs,
         )
     raise typer.Exit(code)
 
@@ -193,6 +236,7 @@ def _sweep(
     resume: bool,
     dry_run: bool,
     strict: bool,
+    pairs: bool,
 ) -> ExitCode:
     """Measure; rank 0 keeps and shows the results. Returns the exit code.
 
@@ -260,7 +304,7 @@ def _sweep(
             warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
             if folder is not None:
                 write_pictures(folder.path)
-            show(document, print_results, as_json=asked.as_json)
+            show(document, partial(print_results, with_pairs=pairs), as_json=asked.as_json)
         return strictly(code, document["warnings"], strict=strict)
 
     return world.once(end)

@@ -16,6 +16,9 @@ from specdec_cli.core.types import SamplingParams
 # Arguments: columns of R drawn tokens, int64 [R], and the logits that they were drawn from,
 # [R, V']. Result: bool [R], each from its row: True where drafting stops after the token.
 Stop = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# From a draft's own confidences in tokens that are not drawn yet, fp32 [B]: bool [B], True where
+# drafting ends before the token.
+Doubt = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +29,7 @@ class Drafting:
     most tokens of each sequence, 0..K. vocab_size: the target's; draft ids past it are cut off.
     noise: fp32 [B, K], None if decoding is greedy. keeps_dist: keep the distributions that tokens
     were drawn from, for a rank that verifies. stop: ends a sequence's drafting as `end_after` does.
+    doubt: ends it as `end_before` does, for drafts that say how sure they are.
     texts: changes the logits before tokens are drawn from them; None if nothing does.
     """
 
@@ -36,6 +40,7 @@ class Drafting:
     noise: torch.Tensor | None = None
     keeps_dist: bool = True
     stop: Stop | None = None
+    doubt: Doubt | None = None
     texts: TextsBefore | None = None
     lens: torch.Tensor = field(init=False)  # int64 [B], so far: caps, or fewer after a stop
     # Of the places drawn at once, [B, N, ...] each.
@@ -98,14 +103,16 @@ class Drafting:
         drawn = _joined(self._tokens) if self._tokens else self.caps.new_zeros(len(logits), 0)
         return self.texts.after_all(logits, drawn)
 
-    def end_before(self, stops: torch.Tensor) -> None:
-        """End each sequence's proposals before the first place that `stops`, bool [B, K], marks.
+    def end_before(self, stops: torch.Tensor, first: int = 0) -> None:
+        """End each sequence's proposals before the first place that `stops`, bool [B, N], marks.
+
+        first: the place of its first column; N is K for a whole block.
 
         A mark may depend on whatever is known before its place's token is drawn, also on the tokens
         before it, and on nothing else: dropping a token because of its own draw would change the
         text.
         """
-        self._end(stops, 0)
+        self._end(stops, first)
 
     def end_after(self, stops: torch.Tensor) -> None:
         """End each sequence's proposals after the first place that `stops`, bool [B, K], marks.

@@ -10,6 +10,11 @@ PREFIX = "demo:"
 FOLDER = Path(__file__).parent
 
 
+def models() -> list[str]:
+    """The names of the bundled models."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
+
+
 def demo_path(name: str) -> Path:
     """Where `demo:NAME` lies: a model's folder, or a file of prompts."""
     bare = name.removeprefix(PREFIX)

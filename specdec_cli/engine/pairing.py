@@ -10,6 +10,7 @@ from specdec_cli.core.detokenize import Tokenizer
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.sharing import check_shared, not_held
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.lengths.registry import policy_of
 from specdec_cli.methods.base import DraftPlace
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.config_file import config_file
@@ -26,6 +27,7 @@ from specdec_cli.models.tokenizer import (
     load_tokenizer,
 )
 from specdec_cli.models.weights import Part, tensor_names
+from specdec_cli.recipe import SpeculationSection
 from specdec_cli.text import one_line
 
 # Kinds that ordinary configs stand beside, by the names of weights that no model has.
@@ -74,6 +76,17 @@ def check_k(draft: Draft, k: int) -> None:
             f"-k {k} (speculation.num_speculative_tokens): the draft {draft.spec.name} proposes at "
             f"most {draft.max_k} tokens a round{why}",
             f"pass -k {draft.max_k} or less",
+        )
+
+
+def check_policy(draft: Draft | None, speculation: SpeculationSection) -> None:
+    """Raise `UsageError` for a length policy that asks a draft for what it does not have."""
+    if policy_of(speculation).doubt is not None and (draft is None or not draft.has_confidence):
+        who = speculation.method if draft is None else f"the draft {draft.spec.name}"
+        raise UsageError(
+            f"speculation.length.policy is {speculation.length.policy}: {who} has no confidence "
+            "head that could doubt a token",
+            "policy: confidence stops any draft by the probability of its tokens",
         )
 
 

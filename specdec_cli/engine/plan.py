@@ -22,6 +22,7 @@ from specdec_cli.engine.memory.budget import Allowance, CacheNeed
 from specdec_cli.engine.pairing import (
     Describe,
     check_k,
+    check_policy,
     check_vocabulary,
     describe_draft,
     tokenizer_of,
@@ -315,6 +316,8 @@ def _plan_on(
         check_k(draft, k)
         check_vocabulary(target, draft, found.tokenizer)
         found = replace(found, draft=draft)
+    if k:
+        check_policy(found.draft, recipe.speculation)
     found = replace(found, target=_as_target(target, found))
     use_few_threads(device, sum(m.weight_bytes for m in found.models))
     for key, wanted, reason in (

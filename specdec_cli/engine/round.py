@@ -169,6 +169,7 @@ def _propose(
         noise=None if noise is None else noise.draft,
         keeps_dist=parts.parallel.is_first,
         stop=parts.policy.stop,
+        doubt=parts.policy.doubt,
         texts=texts,
     )
     if k == 0 or parts.proposer is None:

@@ -196,14 +196,19 @@ def start_seconds(plans: Iterable[Plan]) -> float:
 
 
 def total_seconds(
-    jobs: Mapping[Key, Job], *, has_curve: bool = False, most_warm_up: int | None = None
+    jobs: Mapping[Key, Job],
+    *,
+    has_curve: bool = False,
+    most_warm_up: int | None = None,
+    speeds: Speeds | None = None,
 ) -> float:
     """The time of measuring points. Each pair of degrees has ranks that load both models.
 
-    has_curve: whether a time curve is measured too. most_warm_up: as for `point_seconds`.
+    has_curve: whether a time curve is measured too. most_warm_up: as for `point_seconds`. speeds:
+    measured now, unless given.
     """
     plans = [own_plan(job) for job in jobs.values()]
-    speeds = speeds_of(plans[0].device, plans[0].target.dtype)
+    speeds = speeds or speeds_of(plans[0].device, plans[0].target.dtype)
     found = start_seconds(plans) * len({Pair.of(key) for key in jobs})
     for key, job in jobs.items():
         count = len(job.prompts)

@@ -5,6 +5,8 @@ Everything is read where the system offers it, and left out where it does not. K
 
 import os
 import time
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +17,7 @@ from specdec_cli.errors import Notice
 
 _APART = 0.25  # least seconds between two readings
 _SHORTEST = 3.0  # seconds of a stretch about which shares of the time can be told
+_BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # seconds of one in which such a share is plain
 _STARVED = 0.05  # share of the time that this process was ready to run and did not
 _STARVED_HALF = 0.10  # the same in one half
 _LEAST_RUNNING = 0.8  # processor seconds a second, of passes on a CPU
@@ -27,11 +30,12 @@ _SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power br
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """wall, process, waited, throttled: seconds, as totals. runnable: processes ready to run."""
+    """wall, process, throttled: seconds, as totals. waited: seconds that each thread was ready and
+    waited for a processor, none where unknown. runnable: processes ready to run."""
 
     wall: float
     process: float
-    waited: float | None
+    waited: Mapping[int, float]
     throttled: float | None
     runnable: int | None
     slowed: int | None = None
@@ -66,7 +70,7 @@ class MachineWatch:
         wall = sum(b.wall - a.wall for a, b in spans)
         of_gpu = self._gpu_notices()
         if wall < _SHORTEST:
-            return of_gpu
+            return [*self._starved_briefly(spans, wall), *of_gpu]
         return [*self._starved(spans, wall), *_throttled(spans, wall), *self._crowded(), *of_gpu]
 
     def _starved(self, spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Notice]:
@@ -90,6 +94,17 @@ class MachineWatch:
             )
             return [Notice("cpu_starved", told, evidence)]
         return []
+
+    def _starved_briefly(self, spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Notice]:
+        """A warning about a stretch that is too short for any but a large share of the time."""
+        share = _most_waited(spans) / max(wall, 1e-9)
+        if self.ranks > 1 or wall < _BRIEF or share <= _STARVED_BRIEFLY:
+            return []
+        told = (
+            f"other work took the processor: a thread of this process waited for {100 * share:.0f} "
+            f"% of {wall:.1f} s; {_ALONE}"
+        )
+        return [Notice("cpu_starved", told, {"wall_seconds": wall, "waited_share": share})]
 
     def _crowded(self) -> list[Notice]:
         counts = [r.runnable for s in self._stretches for r in s if r.runnable is not None]
@@ -131,7 +146,7 @@ class MachineWatch:
         return _Reading(
             wall=time.perf_counter(),
             process=time.process_time(),
-            waited=_waited_seconds(),
+            waited=_waited_seconds(all_threads=self.device.type == "cpu"),
             throttled=_throttled_seconds(),
             runnable=_runnable(),
             slowed=slowed,
@@ -142,9 +157,17 @@ class MachineWatch:
 def _waited(spans: list[tuple[_Reading, _Reading]]) -> float | None:
     """The share of the time in which the process was ready and waited; None if unknown."""
     wall = sum(b.wall - a.wall for a, b in spans)
-    if wall < _SHORTEST / 2 or any(a.waited is None or b.waited is None for a, b in spans):
+    if wall < _SHORTEST / 2 or not all(a.waited and b.waited for a, b in spans):
         return None
-    return sum((b.waited or 0.0) - (a.waited or 0.0) for a, b in spans) / wall
+    return _most_waited(spans) / wall
+
+
+def _most_waited(spans: list[tuple[_Reading, _Reading]]) -> float:
+    """Seconds that the thread which waited longest did: all of a product's threads wait for it."""
+    totals = Counter[int]()
+    for a, b in spans:
+        totals.update({t: s - a.waited[t] for t, s in b.waited.items() if t in a.waited})
+    return max(totals.values(), default=0.0)
 
 
 def _throttled(spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Notice]:
@@ -158,10 +181,13 @@ def _throttled(spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Noti
     return [Notice("cpu_throttled", told, {"throttled_seconds": seconds, "wall_seconds": wall})]
 
 
-def _waited_seconds() -> float | None:
-    """Seconds that this process's main thread was ready and waited for a processor."""
-    fields = _text("/proc/self/schedstat").split()
-    return int(fields[1]) / 1e9 if len(fields) > 1 and fields[1].isdigit() else None
+def _waited_seconds(*, all_threads: bool) -> dict[int, float]:
+    """Seconds that the main thread, or each one, was ready and waited for a processor."""
+    threads = [os.getpid()]
+    with suppress(OSError):
+        threads = [int(t) for t in os.listdir("/proc/self/task")] if all_threads else threads
+    told = {t: _text(f"/proc/self/task/{t}/schedstat").split() for t in threads}
+    return {t: int(f[1]) / 1e9 for t, f in told.items() if len(f) > 1 and f[1].isdigit()}
 
 
 def _runnable() -> int | None:

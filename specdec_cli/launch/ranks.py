@@ -31,6 +31,7 @@ from specdec_cli.launch.reports import (
     read_reports,
     root_cause,
 )
+from specdec_cli.launch.spinning import choose_spins
 
 _LOOK_S = 0.1
 _SETTLE_S = 5.0  # wait after a failure for the failure that caused it
@@ -74,6 +75,7 @@ def run_ranks(
     left behind, whatever ends the call, even an exception from a signal handler. Call it from the
     main thread: the ranks die with it. It may be called repeatedly.
     """
+    choose_spins()  # once for all ranks, which would see each other
     folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # mode 0700
     try:
         if inputs is not None:

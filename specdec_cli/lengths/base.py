@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from specdec_cli.core.drafting import Stop
+from specdec_cli.core.drafting import Doubt, Stop
 from specdec_cli.core.state import BatchState
 from specdec_cli.lengths.costs import RoundCosts
 
@@ -38,6 +38,12 @@ class LengthPolicy(Protocol):
     @property
     def stop(self) -> Stop | None:
         """Test that ends a sequence's drafting (see `Drafting`), or None. Runs in the graph."""
+        return None
+
+    @property
+    def doubt(self) -> Doubt | None:
+        """Test of a draft's own confidences that ends its proposals before a token, or None. Needs
+        a draft that has some (`Draft.has_confidence`). Runs in the graph."""
         return None
 
     def lengths(self, k: int) -> tuple[int, ...]:

@@ -47,9 +47,35 @@ class DFlash(HeadProposer):
         nothing = head.norm.new_empty(*block.shape, 0)
         x = self.head.forward_slots(what, state, nothing, fused=True)
         decided = x.hidden.unflatten(0, (-1, rows))[:, rows - draft.k :]
-        logits = head.logits(head.normed(decided.flatten(0, 1)))
-        draft.draw_all(logits.unflatten(0, (-1, draft.k)), head.ids)
+        x = head.normed(decided.flatten(0, 1))
+        logits = head.logits(x).unflatten(0, (-1, draft.k))
+        if head.markov is None:
+            draft.draw_all(logits, head.ids)
+        else:
+            self._draw_in_turn(head, x.scaled.unflatten(0, (-1, draft.k)), logits, state, draft)
         return draft.candidates()
+
+    @staticmethod
+    def _draw_in_turn(
+        head: DFlashHead,
+        rows: torch.Tensor,
+        logits: torch.Tensor,
+        state: BatchState,
+        draft: Drafting,
+    ) -> None:
+        """Draw from the sums of logits [B, K, Vd] and what the Markov head adds to each, given the
+        token before. rows: [B, K, H], normed."""
+        assert head.markov is not None
+        before, memory = state.tail[:, -1], None
+        for place in range(draft.k):
+            if draft.is_over:
+                return
+            added, confidence, memory = head.markov(rows[:, place], before, memory)
+            if draft.doubt is not None:
+                assert confidence is not None, "the policy asks a drafter that has confidences"
+                draft.end_before(draft.doubt(confidence)[:, None], place)
+            drawn = logits[:, place] if added is None else logits[:, place] + added
+            before = draft.draw(drawn, head.ids).clamp(min=0)
 
 
 def _make(parts: MethodParts) -> DFlash:

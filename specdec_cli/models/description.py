@@ -61,6 +61,7 @@ class Description(Unfilled):
 
     feature_layers: ClassVar[tuple[int, ...]] = ()
     max_k: ClassVar[int | None] = None
+    has_confidence: ClassVar[bool] = False
     target_tensors: ClassVar[re.Pattern[str] | None] = None
     can_compile: ClassVar[bool] = True
 

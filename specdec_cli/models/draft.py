@@ -60,6 +60,7 @@ class Draft(Protocol):
     that it can propose. feature_layers: hidden states of the target that it reads; a draft that
     reads none stands alone, with a vocabulary and a tokenizer of its own. weight_bytes: of its
     parameters without what it borrows. notes: facts for the record of a run, by a word for each.
+    has_confidence: whether it says how sure it is of a token before it draws it.
     max_k: most tokens that a round may propose; None for any number. shared, shared_bytes: what
     `draft.share` lends it, and the bytes that it need not load. target_tensors: names of tensors in
     the target's files that it reads itself; None if there are none. captured_width: tokens of the
@@ -89,6 +90,8 @@ class Draft(Protocol):
     def notes(self) -> dict[str, str]: ...
     @property
     def has_experts(self) -> bool: ...
+    @property
+    def has_confidence(self) -> bool: ...
     @property
     def max_k(self) -> int | None: ...
     @property

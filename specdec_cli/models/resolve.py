@@ -62,11 +62,7 @@ def local_place(name: str, file: str | None = None) -> Path | None:
     if name.startswith(demo.PREFIX):
         folder = demo.demo_path(name)
         if not (folder / _CONFIG).is_file():
-            known = sorted(p.parent.name for p in demo.FOLDER.glob(f"*/{_CONFIG}"))
-            raise SetupError(
-                f"no bundled model {name}",
-                f"bundled are {', '.join(demo.PREFIX + n for n in known)}",
-            )
+            raise SetupError(f"no bundled model {name}", f"bundled are {_bundled()}")
         return _in_folder(name, folder, file)
     try:
         path = Path(name).expanduser()
@@ -92,6 +88,10 @@ def local_place(name: str, file: str | None = None) -> Path | None:
         what = "file" if name.endswith(".gguf") else "folder"
         raise SetupError(f"no such model {what}: {name}", "check the path in the recipe")
     return None
+
+
+def _bundled() -> str:
+    return ", ".join(demo.PREFIX + name for name in demo.models())
 
 
 def _in_folder(name: str, folder: Path, file: str | None) -> Path:
@@ -175,8 +175,11 @@ def _from_hub(
     except RepositoryNotFoundError:
         raise SetupError(f"no model {name} on the hub", "check the spelling") from None
     except Exception as problem:
+        hint = f"run `hf download {name}` where the hub can be reached, or pass a local folder"
+        if "/" not in name:  # as nearly all ids on the hub have
+            hint = f"bundled are {_bundled()}, and `specdec methods` lists methods; else {hint}"
         raise SetupError(
             f"the model {name} is neither a local folder nor in the local cache, and could not be "
             f"downloaded ({type(problem).__name__})",
-            f"run `hf download {name}` where the hub can be reached, or pass a local folder",
+            hint,
         ) from problem

@@ -186,6 +186,9 @@ def find_source(source: str) -> Path:
             f"{source}: is a directory, not a recipe file",
             f"a run folder's recipe is {inside}" if inside.is_file() else None,
         )
+    if " " in source.strip():
+        told = f"{source}: no such recipe, neither a file nor a bundled one"
+        raise UsageError(told, "a prompt goes after --prompt: --prompt 'TEXT'")
     names = [recipe.name for recipe in bundled_recipes()]
     close = get_close_matches(path.name.removesuffix(".yaml"), names, n=1)
     guess = f" (did you mean {close[0]}?)" if close else ""

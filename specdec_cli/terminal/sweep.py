@@ -39,6 +39,7 @@ _SPARE = (
     *(cell.TIMES[p].heading for p in ("sample", "broadcast", "commit", "verify", "draft", "round")),
     *(_EVEN, "predicted", "accepted", "all rounds", "proposing", "tokens a round"),
 )
+_MANY = "so many comparisons at 95 % each: one in twenty differs by chance"
 _NO_DRAFT = "–"
 _LINE_EVERY = 0.1  # share of the samples between lines without a terminal
 
@@ -187,8 +188,9 @@ def point_line(point: Point) -> str:
     return f"{line}, {metrics.mean_acceptance_length:.2f} tokens a round{among}"
 
 
-def print_results(document: Mapping[str, Any]) -> None:
-    """Print the table of points and the recommendation on stdout."""
+def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> None:
+    """Print the table of points and the recommendation on stdout. with_pairs: also arm against arm
+    by category."""
     out = render.console_of_results()
     table, left_out = results_table(document["points"], out.width)
     out.print(table, soft_wrap=False)
@@ -200,9 +202,12 @@ def print_results(document: Mapping[str, Any]) -> None:
         out.print(categories, soft_wrap=False)
     with_draft = has_several_drafts(document["points"])
     if with_draft:
-        for table in comparison_tables(document["comparisons"], out.width):
+        of_all, *by_category = comparison_tables(document["comparisons"], out.width)
+        for table in (of_all, *(by_category if with_pairs else ())):
             out.print()
             out.print(table, soft_wrap=False)
+        if with_pairs and by_category:
+            render.say(_MANY, out)
     out.print()
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""

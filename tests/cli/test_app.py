@@ -72,7 +72,7 @@ OUTCOMES: dict[str, tuple[BaseException, int, str | None]] = {
     "interrupt": (KeyboardInterrupt(), 130, "interrupted"),
     "abort": (typer.Abort(), 130, "interrupted"),
     "terminate": (SystemExit(143), 143, "terminated"),
-    "broken-pipe": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, None),
+    "broken-pipe": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, None),
 }
 
 
@@ -357,7 +357,7 @@ def test_closed_pipe(flags: tuple[str, ...]) -> None:
         done = specdec("recipe", "schema", *flags, stdout=writing)
     finally:
         os.close(writing)
-    assert done.returncode == 1
+    assert done.returncode == 128 + signal.SIGPIPE
     assert done.stderr == ""
 
 

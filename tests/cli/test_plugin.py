@@ -321,7 +321,8 @@ def test_a_recipe_cannot_name_what_no_plugin_added(capsys: pytest.CaptureFixture
     found = specdec(capsys, "generate", "demo", *SHORT, "--set", "speculation.method=echo")
     assert found.code == 2
     told = json.loads(found.out)["error"]["message"]
-    assert "should be draft_model, eagle3, mtp, mtp_module, ngram or none" in told
+    *names, last = METHODS
+    assert f"should be {', '.join(names)} or {last}" in told
 
 
 @pytest.mark.parametrize("reads", [False, True])

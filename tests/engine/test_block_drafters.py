@@ -1,11 +1,13 @@
-"""DFlash drafters: read, planned and run, with the rounds of transformers' own net."""
+"""DFlash and DSpark drafters: read, planned and run, with the rounds of transformers' own net."""
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from specdec_cli.core.types import Permissions, Request, SamplingParams
@@ -14,8 +16,10 @@ from specdec_cli.engine.memory.budget import CacheNeed
 from specdec_cli.engine.memory.estimate import estimate_rank, this_machine
 from specdec_cli.engine.plan import Plan, plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, UsageError
+from specdec_cli.models.heads.dflash.config import read_dflash_config
+from specdec_cli.models.heads.dflash.markov import MarkovHead
 from specdec_cli.recipe import load_recipe
-from specdec_cli.recipe.choices.dflash import DFLASH
+from specdec_cli.recipe.choices.dflash import DFLASH, DSPARK
 from tests import lossless
 from tests.support import greedy_reference, reference
 
@@ -28,6 +32,7 @@ from tests.block_pair import (
     expected_rounds,
     save_drafter,
     save_pair,
+    sure_length,
 )
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -42,9 +47,16 @@ K = 4
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     folder = tmp_path_factory.mktemp("pairs")
+    first = save_pair(folder / "z-lab")
+    anchor = save_pair(folder / "anchor", "deepspec", anchor=True)
+    reduced: dict[str, Any] = {"dialect": "speculators", "draft_vocab": 60}
     return {
-        "z-lab": save_pair(folder / "z-lab"),
-        "reduced": save_pair(folder / "reduced", "speculators", draft_vocab=60),
+        "z-lab": first,
+        "reduced": save_pair(folder / "reduced", like=first, **reduced),
+        "anchor": anchor,
+        "vanilla": save_pair(folder / "vanilla", like=anchor, markov="vanilla"),
+        "gated": save_pair(folder / "gated", "deepspec", like=anchor, markov="gated"),
+        "rnn": save_pair(folder / "rnn", like=first, markov="rnn", **reduced),
     }
 
 
@@ -81,11 +93,15 @@ def check_rounds(pair: Pair, k: int, **more: Any) -> list[Any]:
     return seqs
 
 
-@pytest.mark.parametrize("case", SETTINGS)
-@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
+CASES = [("z-lab", case) for case in SETTINGS]
+CASES += [("reduced", "chunks"), ("anchor", "refills"), ("gated", "refills")]
+CASES += [("vanilla", "preemption"), ("rnn", "chunks"), ("rnn", "refills")]
+
+
+@pytest.mark.parametrize(("kind", "case"), CASES)
 def test_text_and_rounds_are_those_of_the_net(pairs: dict[str, Pair], kind: str, case: str) -> None:
     seqs = check_rounds(pairs[kind], K, **SETTINGS[case])
-    assert {a for seq in seqs for a in seq.accepted_per_round} >= {0, 1, 2}
+    assert len({a for seq in seqs for a in seq.accepted_per_round}) > 2
     assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
 
 
@@ -94,7 +110,7 @@ def test_a_narrower_pass_is_another(pairs: dict[str, Pair]) -> None:
     check_rounds(pairs["z-lab"], 2)
 
 
-@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
+@pytest.mark.parametrize("kind", ["z-lab", "anchor"])
 def test_the_block_bounds_k(pairs: dict[str, Pair], kind: str) -> None:
     most = 4 + (kind == "anchor")
     assert planned(pairs[kind], most).k == most
@@ -147,8 +163,11 @@ def test_a_missing_tensor_is_named(pairs: dict[str, Pair], name: str, tmp_path: 
         planned(replace(pairs["z-lab"], folder=folder))
 
 
-@pytest.mark.parametrize("policy", ["confidence", "adaptive"])
-@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
+LENGTHS = [("z-lab", "confidence"), ("z-lab", "adaptive"), ("reduced", "confidence")]
+LENGTHS += [("vanilla", "head"), ("rnn", "head"), ("gated", "confidence")]
+
+
+@pytest.mark.parametrize(("kind", "policy"), LENGTHS)
 def test_lengths_of_each_sequence(pairs: dict[str, Pair], kind: str, policy: str) -> None:
     keys = {"speculation.length.policy": policy, "speculation.length.threshold": 0.6}
     keys |= {"speculation.length.choices": [0, 1, 2]}
@@ -157,11 +176,11 @@ def test_lengths_of_each_sequence(pairs: dict[str, Pair], kind: str, policy: str
     assert [s.output_ids for s in seqs] == [
         greedy_reference(oracle, p, NEW_TOKENS) for p in PROMPTS
     ]
-    if policy == "confidence":
+    if policy != "adaptive":
         assert len({p for s in seqs for p in s.proposed_per_round}) > 1
 
 
-@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
+@pytest.mark.parametrize("kind", ["z-lab", "rnn"])
 def test_greedy_replay_is_exact(pairs: dict[str, Pair], kind: str) -> None:
     """Predictions of the k that was run are its rounds; they say that they hold for it alone."""
     found = planned(pairs[kind], run__prefill_chunk=5)
@@ -176,8 +195,10 @@ def test_greedy_replay_is_exact(pairs: dict[str, Pair], kind: str) -> None:
             start += accepted + 1
 
 
-@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+ESTIMATED = [("z-lab", 0.8), ("reduced", 0.0), ("gated", 0.8)]
+
+
+@pytest.mark.parametrize(("kind", "temperature"), ESTIMATED)
 def test_estimates_are_near_on_a_cpu(pairs: dict[str, Pair], kind: str, temperature: float) -> None:
     keys = {"run.batch_size": 4, "sampling.temperature": temperature}
     found = planned(pairs[kind], **keys)
@@ -191,6 +212,64 @@ def test_estimates_are_near_on_a_cpu(pairs: dict[str, Pair], kind: str, temperat
     assert guess.activation_bytes < 4 * mine.activation_bytes
 
 
+def test_a_policy_that_asks_for_confidences_needs_some(pairs: dict[str, Pair]) -> None:
+    with pytest.raises(UsageError, match=r"^speculation.length.policy is head: .* no confidence"):
+        planned(pairs["anchor"], **{"speculation.length.policy": "head"})
+
+
+def test_a_confidence_cuts_before_its_token(pairs: dict[str, Pair]) -> None:
+    """Rounds are those of the blocks, each cut before the first token that is doubted."""
+    pair = pairs["gated"]
+    keys = {"speculation.length.policy": "head", "speculation.length.threshold": 0.5}
+    seqs = run(planned(pair, **keys), PROMPTS)
+    cuts = partial(sure_length, pair.drafter, threshold=0.5)
+    wanted = [expected_rounds(pair, p, K, cuts) for p in PROMPTS]
+    assert list(map(rounds_of, seqs)) == wanted
+    assert len({k for rounds in wanted for k, _ in rounds}) > 2
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_what_a_markov_head_adds_along_a_block(pairs: dict[str, Pair], kind: str) -> None:
+    drafter, made = pairs[kind].drafter, torch.Generator().manual_seed(4)
+    config = read_dflash_config(kind, pairs[kind].folder)
+    tensors = load_file(pairs[kind].folder / "model.safetensors")
+    head = MarkovHead(config, {config.renamed(n) or "": t for n, t in tensors.items()})
+    memory, state = None, torch.zeros(drafter.rank)
+    for token in (3, 90, 14, 61):
+        h = torch.randn(1, 64, generator=made)
+        added, _, memory = head(h, torch.tensor([token]), memory)
+        wanted, state = drafter.bias(h[0], token, state)
+        assert added is not None and torch.allclose(added[0], wanted, atol=1e-5)
+
+
+MARKOV: dict[str, tuple[dict[str, Any], str]] = {
+    "type": ({"markov_head_type": "tree"}, "markov_head_type is .tree.: vanilla, gated, rnn"),
+    "rank": ({"markov_rank": 9}, r"markov_w1.weight has shape \[97, 8\], and \[97, 9\]"),
+    "confidence": ({"enable_confidence_head": False}, "2 tensors do not belong to it, first conf"),
+}
+
+
+@pytest.mark.parametrize("case", MARKOV)
+def test_a_markov_head_is_refused_by_its_key(
+    pairs: dict[str, Pair], case: str, tmp_path: Path
+) -> None:
+    changes, told = MARKOV[case]
+    folder = save_drafter(tmp_path / "d", pairs["gated"].drafter, "deepspec", **changes)
+    with pytest.raises(SetupError, match=told):
+        build(planned(replace(pairs["gated"], folder=folder)), 12)
+
+
+def test_an_anchor_that_tools_read_differently_is_told(
+    pairs: dict[str, Pair], tmp_path: Path
+) -> None:
+    drafter = pairs["rnn"].drafter
+    folder = save_drafter(tmp_path / "d", drafter, "speculators", sample_from_anchor=None)
+    found = planned(replace(pairs["rnn"], folder=folder))
+    assert "the anchor predicts," in found.execution["draft_block"]
+    assert "sample_from_anchor: not given" in found.execution["draft_conventions"]
+    assert len(found.readings) == 1
+
+
 def test_facts_of_a_run(pairs: dict[str, Pair]) -> None:
     found = planned(pairs["z-lab"])
     assert found.recipe.speculation.method == "dflash"
@@ -201,9 +280,12 @@ def test_facts_of_a_run(pairs: dict[str, Pair]) -> None:
     told = DFLASH.to_vllm(lambda *key: settings.get(key), "d")  # type: ignore[misc]
     wanted = {"method": "dflash", "model": "d", "draft_sample_method": "probabilistic"}
     assert told.config == wanted
+    assert planned(pairs["anchor"]).recipe.speculation.method == "dspark"
+    told = DSPARK.to_vllm(lambda *key: None, "d")  # type: ignore[misc]
+    assert told.config == {"method": "dspark", "model": "d"} and "vanilla" in told.notes[0]
 
 
-@pytest.mark.parametrize("kind", ["z-lab", "reduced"])
+@pytest.mark.parametrize("kind", ["z-lab", "reduced", "gated"])
 def test_dummy_weights_and_given_acceptance(pairs: dict[str, Pair], kind: str) -> None:
     keys = {
         "speculation.acceptance": "synthetic",
@@ -232,11 +314,20 @@ def test_the_end_of_the_context(pairs: dict[str, Pair]) -> None:
     assert seqs[0].output_ids == greedy_reference(oracle, PROMPTS[0], 9)
 
 
-@pytest.mark.parametrize("k", [3])
-def test_sampled_text_follows_the_target(k: int, tmp_path: Path) -> None:
+SAMPLED: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "vanilla": {"markov": "vanilla", "anchor": True},
+    "rnn, cut by its confidence": {"markov": "rnn", "dialect": "speculators", "draft_vocab": 6},
+}
+
+
+@pytest.mark.parametrize("case", SAMPLED)
+def test_sampled_text_follows_the_target(case: str, tmp_path: Path) -> None:
     """Joint distribution of the first tokens."""
-    pair = save_pair(tmp_path, steps=0, vocab=8)
+    pair, k = save_pair(tmp_path, steps=0, vocab=8, **SAMPLED[case]), 3
     more = {"sampling.temperature": 0.9, "sampling.top_p": 0.95, "sampling.max_new_tokens": 4}
+    if "cut" in case:
+        more |= {"speculation.length.policy": "head", "speculation.length.threshold": 0.5}
     found = planned(pair, k, run__batch_size=400, cache__num_blocks=2400, **more)
     engine = build(found, 12)
     params = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=4, seed=1, ignore_eos=True)

@@ -52,6 +52,18 @@ def written_alone() -> list[list[int]]:
     ]
 
 
+def test_penalties_are_those_of_generate() -> None:
+    model, tokenizer = reference()
+    settings: dict[str, Any] = {"repetition_penalty": 1.25, "suppress_tokens": [199, 261]}
+    settings["min_new_tokens"] = 9
+    ids = [tokenizer(text)["input_ids"] for text in prompts()[::3]]
+    want = [greedy_reference(model, prompt, NEW_TOKENS, 0, **settings) for prompt in ids]
+    assert want != written_alone()[::3]
+    for k in (0, 4):
+        found = run("demo", k, 2, **{f"sampling.{key}": value for key, value in settings.items()})
+        assert [s.output_ids for s in found.seqs][::3] == want
+
+
 def run(draft: str, k: int, batch_size: int, **more: object) -> RunResult:
     overrides: dict[str, object] = {
         "target.model": "demo:target",

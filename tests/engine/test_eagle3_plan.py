@@ -342,6 +342,24 @@ def test_a_head_that_does_not_fit_is_refused_before_weights_are_read(
     assert caught.value.code in (ExitCode.USAGE, ExitCode.ENVIRONMENT)
 
 
+def test_a_penalty_changes_a_head_s_proposals_too(pair: Pair) -> None:
+    """The head's ids are a part of the target's. Texts are those of `generate` at each k, and more
+    proposals stand than a head would have that knows of no penalty."""
+    settings: dict[str, Any] = {"repetition_penalty": 1.4, "suppress_tokens": [50, 61]}
+    oracle = reference(pair.target)
+    want = [greedy_reference(oracle, p, NEW_TOKENS, **settings) for p in PROMPTS]
+    assert want != texts_of(pair.target)
+    keys = {f"sampling__{key}": value for key, value in settings.items()}
+    found = planned(pair.target, pair.folder, 4, **keys)
+    engine = build(found, 11)
+    accepted = {}
+    for k in (4, 0, 1):
+        seqs = run(engine, k, found.params)
+        assert [s.output_ids for s in seqs] == want
+        accepted[k] = sum(map(sum, (s.accepted_per_round for s in seqs)))
+    assert accepted[4] > 0
+
+
 LAYER_KEYS = {
     "speculators": "eagle_aux_hidden_state_layer_ids: .1, 2, 9., inputs of layers",
     "safeailab": "no eagle_aux_hidden_state_layer_ids, so the usual three count",

@@ -27,6 +27,7 @@ from tests import lossless
 from tests.support import (
     VOCAB,
     decode,
+    greedy_reference,
     make_engine,
     ngram_engine,
     reference,
@@ -104,14 +105,7 @@ def wanted(pair: tuple[Path, Path]) -> Callable[[dict[str, Any], int | None], li
         settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
         found = []
         for prompt in PROMPTS:
-            ids = torch.tensor([prompt])
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                **{"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0},
-                **{"eos_token_id": eos, **settings},
-            )
-            found.append(out[0, len(prompt) :].tolist())
+            found.append(greedy_reference(model, prompt, NEW, eos, **settings))
         return found
 
     return texts

@@ -71,8 +71,9 @@ def test_a_server_for_each_k(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_what_a_server_dies_of_is_the_points_reason(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    wrong = {"refuse": 1, "die": [2, 2]}
-    found = specdec(capsys, *words("sglang", "1,2", wrong), "--json", "-o", str(tmp_path))
+    started = tmp_path / "pids"
+    wrong = {"refuse": 1, "die": [2, 2], "child": str(started)}
+    found = specdec(capsys, *words("sglang", "1,2", wrong), "--json", "-o", str(tmp_path / "run"))
     assert found.code == 3, found.err
     plain, refused, dead = json.loads(found.out)["points"]
     assert plain["status"] == "ok"
@@ -80,12 +81,15 @@ def test_what_a_server_dies_of_is_the_points_reason(
     assert "this k is refused: 1" in refused["reason"]
     assert dead["status"] == "failed" and "exit code 9" in dead["reason"]
     assert "a planted death" in dead["reason"]
-    assert not [s for s in samples(tmp_path) if s["finish_reason"] == "error"]
+    run = tmp_path / "run"
+    assert not [s for s in samples(run) if s["finish_reason"] == "error"]
     # What failed is measured by a resumed sweep, and nothing else.
-    done = [s for s in samples(tmp_path) if s["k"] == 0]
-    again = [*words("sglang", "1,2", wrong), "--json", "-o", str(tmp_path), "--resume"]
+    done, starts = [s for s in samples(run) if s["k"] == 0], len(pids(started))
+    again = [*words("sglang", "1,2", wrong), "--json", "-o", str(run), "--resume"]
     assert specdec(capsys, *again).code == 3
-    assert [s for s in samples(tmp_path) if s["k"] == 0] == done
+    assert [s for s in samples(run) if s["k"] == 0] == done
+    assert len(pids(started)) == starts + 2, "of k = 2 alone, and of its child"
+    assert not [pid for pid in pids(started) if is_alive(pid)]
 
 
 def test_a_server_that_is_never_healthy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from scripts.speculators import attention
 from scripts.speculators.attention import Layout, chained
 from scripts.speculators.corpus import Frame, Rows, Text, joined, packed
-from scripts.speculators.kinds import draft, eagle3
+from scripts.speculators.kinds import draft, eagle3, mtp
 from scripts.speculators.kinds.base import Options
 from scripts.speculators.loss import Candidates, SoftLoss
 from scripts.speculators.target import Target
@@ -221,6 +221,35 @@ def test_the_engine_accepts_what_training_predicts(target: Target, tmp_path: Pat
     wanted = walk(right, start, 4)
     assert 1 < len(set(wanted)), wanted
     got = greedy_rounds(target, {"draft.model": str(tmp_path / "head")}, 4)
+    assert got[0] == tokens
+    assert got[1] == wanted
+
+
+def test_the_engine_accepts_what_a_modules_training_predicts(
+    target: Target, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    kind = mtp.make(target, Options(links=4))
+    tokens, _, start = greedy_rounds(target, {"speculation.method": "none"}, 0)
+    ids = torch.tensor(tokens)
+    rows = packed([(ids.numpy(), torch.ones(len(ids)).numpy())], len(ids))
+    reading = target.read(rows.at(torch.tensor([0]), CPU), kind.feature_layers)
+    optimiser = torch.optim.AdamW(kind.module.parameters(), 2e-3)
+    for _ in range(10):
+        optimiser.zero_grad()
+        found = torch.stack(kind.links(reading))[:, :-2] @ target.head.T
+        goals = ids[2:].expand(4, -1).flatten()
+        torch.nn.functional.cross_entropy(found.flatten(0, 1), goals).backward()
+        optimiser.step()
+    kind.module.to(torch.bfloat16).float()  # as it is stored
+    kind.save(target, torch.arange(8), tmp_path / "module")
+    with torch.no_grad():
+        found = torch.stack(kind.links(reading)) @ target.head.T
+    right = torch.zeros(4, len(ids), dtype=torch.bool)
+    right[:, 2:] = found.argmax(-1)[:, :-2] == ids[2:]
+    wanted = walk(right, start, 4)
+    assert 1 < len(set(wanted)), wanted
+    got = greedy_rounds(target, {"draft.model": str(tmp_path / "module")}, 4)
     assert got[0] == tokens
     assert got[1] == wanted
 

@@ -323,6 +323,7 @@ BUILT: dict[str | None, str] = {  # the method of each kind that one runs
     "an EAGLE-3 head": "eagle3",
     "an MTP module": "mtp_module",
     "a DFlash drafter": "dflash",
+    "a DSpark drafter": "dspark",
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from specdec_cli.experiment import machine
 from specdec_cli.experiment.folders.records import Key, Point, Prediction, Sample
 from specdec_cli.experiment.machine import MachineWatch
-from specdec_cli.experiment.statistics.noise import noise_in, predictions_off
+from specdec_cli.experiment.statistics.noise import noise_in, predictions_off, seams_in
 from specdec_cli.experiment.sweep.gains import measured_gains
 from specdec_cli.experiment.sweep.recommend import recommend
 from tests.report_helpers import sample_record
@@ -78,6 +78,24 @@ def test_a_drift_of_all_points_is_told_with_its_prompt(factor: float) -> None:
     before, after = (notice.evidence[f"round_ms_{when}"] for when in ("before", "after"))
     assert after / before == pytest.approx(factor, rel=0.05)
     assert ("slower" in notice.message) == (factor > 1)
+
+
+@pytest.mark.parametrize(("before", "factor"), [(2, 1 / 15), (5, 3.0), (12, 1.5), (20, 1 / 3)])
+def test_a_run_that_went_on_elsewhere_tells_of_its_seam(before: int, factor: float) -> None:
+    """Also with few prompts on one side, where no search for a drift would find it."""
+    samples = samples_of(quiet(3))
+    for seed in range(3, 13):
+        assert seams_in(samples_of(quiet(seed)), range(before)) == []
+    for of in samples.values():
+        for i, one in of.items():
+            times = [value * (factor if i >= before else 1.0) for value in one.decode_seconds]
+            of[i] = one.model_copy(update={"decode_seconds": times})
+    (notice,) = seams_in(samples, range(before))
+    assert notice.code == "baseline_drift" and notice.evidence["from_prompt"] == before
+    assert "where the run went on" in notice.message
+    assert seams_in(samples, ()) == [] == seams_in(samples, range(PROMPTS))
+    few = {key: {i: of[i] for i in range(3)} for key, of in samples.items()}
+    assert seams_in(few, range(2)) == [], "three prompts show nothing"
 
 
 @pytest.mark.parametrize(("factor", "told"), [(1.0, []), (2.0, ["baseline_drift"])])
@@ -207,8 +225,11 @@ def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         for second in range(seconds + 1):
             totals = {name: changes.get(name, step) * second for name, step in calm.items()}
             states = {n: changes[n] for n in ("slowed", "on_gpu") if n in changes}
+            # A second thread waits less than the first, which is the one that counts.
+            waited = {7: totals.pop("waited"), 8: 0.001 * second}
             reading = machine._Reading(
-                wall=float(second), runnable=changes.get("runnable", 1), **totals, **states
+                **{"wall": float(second), "runnable": changes.get("runnable", 1)},
+                **{"waited": waited, **totals, **states},
             )
             monkeypatch.setattr(MachineWatch, "_read", lambda _, reading=reading: reading)
             monkeypatch.setattr(machine.time, "perf_counter", lambda second=second: float(second))
@@ -222,3 +243,4 @@ def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(slowed=0x8) == ["gpu_throttled"] and told(slowed=0x4) == []
     assert told(on_gpu=3) == ["gpu_shared"] and told(on_gpu=1) == []
     assert told(1, on_gpu=3, slowed=0x8, waited=0.3) == ["gpu_throttled", "gpu_shared"]
+    assert told(1, waited=0.5) == told(2, waited=0.45) == ["cpu_starved"]

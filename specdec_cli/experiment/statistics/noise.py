@@ -4,7 +4,7 @@ Computed from records alone, so that merged and resumed runs are looked at like 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
@@ -32,6 +32,7 @@ _DRIFT = 0.10  # least relative change of a round's time that is told, its error
 # beside them at least 13 %.
 _CERTAIN = 4.5
 _FEWEST = 8  # batches of prompts in which a drift can be seen
+_FEWEST_AT_SEAM = 5
 _DISAGREE = 0.03  # least difference of two repeats that is told, at the near end of its interval
 _OFF = 0.03  # least relative error of a prediction that is told
 
@@ -39,17 +40,31 @@ _OFF = 0.03  # least relative error of a prediction that is told
 def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
     """Warnings about the times of a run's samples."""
     found = []
-    by_run: dict[tuple[int, Pair], dict[Key, Samples]] = {}
-    for key, of in samples.items():
-        if usable := without_errors(of):
-            by_run.setdefault((key.batch_size, Pair.of(key)), {})[key] = usable
-    for chosen in by_run.values():
+    for chosen in _by_run(samples):
         found += [*_drift(chosen), *_outliers(chosen), *_repeats(chosen)]
     return found
 
 
-def _drift(samples: Mapping[Key, Samples]) -> list[Notice]:
+def _by_run(samples: Mapping[Key, Samples]) -> Iterable[dict[Key, Samples]]:
+    """The samples that were measured in turns: of one batch size and pair of degrees."""
+    by_run: dict[tuple[int, Pair], dict[Key, Samples]] = {}
+    for key, of in samples.items():
+        if usable := without_errors(of):
+            by_run.setdefault((key.batch_size, Pair.of(key)), {})[key] = usable
+    return by_run.values()
+
+
+def seams_in(samples: Mapping[Key, Samples], earlier: Collection[int]) -> list[Notice]:
+    """Warnings if rounds are slower or faster since a run went on. earlier: prompts of before."""
+    if not earlier:
+        return []
+    return [one for chosen in _by_run(samples) for one in _drift(chosen, earlier)]
+
+
+def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> list[Notice]:
     """A warning if rounds became slower or faster at some prompt and stayed so.
+
+    earlier: prompts from before a seam; then it is told only if the change is there.
 
     Prompts are measured in the order of their indices, each at every point, so that the mean over
     points of a round's time, each relative to its point's median, is the machine's, but for what
@@ -59,8 +74,10 @@ def _drift(samples: Mapping[Key, Samples]) -> list[Notice]:
     common = sorted(set.intersection(*(set(of) for of in samples.values())))
     plain = min(samples, key=lambda key: key.k)
     together = plain.batch_size
+    common.sort(key=lambda index: (index not in earlier, index))
     count = len(common) // together
-    if count < _FEWEST:
+    seam = sum(index in earlier for index in common) // together
+    if count < (_FEWEST_AT_SEAM if earlier else _FEWEST) or (earlier and not 0 < seam < count):
         return []
     used = common[: count * together]
 
@@ -75,8 +92,11 @@ def _drift(samples: Mapping[Key, Samples]) -> list[Notice]:
     speeds = np.mean(rows, axis=0)
     lengths = by_batch(_context(samples[plain][i]) for i in used)
     edge = max(2, count // 8)
-    splits = [(_step(speeds, lengths, split), split) for split in range(edge, count - edge + 1)]
-    sure = [(abs(change) - _CERTAIN * error, change, place) for (change, error), place in splits]
+    places = [seam] if earlier else range(edge, count - edge + 1)
+    # One place is no choice of many, but with few prompts its error is known badly.
+    certain = 1.5 * stats.student(count - 3) if earlier else _CERTAIN
+    splits = [(_step(speeds, lengths, split), split) for split in places]
+    sure = [(abs(change) - certain * error, change, place) for (change, error), place in splits]
     least, change, place = max(sure)
     if np.expm1(least) < _DRIFT:
         return []
@@ -87,10 +107,11 @@ def _drift(samples: Mapping[Key, Samples]) -> list[Notice]:
         for part in (common[:split], common[split:])
     )
     what = "slower" if change > 0 else "faster"
+    since = "where the run went on" if earlier else "at every k alike"
     told = (
-        f"rounds became {100 * slower:.0f} % {what} from prompt {common[split]} on, at every k "
-        f"alike: {before:.2f} ms before and {after:.2f} ms after at k = {plain.k}; measure "
-        "again in one go, while nothing else runs"
+        f"rounds became {100 * slower:.0f} % {what} from prompt {common[split]} on, {since}: "
+        f"{before:.2f} ms before and {after:.2f} ms after at k = {plain.k}; measure again in "
+        "one go, while nothing else runs"
     )
     evidence = {"batch_size": plain.batch_size, "k": plain.k, "from_prompt": common[split]}
     figures = {"round_ms_before": before, "round_ms_after": after, "change": float(change)}

@@ -31,6 +31,7 @@ from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import MeasuringLoop, Watcher, balanced, units_of
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.statistics.noise import seams_in
 from specdec_cli.experiment.sweep.arms import Arms
 from specdec_cli.experiment.sweep.document import points_at
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
@@ -64,12 +65,15 @@ class Sweep:
         self._arms = Arms(plan, world, self._begin)
         self._agreement = world.agreement()
         self._backend, self._own = plan.jobs[0].backend, plan.jobs[0].plan
+        self._earlier = {
+            of: frozenset(records.samples[of]) for of in list(records.samples) if of.k == 0
+        }
         self._peak_memory = 0  # the largest of all ranks, updated after each part of a point
 
     @property
     def notices(self) -> list[Notice]:
         """Warnings about the machine, and the way in which this run measured."""
-        found = self._watch.notices()
+        found = [*self._watch.notices(), *self._seams()]
         if not self._arms.alternates:
             return found
         told = (
@@ -78,6 +82,15 @@ class Sweep:
             "also compares different minutes"
         )
         return [*found, Notice("arms_alternate", told, {"most_passes": _MOST_PASSES})]
+
+    def _seams(self) -> list[Notice]:
+        """Warnings of times that changed where this process went on with a folder's samples."""
+        found = []
+        for key, earlier in self._earlier.items():
+            size = key.batch_size
+            own = {of: s for of, s in self.records.samples.items() if of.batch_size == size}
+            found += seams_in(own, earlier)
+        return found
 
     def run(self) -> list[Point]:
         """Measure what is not recorded yet. Returns the points of the whole sweep, on rank 0.

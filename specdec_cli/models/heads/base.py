@@ -100,6 +100,11 @@ class HeadConfig:
         return 0
 
     @property
+    def has_confidence(self) -> bool:
+        """As in `models.draft.Draft`."""
+        return False
+
+    @property
     def max_k(self) -> int | None:
         """As in `models.draft.Draft`."""
         return None

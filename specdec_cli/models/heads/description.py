@@ -72,6 +72,10 @@ class HeadDescription:
         return self.config.cache_layers(self.parallel)
 
     @property
+    def has_confidence(self) -> bool:
+        return self.config.has_confidence
+
+    @property
     def max_k(self) -> int | None:
         return self.config.max_k
 

@@ -9,6 +9,11 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
     return drafted("dflash", "drafter", setting, draft, ())
 
 
+def _dspark_to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
+    notes = ["vLLM runs DSpark drafters with vanilla Markov heads alone."]
+    return drafted("dspark", "drafter", setting, draft, notes)
+
+
 DFLASH = MethodChoice(
     "a drafter of a whole block in one pass",
     weights_from="draft",
@@ -16,4 +21,10 @@ DFLASH = MethodChoice(
     form=DraftForm(
         "a DFlash drafter", (forms.DFLASH,), (forms.DSPARK, speculator("dflash", others=True))
     ),
+)
+DSPARK = MethodChoice(
+    "the same with a head that reads the token drawn before",
+    weights_from="draft",
+    to_vllm=_dspark_to_vllm,
+    form=DraftForm("a DSpark drafter", (forms.DSPARK,), (speculator("dspark", others=True),)),
 )

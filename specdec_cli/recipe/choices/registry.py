@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from specdec_cli.recipe.choices.adaptive import AdaptiveKeys
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
 from specdec_cli.recipe.choices.confidence import ConfidenceKeys
-from specdec_cli.recipe.choices.dflash import DFLASH
+from specdec_cli.recipe.choices.dflash import DFLASH, DSPARK
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
 from specdec_cli.recipe.choices.eagle3 import EAGLE3, Eagle3Keys
 from specdec_cli.recipe.choices.forms import DraftForm
@@ -27,6 +27,7 @@ NONE = "none"  # the method of plain decoding
 METHODS: dict[str, MethodChoice] = {
     "draft_model": DRAFT_MODEL,
     "dflash": DFLASH,
+    "dspark": DSPARK,
     "eagle3": EAGLE3,
     "mtp": MTP,
     "mtp_module": MTP_MODULE,
@@ -42,6 +43,7 @@ RULES: dict[str, RuleChoice] = {
 POLICIES: dict[str, PolicyChoice] = {
     "fixed": PolicyChoice("k every round"),
     "confidence": PolicyChoice("a draft that is unsure stops"),
+    "head": PolicyChoice("a draft stops before a token that its confidence head doubts"),
     "adaptive": PolicyChoice("k by its gain"),
 }
 

@@ -6,7 +6,6 @@ from specdec_cli.recipe.choices.forms import DraftForm, Sign, named, speculator,
 _KNOWN = "eagle3", "peagle", "dspark", "dflash", "eagle", "mtp"
 
 UNBUILT = (
-    DraftForm("a DSpark drafter", (forms.DSPARK,), (speculator("dspark", others=True),)),
     DraftForm(
         "a P-EAGLE head",
         ((*forms.PEAGLE, *forms.MASK), (*forms.PEAGLE, *forms.EAGLE3)),

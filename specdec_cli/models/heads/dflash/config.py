@@ -63,6 +63,10 @@ class DFlashConfig(HeadConfig):
     def max_k(self) -> int:
         return self.block_size - (not self.anchor_predicts)
 
+    @property
+    def has_confidence(self) -> bool:
+        return self.confidence_width > 0
+
     def rows_for(self, k: int) -> int:
         """Rows of the pass that drafts k tokens."""
         return k if self.anchor_predicts else k + 1
@@ -86,7 +90,8 @@ class DFlashConfig(HeadConfig):
 
     def products(self) -> list[list[str]]:
         # zero-argument super() fails in a dataclass with slots
-        return [*HeadConfig.products(self), *self.key_values()]
+        own = [names for names in HeadConfig.products(self) if names != [MARKOV_EMBEDDING]]
+        return [*own, *self.key_values()]
 
     def passes(self, k: int) -> Passes:
         return Passes(1, self.rows_for(k))

@@ -18,6 +18,7 @@ from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.models.fused_stack import FusedStack, storages_of
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadWeights
 from specdec_cli.models.heads.dflash.config import DFlashConfig
+from specdec_cli.models.heads.dflash.markov import MarkovHead
 from specdec_cli.models.heads.layers import fused_layers, rotary_table
 from specdec_cli.models.split_products import SplitProducts
 
@@ -47,6 +48,8 @@ class DFlashHead:
         body, _ = config.split(parallel)
         layers = fused_layers(body, config.body, config.windows, tensors, causal=False)
         self.stack = FusedStack(layers, split)
+        is_plain = not config.markov_rank and not config.confidence_width
+        self.markov = None if is_plain else MarkovHead(config, tensors)
         # What the layers make of the context: rows of their merged products. A CPU packs these, so
         # that they cannot be cut.
         self.key_values: list[tuple[ops.Weight, Tensor | None]] = []
@@ -76,6 +79,7 @@ class DFlashHead:
             self.ids,
         ]
         held += [self.cos, self.sin, *(weight for weight, _ in self.key_values)]
+        held += self.markov.held if self.markov is not None else []
         return storages_of([*held, *self.stack.held])
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -91,6 +91,8 @@ class MtpDraft:
         """The target's hidden state after its final norm."""
         return (self.num_layers,)
 
+    has_confidence: ClassVar[bool] = False
+
     @property
     def has_experts(self) -> bool:
         return self.body.has_experts

@@ -1,0 +1,92 @@
+"""The prompts, tokens and repeats of a sweep that fit into some minutes. Loads no weights."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from specdec_cli.errors import UsageError
+from specdec_cli.experiment.duration import Speeds, in_words, own_plan, speeds_of, total_seconds
+from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
+from specdec_cli.recipe import Recipe
+
+_AIM = 0.7  # of the time: an estimate is often too low
+_FEWEST_PROMPTS, _FEWEST_TOKENS, _USUAL_TOKENS = 8, 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A size of a sweep. seconds: about how long it takes."""
+
+    prompts: int
+    max_new_tokens: int
+    repeats: int
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.prompts} prompts, at most {self.max_new_tokens} tokens each, "
+            f"{self.repeats} repeat{'s' if self.repeats > 1 else ''}: about "
+            f"{in_words(self.seconds)}"
+        )
+
+
+def fitting(plan: SweepPlan, seconds: float) -> Fit:
+    """The largest size of a sweep that takes no longer, or `UsageError` where none does.
+
+    Repeats go first, since intervals are over prompts; then tokens down to 64, prompts down to 8,
+    and tokens down to 16.
+    """
+    first = own_plan(plan.jobs[0])
+    speeds = speeds_of(first.device, first.target.dtype)
+    found = None
+    for size in _sizes(plan):
+        found = replace(size, seconds=_seconds(plan, size, speeds))
+        if found.seconds <= _AIM * seconds:
+            return found
+    assert found is not None
+    raise UsageError(
+        f"--minutes {seconds / 60:g}: the smallest sweep of these points takes "
+        f"about {in_words(found.seconds)} ({found.text})",
+        "give more minutes, fewer k or drafts, or --predict-only",
+    )
+
+
+def _sizes(plan: SweepPlan) -> Iterator[Fit]:
+    recipe = plan.recipe
+    prompts, repeats = plan.num_prompts, recipe.run.repeats
+    tokens = recipe.sampling.max_new_tokens
+    while repeats > 1:
+        yield Fit(prompts, tokens, repeats)
+        repeats -= 1
+    while tokens > _USUAL_TOKENS:
+        yield Fit(prompts, tokens, 1)
+        tokens = max(_USUAL_TOKENS, tokens // 2)
+    while prompts > _FEWEST_PROMPTS:
+        yield Fit(prompts, tokens, 1)
+        prompts = max(_FEWEST_PROMPTS, prompts * 9 // 10)
+    while tokens > _FEWEST_TOKENS:
+        yield Fit(prompts, tokens, 1)
+        tokens = max(_FEWEST_TOKENS, tokens // 2)
+    yield Fit(prompts, tokens, 1)
+
+
+def _seconds(plan: SweepPlan, size: Fit, speeds: Speeds) -> float:
+    """About how long a sweep of this size takes."""
+    s = plan.settings
+    jobs = dict(zip(s.drafts, (_sized(job, size) for job in plan.jobs), strict=True))
+    by_key = {key: jobs.get(key.draft, jobs[s.drafts[0]]) for key in s.measured_keys}
+    return total_seconds(by_key, has_curve=max(s.ks) > 0, speeds=speeds)
+
+
+def _sized(job: Job, size: Fit) -> Job:
+    plan = own_plan(job)
+    recipe = of_size(plan.recipe, size)
+    return replace(job.part(0, size.prompts), plan=replace(plan, recipe=recipe))
+
+
+def of_size(recipe: Recipe, size: Fit) -> Recipe:
+    """The recipe with the tokens and repeats of a size."""
+    sampling = recipe.sampling.model_copy(update={"max_new_tokens": size.max_new_tokens})
+    run = recipe.run.model_copy(update={"repeats": size.repeats})
+    return recipe.model_copy(update={"sampling": sampling, "run": run})

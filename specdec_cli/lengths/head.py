@@ -1,0 +1,29 @@
+"""A policy that ends a sequence's proposals before a token that the draft's own head doubts.
+
+As DeepSpec cuts DSpark's blocks. A confidence depends on the tokens before its own and on no later
+draw, so the cut changes no text.
+"""
+
+import torch
+
+from specdec_cli.core.drafting import Doubt
+from specdec_cli.lengths.base import LengthPolicy
+from specdec_cli.recipe import SpeculationSection
+
+
+class HeadsConfidence(LengthPolicy):
+    """threshold: nothing is proposed from the first token on whose confidence is lower."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    @property
+    def doubt(self) -> Doubt:
+        return self._is_low
+
+    def _is_low(self, confidences: torch.Tensor) -> torch.Tensor:
+        return confidences < self.threshold
+
+
+def from_recipe(speculation: SpeculationSection) -> HeadsConfidence:
+    return HeadsConfidence(speculation.length.threshold)

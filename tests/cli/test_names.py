@@ -1,0 +1,93 @@
+"""Names that a new user tries, and the hints that lead from them to what there is."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from specdec_cli.app import main
+from specdec_cli.experiment import duration
+from specdec_cli.experiment.sweep import budget
+
+
+def test_methods_and_bundled_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("draft_model", "eagle3", "ngram", "rejection", "adaptive", "demo:target"):
+        assert f"  {name} " in shown
+    assert main(["methods", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    drafts = {one["name"]: one for one in found["drafts"]}
+    assert drafts["demo:eagle3"]["method"] == "eagle3"
+    assert drafts["demo:draft"]["target"] == "demo:target"
+    assert drafts["demo:smollm2-draft"]["method"] == "draft_model"
+    assert drafts["demo:smollm2-draft"]["target"].endswith("SmolLM2-135M-Instruct")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["generate", "Why is the sky blue?"], "a prompt goes after --prompt"),
+        (["sweep-k", "two words"], "a prompt goes after --prompt"),
+        (["generate", "why", "is", "it"], "a prompt goes after --prompt"),
+        (["generate", "demmo"], "did you mean demo?"),
+        (["sweep-k", "--minutes", "1", "--resume", "-o", "x"], "leave --minutes out"),
+        (["sweep-k", "--repeats", "0"], "--repeats"),
+        (["merge", "a", "-o", ""], "the name is empty"),
+    ],
+)
+def test_hints(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["head", "eagle3", "draft"])
+def test_a_bare_name_of_no_model_leads_to_the_bundled_ones(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["sweep-k", "--draft", name, "--dry-run"]) == 5
+    told = capsys.readouterr().err
+    assert "demo:eagle3" in told and "specdec methods" in told
+
+
+def test_minutes_choose_a_size_that_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of known speeds: repeats go first, then tokens, then prompts."""
+    speeds = duration.Speeds(bytes=2e9, operations=2e10)
+    monkeypatch.setattr(budget, "speeds_of", lambda *_: speeds)
+    monkeypatch.setattr(duration, "speeds_of", lambda *_: speeds)
+    sizes = []
+    for minutes in (600, 60, 10, 1):
+        asked = ["sweep-k", "--minutes", str(minutes), "--k", "0-4", "--dry-run", "--json"]
+        assert main([*asked, "--repeats", "3"]) == 0
+        shown = capsys.readouterr()
+        plan = json.loads(shown.out)
+        assert plan["seconds"] <= 60 * minutes
+        assert f"chosen for {minutes} minutes: {plan['num_prompts']} prompts" in shown.err
+        sampling, repeats = plan["recipe"]["sampling"], plan["recipe"]["run"]["repeats"]
+        sizes.append((repeats, sampling["max_new_tokens"], plan["num_prompts"]))
+        limit = plan["recipe"]["data"]["limit"]
+        assert limit == plan["num_prompts"] or limit > 1000, "the recipe runs the same prompts"
+    assert sizes[0][:2] == (3, 128) and sizes[0][2] > 100
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    assert sizes[-1][0] == 1 and 8 <= sizes[-1][2] < sizes[0][2]
+
+
+def test_minutes_too_few_for_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep-k", "--minutes", "0.1", "--k", "0-60", "--dry-run"]) == 2
+    assert "the smallest sweep of these points takes about" in capsys.readouterr().err
+
+
+def test_threads_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    before = torch.get_num_threads()
+    try:
+        arguments = ["generate", "--threads", "3", "--max-new-tokens", "2", "--prompt", "x"]
+        assert main(arguments) == 0
+        assert torch.get_num_threads() == 3 and os.environ["OMP_NUM_THREADS"] == "3"
+    finally:
+        torch.set_num_threads(before)
