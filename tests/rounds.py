@@ -1,7 +1,6 @@
 """The rounds of greedy decoding one by one, to check the numbers of `experiment.predict`."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
@@ -28,7 +27,7 @@ def text_of(engine: Engine, seq: Sequence, params: SamplingParams) -> Text:
     return Text(
         limit=min(params.max_new_tokens, engine.max_model_len - len(prompt)),
         draft_limit=engine.proposer.max_len - len(prompt),
-        **asdict(found),
+        **dict(found),
     )
 
 

@@ -10,46 +10,21 @@ For greedy decoding they are 0 or 1, and the replay gives exactly the rounds of 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Any
 
-from pydantic import Field, model_validator
-
-from specdec_cli.core.figures import Count, Name, Record, Whole, impossible
-
-_Numbers = Annotated[tuple[float, ...], Field(strict=False)]  # lists in files
-_Chain = Annotated[tuple[Count, Count], Field(strict=False)]
+from specdec_cli.core.figures import Count, Name, Whole
+from specdec_cli.core.forecast import Forecast
 
 
-class Text(Record):
+class Text(Forecast):
     """One prompt's output, and the acceptance of proposals for it.
 
-    accept: for a draft model, each output token's probability of acceptance if it is proposed.
-    chains: for a proposer that may find fewer tokens than asked (n-grams), the proposed and
-    accepted counts of a round that begins at each output token. ahead: for a head whose proposals
-    depend on each other, the acceptance probabilities of the proposals of a round that begins at
-    each output token, each given that those before it were accepted. draws: for synthetic
-    acceptance, a uniform number for each output token, which is accepted if that is below `rates`
-    at its position. Exactly one of the four is given. limit: most output tokens of the prompt.
-    draft_limit: output tokens up to the end of the draft's context. overlap: the sum of min(p, q)
-    for each output token, if known. only_k: the k that the chances are of, where proposals depend
-    on it.
+    limit: most output tokens of the prompt. draft_limit: output tokens up to the end of the draft's
+    context.
     """
 
     limit: Count
     draft_limit: Whole  # below 0 if the prompt is longer than the draft's context
-    accept: _Numbers | None = None
-    overlap: _Numbers | None = None
-    chains: Annotated[tuple[_Chain, ...], Field(strict=False)] | None = None
-    ahead: Annotated[tuple[_Numbers, ...], Field(strict=False)] | None = None
-    draws: _Numbers | None = None
-    rates: _Numbers | None = None
-    only_k: Count | None = None
-
-    @model_validator(mode="after")
-    def _has_one_source(self) -> Self:
-        if [self.accept, self.chains, self.ahead, self.draws].count(None) != 3:
-            raise impossible("it has not one of accept, chains, ahead and draws")
-        return self
 
     @property
     def length(self) -> int:
@@ -94,7 +69,8 @@ class ReplayText(Text):
     index: Count
 
     def as_dict(self) -> dict[str, Any]:
-        return {"draft": self.draft, "index": self.index} | super().as_dict()
+        first = ("draft", "index", "limit", "draft_limit")
+        return {name: getattr(self, name) for name in first} | super().as_dict()
 
 
 @dataclass(slots=True)

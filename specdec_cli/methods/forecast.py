@@ -7,7 +7,7 @@ by side, each in cache blocks of its own. Legend: N rounds, K proposal length, V
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Values
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
@@ -44,7 +44,7 @@ def forecast(
         tokens = [*prompt, *output][: proposer.max_len]
         rounds = list(_Replay(proposer, teacher, tokens, k, params, len(prompt)).rounds())
         found = _told(rounds + [_Round()] * (len(output) - len(rounds)))
-    return replace(found, only_k=k) if proposer.depends_on_k else found
+    return found.model_copy(update={"only_k": k}) if proposer.depends_on_k else found
 
 
 @dataclass(slots=True, eq=False)

@@ -66,7 +66,7 @@ def compare(
     finally:
         teacher.allocator.shrink(draft_seq.block_table, 0)
     rest = (0.0,) * (len(output) - len(accept))
-    return Forecast((*accept, *rest), (*overlap, *rest))
+    return Forecast(accept=(*accept, *rest), overlap=(*overlap, *rest))
 
 
 def _compare(

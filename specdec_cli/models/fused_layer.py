@@ -172,10 +172,9 @@ class FusedLayer:
 
     turn: the index of its rotary embedding among the model's. post_attention_norm, post_mlp_norm:
     weights of the norms of the outputs of attention and MLP, before they are added. following_norm:
-    the weight of the next layer's first norm, or of the final norm. experts: what the layer has in
-    place of an MLP, if it has; gate_up and down are then the weights of all. shared_gate_up,
-    shared_down: of the MLP that all tokens pass beside their experts, if there is one. query_norm,
-    key_norm: of each head; all_heads_norms: of query and key as a whole, in their place.
+    the weight of the next layer's first norm, or of the final norm. gate_up, down: of
+    the MLP that all tokens pass; None where there are experts alone. query_norm, key_norm: of each
+    head; all_heads_norms: of query and key as a whole, in their place.
     """
 
     index: int
@@ -194,13 +193,11 @@ class FusedLayer:
     qkv_bias: Tensor | None
     output: ops.Weight
     output_bias: Tensor | None
-    gate_up: ops.Weight
-    down: ops.Weight
+    gate_up: ops.Weight | None
+    down: ops.Weight | None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     experts: ops.Experts | None = None
-    shared_gate_up: ops.Weight | None = None
-    shared_down: ops.Weight | None = None
     all_heads_norms: tuple[Tensor, Tensor] | None = None
 
     @classmethod
@@ -236,8 +233,7 @@ class FusedLayer:
             all_heads_norms, query_norm, key_norm = (query_norm, key_norm), None, None
         experts = _experts(layer, config, family, read) if has_experts(layer) else None
         qkv, output, *mlp = map(merged, matrices(layer))
-        gate_up, down = mlp if experts is None else (experts.gate_up, experts.down)
-        shared_gate_up, shared_down = mlp if experts is not None and mlp else (None, None)
+        gate_up, down = mlp or (None, None)
         return cls(
             index=index,
             call=call,
@@ -261,8 +257,6 @@ class FusedLayer:
             gate_up_bias=None if experts else _bias(layer.mlp.gate_proj, layer.mlp.up_proj),
             down_bias=None if experts else layer.mlp.down_proj.bias,
             experts=experts,
-            shared_gate_up=shared_gate_up,
-            shared_down=shared_down,
         )
 
     def normed(self, qkv: Tensor) -> Tensor:

@@ -58,34 +58,32 @@ class FusedStack:
                 *(0, mixed, layer.output, layer.output_bias, layer.post_attention_norm),
                 *(x.hidden, layer.mlp_norm, layer.eps),
             )
-            if layer.experts is not None:
-                x = self._mixture(x, layer)
-                continue
+            x = self._second_half(x, layer)
+        return x
+
+    def _second_half(self, x: Normed, layer: FusedLayer) -> Normed:
+        """The MLP that all tokens pass, or experts, with the product of such an MLP beside them."""
+        mlp = None
+        if layer.gate_up is not None and layer.down is not None:
             if layer.gate_up_bias is None:
                 inner = ops.norm_gate_up(x, layer.gate_up, layer.activation)
             else:
                 gate_up = ops.norm_linear(x, layer.gate_up, layer.gate_up_bias)
                 inner = ops.gate(gate_up, layer.activation)
-            x = self.split.add_norm(
-                *(1, inner, layer.down, layer.down_bias, layer.post_mlp_norm),
-                *(x.hidden, layer.following_norm, layer.eps),
-            )
-        return x
-
-    def _mixture(self, x: Normed, layer: FusedLayer) -> Normed:
-        """The second half of a layer with experts."""
-        assert layer.experts is not None
-        shared = None
-        if layer.shared_gate_up is not None and layer.shared_down is not None:
-            inner = ops.norm_gate_up(x, layer.shared_gate_up, layer.activation)
-            shared = inner, layer.shared_down
+            mlp = inner, layer.down
         norm = layer.following_norm, layer.eps
-        return self.split.mixture_add_norm(x, layer.experts, shared, *norm)
+        if layer.experts is not None:
+            return self.split.mixture_add_norm(x, layer.experts, mlp, *norm)
+        assert mlp is not None
+        return self.split.add_norm(1, *mlp, layer.down_bias, layer.post_mlp_norm, x.hidden, *norm)
 
     @property
     def held(self) -> list[Any]:
         """All that the layers hold, for `storages_of`."""
-        return [getattr(layer, f.name) for layer in self.layers for f in dataclass_fields(layer)]
+        layers, names = self.layers, [field.name for field in dataclass_fields(FusedLayer)]
+        mixtures = [layer.experts for layer in layers if layer.experts is not None]
+        stacked = [weight for one in mixtures for weight in (one.gate_up, one.down)]
+        return stacked + [getattr(layer, name) for layer in layers for name in names]
 
 
 def storages_of(held: list[Any]) -> dict[int, int]:

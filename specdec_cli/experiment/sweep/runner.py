@@ -7,7 +7,6 @@ has a folder and computes points. Knows nothing of terminals.
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -339,7 +338,7 @@ class Sweep:
                     index=index,
                     limit=min(unit.plan.params.max_new_tokens, session.max_model_len - len(prompt)),
                     draft_limit=reach - len(prompt),
-                    **asdict(found),
+                    **dict(found),
                 )
             )
 
