@@ -1,5 +1,6 @@
 """Proposing tokens with an EAGLE-3 head (Li et al., arXiv 2503.01840)."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,17 @@ from specdec_cli.models.heads.eagle3.config import Eagle3Config, overridden, rea
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
 
 
-def _describe(place: DraftPlace) -> HeadDescription:
+def describe(
+    place: DraftPlace, read_config: Callable[[str, Path], Eagle3Config] = read_head_config
+) -> HeadDescription:
+    """The head at its place, with the layers that the recipe chooses."""
+
     def read(name: str, folder: Path, num_target_layers: int) -> Eagle3Config:
-        config = overridden(read_head_config(name, folder), place.speculation, num_target_layers)
+        config = overridden(read_config(name, folder), place.speculation, num_target_layers)
         return replace(config, takes_embedding="embeddings" in place.share)
 
     places = place.spec, place.device, place.parallel, place.target, place.max_model_len
     return describe_head(*places, read, Eagle3Head)
 
 
-METHOD = Method(make, estimate_bytes, _describe, can_share=("embeddings",))
+METHOD = Method(make, estimate_bytes, describe, can_share=("embeddings",))

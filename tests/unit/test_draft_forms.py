@@ -324,6 +324,7 @@ BUILT: dict[str | None, str] = {  # the method of each kind that one runs
     "an MTP module": "mtp_module",
     "a DFlash drafter": "dflash",
     "a DSpark drafter": "dspark",
+    "a P-EAGLE head": "peagle",
 }
 
 
@@ -411,11 +412,11 @@ def test_what_no_method_runs_is_refused_by_its_key(case: str, tmp_path: Path) ->
 
 
 def test_a_config_of_two_kinds_is_refused_by_both(tmp_path: Path) -> None:
-    config = CONFIGS["peagle, flat"][0] | {"medusa_num_heads": 5}
+    config = CONFIGS["dflash, z-lab"][0] | {"medusa_num_heads": 5}
     with pytest.raises(SetupError) as caught:
         with_method(recipe_of(tmp_path, config))
     assert "of 2 kinds" in caught.value.message
-    assert "ptd_token_id" in caught.value.message and "medusa_num_heads: 5" in str(caught.value)
+    assert "DFlashDraftModel" in caught.value.message and "medusa_num_heads: 5" in str(caught.value)
 
 
 def test_a_config_of_two_kinds_that_are_built(

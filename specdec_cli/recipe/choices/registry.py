@@ -16,6 +16,7 @@ from specdec_cli.recipe.choices.eagle3 import EAGLE3, Eagle3Keys
 from specdec_cli.recipe.choices.forms import DraftForm
 from specdec_cli.recipe.choices.mtp import MTP, MTP_MODULE, MtpKeys
 from specdec_cli.recipe.choices.ngram import NGRAM, NgramKeys
+from specdec_cli.recipe.choices.peagle import PEAGLE
 from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
 from specdec_cli.recipe.choices.typical import TypicalKeys
 from specdec_cli.recipe.choices.unbuilt import UNBUILT
@@ -32,6 +33,7 @@ METHODS: dict[str, MethodChoice] = {
     "mtp": MTP,
     "mtp_module": MTP_MODULE,
     "ngram": NGRAM,
+    "peagle": PEAGLE,
     NONE: MethodChoice("plain decoding"),
 }
 RULES: dict[str, RuleChoice] = {

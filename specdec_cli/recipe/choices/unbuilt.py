@@ -7,11 +7,6 @@ _KNOWN = "eagle3", "peagle", "dspark", "dflash", "eagle", "mtp"
 
 UNBUILT = (
     DraftForm(
-        "a P-EAGLE head",
-        ((*forms.PEAGLE, *forms.MASK), (*forms.PEAGLE, *forms.EAGLE3)),
-        (forms.DSPARK, forms.DFLASH, forms.EAGLE, speculator("peagle", "eagle3", others=True)),
-    ),
-    DraftForm(
         "a PARD draft",
         ((Sign("pard_token"), valued("spd_type", "pard")),),
         (forms.PARD2, forms.DSPARK, forms.DFLASH, forms.PEAGLE, forms.EAGLE3),

@@ -8,14 +8,16 @@ target's config and adds `target_layer_ids`. Reads no weights.
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.config_file import config_file
+from specdec_cli.models.draft import Passes
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, Other
 from specdec_cli.models.heads.layers import CONFIGS
 from specdec_cli.models.heads.settings import HeadSettings
 from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
+from specdec_cli.recipe.choices.forms import MASK, first_seen, speculator
 from specdec_cli.text import first_line, shown
 
 _DEFAULT_NUM_AUX = 3
@@ -105,7 +107,7 @@ class Eagle3Config(HeadConfig):
             if self.aux_ids:
                 told = f"{self.ids_key}: {shown(list(self.aux_ids))}, {self.counting} of layers"
             raise SetupError(
-                f"the EAGLE-3 head {self.name} reads hidden states {shown(list(found))} of a "
+                f"the {self.noun} {self.name} reads hidden states {shown(list(found))} of a "
                 f"target that has {n} layers (config.json has {told})",
                 "the head belongs to another target, or its layer ids count from elsewhere; "
                 "speculation.eagle3_layers replaces them",
@@ -113,7 +115,32 @@ class Eagle3Config(HeadConfig):
         return found
 
 
-def overridden(config: Eagle3Config, keys: Eagle3Keys, num_target_layers: int) -> Eagle3Config:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PEagleConfig(Eagle3Config):
+    """A head that drafts all tokens in one pass. mask_id: the token that rows of masks embed, which
+    read `mask_hidden` in place of features."""
+
+    noun: ClassVar[str] = "P-EAGLE head"
+
+    mask_id: int
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"masks": f"mask token {self.mask_id}"}
+
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        features = self.num_aux * self.target_hidden_size
+        # zero-argument super() fails in a dataclass with slots
+        return Eagle3Config.own_shapes(self) | {"mask_hidden": (1, 1, features)}
+
+    def passes(self, k: int) -> Passes:
+        return Passes(1 + (k > 1), k)
+
+
+Config = TypeVar("Config", bound=Eagle3Config)
+
+
+def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Config:
     """The config with the layers that a recipe chooses, and its own layers among `others`.
 
     Raises `UsageError`, which names the key, for layers that head or target cannot have.
@@ -161,13 +188,34 @@ def read_head_config(name: str, folder: Path) -> Eagle3Config:
             "its config.json has no eagle_config, speculators_model_type, draft_vocab_size or "
             "architecture with Eagle3 in its name",
         )
+    return _read(Eagle3Config, dialect, name, raw)
+
+
+def read_peagle_config(name: str, folder: Path) -> PEagleConfig:
+    """The settings of the P-EAGLE head in `folder`. Raises as `read_head_config` does."""
+    raw = config_file(name, folder)
+    is_nested = first_seen(speculator("peagle", "eagle3"), raw) is not None
+    others: Dialect = "model-optimizer" if raw.get("eagle_config") else "flat"
+    found = next((raw[sign.key] for sign in MASK if sign.seen(raw) is not None), None)
+    return _read(PEagleConfig, "speculators" if is_nested else others, name, raw, mask_id=found)
+
+
+def _read(
+    kind: type[Config], dialect: Dialect, name: str, raw: dict[str, Any], **own: Any
+) -> Config:
+    settings = HeadSettings(kind.noun, name, raw, raw)
     try:
-        return _Reader(dialect, HeadSettings(Eagle3Config.noun, name, raw, raw)).read()
+        found = _Reader(dialect, settings).read(kind, own)
     except (TypeError, ValueError, AttributeError, LookupError) as problem:
         raise SetupError(
-            f"cannot read config.json of the EAGLE-3 head {name}: {first_line(problem)}",
+            f"cannot read config.json of the {kind.noun} {name}: {first_line(problem)}",
             "it is damaged or was edited: a key has a value of another kind",
         ) from problem
+    mask_id, vocab = own.get("mask_id", 0), found.vocab_size
+    if type(mask_id) is not int or not 0 <= mask_id < vocab:
+        keys = " or ".join(sign.key for sign in MASK)
+        raise settings.bad(keys, mask_id, f"it has to be one of {vocab} ids")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +229,8 @@ class _Reader:
     def raw(self) -> dict[str, Any]:
         return self.settings.raw
 
-    def read(self) -> Eagle3Config:
+    def read(self, kind: type[Config], own: dict[str, Any]) -> Config:
+        """own: further fields of this kind."""
         self._refuse_other_kinds()
         settings = replace(self.settings, body=self._body())
         draft_vocab = settings.draft_vocab_size
@@ -198,7 +247,8 @@ class _Reader:
             )
         ids_key, aux_ids, counting = self._aux_ids()
         layer = settings.layers()
-        return Eagle3Config(
+        return kind(
+            **own,
             name=settings.name,
             body=layer,
             windows=self._windows(settings.body, int(layer.num_hidden_layers)),
@@ -206,7 +256,7 @@ class _Reader:
             vocab_size=settings.vocab_size,
             draft_vocab_size=draft_vocab,
             num_target_layers=settings.count(self.raw, "num_target_layers", 0) or None,
-            others=tuple(self._others()),
+            others=tuple(self._others(kind)),
             ids_key=ids_key,
             aux_ids=aux_ids,
             counting=counting,
@@ -278,12 +328,13 @@ class _Reader:
         window = self.settings.count(body, "sliding_window")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
-    def _others(self) -> list[Other]:
+    def _others(self, kind: type[Eagle3Config]) -> list[Other]:
         found = []
         if (self.raw.get("eagle_config") or {}).get(_AUX_IDS) and not self.raw.get(_AUX_IDS):
             told = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
             found.append(Other(told, {"counting": "inputs"}))
-        if self.dialect == "speculators" and "norm_before_residual" not in self.raw:
+        is_silent = self.dialect == "speculators" and "norm_before_residual" not in self.raw
+        if is_silent and kind is Eagle3Config:  # all read P-EAGLE's as false
             told = "norm_before_residual: not given, read as false; vLLM takes true"
             found.append(Other(told, {"norm_before_residual": True}))
         if self.dialect != "speculators" and self.raw.get("norm_output"):

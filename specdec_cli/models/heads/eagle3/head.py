@@ -52,6 +52,9 @@ class Eagle3Head:
         norms = [f"layers.{index}.hidden_norm.weight" for index in range(len(config.windows))]
         self.hidden_norms = [tensors.get(name) for name in norms]
         split = SplitProducts.over(parallel, config.hidden_size, config.draft_vocab_size, dtype)
+        # What rows of masks read in place of fused features, [1, H].
+        masked = tensors.get("mask_hidden")
+        self.mask_hidden = None if masked is None else self.fuse(masked.view(1, -1))
         body, _ = config.split(parallel)
         self.stack = FusedStack(fused_layers(body, config.body, config.windows, tensors), split)
 
@@ -63,7 +66,7 @@ class Eagle3Head:
     def storages(self) -> dict[int, int]:
         """Bytes of each block of memory that is held, by its address or another number."""
         held: list[Any] = [self.embedding, self.norm, self.fc, self.input_norm, self.head, self.ids]
-        held += [self.cos, self.sin, *self.fc_norms, *self.hidden_norms]
+        held += [self.mask_hidden, self.cos, self.sin, *self.fc_norms, *self.hidden_norms]
         return storages_of([*held, *self.stack.held])
 
     def fuse(self, features: Tensor) -> Tensor:

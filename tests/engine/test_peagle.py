@@ -1,0 +1,215 @@
+"""P-EAGLE heads: rounds against a plain reference, which computes every row again."""
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from specdec_cli.core.types import Request, SamplingParams
+from specdec_cli.engine.build import build
+from specdec_cli.engine.plan import Plan, plan
+from specdec_cli.errors import SetupError
+from specdec_cli.recipe import load_recipe
+from specdec_cli.recipe.choices.peagle import PEAGLE
+from tests import lossless
+from tests.cli.generate_helpers import word_tokenizer
+from tests.eagle3 import Head, Reference, save_head
+from tests.eagle3_pair import NEW_TOKENS, PROMPTS, rounds_of, states
+from tests.support import VOCAB, greedy_reference, reference, save_tiny
+
+MASK, K = 95, 4
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one by one": {},
+    "refills": {"run.batch_size": 2},
+    "chunks": {"run.batch_size": 3, "run.prefill_chunk": 3},
+    "preemption": {"run.batch_size": 4, "cache.num_blocks": 17},
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The folders of a target and of a head, and the head."""
+
+    target: Path
+    folder: Path
+    head: Head
+
+
+def masked(plain: Reference, features: Tensor, tokens: list[int], k: int, mask: int) -> Tensor:
+    """Logits [k, Vd] of the tokens after `tokens`. features: [n - 1, F]."""
+    own = plain.fuse(plain.weight("mask_hidden").view(1, -1))
+    given = torch.cat((plain.fuse(features), own.expand(k - 1, -1)))
+    rows = plain.rows(given, torch.tensor([*tokens[1:], *[mask] * (k - 1)]))
+    return plain.logits(rows[-k:])
+
+
+def save_pair(folder: Path, steps: int = 60, vocab: int = VOCAB, **settings: Any) -> Pair:
+    target = save_tiny(folder / "target", "llama", num_hidden_layers=4, vocab_size=vocab)
+    word_tokenizer(target, [f"w{i}" for i in range(vocab)])
+    oracle, mask = reference(target), min(MASK, vocab - 1)
+    sizes: dict[str, Any] = {
+        "hidden": 64,
+        "target_hidden": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+    }
+    settings = {
+        "outputs": (0, 1, 2),
+        "layers": 2,
+        "norm_before_fc": True,
+        "vocab": vocab,
+    } | settings
+    head = Head(**sizes, **settings)
+    made = torch.Generator().manual_seed(1)
+    head.tensors["mask_hidden"] = torch.randn(1, 1, 192, generator=made)
+    head.tensors["embed_tokens.weight"] = oracle.get_input_embeddings().weight.detach().clone()
+    if steps:
+        head = _trained(head, oracle, steps)
+    own = {"speculators_model_type": "peagle", "speculators_config": {"algorithm": "peagle"}}
+    saved = save_head(folder / "head", head, "speculators", **own, mask_token_id=mask)
+    return Pair(target, saved, head)
+
+
+def _trained(head: Head, oracle: Any, steps: int) -> Head:
+    texts = [p + greedy_reference(oracle, p, NEW_TOKENS + 8) for p in PROMPTS[:-1]]
+    inputs = [states(oracle, head, text) for text in texts]
+    places = torch.full((head.vocab,), -100)
+    places[head.ids] = torch.arange(head.draft_vocab)
+    with torch.inference_mode(False), torch.enable_grad():
+        names = [n for n in head.tensors if n not in ("d2t", "embed_tokens.weight")]
+        for name in names:
+            head.tensors[name].requires_grad_()
+        plain = Reference(head)
+        adam = torch.optim.Adam([head.tensors[n] for n in names], lr=3e-3)
+        for step in range(steps):
+            text, features = texts[step % 3], inputs[step % 3]
+            loss = torch.zeros(())
+            for n in range(2 + step % 4, len(text) - K, 4):
+                goals = places[torch.tensor(text[n : n + K])]
+                if (goals >= 0).any():
+                    logits = masked(plain, features[: n - 1], text[:n], K, MASK)
+                    loss = loss + cross_entropy(logits, goals)
+            adam.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            adam.step()
+    return replace(head, tensors={n: t.detach() for n, t in head.tensors.items()})
+
+
+def expected_rounds(pair: Pair, prompt: list[int], k: int) -> list[tuple[int, int]]:
+    oracle, plain = reference(pair.target), Reference(pair.head)
+    text = prompt + greedy_reference(oracle, prompt, NEW_TOKENS)
+    features, found, n = states(oracle, pair.head, text), [], len(prompt)
+    while n < len(text):
+        count, stand = min(k, len(text) - n - 1), 0
+        if count:
+            logits = masked(plain, features[: n - 1], text[:n], count, MASK)
+            drafts = pair.head.ids[logits.argmax(1)].tolist()
+            stand = next((i for i in range(count) if drafts[i] != text[n + i]), count)
+            found.append((count, stand))
+        n += stand + 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return save_pair(tmp_path_factory.mktemp("peagle"), draft_vocab=80)
+
+
+def planned(pair: Pair, k: int = K, **more: Any) -> Plan:
+    sets = {
+        "target.model": str(pair.target),
+        "draft.model": str(pair.folder),
+        "speculation.num_speculative_tokens": k,
+        "sampling.max_new_tokens": NEW_TOKENS,
+        "sampling.ignore_eos": True,
+        "cache.block_size": 4,
+        "run.device": "cpu",
+    }
+    return plan(load_recipe(None, sets | {n.replace("__", "."): v for n, v in more.items()}))
+
+
+def run(found: Plan, k: int | None = None) -> list[Any]:
+    requests = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
+    return build(found, 12).run(requests, found.k if k is None else k, found.params).seqs
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_text_and_rounds_are_those_of_the_reference(pair: Pair, case: str) -> None:
+    seqs, oracle = run(planned(pair, **SETTINGS[case])), reference(pair.target)
+    for seq, prompt in zip(seqs, PROMPTS, strict=True):
+        assert seq.output_ids == greedy_reference(oracle, prompt, NEW_TOKENS)
+        assert rounds_of(seq) == expected_rounds(pair, prompt, K)
+    assert len({a for seq in seqs for a in seq.accepted_per_round}) > 2
+    assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
+
+
+def test_one_k_predicts_the_others(pair: Pair) -> None:
+    """Rounds of a smaller k are told by the drafts of a larger one."""
+    engine, requests = build(planned(pair, 6), 12), []
+    requests = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
+    seqs = engine.run(requests, 3, planned(pair).params).seqs
+    for seq, request in zip(seqs, requests, strict=True):
+        told = engine.forecast(request, seq.output_ids, 6, planned(pair).params)
+        assert told.ahead is not None and told.only_k is None
+        start = 0
+        for proposed, accepted in rounds_of(seq):
+            chances = islice(told.ahead[start], proposed)
+            assert accepted == (*(round(c) for c in chances), 0).index(0)
+            start += accepted + 1
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no mask": ({"mask_token_id": None}, "pard_token or ptd_token_id is null: .* 97 ids"),
+    "mask id": ({"mask_token_id": 97}, "mask_token_id or .* is 97: it has to be one of 97 ids"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_config_is_refused_by_its_key(pair: Pair, case: str, tmp_path: Path) -> None:
+    changes, told = REFUSED[case]
+    own = {"speculators_model_type": "peagle", "speculators_config": {"algorithm": "peagle"}}
+    folder = save_head(tmp_path / "head", pair.head, "speculators", **(own | changes))
+    with pytest.raises(SetupError, match=told):
+        planned(replace(pair, folder=folder))
+    folder = save_head(
+        tmp_path / "other", pair.head, "speculators", ("mask_hidden",), **own, mask_token_id=9
+    )
+    with pytest.raises(SetupError, match="1 tensors are missing, first mask_hidden"):
+        planned(replace(pair, folder=folder))
+
+
+def test_a_flat_config_and_dummy_weights(pair: Pair, tmp_path: Path) -> None:
+    """SpecForge's class, and an EAGLE-3 class with a token for masks."""
+    first = run(planned(pair))
+    for kind in ("PEagleDraftModel", "LlamaForCausalLMEagle3"):
+        own = {"architectures": [kind], "ptd_token_id": MASK}
+        folder = save_head(tmp_path / kind, pair.head, "safeailab", **own)
+        other = replace(pair, folder=folder)
+        assert list(map(rounds_of, run(planned(other)))) == list(map(rounds_of, first))
+        assert all(run(planned(other, draft__load_format="dummy")))
+
+
+def test_facts_of_a_run(pair: Pair) -> None:
+    found = planned(pair)
+    assert found.recipe.speculation.method == "peagle"
+    assert found.execution["draft_masks"] == "mask token 95"
+    assert "draft_conventions" not in found.execution
+    told = PEAGLE.to_vllm(lambda *key: None, "d")  # type: ignore[misc]
+    assert told.config == {"method": "eagle3", "model": "d", "parallel_drafting": True}
+
+
+def test_sampled_text_follows_the_target(tmp_path: Path) -> None:
+    """Joint distribution of the first tokens."""
+    small = save_pair(tmp_path, steps=0, vocab=8, draft_vocab=6)
+    more = {"sampling.temperature": 0.9, "sampling.top_p": 0.95, "sampling.max_new_tokens": 4}
+    found = planned(small, 3, run__batch_size=400, cache__num_blocks=1600, **more)
+    params = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=4, seed=1, ignore_eos=True)
+    engine = build(found, 12)
+    told = lossless.engine_trial(engine, small.target, [3, 1, 4, 5], 3, params, 4000)
+    assert lossless.adjusted(told) > 1e-4
