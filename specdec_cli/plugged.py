@@ -3,7 +3,7 @@
 A plugin gives as little as one method. What it gets wrong ends the run with one line that names it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.methods.base import MethodParts, Proposer
+from specdec_cli.text import one_line
 
 
 @contextmanager
@@ -31,6 +32,41 @@ def blamed(who: str, doing: str) -> Iterator[None]:
     except Exception as problem:
         told = " ".join(f"{type(problem).__name__}: {problem}".split())
         raise UsageError(f"{who}: {doing} raised {told}", "-v shows where") from problem
+
+
+class WatchedOptions(dict[str, Any]):
+    """`speculation.options` for a plugin, with a note of the keys that were asked for."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of a dict."""
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.asked |= set(super().keys())
+        return super().__iter__()
+
+    def refuse_unknown(self) -> None:
+        """Raise `UsageError` for a key that no plugin has asked for."""
+        for key in super().keys():
+            if key not in self.asked:
+                names = ", ".join(sorted(self.asked)) or "none"
+                raise UsageError(
+                    f"speculation.options.{one_line(key)}: no plugin reads this key",
+                    f"those that they read: {names}",
+                )
 
 
 def expect(who: str, name: str, found: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -54,6 +90,7 @@ class PluggedMethod:
     def __init__(self, name: str, made: type[Any], parts: MethodParts) -> None:
         self.who = f"method {name}"
         self.vocab_size = parts.target.vocab_size
+        # Ids outside the vocabulary, and lens outside 0..caps, since the last check.
         self._num_invalid: torch.Tensor | None = None
         with blamed(self.who, "making it"):
             self.inner = type(made.__name__, (made, Proposer), {})(parts)
@@ -86,22 +123,27 @@ class PluggedMethod:
         # -1 is what a draw from logits that are not finite gives; verification reports it.
         invalid = ((ids < -1) | (ids >= self.vocab_size)) & (place < lens[:, None])
         if self._num_invalid is None or self._num_invalid.device != ids.device:
-            self._num_invalid = torch.zeros((), dtype=torch.int64, device=ids.device)
-        self._num_invalid += invalid.sum() * state.active.any()
+            self._num_invalid = torch.zeros(2, dtype=torch.int64, device=ids.device)
+        outside = (found.lens != lens) & state.active
+        counts = torch.stack((invalid.sum() * state.active.any(), outside.sum()))
+        self._num_invalid += counts
         first = torch.where(invalid, place, draft.k).amin(dim=1)
         clamped = ids.clamp(-1, self.vocab_size - 1)
         return Candidates(clamped, torch.minimum(lens, first), found.q)
 
     def check(self) -> None:
-        """Raise `UsageError` where ids outside the vocabulary were proposed since the last call."""
+        """Raise `UsageError` where ids outside the vocabulary, or lens outside 0..caps, were
+        proposed since the last call."""
         with blamed(self.who, "check"):
             self.inner.check()
-        if self._num_invalid is not None and (count := int(self._num_invalid)):
+        ids, lens = (0, 0) if self._num_invalid is None else self._num_invalid.tolist()
+        if self._num_invalid is not None and (ids or lens):
             with torch.inference_mode():
                 self._num_invalid.zero_()
-            raise UsageError(
-                f"{self.who}: {count} proposed ids are outside the vocabulary of {self.vocab_size}"
-            )
+            told = f"{ids} proposed ids are outside the vocabulary of {self.vocab_size}"
+            if not ids:
+                told = f"{lens} of the lens that propose returned are outside 0..caps"
+            raise UsageError(f"{self.who}: {told}")
 
 
 class PluggedRule:

@@ -49,7 +49,8 @@ def candidates(kind: str, width: int, features: int, block_m: int) -> Iterator[T
     if block_m > 64:
         yield from wide_candidates(kind, width, features, block_m)
         return
-    for block_n, block_k, slices in product((16, 32, 64), (128, 256, 512, 1024), (1, 2, 4)):
+    sizes = (16, 32, 64, 128) if width <= 512 else (16, 32, 64)  # few numbers need many features
+    for block_n, block_k, slices in product(sizes, (128, 256, 512, 1024), (1, 2, 4)):
         programs = -(-features // block_n)
         if width % block_k or not 64 <= block_k // slices <= 256:
             continue

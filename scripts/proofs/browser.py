@@ -3,7 +3,8 @@
     python scripts/proofs/browser.py REPORT.html... [--browser CHROMIUM] [--shots DIR]
 
 Needs the package playwright and a Chromium: `playwright install chromium`, or any other's path.
-Each page is looked at wide (1200 px), narrow (390 px), dark, and as print (A4). It fails if the
+Each page is looked at wide (1200 px), with every table unfolded, narrow (390 px), dark, and as
+print (A4), where nothing stays folded; wide, its plots stand two in a row. It fails if the
 console says anything, if the page is wider than its window, if text or a plot stands out of its
 box, if two labels of a plot overlap, or if the page asks for anything over the network. Tables and
 code may scroll in a narrow window, nowhere else. Prints a line a view; exits with 1 if one fails.
@@ -19,20 +20,26 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A way to look at a page. width: of the window, CSS pixels. may_scroll: whether tables may."""
+    """A way to look at a page. width: of the window, CSS pixels. may_scroll: whether tables may.
+    unfolded: whether to open what is folded. in_a_row: plots that the first row has to have."""
 
     name: str
     width: int
     colours: str = "light"
     media: str = "screen"
     may_scroll: bool = False
+    unfolded: bool = False
+    in_a_row: int = 1
 
 
 VIEWS = (
-    View("wide", 1200),
+    View("wide", 1200, in_a_row=2),
+    View("unfolded", 1200, unfolded=True),
     View("narrow", 390, may_scroll=True),
     View("dark", 1200, colours="dark"),
-    View("print", 718, media="print"),  # A4 less the usual margins, at 96 dots an inch
+    View(
+        "print", 718, media="print", unfolded=True
+    ),  # A4 less the usual margins, at 96 dots an inch
 )
 # What stands out of its box, or overlaps, in words.
 _LOOK = """
@@ -70,6 +77,20 @@ _LOOK = """
 """
 
 
+# Tables without height, and the most plots whose tops are level.
+_FOLDED = """
+() => [...document.querySelectorAll("details table")]
+  .filter((t) => t.getBoundingClientRect().height < 1).map((t) => t.id)
+"""
+_ROW = """
+() => {
+  const tops = [...document.querySelectorAll("figure")]
+    .map((f) => Math.round(f.closest("section").getBoundingClientRect().top));
+  return tops.length < 2 ? 99 : Math.max(...tops.map((y) => tops.filter((z) => z === y).length));
+}
+"""
+
+
 def problems(browser: Any, page_file: Path, view: View, shots: Path | None) -> Iterator[str]:
     """Faults of a page in one view, a line each."""
     size = {"width": view.width, "height": 900}
@@ -83,6 +104,14 @@ def problems(browser: Any, page_file: Path, view: View, shots: Path | None) -> I
     )
     page.goto(page_file.resolve().as_uri())
     page.emulate_media(media=view.media, color_scheme=view.colours)
+    if view.unfolded and view.media == "screen":
+        page.evaluate(
+            "() => document.querySelectorAll('details').forEach((d) => { d.open = true; })"
+        )
+    if view.unfolded:
+        said += [f"folded: {one}" for one in page.evaluate(_FOLDED)]
+    if (most := page.evaluate(_ROW)) < view.in_a_row:
+        said.append(f"{most} plots in a row")
     # No script of the page's own may run, but the browser's evaluation is not the page's.
     found: list[str] = page.evaluate(_LOOK, view.may_scroll)
     if shots is not None:

@@ -6,6 +6,7 @@ Parses, measures or estimates, and shows; the work is done elsewhere.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, TypeVar
 
 import typer
@@ -23,8 +24,8 @@ T = TypeVar("T", int, float)
 
 _ESTIMATE = "Estimate from configs: no weights, no ranks; options may be lists."
 Estimate = Annotated[bool, option("--estimate", None, _ESTIMATE)]
-_DEVICE_MEMORY = "With --estimate: memory of each GPU, such as 80GiB."
-DeviceMemory = Annotated[str | None, option("--device-memory", "SIZE", _DEVICE_MEMORY)]
+_DEVICE_MEMORY = "With --estimate: memory of each GPU, such as 80GiB or 24GiB,80GiB."
+DeviceMemory = Annotated[str | None, option("--device-memory", "LIST", _DEVICE_MEMORY)]
 _MEMORY = "With --estimate: memory of each GPU, or of a CPU's host for all that is held."
 Memory = Annotated[str | None, option("--memory", "SIZE", _MEMORY)]
 _CONTEXT = "Tokens per sequence, output included. Default: the recipe's longest."
@@ -79,9 +80,9 @@ def profile_blocks(
     if estimate:
         if not asked.place.is_first:
             return  # every process would find the same, and one has to write it
-        room = _room(device_memory, memory)
-        with waiting("estimating", quiet=asked.quiet):
-            resolved, document = _estimated(asked, source, lists, room, context)
+        rooms = _rooms(device_memory, memory)
+        with waiting("estimating", quiet=asked.quiet), _naming_shapes():
+            resolved, document = _estimated(asked, source, lists, rooms, context)
         asked.warn_of_unused(resolved, has_draft=has_draft)
         _show(document, resolved, asked)
         return
@@ -126,10 +127,11 @@ def _estimated(
     asked: Asked,
     source: Prompts,
     lists: Mapping[str, Sequence[object]],
-    room: tuple[int, bool] | None,
+    rooms: Sequence[tuple[int, bool] | None],
     context: int | None,
 ) -> "tuple[specdec_cli.recipe.Recipe, dict[str, object]]":
-    """The document of the first point, with all of them as rows when there are several.
+    """The document of the first point, with all of them as rows when there are several. rooms: as
+    of `_rooms`; points of several have `device_memory_bytes`.
 
     Raises `SetupError` if nothing fits at any of them, and the first point's problem if all of them
     are skipped.
@@ -145,15 +147,17 @@ def _estimated(
     rows: list[dict[str, object]] = []
     found: tuple[specdec_cli.recipe.Recipe, dict[str, object]] | None = None
     problem: SpecdecError | None = None
-    size_bytes, is_of_gpu = room or (None, False)
-    estimator = Estimator(asked.permissions(), context, size_bytes, is_of_gpu)
-    for values in _points(lists):
+    points = list(_points(lists, len(rooms)))
+    for room, values in itertools.product(rooms, points):
+        size_bytes, is_of_gpu = room or (None, False)
+        estimator = Estimator(asked.permissions(), context, size_bytes, is_of_gpu)
+        memory = {"device_memory_bytes": size_bytes} if len(rooms) > 1 else {}
         degree = values["draft_tp"]
         if isinstance(degree, int) and (degree < 1 or whole % degree):
             reason = f"draft TP {degree} does not divide target TP {whole}"
             own = {"k": values["num_speculative_tokens"], **values}
             row = {name: own[name] for name in settings(size) if own[name] is not None}
-            rows.append(settings(size) | row | {"status": "skipped", "reason": reason})
+            rows.append(settings(size) | row | memory | {"status": "skipped", "reason": reason})
             problem = problem or UsageError(f"--draft-tp: {reason}")
             continue
         resolved = asked.resolve(where | values)
@@ -163,10 +167,11 @@ def _estimated(
         except SetupError as error:  # the draft may still split over the other degrees
             if len(lists["draft_tp"]) == 1:
                 raise
-            rows.append(settings(resolved) | {"status": "skipped", "reason": error.message})
+            skipped = {"status": "skipped", "reason": error.message}
+            rows.append(settings(resolved) | memory | skipped)
             problem = problem or error
             continue
-        rows.append(point(resolved, profile))
+        rows.append(point(resolved, profile) | memory)
         if rows[-1]["status"] == "ok":
             found = found or (resolved, document(resolved, profile))
     if found is None:
@@ -181,18 +186,34 @@ def _estimated(
     return found[0], {**found[1], "points": rows}
 
 
-def _room(device_memory: str | None, memory: str | None) -> tuple[int, bool] | None:
-    """The memory to estimate for, in bytes, and whether it can only be a GPU's."""
+def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int, bool] | None]:
+    """Each memory to estimate for, in bytes, and whether it can only be a GPU's; None for this
+    machine's."""
     if device_memory is not None and memory is not None:
         raise UsageError("--memory and --device-memory exclude each other", "leave one out")
     flag, text = ("--memory", memory) if memory is not None else ("--device-memory", device_memory)
     if text is None:
-        return None
+        return [None]
     try:
-        return parse_bytes(text), memory is None
+        sizes = [text] if memory is not None else text.split(",")
+        return [(parse_bytes(one), memory is None) for one in dict.fromkeys(sizes)]
     except ValueError as problem:
         told, _, hint = str(problem).partition("; ")
         raise UsageError(f"{flag}: {told}", hint or None) from None
+
+
+@contextmanager
+def _naming_shapes() -> Iterator[None]:
+    """Add the bundled shapes to the hint about a model that is not there: they need no hub."""
+    try:
+        yield
+    except SetupError as problem:
+        if "hf download" in (problem.hint or ""):
+            from specdec_cli.recipe import bundled_recipes
+
+            names = ", ".join(r.name for r in bundled_recipes() if r.name.startswith("bench-"))
+            problem.hint = f"{problem.hint}; recipes of bundled shapes need no hub: {names}"
+        raise
 
 
 def _show(document: dict[str, object], resolved: "specdec_cli.recipe.Recipe", asked: Asked) -> None:
@@ -234,9 +255,9 @@ def _prompts(
     return find_prompts(source, resolved, asked).prompts
 
 
-def _points(lists: Mapping[str, Sequence[object]]) -> Iterator[dict[str, object]]:
-    """Every combination of the lists' values."""
-    count = math.prod(map(len, lists.values()))
+def _points(lists: Mapping[str, Sequence[object]], devices: int = 1) -> Iterator[dict[str, object]]:
+    """Every combination of the lists' values. devices: each is estimated for so many."""
+    count = math.prod(map(len, lists.values())) * devices
     if count > _MOST_POINTS:
         raise UsageError(f"the lists make {count} combinations; at most {_MOST_POINTS} are taken")
     for chosen in itertools.product(*lists.values()):

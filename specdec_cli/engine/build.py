@@ -29,7 +29,7 @@ from specdec_cli.engine.memory.measured import (
     release,
     weight_bytes,
 )
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, cache_need
+from specdec_cli.engine.plan import Plan, block_bytes_of, cache_need
 from specdec_cli.errors import SetupError
 from specdec_cli.lengths.registry import policy_of
 from specdec_cli.methods.base import MethodParts, Proposer
@@ -38,6 +38,7 @@ from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_co
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import Captures, PromptGraphs, width_of
+from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, WatchedOptions
 from specdec_cli.stages import begin_stage
 
 _log = logging.getLogger("specdec")
@@ -125,7 +126,7 @@ def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
     wanted = sum(d.weight_bytes for d in plan.held[1:]) + num_blocks * block_bytes_of(plan)[1]
     if plan.device.type != "cuda":
         return wanted < available_memory() // local_world_size()
-    return wanted + 2 * sum(estimate_passes(plan, need)) < room_now(plan.device, allowance_of(plan))
+    return wanted + 2 * sum(estimate_passes(plan, need)) < room_now(plan.device, plan.recipe.cache)
 
 
 def _within_reach(plan: Plan, longest: int) -> Plan:
@@ -198,12 +199,20 @@ def wire(
             if isinstance(model, Captures):
                 model.capture_prompts(prompts)
     proposer: Proposer | None = None
+    options = WatchedOptions(recipe.speculation.options)
+    speculation = recipe.speculation.model_copy(update={"options": options})
     if plan.k:
         draft_len = plan.draft.max_len if plan.draft is not None else 0
-        parts = MethodParts(recipe.speculation, models.target, models.draft, draft_len)
-        proposer = method_of(recipe.speculation).make(parts)
+        parts = MethodParts(speculation, models.target, models.draft, draft_len, plan.draft)
+        proposer = method_of(speculation).make(parts)
         if models.target.hidden_layers != proposer.feature_layers:  # a plugin's, not planned
             models.target.hidden_layers = proposer.feature_layers
+    rule, policy = rule_of(speculation), policy_of(speculation)
+    plugged = isinstance(rule, PluggedRule) or isinstance(policy, PluggedPolicy)
+    # A plugin's own description of its draft has read options before.
+    if isinstance(proposer, PluggedMethod) or (proposer is not None and plugged):
+        if method_of(speculation).describe is None:
+            options.refuse_unknown()
     return Engine(
         target=models.target,
         proposer=proposer,
@@ -212,8 +221,8 @@ def wire(
         max_model_len=plan.max_model_len,
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
-        rule=rule_of(recipe.speculation),
-        policy=policy_of(recipe.speculation),
+        rule=rule,
+        policy=policy,
         is_captured=plan.no_cuda_graphs is None,
         runs_ahead=device.type == "cuda",
         parallel=plan.parallel,
@@ -261,7 +270,7 @@ def _choose_num_blocks(
         mine = rank_memory(plan, models, on_host(0, sum(weight_bytes(models))))
     else:
         wanted = need.num_blocks * sum(block_bytes_of(plan)) + 2 * rough
-        is_plenty = wanted < room_now(plan.device, allowance_of(plan))
+        is_plenty = wanted < room_now(plan.device, plan.recipe.cache)
         if all(plan.parallel.gather_objects(is_plenty)):
             return need.num_blocks
         on_stage("measuring memory")

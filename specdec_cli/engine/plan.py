@@ -18,7 +18,7 @@ from specdec_cli.core.parallel import (
 )
 from specdec_cli.core.types import Permissions, SamplingParams
 from specdec_cli.engine.devices import resolve_device, use_few_threads
-from specdec_cli.engine.memory.budget import Allowance, CacheNeed
+from specdec_cli.engine.memory.budget import CacheNeed
 from specdec_cli.engine.pairing import (
     Describe,
     check_k,
@@ -390,13 +390,9 @@ def block_bytes_of(plan: Plan) -> tuple[int, int]:
 def cache_need(plan: Plan, longest: int) -> CacheNeed:
     """The size of a run whose longest sequence has so many tokens."""
     recipe = plan.recipe
-    return CacheNeed(recipe.run.batch_size, longest, plan.k, recipe.cache.block_size)
-
-
-def allowance_of(plan: Plan) -> Allowance:
-    """The memory that the recipe lets a run use."""
-    cache = plan.recipe.cache
-    return Allowance(cache.gpu_memory_utilization, cache.cpu_bytes)
+    rows = plan.draft.passes(plan.k).rows if plan.draft is not None else 0
+    k = max(plan.k, rows - 1)  # as far as a round's passes reach
+    return CacheNeed(recipe.run.batch_size, longest, k, recipe.cache.block_size)
 
 
 def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSpec:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from specdec_cli.errors import ExitCode, SetupError
@@ -24,7 +24,6 @@ from specdec_cli.launch.heartbeat import LEAST_START_S, find_stuck, read_beats
 from specdec_cli.launch.rank import num_cores, stuck
 from specdec_cli.launch.reports import (
     End,
-    RanksError,
     Report,
     gone,
     last_words,
@@ -40,26 +39,6 @@ _STOP_S = 2.0  # from SIGTERM to SIGKILL
 _LEAVE_S = 10.0  # from the last rank's report to its end
 
 
-@dataclass(frozen=True, slots=True)
-class RanksOutcome:
-    """The outcome of a world of ranks.
-
-    code: rank 0's exit code, or that of the failure that ended the run. failure: the root cause
-    of a run that failed.
-    """
-
-    code: int
-    failure: Report | None = None
-
-    def check(self) -> int:
-        """The exit code of a world that ended well; raises the failure of one that did not."""
-        if self.failure is None:
-            return self.code
-        if self.failure.message is None:  # such as a closed pipe, which needs no message
-            raise SystemExit(self.failure.code)
-        raise RanksError(self.failure)
-
-
 def run_ranks(
     program: Sequence[str],
     num_ranks: int,
@@ -67,13 +46,14 @@ def run_ranks(
     timeout_s: float,
     inputs: object = None,
     environ: Mapping[str, str] = os.environ,
-) -> RanksOutcome:
+) -> Report:
     """Run `program` (a module and its arguments) as `num_ranks` ranks until they end.
 
-    Rank 0's standard streams are the caller's. inputs: any picklable object for every rank
-    (`World.inputs`). timeout_s: a rank that does nothing for so long ends the run. No process is
-    left behind, whatever ends the call, even an exception from a signal handler. Call it from the
-    main thread: the ranks die with it. It may be called repeatedly.
+    Returns the root cause of a failure, else rank 0's report. Rank 0's standard streams are the
+    caller's. inputs: any picklable object for every rank (`World.inputs`). timeout_s: a rank that
+    does nothing for so long ends the run. No process is left behind, whatever ends the call, even
+    an exception from a signal handler. Call it from the main thread: the ranks die with it. It may
+    be called repeatedly.
     """
     choose_spins()  # once for all ranks, which would see each other
     folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # mode 0700
@@ -85,9 +65,7 @@ def run_ranks(
             failure = _watch(launcher, num_ranks, folder, timeout_s)
         finally:
             _stop(launcher, folder)
-        if failure is not None:
-            return RanksOutcome(failure.code, failure)
-        return RanksOutcome(read_reports(folder)[0].code)
+        return failure or read_reports(folder)[0]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -51,6 +51,14 @@ class Report:
             return self.message
         return f"rank {self.rank}: {self.message}"
 
+    def check(self) -> int:
+        """The exit code of a run that ended well; raises the failure of one that did not."""
+        if self.end is End.DONE:
+            return self.code
+        if self.message is None:  # such as a closed pipe, which needs no message
+            raise SystemExit(self.code)
+        raise RanksError(self)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 

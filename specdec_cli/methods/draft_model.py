@@ -65,7 +65,7 @@ class DraftModel(Proposer):
         output: Values[int],
         k: int,
         params: SamplingParams,
-    ) -> Forecast:
+    ) -> Forecast | None:
         return compare(teacher, self.model, self.max_len, prompt, output, params)
 
     def clear(self) -> None:

@@ -5,6 +5,7 @@ Knows nothing of models, devices or the command line: names of models are text h
 
 from specdec_cli.recipe.resolve import PROMPTS, bundled_recipes, dump_recipe, load_recipe
 from specdec_cli.recipe.schema import (
+    CacheSection,
     DataSection,
     DraftSection,
     LengthSection,

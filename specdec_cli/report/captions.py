@@ -1,16 +1,29 @@
-"""The conclusions that captions of plots draw: each a sentence to follow another, or "".
+"""The conclusions of a report's sections, which stand at their head and in captions of plots.
 
 Knows no drawing.
 """
 
+from collections.abc import Callable, Mapping
+
 from specdec_cli.core.figures import STAGES
+from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.content import Content
-from specdec_cli.report.findings import setting_in_words, times
+from specdec_cli.report.findings import (
+    longest_proposals,
+    residuals_in_words,
+    setting_in_words,
+    times,
+)
 from specdec_cli.report.tables import arm_in_words, tokens_over_all_rounds
 
 
+def conclusion(name: str, content: Content) -> str:
+    """The conclusion of a section, by its plot's or table's name; "" if there is none."""
+    return _CONCLUSIONS[name](content).strip() if name in _CONCLUSIONS else ""
+
+
 def speedup(content: Content) -> str:
-    return f" {content.headline}" if content.bests else ""
+    return content.headline if content.bests else ""
 
 
 def break_even(content: Content) -> str:
@@ -52,16 +65,38 @@ def comparisons(content: Content) -> str:
 
 
 def acceptance(content: Content) -> str:
-    """The first and the last position of the point that categories are of."""
+    """The first and the last position of each draft's longest proposal, which is drawn."""
+    told = []
+    for point in longest_proposals(content.run).values():
+        rates = (point.metrics.acceptance_rate_per_pos if point.metrics else None) or []
+        if len(rates) > 1:
+            name = setting_in_words(content.run, point)
+            shares = f"{100 * rates[0]:.0f} % of rounds, the last in {100 * rates[-1]:.0f} %"
+            told.append(f"ith {name} the first proposal stands in {shares}")
+    return f"W{'; w'.join(told)}." if told else ""
+
+
+def latencies(content: Content) -> str:
+    """The medians at the point that categories are of, beside plain decoding's."""
     point = content.shown
-    rates = point.metrics.acceptance_rate_per_pos if point and point.metrics else []
-    if point is None or rates is None or len(rates) < 2:
+    points = content.run.points
+    plain = next((p for p in points if point and _is_its_baseline(p, point)), None)
+    if point is None or plain is None:
         return ""
+    figures = [(p.number("tpot_ms", "p50"), p.number("ttft_ms", "p50")) for p in (point, plain)]
+    if any(value is None for pair in figures for value in pair):
+        return ""
+    (each, first), (slower, earlier) = figures
     name = setting_in_words(content.run, point)
     return (
-        f" With {name} the first proposal stands in {100 * rates[0]:.0f} % of rounds, the last in "
-        f"{100 * rates[-1]:.0f} %."
+        f"With {name} a token takes {each:.2f} ms after the first, in plain decoding {slower:.2f}; "
+        f"the first takes {first:.1f} and {earlier:.1f} ms (medians over prompts)."
     )
+
+
+def _is_its_baseline(plain: Point, point: Point) -> bool:
+    same = (plain.batch_size, plain.target_tp) == (point.batch_size, point.target_tp)
+    return plain.is_baseline and same and plain.draft in (None, point.draft)
 
 
 def rounds(content: Content) -> str:
@@ -77,11 +112,13 @@ def rounds(content: Content) -> str:
 
 
 def experts(content: Content) -> str:
-    """How experts and the time of scoring grow up to the widest pass."""
+    """The growth of experts and of the time of scoring up to the widest pass."""
+    is_random = content.run.setting("target", "load_format") == "dummy"
+    remark = " The weights are random and choose evenly, which trained routers do not."
     known = [p for p in content.run.points if p.number("distinct_experts")]
     plain = [p for p in known if p.is_baseline]
     if not plain or len(known) == len(plain):
-        return ""
+        return remark if is_random and known else ""
     size = plain[0].batch_size
     widest = max((p for p in known if p.batch_size == size), key=lambda point: point.k)
     names = ("distinct_experts", "verify_ms")
@@ -89,6 +126,7 @@ def experts(content: Content) -> str:
     return (
         f" At batch size {size} scoring {widest.k + 1} tokens reads {times(grown[0])} the experts "
         f"of one token, and takes {times(grown[1])} the time."
+        f"{remark if is_random else ''}"
     )
 
 
@@ -106,3 +144,17 @@ def categories(content: Content) -> str:
     elif below[1] >= above[0]:
         doubt = "; their intervals overlap"
     return f" Fastest on {first} ({times(fast)}), slowest on {last} ({times(slow)}){doubt}."
+
+
+_CONCLUSIONS: Mapping[str, Callable[[Content], str]] = {
+    "speedup": speedup,
+    "speeds": speedup,
+    "break_even": break_even,
+    "comparisons": comparisons,
+    "acceptance": acceptance,
+    "rounds": rounds,
+    "experts": experts,
+    "categories": categories,
+    "predictions": lambda content: residuals_in_words(content.run),
+    "latencies": latencies,
+}

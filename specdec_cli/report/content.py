@@ -6,6 +6,7 @@ from typing import Any
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.statistics.promise import lossless_in_words
 from specdec_cli.report import findings, tables
+from specdec_cli.report.card import card
 from specdec_cli.report.cells import Table
 from specdec_cli.report.findings import Finding
 from specdec_cli.report.folder import ReportedRun
@@ -16,10 +17,10 @@ from specdec_cli.report.vllm import deployment
 class Content:
     """The content of a report on a run, complete or not.
 
-    headline: the answer. notices, warnings: the warnings, and their texts. answers: one by batch
-    size. reasons: the run's own words for them. lossless: how the promise was kept. tables: by
-    name, None if there is nothing to show.
-    category_point, shown: the point that categories are of, in words and itself.
+    headline: the answer. card: as `card.card` says. notices, warnings: the warnings, and their
+    texts. answers: one by batch size. reasons: the run's own words for them. lossless: how the
+    promise was kept. tables: by name, None if there is nothing to show. category_point, shown: the
+    point that categories are of, in words and itself.
     """
 
     def __init__(self, run: ReportedRun) -> None:
@@ -41,6 +42,7 @@ class Content:
             "degrees": tables.degrees(run),
             "break_even": tables.break_even(run),
             "comparisons": tables.comparisons(run),
+            "category_pairs": tables.category_pairs(run),
             "rounds": tables.times_of_a_round(run),
             "latencies": tables.latencies(run),
             "first_tokens": first_tokens(run),
@@ -52,6 +54,7 @@ class Content:
             place = f"batch size {shown.batch_size}"
             self.category_point = f"{findings.setting_in_words(run, shown)}, {place}."
         self.deployment = deployment(run, self.bests)
+        self.card = card(run, self.bests, self.deployment)
 
 
 def _point_for_categories(run: ReportedRun, bests: list[Finding]) -> Point | None:

@@ -34,7 +34,16 @@ def csv_tables(run: ReportedRun) -> dict[str, str]:
 
 # Tables in LaTeX, by name of the file.
 LATEX = (
-    *("results", "break_even", "comparisons", "categories", "predictions", "rounds", "latencies"),
+    *(
+        "results",
+        "break_even",
+        "comparisons",
+        "category_pairs",
+        "categories",
+        "predictions",
+        "rounds",
+        "latencies",
+    ),
     "first_tokens",
 )
 _TEX = {
@@ -102,6 +111,7 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     """The report as markdown. folder: of its pictures, relative to it."""
     lines = [f"# {_plain(content.title)}", "", f"**{_plain(content.headline)}**", ""]
     lines += [f"> {_plain(warning)}" for warning in content.warnings]
+    lines += ["", *(f"- {title}: {_plain(told)}" for title, told in content.card)]
     if content.lossless is not None:
         lines += ["", _plain(content.lossless)]
     if len(content.answers) > 1:
@@ -133,6 +143,8 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
         lines += [f"## {plot.title}", "", _picture(plot, folder), ""]
     if content.deployment is not None:
         lines += ["## In vLLM", "", *_fenced(content.deployment.command, "sh"), ""]
+        if content.deployment.sglang_command is not None:
+            lines += ["In SGLang:", "", *_fenced(content.deployment.sglang_command, "sh"), ""]
         if content.deployment.speculative_config is not None:
             lines += [
                 *_fenced(json.dumps(content.deployment.speculative_config, indent=2), "json"),

@@ -41,14 +41,34 @@ class Finding:
         return self.recorded.reason if self.recorded is not None else ""
 
     @property
+    def verdict(self) -> str:
+        """The run's own verdict; of earlier versions, which had none, what they recommend."""
+        if self.recorded is None:
+            return "inconclusive"
+        return self.recorded.verdict or ("use" if self.recorded.k else "none")
+
+    @property
     def is_open(self) -> bool:
         """Whether the run's evidence decides nothing, so that its best is no advice."""
-        return self.recorded is not None and self.recorded.verdict == "inconclusive"
+        return self.recorded is not None and self.verdict == "inconclusive"
 
     @property
     def by_category(self) -> Mapping[str, Best]:
         """The run's own records of the best for each category's prompts."""
         return self.recorded.per_category if isinstance(self.recorded, Best) else {}
+
+
+def longest_proposals(run: ReportedRun) -> dict[str, Point]:
+    """Each draft's point of the largest k, at the smallest batch size that has it; of a comparison
+    one, as `all`."""
+    longest: dict[str, Point] = {}
+    for point in run.points:
+        if point.metrics is None or point.is_baseline:
+            continue
+        name = "all" if run.is_comparison else run.labels[point.draft]
+        if name not in longest or point.k > longest[name].k:
+            longest[name] = point
+    return dict(sorted(longest.items()))
 
 
 def residual(point: Point) -> float | None:

@@ -5,13 +5,44 @@ The template engine escapes everything from the folder; only our own plots are n
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.report.cells import is_text
+from specdec_cli.report import captions
+from specdec_cli.report.cells import Table, is_text
 from specdec_cli.report.content import Content
 from specdec_cli.report.plots import Plot
 from specdec_cli.text import inert
+
+_MOST_ROWS = 12  # of a table that is not folded
+# Sections in order: heading, plot, and table.
+_SECTIONS = (
+    ("The best draft TP", "speeds", "degrees"),
+    ("Speed", "speedup", "results"),
+    ("Break-even", "break_even", "break_even"),
+    ("Arm against arm", "comparisons", "comparisons"),
+    ("Arm against arm, by category", "", "category_pairs"),
+    ("Acceptance by position", "acceptance", ""),
+    ("Where a round's time goes", "rounds", "rounds"),
+    ("Experts that scoring reads", "experts", ""),
+    ("By category of prompt", "categories", "categories"),
+    ("Predicted and measured", "predictions", "predictions"),
+    ("Latency", "", "latencies"),
+    ("The first token", "", "first_tokens"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A section: its heading, the plot's name, the sentence to conclude, and the table. is_folded:
+    whether the table is: it is long, or its plot says enough."""
+
+    title: str
+    picture: str
+    conclusion: str
+    table: Table | None
+    is_folded: bool
 
 
 def page(content: Content, plots: Sequence[Plot]) -> str:
@@ -20,9 +51,24 @@ def page(content: Content, plots: Sequence[Plot]) -> str:
         "page.html.j2",
         content=content,
         plots=plots,
-        has_acceptance=any(plot.name == "acceptance" for plot in plots),
+        sections=_parts(content, plots),
         environment=rows_of(content.run.environment),
     )
+
+
+def _parts(content: Content, plots: Sequence[Plot]) -> list[Part]:
+    """The sections that have a plot or rows."""
+    drawn, found = {plot.name for plot in plots}, []
+    for title, picture, name in _SECTIONS:
+        table = content.tables.get(name)
+        is_main = name == "results"
+        shown = table if table is not None and (table.rows or is_main) else None
+        if shown is not None or picture in drawn:
+            told = captions.conclusion(picture or name, content)
+            is_long = shown is not None and len(shown.rows) > _MOST_ROWS
+            is_folded = is_long or (picture in drawn and not is_main)
+            found.append(Part(title, picture, told, shown, is_folded))
+    return found
 
 
 def rendered(template: str, **values: Any) -> str:

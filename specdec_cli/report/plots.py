@@ -26,20 +26,24 @@ from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
 from specdec_cli.report.drawings.speeds import draw_speeds
 from specdec_cli.report.drawings.speedup import draw_speedup
-from specdec_cli.report.findings import residuals_in_words
-from specdec_cli.report.folder import ReportedRun
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A drawn plot. caption: also the alternative text. svg: part of a page, or empty. files: by
-    format, those of `PICTURES` that were asked for."""
+    """A drawn plot. about: its content, in words. conclusion: what to conclude from it, or "". svg:
+    part of a page, or empty. files: by format, those of `PICTURES` that were asked for."""
 
     name: str
     title: str
-    caption: str
+    about: str
+    conclusion: str
     svg: str
     files: Mapping[str, bytes]
+
+    @property
+    def caption(self) -> str:
+        """Both, also as the alternative text."""
+        return f"{self.about} {self.conclusion}".rstrip()
 
     @property
     def png(self) -> bytes:
@@ -56,11 +60,12 @@ PICTURES: Mapping[str, Callable[[Any, str], bytes]] = {
 def drawing(
     name: str,
     title: str,
-    caption: str,
+    about: str,
     draw: Callable[[Any], bool],
     pictures: Collection[str],
     *,
     svg: bool,
+    conclusion: str = "",
 ) -> Plot | None:
     """One plot; None if there is nothing to draw. Raises `SetupError` without matplotlib."""
     without_display()
@@ -76,7 +81,8 @@ def drawing(
         if not draw(figure):
             return None
         files = {form: PICTURES[form](figure, name) for form in pictures}
-        return Plot(name, title, caption, svg_of(figure, name) if svg else "", files)
+        shown = svg_of(figure, name) if svg else ""
+        return Plot(name, title, about, conclusion, shown, files)
 
 
 def plots(
@@ -92,15 +98,14 @@ def plots(
             "speedup",
             "Speed-up",
             f"Speed-up over plain decoding by {axis_of(run)}, with 95 % intervals; a ring marks "
-            "the recommended point, a square the fastest where that is another."
-            f"{captions.speedup(content)}",
+            "the recommended point, a square the fastest where that is another.",
             lambda figure: draw_speedup(figure, run, content.bests),
         ),
         (
             "speeds",
             "Tokens a second",
             "Decoding speed by draft TP at each target TP, on a logarithmic scale; dashed lines "
-            f"are plain decoding.{captions.speedup(content)}",
+            "are plain decoding.",
             lambda figure: draw_speeds(figure, run),
         ),
         (
@@ -108,7 +113,7 @@ def plots(
             "Break-even",
             "Tokens a round over all rounds (solid), and those at which the measured costs give "
             "the speed of plain decoding (dashed), with 95 % intervals. Where solid is above "
-            f"dashed, speculation pays.{captions.break_even(content)}",
+            "dashed, speculation pays.",
             lambda figure: draw_break_even(figure, run),
         ),
         (
@@ -116,55 +121,51 @@ def plots(
             "Arm against arm",
             "Ratio of decoding speeds of two arms, each at its fastest k, over the same prompts, "
             "with 95 % intervals: filled over all prompts, hollow by category. Where an interval "
-            f"crosses the line, the two are tied.{captions.comparisons(content)}",
+            "crosses the line, the two are tied.",
             lambda figure: draw_comparisons(figure, run),
         ),
         (
             "acceptance",
             "Acceptance by position",
             "Share of rounds in which the proposal at a position stands: in all rounds (marginal), "
-            "and in those whose earlier proposals stood (conditional), with 95 % intervals."
-            f"{captions.acceptance(content)}",
+            "and in those whose earlier proposals stood (conditional), with 95 % intervals.",
             lambda figure: draw_acceptance(figure, run),
         ),
         (
             "rounds",
             "Where a round's time goes",
             f"Mean time of an engine round by {axis_of(run)}, split by stage, with the 95 % "
-            f"interval of the whole.{captions.rounds(content)}",
+            "interval of the whole.",
             lambda figure: draw_rounds(figure, run),
         ),
         (
             "experts",
             "Experts that scoring reads",
             "Time of scoring (solid) and distinct experts that it reads in a layer (dashed), by "
-            f"the tokens scored for each sequence.{captions.experts(content)}{_routing_of(run)}",
+            "the tokens scored for each sequence.",
             lambda figure: draw_experts(figure, run),
         ),
         (
             "categories",
             "By category",
             f"{content.category_point} Speed-up and tokens a round by category of prompt, with "
-            f"95 % intervals.{captions.categories(content)}",
+            "95 % intervals.",
             lambda figure: draw_categories(figure, content.shown, content.category_point[:-1]),
         ),
         (
             "predictions",
             "Predicted and measured speed-up",
             "Predicted speed-up over the measured one, less one, by k, with 95 % intervals. On the "
-            "line they agree, and the band is 5 %."
-            f"{residuals_in_words(run)}",
+            "line they agree, and the band is 5 %.",
             lambda figure: draw_predictions(figure, run),
         ),
     ]
     found = [
-        drawing(name, title, caption, draw, pictures, svg=svg)
-        for name, title, caption, draw in drawings
+        drawing(
+            *(name, title, about, draw, pictures),
+            svg=svg,
+            conclusion=captions.conclusion(name, content),
+        )
+        for name, title, about, draw in drawings
     ]
     return [plot for plot in found if plot is not None]
-
-
-def _routing_of(run: ReportedRun) -> str:
-    if run.setting("target", "load_format") != "dummy":
-        return ""
-    return " The weights are random and choose evenly, which trained routers do not."

@@ -10,6 +10,8 @@ from specdec_cli.core.figures import TTFT_PARTS, stages_in
 from specdec_cli.experiment.folders.conclusions import (
     Arm,
     Best,
+    CategoryComparison,
+    Comparison,
     ComparisonSummary,
     Decision,
     Fastest,
@@ -201,7 +203,7 @@ def categories(run: ReportedRun, point: Point, best: Finding | None = None) -> T
     if own:
         cells += [
             Cell("fastest here", lambda r: _named(run, own[r[0]].fastest) if r[0] in own else None),
-            Cell("recommended here", lambda r: _named(run, own.get(r[0]))),
+            Cell("recommended here", lambda r: _advice(run, own.get(r[0]))),
         ]
         note = (
             "Fastest here, recommended here: over the prompts of a category alone. The smallest k "
@@ -225,6 +227,12 @@ def _of_category(one: Cell) -> list[Cell]:
     return found
 
 
+def _advice(run: ReportedRun, one: Best | None) -> str | None:
+    """The recommendation for a category; of few prompts or disturbed times there is none."""
+    is_open = one is not None and one.verdict == "inconclusive"
+    return "inconclusive" if is_open else _named(run, one)
+
+
 def _named(run: ReportedRun, one: Best | Fastest | None) -> str | None:
     if one is None or one.k is None:
         return None
@@ -236,30 +244,46 @@ def _named(run: ReportedRun, one: Best | Fastest | None) -> str | None:
 
 
 def comparisons(run: ReportedRun) -> Table | None:
-    """Arm against arm, with a row for each category below; None without several drafts."""
-    pairs = run.comparisons
-    if len({draft for one in pairs for draft in (one.arm.draft, one.against.draft) if draft}) < 2:
+    """Arm against arm; None without several drafts."""
+    note = "Each draft at its fastest k, the faster one first; speeds over the same prompts."
+    rows = [(one, "", one) for one in _pairs_of_drafts(run)]
+    return _pairs_table(run, ("comparisons", "Arm against arm", note), rows)
+
+
+def category_pairs(run: ReportedRun) -> Table | None:
+    """Arm against arm by category of prompt; None without several drafts or categories."""
+    rows = [(one, *part) for one in _pairs_of_drafts(run) for part in one.per_category.items()]
+    note = "Each at 95 %: of many such comparisons one in twenty differs by chance."
+    return _pairs_table(run, ("category_pairs", "Arm against arm, by category", note), rows)
+
+
+def _pairs_of_drafts(run: ReportedRun) -> Sequence[Comparison]:
+    """The comparisons of a run, if it has several drafts."""
+    drafts = {side.draft for one in run.comparisons for side in (one.arm, one.against)} - {None}
+    return run.comparisons if len(drafts) > 1 else ()
+
+
+def _pairs_table(
+    run: ReportedRun,
+    texts: tuple[str, str, str],
+    rows: Sequence[tuple[Comparison, str, Comparison | CategoryComparison]],
+) -> Table | None:
+    if not rows:
         return None
-    has_categories = any(one.per_category for one in pairs)
-    rows = [
-        (one, name, part)
-        for one in pairs
-        for name, part in (("all", one), *one.per_category.items())
-    ]
     cells = [
         Cell("arm", lambda r: arm_in_words(run, r[0].arm)),
         Cell("against", lambda r: arm_in_words(run, r[0].against)),
         Cell("batch", lambda r: r[0].batch_size),
-        *([Cell("category", lambda r: r[1])] if has_categories else []),
+        *([Cell("category", lambda r: r[1])] if rows[0][1] else []),
         Cell("prompts", lambda r: r[2].num_prompts),
         Cell("ratio of speeds", lambda r: r[2].speed_ratio, "×", 2),
         Cell("95 % interval", lambda r: span(r[2].speed_ratio_ci)),
         Cell("verdict", lambda r: _tie_in_words(r[2].tied)),
     ]
-    note = "Each draft at its fastest k, the faster one first; speeds over the same prompts."
-    if any(one.is_predicted for one in pairs):
+    name, title, note = texts
+    if any(one.is_predicted for one, _, _ in rows):
         note += " Speeds are predicted."
-    return table_of(("comparisons", "Arm against arm", note), rows, cells)
+    return table_of((name, title, note), rows, cells)
 
 
 def arm_in_words(run: ReportedRun, arm: Arm) -> str:

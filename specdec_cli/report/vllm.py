@@ -1,4 +1,5 @@
-"""The recommendation for deployment: vLLM's `speculative_config`, and its restrictions.
+"""The recommendation for deployment: vLLM's `speculative_config`, its restrictions, and SGLang's
+command.
 
 Names are those of vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). Runs nothing.
 """
@@ -21,7 +22,8 @@ class Deployment:
 
     speculative_config: None for no speculation. rehearsal: the same with synthetic acceptance as
     measured, to time vLLM by itself. command: starts a server. recommendation: the report's answer
-    for each batch size: the recommended point, the fastest, and those tied.
+    for each batch size: the recommended point, the fastest, and those tied. sglang_command: starts
+    a server of SGLang's; None if it has no such method.
     """
 
     speculative_config: dict[str, Any] | None
@@ -29,6 +31,7 @@ class Deployment:
     command: str
     notes: list[str]
     recommendation: list[str] = field(default_factory=list)
+    sglang_command: str | None = None
 
 
 def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
@@ -36,7 +39,28 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     found = _deployment(run, bests)
     if found is None:
         return None
-    return replace(found, recommendation=[answer(run, b) for b in bests if b.point is not None])
+    notes = [*found.notes, *_in_place_of(run, bests)]
+    told = [answer(run, b) for b in bests if b.point is not None]
+    return replace(found, recommendation=told, notes=notes)
+
+
+def _in_place_of(run: ReportedRun, bests: Sequence[Finding]) -> list[str]:
+    """Notes on models that servers do not find under the names that they have here."""
+    drafts = [b.point.draft for b in bests if b.point is not None and not b.point.is_baseline]
+    names = [run.setting("target", "model"), run.setting("draft", "model"), *drafts]
+    notes = []
+    for name in dict.fromkeys(map(str, filter(None, names))):
+        if name.startswith("package:"):
+            notes.append(
+                f"{name} lies in an installed package: put the folder with its config.json, or the "
+                "model's id on the hub, in its place."
+            )
+        elif name.endswith(".gguf"):
+            notes.append(
+                f"{name} is a GGUF file: servers read few of them, and want the original model's "
+                "tokenizer beside it (--tokenizer). Better put the original's id in its place."
+            )
+    return notes
 
 
 def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
@@ -54,7 +78,8 @@ def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None
         )
         if undecided:
             note = f"Nothing was shown, so nothing is advised: {' '.join(undecided)}"
-        return Deployment(None, None, _command(run, target, None, None), [note])
+        commands = _command(run, target, None, None), [note]
+        return Deployment(None, None, *commands, sglang_command=_sglang(run, target, None))
     # vLLM runs one draft: that of the smallest batch, where speculation pays most.
     chosen = speculating[0]
     largest = max((p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k)
@@ -80,7 +105,8 @@ def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None
             "smallest batch."
         )
     command = _command(run, target, largest, config)
-    return Deployment(config, rehearsal, command, notes)
+    sglang = _sglang(run, target, largest)
+    return Deployment(config, rehearsal, command, notes, sglang_command=sglang)
 
 
 def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list[str]]:
@@ -160,4 +186,26 @@ def _command(
         parts += ["--tensor-parallel-size", str(tp)]
     if config is not None:
         parts += ["--speculative-config", json.dumps(config)]
+    return shlex.join(parts)
+
+
+def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
+    """The command of SGLang 0.5 that does the same (`server_args.py`); None without its method."""
+    tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
+    parts = ["python", "-m", "sglang.launch_server", "--model-path", target]
+    if isinstance(tp, int) and tp > 1:
+        parts += ["--tp-size", str(tp)]
+    if point is None:
+        return shlex.join(parts)
+    own = point.draft if without_draft(point.draft) else run.method_of(point.draft)
+    choice = METHODS.get(str(own))
+    if choice is None or choice.to_sglang is None:
+        return None
+    parts += ["--speculative-algorithm", choice.to_sglang]
+    parts += ["--speculative-num-draft-tokens", str(point.k + 1)]
+    if choice.weights_from != "none":
+        parts += ["--speculative-num-steps", str(point.k), "--speculative-eagle-topk", "1"]
+    if choice.weights_from == "draft":
+        draft = point.draft or run.setting("draft", "model")
+        parts += ["--speculative-draft-model-path", str(draft)]
     return shlex.join(parts)

@@ -67,9 +67,8 @@ def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> lis
     pictures = [form for form in PICTURES if form in formats]
     if pictures or "html" in formats:
         caption = (
-            f"Speeds over those of {whole.names[0]}, on the same prompts, with 95 % intervals. "
+            f"Speeds over those of {whole.names[0]}, on the same prompts, with 95 % intervals."
         )
-        caption += " ".join(whole.answers)
         plot = drawing(
             "runs",
             "Side by side",
@@ -77,6 +76,7 @@ def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> lis
             lambda figure: draw_runs(figure, whole),
             pictures,
             svg="html" in formats,
+            conclusion=" ".join(whole.answers),
         )
     drawn = [plot] if plot is not None else []
     files: dict[str, bytes] = {}

@@ -177,10 +177,12 @@ def _bar(label: str, sizes: Mapping[str, int], *, tinted: bool) -> Text:
 
 def _points(points: list[Document]) -> Table:
     names = ("draft TP", "k", "block", "utilization", "blocks", "tokens", "sequences", "rank")
-    table = plain_table(*names)
+    has_memory = any("device_memory_bytes" in point for point in points)
+    table = plain_table(*(["memory"] if has_memory else []), *names)
     table.add_column("")
     for point in points:
-        settings = [
+        settings = [size(point["device_memory_bytes"])] if has_memory else []
+        settings += [
             str(point["draft_tp"] or "–"),
             str(point["k"]),
             str(point["block_size"]),

@@ -15,6 +15,7 @@ from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, output_of
 from specdec_cli.experiment.measure import sample_of
 from specdec_cli.terminal.render import TintedText, progress_bar
+from specdec_cli.terminal.ticker import Ticker
 from specdec_cli.text import inert
 
 
@@ -138,6 +139,26 @@ class PromptProgress(Sink):
             self._bar.start()
 
 
+class PromptLines(Sink):
+    """Prints how far a run is, now and then, on a stderr that is no terminal."""
+
+    def __init__(self, job: Job) -> None:
+        self._total, self._done, self._tokens = len(job.prompts), 0, 0
+        self._ticker = Ticker(self._line)
+
+    def _line(self) -> str:
+        return f"{self._done} of {self._total} prompts, {self._tokens} tokens"
+
+    def tokens(self, written: Written, *, is_last: bool) -> None:
+        self._tokens += len(written.token_ids)
+
+    def output(self, output: Output) -> None:
+        self._done += 1
+
+    def close(self) -> None:
+        self._ticker.close()
+
+
 class SampleFile(Sink):
     """Writes samples.jsonl: each finished prompt is on disk before the next round."""
 
@@ -173,6 +194,8 @@ def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool)
         sinks.append(LiveText(job) if is_live else PlainText(job, bar))
     if bar is not None:
         sinks.append(bar)
+    if not quiet and not sys.stderr.isatty():
+        sinks.append(PromptLines(job))
     return sinks
 
 

@@ -31,6 +31,7 @@ from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.report import cells as cell
 from specdec_cli.report.cells import Cell
 from specdec_cli.terminal import render
+from specdec_cli.terminal.ticker import Ticker
 from specdec_cli.text import inert, one_line
 
 _EVEN = "break-even"
@@ -45,15 +46,24 @@ _LINE_EVERY = 0.1  # share of the samples between lines without a terminal
 
 
 class SweepLines(Watcher):
-    """Prints each point on stderr, and the time left after every tenth of the samples."""
+    """Prints each point on stderr, the time left after every tenth of the samples, and a line where
+    half a minute went by without one. unseen: as for `SweepTable`."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
         self._total = total
+        self._unseen = unseen
         self._done = 0
         self._said = 0
         self._began: float | None = None
+        self._stage = "getting ready"
+        self._ticker = Ticker(self._line)
+
+    def _line(self) -> str:
+        self._done += sum(1 for _ in self._unseen())
+        return f"{self._stage}: {self._done} of {self._total} samples"
 
     def begin(self, what: object) -> None:
+        self._stage = str(what)
         if what == "measuring" and self._began is None:
             self._began = time.monotonic()
 
@@ -67,14 +77,17 @@ class SweepLines(Watcher):
             self._said = self._done // step
             left = (time.monotonic() - self._began) / self._done * (self._total - self._done)
             minutes, rest = divmod(round(left), 60)
-            render.say(f"{self._done} of {self._total} samples, {minutes}:{rest:02d} left")
+            self._ticker.say(f"{self._done} of {self._total} samples, {minutes}:{rest:02d} left")
 
     def points(self, points: Sequence[Point]) -> None:
         for point in points:
-            render.say(point_line(point))
+            self._ticker.say(point_line(point))
 
     def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
-        render.say(failure_line(pair, batch_size, failure))
+        self._ticker.say(failure_line(pair, batch_size, failure))
+
+    def close(self) -> None:
+        self._ticker.close()
 
 
 class SweepTable(Watcher):
@@ -162,7 +175,7 @@ def watcher(total: int, unseen: Callable[[], Iterable[Sample]] = tuple, *, quiet
     """The progress display for this stderr. unseen: as for `SweepTable`."""
     if quiet:
         return Watcher()
-    return SweepTable(total, unseen) if sys.stderr.isatty() else SweepLines(total)
+    return (SweepTable if sys.stderr.isatty() else SweepLines)(total, unseen)
 
 
 def failure_line(pair: Pair, batch_size: int, failure: Failure) -> str:

@@ -101,6 +101,22 @@ def test_options_of_a_recipe_reach_the_plugin(
     assert metrics["num_draft_tokens"] == metrics["num_drafts"] > 0
 
 
+@pytest.mark.parametrize("key", ["mots", "count"])
+def test_options_that_no_plugin_reads_are_refused(
+    key: str, capsys: pytest.CaptureFixture[str], page: dict[str, Path]
+) -> None:
+    """Also where a rule beside the method reads others."""
+    options = ("--draft", "echo", "--set", f"speculation.options.{key}=1")
+    found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", page["echo"], *options)
+    error = json.loads(found.out)["error"]
+    assert found.code == 2
+    assert error["message"] == f"speculation.options.{key}: no plugin reads this key"
+    assert error["hint"] == "those that they read: most"
+    both = ("--plugin", page["likely"], "--set", "speculation.acceptance=likely")
+    found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", page["echo"], *options, *both)
+    assert found.code == (0 if key == "count" else 2)
+
+
 def test_options_without_a_plugin_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     found = specdec(capsys, "generate", "demo", *SHORT, "--set", "speculation.options.most=1")
     assert found.code == 2 and "are for plugins" in json.loads(found.out)["error"]["message"]
@@ -213,6 +229,12 @@ BAD_METHODS = {
     ),
     "return Candidates(torch.zeros(1, draft.k, dtype=torch.int64), [1])": (
         r"method mine: lens should be \[1\] int64, is list"
+    ),
+    "return Candidates(torch.zeros(1, draft.k, dtype=torch.int64), draft.caps + 1)": (
+        r"method mine: \d+ of the lens that propose returned are outside 0..caps"
+    ),
+    "return Candidates(torch.zeros(1, draft.k, dtype=torch.int64), draft.caps * 0 - 1)": (
+        r"method mine: \d+ of the lens that propose returned are outside 0..caps"
     ),
     "return [1, 2]": r"method mine: propose should return Candidates, not \[1, 2\]",
     "raise KeyError('lost\\nit')": r"method mine: propose raised KeyError: 'lost\\nit'",

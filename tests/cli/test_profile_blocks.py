@@ -114,6 +114,26 @@ def test_an_estimate_over_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert [r["draft_block_bytes"] for r in rows[1, 5, 16]["ranks"]] == [2**19, 0]
 
 
+@pytest.mark.parametrize("sizes", ["24GiB,80GiB", "80GiB,24GiB,80GiB"])
+def test_an_estimate_over_devices(sizes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("bench-8b-1b-dummy", "--estimate", "--context", "2048", "-k", "4,0")
+    found = profile(capsys, *asked, "--device-memory", sizes, "--json").document
+    rows = {(p["device_memory_bytes"] >> 30, p["k"]): p["num_blocks"] for p in found["points"]}
+    assert list(rows) == [(int(s[:2]), k) for s in dict.fromkeys(sizes.split(",")) for k in (4, 0)]
+    assert rows[24, 4] < rows[24, 0] < rows[80, 4] < rows[80, 0]
+    assert found["num_blocks"] == rows[int(sizes[:2]), 4], "the first size and k are shown whole"
+    shown = profile(capsys, *asked, "--device-memory", sizes).out
+    assert "24.00 GiB" in shown and "80.00 GiB" in shown
+
+
+def test_a_model_out_of_reach_leads_to_bundled_shapes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = profile(capsys, "--target", "nobody/none-8b", "--estimate", "--json")
+    assert found.code == 5 and "bench-8b-1b-dummy" in found.document["error"]["hint"]
+
+
 def test_a_degree_over_which_the_draft_cannot_be_split_is_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

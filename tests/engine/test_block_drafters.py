@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec_cli.core.batch import Rectangle, padded_batch
+from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Permissions, Request, SamplingParams
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.memory.budget import CacheNeed
@@ -18,6 +20,7 @@ from specdec_cli.engine.plan import Plan, plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.models.heads.dflash.config import read_dflash_config
 from specdec_cli.models.heads.dflash.markov import MarkovHead
+from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.dflash import DFLASH, DSPARK
 from tests import lossless
@@ -108,6 +111,25 @@ def test_text_and_rounds_are_those_of_the_net(pairs: dict[str, Pair], kind: str,
 def test_a_narrower_pass_is_another(pairs: dict[str, Pair]) -> None:
     """k sets the width of the pass, not B: rounds of k = 2 are those of three rows."""
     check_rounds(pairs["z-lab"], 2)
+
+
+@pytest.mark.parametrize("kind", ["z-lab", "gated"])
+def test_passes_of_the_trained_width(pairs: dict[str, Pair], kind: str) -> None:
+    """As transformers' generator: proposals of a smaller k are the first of a larger one's."""
+    pair, key = pairs[kind], {"speculation.block_width": "trained"}
+    most = 4 + (kind == "gated")
+    engine = build(planned(pair, most, **key), 12)
+    requests, params = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)], planned(pair).params
+    for seq, request in zip(engine.run(requests, 2, params).seqs, requests, strict=True):
+        wanted = expected_rounds(pair, list(request.token_ids), 2, width=most)
+        assert rounds_of(seq) == wanted
+        told, start = engine.forecast(request, seq.output_ids, most, params), 0
+        assert told.ahead is not None and told.only_k is None
+        for proposed, accepted in wanted:
+            chances = told.ahead[start][:proposed]
+            assert accepted == (*(round(c) for c in chances), 0).index(0)
+            start += accepted + 1
+    assert planned(pair, 1, **key).draft.passes(1).rows == 5  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["z-lab", "anchor"])
@@ -306,12 +328,25 @@ def test_blocks_need_room_near_the_end(pairs: dict[str, Pair]) -> None:
         assert seqs[0].finish_reason == reason
 
 
-def test_the_end_of_the_context(pairs: dict[str, Pair]) -> None:
-    """Rows past the model's positions are left out of the block."""
-    most = len(PROMPTS[0]) + 9
-    seqs = run(planned(pairs["z-lab"], cache__max_model_len=most), PROMPTS[:1])
-    oracle = reference(pairs["z-lab"].target)
-    assert seqs[0].output_ids == greedy_reference(oracle, PROMPTS[0], 9)
+@pytest.mark.parametrize("kind", ["z-lab", "vanilla"])
+def test_padded_passes_have_the_same_rounds(
+    pairs: dict[str, Pair], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a GPU, up to the end of the context, where rows past the model's positions are left
+    out of a block."""
+    most = len(PROMPTS[2]) + 9
+    found = planned(pairs[kind], cache__max_model_len=most, run__batch_size=3)
+    live = run(found, PROMPTS)
+
+    def padded(self: PagedHead, what: Rectangle, state: BatchState) -> Any:
+        return padded_batch(what, state, self.cache.block_size, self.head.config.vocab_size), None
+
+    monkeypatch.setattr(PagedHead, "_batch", padded)
+    seqs, oracle = run(found, PROMPTS), reference(pairs[kind].target)
+    assert list(map(rounds_of, seqs)) == list(map(rounds_of, live))
+    for seq, prompt in zip(seqs, PROMPTS, strict=True):
+        count = min(NEW_TOKENS, most - len(prompt))
+        assert seq.output_ids == greedy_reference(oracle, prompt, count)
 
 
 SAMPLED: dict[str, dict[str, Any]] = {

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.launch.ranks import run_ranks
+from specdec_cli.launch.reports import End
 from tests.launch.helpers import (
     living,
     marked,
@@ -39,7 +40,7 @@ def test_a_parent_gets_rank_0s_output_and_exit_code(
     outcome = run_ranks(
         worker("--code", "3")[1:], 2, timeout_s=30, inputs="by hand", environ=environ
     )
-    assert outcome.failure is None
+    assert outcome.end is End.DONE
     assert (outcome.code, outcome.check()) == (3, 3)
     assert json.loads(capfd.readouterr().out) == {"rank": 0, "of": 2, "said": "by hand"}
     assert living(environ) == []

@@ -44,7 +44,6 @@ from specdec_cli.experiment.generation import prepare
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.preparing import few_prompts
 from specdec_cli.experiment.statistics.promise import tokens_line
-from specdec_cli.launch.ranks import RanksOutcome
 from specdec_cli.launch.reports import End, Report
 from specdec_cli.prompts import Prompt
 from specdec_cli.prompts.types import PromptSet
@@ -566,8 +565,7 @@ def test_what_ended_the_ranks_is_the_failure_of_each_open_batch_size(
         recipe, PromptSet([Prompt(0, "def f():")]), degrees, (2, 1), 1, Permissions()
     )
     records, told = ComparisonRecords(plan.settings, plan.skips), []
-    ended = RanksOutcome(report.code, report)
-    monkeypatch.setattr("specdec_cli.experiment.compare.parent.run_ranks", lambda *_, **__: ended)
+    monkeypatch.setattr("specdec_cli.experiment.compare.parent.run_ranks", lambda *_, **__: report)
     watcher = SimpleNamespace(begin=lambda pair: None, failed=lambda *found: told.append(found))
     run_pairs(plan, records, RunFolder(tmp_path), ["x.py"], watcher)
     assert {failure.code for failure in records.failures.values()} == {report.code}
@@ -609,7 +607,7 @@ def test_records_of_earlier_pairs_that_are_lost_end_the_run(
     change, lost = LOSSES[loss]
     begun: list[Pair] = []
 
-    def ranks(program: Sequence[str], size: int, *, inputs: PairTask, **_: object) -> RanksOutcome:
+    def ranks(program: Sequence[str], size: int, *, inputs: PairTask, **_: object) -> Report:
         """The ranks of a pair, which append to the files that they find."""
         begun.append(pair := inputs.pair)
         if len(begun) == 2:
@@ -620,7 +618,7 @@ def test_records_of_earlier_pairs_that_are_lost_end_the_run(
             found = sample(pair, 1, k, 0, draft=1.0, verify=1.0)
             written.append("samples.jsonl", changed(found, draft=plan.settings.draft))
         written.close()
-        return RanksOutcome(0, None)
+        return Report(0, End.DONE, 0)
 
     monkeypatch.setattr("specdec_cli.experiment.compare.parent.run_ranks", ranks)
     records = ComparisonRecords(plan.settings, plan.skips)

@@ -325,6 +325,7 @@ BUILT: dict[str | None, str] = {  # the method of each kind that one runs
     "a DFlash drafter": "dflash",
     "a DSpark drafter": "dspark",
     "a P-EAGLE head": "peagle",
+    "a PARD draft": "pard",
 }
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from specdec_cli.engine.memory import budget as profile
-from specdec_cli.engine.memory.budget import Allowance, CacheNeed, Overhead, RankMemory, Split
+from specdec_cli.engine.memory.budget import CacheNeed, Overhead, RankMemory, Split
 from specdec_cli.errors import NoRoomError
 from specdec_cli.experiment import memory
 from specdec_cli.experiment.memory import Profile
+from specdec_cli.recipe import CacheSection
 from specdec_cli.terminal.memory import PARTS, answers, cells, print_profile
 
 GIB = 2**30
@@ -46,6 +47,10 @@ def test_rows_add_up_to_the_total() -> None:
     assert RANK.free_bytes == 8 * GIB
 
 
+def allowed(utilization: float, cpu_bytes: int | None) -> CacheSection:
+    return CacheSection(gpu_memory_utilization=utilization, cpu_bytes=cpu_bytes)
+
+
 @pytest.mark.parametrize(
     ("utilization", "gib"), [(0.9, 72 - 51 - 3), (1.0, 80 - 51 - 3), (0.5, 0)], ids=str
 )
@@ -53,12 +58,12 @@ def test_a_gpu_budget_is_what_all_else_leaves_of_the_part_that_may_be_used(
     utilization: float, gib: int
 ) -> None:
     overhead = Overhead(80 * GIB, activation_bytes=GIB, graph_bytes=GIB, other_bytes=GIB)
-    assert Allowance(utilization, None).gpu_budget(overhead, 51 * GIB) == gib * GIB
+    assert profile.gpu_budget(allowed(utilization, None), overhead, 51 * GIB) == gib * GIB
 
 
 def test_a_host_is_divided_by_its_ranks() -> None:
-    assert Allowance(0.9, None).host_budget(1000, 4) == 125
-    assert Allowance(0.9, 1000).host_budget(7, 4) == 250
+    assert profile.host_budget(allowed(0.9, None), 1000, 4) == 125
+    assert profile.host_budget(allowed(0.9, 1000), 7, 4) == 250
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
@@ -96,8 +101,8 @@ def test_a_cpu_budget_is_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     overhead = Overhead(10, 10**9, 0, 10**9)
     cpu = torch.device("cpu")
-    assert Allowance(0.9, None).kv_budget(cpu, overhead, 7) == 150
-    assert Allowance(0.1, 500).kv_budget(cpu, overhead, 7) == 250
+    assert profile.kv_budget(allowed(0.9, None), cpu, overhead, 7) == 150
+    assert profile.kv_budget(allowed(0.1, 500), cpu, overhead, 7) == 250
 
 
 @pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "file"])

@@ -34,8 +34,9 @@ Products = dict[str, tuple[Case[Tiles | None], ...]]
 # than loading its weights. For more than 16 rows tiles are wide, since every program loads and
 # multiplies all of x; at 5120 features, 80 programs of 64 features are faster than 160 of 32. From
 # 65 rows on a gate has tiles where one wave of programs fills at least 4 of 5 multiprocessors.
-# Elsewhere cuBLAS was faster. Sums of more than 6720 features, and products with 2816 features of
-# 8192 numbers, were measured in halves and quarters of a 70B.
+# Elsewhere cuBLAS was faster. A vocabulary's features of few numbers, those of a Markov head, need
+# wide programs, since each costs as much as it loads. Sums of more than 6720 features, and products
+# with 2816 features of 8192 numbers, were measured in halves and quarters of a 70B.
 H200: Products = {
     "norm": (
         Case(Tiles(8, 16, 512, 4, 1, 256, 4, 3, 512), (8, 16896), (3584,)),
@@ -81,6 +82,8 @@ H200: Products = {
         Case(Tiles(8, 16, 512, 4, 1, 512, 4, 5), (8, 6720), (0,)),
         Case(Tiles(8, 32, 256, 4, 1, 512, 4, 4, 512), (8, 16896), (2048,)),
         Case(Tiles(8, 16, 512, 4, 1, 512, 4, 5), (8, 16896), (0,)),
+        Case(Tiles(16, 16, 256, 4, 1, 512, 4, 6), (8, ANY), (513,)),
+        Case(Tiles(8, 64, 128, 1, 1, 512, 4, 4), (8, ANY), (0,)),
         Case(Tiles(16, 16, 1024, 4, 1, 512, 4, 4), (16, 2112), (2048,)),
         Case(Tiles(16, 16, 256, 4, 1, 512, 4, 6, 512), (16, 4224), (3584,)),
         Case(Tiles(16, 16, 256, 4, 1, 512, 4, 6), (16, 6720), (0,)),

@@ -11,6 +11,7 @@ import torch
 
 from specdec_cli.core.parallel import local_world_size
 from specdec_cli.errors import NoRoomError
+from specdec_cli.recipe import CacheSection
 
 CPU_SHARE = 0.5  # of the host's available memory, when the recipe sets no cpu_bytes
 _CGROUP = "/sys/fs/cgroup"
@@ -141,29 +142,26 @@ class Overhead:
     other_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """The part of a device's memory that the recipe lets a run use."""
+def kv_budget(
+    cache: CacheSection, device: torch.device, overhead: Overhead, weight_bytes: int
+) -> int:
+    """Bytes for both caches on this rank, once its weights are loaded."""
+    if device.type == "cuda":
+        return gpu_budget(cache, overhead, weight_bytes)
+    return host_budget(cache, available_memory(), local_world_size())
 
-    gpu_memory_utilization: float
-    cpu_bytes: int | None
 
-    def kv_budget(self, device: torch.device, overhead: Overhead, weight_bytes: int) -> int:
-        """Bytes for both caches on this rank, once its weights are loaded."""
-        if device.type == "cuda":
-            return self.gpu_budget(overhead, weight_bytes)
-        return self.host_budget(available_memory(), local_world_size())
+def gpu_budget(cache: CacheSection, overhead: Overhead, weight_bytes: int) -> int:
+    """Bytes for both caches on a GPU."""
+    whole = int(cache.gpu_memory_utilization * overhead.total_bytes)
+    held = overhead.activation_bytes + overhead.graph_bytes + overhead.other_bytes
+    return max(0, whole - weight_bytes - held)
 
-    def gpu_budget(self, overhead: Overhead, weight_bytes: int) -> int:
-        """Bytes for both caches on a GPU."""
-        whole = int(self.gpu_memory_utilization * overhead.total_bytes)
-        held = overhead.activation_bytes + overhead.graph_bytes + overhead.other_bytes
-        return max(0, whole - weight_bytes - held)
 
-    def host_budget(self, available: int, num_ranks: int) -> int:
-        """Bytes for the caches of each of `num_ranks` ranks of a host, on CPU."""
-        whole = int(available * CPU_SHARE) if self.cpu_bytes is None else self.cpu_bytes
-        return whole // num_ranks
+def host_budget(cache: CacheSection, available: int, num_ranks: int) -> int:
+    """Bytes for the caches of each of `num_ranks` ranks of a host, on CPU."""
+    whole = int(available * CPU_SHARE) if cache.cpu_bytes is None else cache.cpu_bytes
+    return whole // num_ranks
 
 
 def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
@@ -174,10 +172,10 @@ def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
     return Overhead(total, activation_bytes, 0, max(0, taken - weight_bytes))
 
 
-def room_now(device: torch.device, allowance: Allowance) -> int:
+def room_now(device: torch.device, cache: CacheSection) -> int:
     """Bytes that may still be taken on a GPU."""
     free, total = torch.cuda.mem_get_info(device)
-    return int(free - (1.0 - allowance.gpu_memory_utilization) * total)
+    return int(free - (1.0 - cache.gpu_memory_utilization) * total)
 
 
 def total_memory() -> int:

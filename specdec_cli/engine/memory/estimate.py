@@ -17,11 +17,13 @@ from specdec_cli.engine.memory.budget import (
     Overhead,
     RankMemory,
     available_memory,
+    gpu_budget,
+    host_budget,
     total_memory,
 )
 from specdec_cli.engine.memory.chunk_bytes import chunk_bytes, prefill_tokens
 from specdec_cli.engine.memory.measured import cache_rounding, memory_of
-from specdec_cli.engine.plan import Plan, allowance_of, draft_at
+from specdec_cli.engine.plan import Plan, draft_at
 from specdec_cli.methods.base import MethodBytes, RoundSize
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.draft import Draft
@@ -140,16 +142,16 @@ def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
     weights = [_loaded_bytes(plan, model) for model in plan.held]
     passes = estimate_passes(plan, need)
     overhead = Overhead(machine.total_bytes, passes.activation, passes.graphs, machine.other_bytes)
-    allowance, num_ranks = allowance_of(plan), plan.parallel.size
+    cache, num_ranks = plan.recipe.cache, plan.parallel.size
     if plan.device.type == "cuda":
-        budget = allowance.gpu_budget(overhead, sum(weights))
+        budget = gpu_budget(cache, overhead, sum(weights))
     elif machine.is_limit:
         left = max(0, machine.total_bytes - sum(weights) - passes.activation)
-        asked = allowance.cpu_bytes
+        asked = cache.cpu_bytes
         budget = left if asked is None else min(left, asked // num_ranks)
     else:
         available = (machine.available_bytes - sum(weights)) * num_ranks
-        budget = allowance.host_budget(max(0, available), num_ranks)
+        budget = host_budget(cache, max(0, available), num_ranks)
     of_models = weights[0], sum(weights[1:])
     return memory_of(plan, machine.name, overhead, of_models, budget)
 

@@ -13,9 +13,9 @@ import torch
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.core.types import Request
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.memory.budget import CacheNeed, Overhead, RankMemory, on_host
+from specdec_cli.engine.memory.budget import CacheNeed, Overhead, RankMemory, kv_budget, on_host
 from specdec_cli.engine.memory.chunk_bytes import chunk_bytes
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
+from specdec_cli.engine.plan import Plan, block_bytes_of
 from specdec_cli.models.draft import Loaded
 from specdec_cli.models.paged import PagedModel
 
@@ -110,7 +110,7 @@ def weight_bytes(models: Models) -> tuple[int, int]:
 def rank_memory(plan: Plan, models: Models, overhead: Overhead) -> RankMemory:
     """This rank's memory by use, given its overhead."""
     weights = weight_bytes(models)
-    budget = allowance_of(plan).kv_budget(plan.device, overhead, sum(weights))
+    budget = kv_budget(plan.recipe.cache, plan.device, overhead, sum(weights))
     return memory_of(plan, str(plan.device), overhead, weights, budget)
 
 

@@ -19,7 +19,7 @@ from specdec_cli.experiment.statistics.noise import disturbances, impossible_spe
 from specdec_cli.experiment.statistics.promise import tokens_notice
 from specdec_cli.experiment.sweep.document import exit_code, prompts_that_failed
 from specdec_cli.launch.ranks import run_ranks
-from specdec_cli.launch.reports import Report
+from specdec_cli.launch.reports import End, Report
 
 
 def run_pairs(
@@ -53,7 +53,7 @@ def run_pairs(
         )
         options = [str(pair.target_tp), run.device, str(run.timeout_s)]
         try:
-            outcome = run_ranks(
+            ended = run_ranks(
                 [*program, *options], pair.target_tp, timeout_s=run.timeout_s, inputs=task
             )
         except (KeyboardInterrupt, SystemExit):
@@ -62,7 +62,7 @@ def run_pairs(
             raise
         _take_over(folder, records)
         for batch_size in records.open_sizes(pair):
-            failure = _failure(outcome.failure)
+            failure = _failure(ended)
             records.failures[pair, batch_size] = failure
             watcher.failed(pair, batch_size, failure)
         records.update_points()
@@ -81,9 +81,9 @@ def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
             raise LostRecords(f"{folder.path / name} lost {lost} of {count} records of {pair}")
 
 
-def _failure(report: Report | None) -> Failure:
-    code = ExitCode.RUN_FAILED if report is None else report.code
-    if report is None or report.explained is None:
+def _failure(report: Report) -> Failure:
+    code = ExitCode.RUN_FAILED if report.end is End.DONE else report.code
+    if report.explained is None:
         return Failure("failed", "the ranks ended without a report", code)
     is_memory = (report.message or "").startswith(("out of memory", "no room for a KV cache"))
     return Failure("oom" if is_memory else "failed", report.explained.partition("\n")[0], code)

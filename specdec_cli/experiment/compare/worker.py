@@ -15,8 +15,8 @@ from specdec_cli.backends import native
 from specdec_cli.backends.base import Session
 from specdec_cli.core.parallel import local_world_size
 from specdec_cli.core.types import Permissions
-from specdec_cli.engine.memory.budget import available_memory, room_now
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
+from specdec_cli.engine.memory.budget import available_memory, host_budget, room_now
+from specdec_cli.engine.plan import Plan, block_bytes_of
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.compare.comparison_records import ComparisonSettings, point_of
 from specdec_cli.experiment.folders.records import Key, Pair, PairFacts, Point, Sample
@@ -151,12 +151,12 @@ def _blocks_per_rank(planned: Plan, held: int) -> list[int]:
     The engine itself takes the same number on every rank: what fits on the rank with least room, at
     most what the run can use.
     """
-    allowance, block = allowance_of(planned), sum(block_bytes_of(planned))
+    cache, block = planned.recipe.cache, sum(block_bytes_of(planned))
     if planned.device.type == "cuda":
-        fits = held + max(0, room_now(planned.device, allowance)) // block
+        fits = held + max(0, room_now(planned.device, cache)) // block
     else:
         # Caches get a share of the host's free memory, including the caches of all ranks.
         caches = sum(planned.parallel.gather_objects(held * block))
-        budget = allowance.host_budget(available_memory() + caches, local_world_size())
+        budget = host_budget(cache, available_memory() + caches, local_world_size())
         fits = budget // block
     return planned.parallel.gather_objects(fits)

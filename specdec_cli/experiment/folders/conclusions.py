@@ -112,6 +112,20 @@ class BestPair(Record):
     speedup_vs_equal_tp: Figure = None
 
 
+class MemoryCost(Record):
+    """The memory of a draft beside its target, on one rank. Weights in bytes, caches in bytes a
+    token. longest_tokens: of a sequence of the run. device_bytes: of a GPU's memory that the recipe
+    lets the run use; None on a CPU."""
+
+    draft: Name | None
+    target_weight_bytes: Count
+    draft_weight_bytes: Count
+    target_token_bytes: float
+    draft_token_bytes: float
+    longest_tokens: Count
+    device_bytes: Count | None = None
+
+
 class CategoryComparison(Record):
     """The figures of a `Comparison` over the prompts of one category."""
 
@@ -229,6 +243,7 @@ class SweepSummary(Summary):
     sweep: _SweepSection = Field(default_factory=_SweepSection)
     best_by_batch_size: dict[Name, Best] = Field(default_factory=dict)
     comparisons: list[Comparison] = Field(default_factory=list)
+    memory: list[MemoryCost] = Field(default_factory=list)
 
     def method_of(self, draft: str | None) -> str | None:
         """The method of a draft's own section in a sweep of several; else None."""

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 from specdec_cli.recipe.choices.adaptive import AdaptiveKeys
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
 from specdec_cli.recipe.choices.confidence import ConfidenceKeys
-from specdec_cli.recipe.choices.dflash import DFLASH, DSPARK
+from specdec_cli.recipe.choices.dflash import DFLASH, DSPARK, BlockKeys
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
 from specdec_cli.recipe.choices.eagle3 import EAGLE3, Eagle3Keys
 from specdec_cli.recipe.choices.forms import DraftForm
 from specdec_cli.recipe.choices.mtp import MTP, MTP_MODULE, MtpKeys
 from specdec_cli.recipe.choices.ngram import NGRAM, NgramKeys
+from specdec_cli.recipe.choices.pard import PARD
 from specdec_cli.recipe.choices.peagle import PEAGLE
 from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
 from specdec_cli.recipe.choices.typical import TypicalKeys
@@ -33,6 +34,7 @@ METHODS: dict[str, MethodChoice] = {
     "mtp": MTP,
     "mtp_module": MTP_MODULE,
     "ngram": NGRAM,
+    "pard": PARD,
     "peagle": PEAGLE,
     NONE: MethodChoice("plain decoding"),
 }
@@ -50,7 +52,7 @@ POLICIES: dict[str, PolicyChoice] = {
 }
 
 
-class MethodAndRuleKeys(TypicalKeys, NgramKeys, Eagle3Keys, MtpKeys, SyntheticKeys):
+class MethodAndRuleKeys(TypicalKeys, NgramKeys, Eagle3Keys, MtpKeys, BlockKeys, SyntheticKeys):
     """The keys of `speculation` that belong to one method or rule."""
 
 

@@ -6,11 +6,6 @@ from specdec_cli.recipe.choices.forms import DraftForm, Sign, named, speculator,
 _KNOWN = "eagle3", "peagle", "dspark", "dflash", "eagle", "mtp"
 
 UNBUILT = (
-    DraftForm(
-        "a PARD draft",
-        ((Sign("pard_token"), valued("spd_type", "pard")),),
-        (forms.PARD2, forms.DSPARK, forms.DFLASH, forms.PEAGLE, forms.EAGLE3),
-    ),
     DraftForm("a PARD-2 draft", (forms.PARD2,)),
     DraftForm(
         "an EAGLE head of the first kinds (EAGLE-1, EAGLE-2 or HASS)",

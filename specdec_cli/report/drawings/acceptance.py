@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.drawings import canvas
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, style_of
+from specdec_cli.report.findings import longest_proposals
 from specdec_cli.report.folder import ReportedRun
 
 
@@ -13,18 +13,12 @@ def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
 
     Returns whether there is anything to draw.
     """
-    longest: dict[str, Point] = {}
-    for point in run.points:
-        if point.metrics is None or point.is_baseline:
-            continue
-        name = "all" if run.is_comparison else run.labels[point.draft]
-        if name not in longest or point.k > longest[name].k:
-            longest[name] = point
+    longest = longest_proposals(run)
     if not longest:
         return False
     (axis,) = make_axes(figure, 1, 3.2)
     most = 1
-    for index, (name, point) in enumerate(sorted(longest.items())):
+    for index, (name, point) in enumerate(longest.items()):
         style = style_of(index)
         prefix = f"{safe(name)}, " if len(longest) > 1 else ""
         for key, word, dash in [

@@ -1,0 +1,78 @@
+"""Proposing tokens with a PARD draft (An et al., arXiv 2504.18583): a model trained with masks.
+
+One causal pass over the tokens that its cache lacks and K - 1 masks gives all proposals: the last
+token's row decides the first, each mask's row the one after it. So proposals of a smaller k are the
+first of a larger one's. True tokens are written over masks. Legend: B slots, K proposal length.
+"""
+
+import torch
+
+from specdec_cli.core.batch import Rectangle
+from specdec_cli.core.candidates import Candidates
+from specdec_cli.core.drafting import Drafting
+from specdec_cli.core.state import BatchState
+from specdec_cli.errors import SetupError
+from specdec_cli.methods.base import Method, MethodBytes, MethodParts, Proposer, RoundSize
+from specdec_cli.methods.draft_model import DraftModel
+from specdec_cli.models.description import Description
+from specdec_cli.models.paged import PagedModel
+from specdec_cli.text import shown
+
+_KEY = "pard_token"
+
+
+class Pard(DraftModel):
+    """Draws K tokens a sequence from one pass of the draft. k: the largest K."""
+
+    def __init__(self, model: PagedModel | None, max_len: int, k: int) -> None:
+        super().__init__(model, max_len)
+        # A round that accepts all of k leaves k + 1 tokens that the cache lacks.
+        self.tail = self.max_lag = k + 1
+        self.mask_id = 0 if model is None else int(getattr(model.module.config, _KEY))
+
+    def propose(self, state: BatchState, draft: Drafting) -> Candidates:
+        """All tokens, from the last token's row and those of masks. Writing a key again changes
+        nothing."""
+        if self.model is None or draft.is_over:
+            return draft.nothing()
+        masks = state.tail.new_full((state.num_slots, draft.k - 1), self.mask_id)
+        fed = torch.cat((state.tail, masks), dim=1)
+        # Mask j decides proposal j + 1; sequences that take more than j + 1 need it.
+        what = Rectangle(fed, draft.lens, -self.tail, 2, self.max_len, False, state.draft_kv)
+        logits = self.model.forward_slots(what, state).logits
+        draft.draw_all(logits[:, self.tail - 1 :])
+        return draft.candidates()
+
+    def kv_after(self, n: int, k: int, accepted: int) -> int:
+        """Masks stand where the accepted tokens' keys would be."""
+        return n
+
+    forecast = Proposer.forecast  # its rounds have to be run
+
+
+def _make(parts: MethodParts) -> Pard:
+    assert parts.draft is None or isinstance(parts.draft, PagedModel)
+    return Pard(parts.draft, parts.draft_max_len, parts.speculation.num_speculative_tokens)
+
+
+def _estimate_bytes(size: RoundSize) -> MethodBytes:
+    """The pass, whose rows all have logits, and those that tokens were drawn from."""
+    if size.draft is None:
+        return MethodBytes()
+    rows = 2 * size.k * size.batch_size
+    passing = size.draft.pass_bytes(rows, rows, gathers=False)
+    drawn = 0 if size.is_greedy else rows * size.draft.vocab_size * size.draft.dtype.itemsize
+    return MethodBytes(in_round=passing + drawn)
+
+
+def _check(draft: Description) -> None:
+    """Raise `SetupError` for a draft without a token for masks."""
+    token = getattr(draft.module.config, _KEY, None)
+    if type(token) is not int or not 0 <= token < draft.vocab_size:
+        raise SetupError(
+            f"config.json of the PARD draft {draft.spec.name}: {_KEY} is {shown(token)}: it has to "
+            f"be one of {draft.vocab_size} ids"
+        )
+
+
+METHOD = Method(_make, _estimate_bytes, check=_check)

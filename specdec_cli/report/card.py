@@ -1,0 +1,103 @@
+"""The card that a report opens with: the verdict, what it gains and costs, and what to start.
+
+Knows nothing of HTML.
+"""
+
+from collections.abc import Sequence
+
+from specdec_cli.experiment.folders.conclusions import MemoryCost, SweepSummary
+from specdec_cli.experiment.folders.records import Point
+from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE
+from specdec_cli.report.findings import Finding, interval_in_words, setting_in_words, times
+from specdec_cli.report.folder import ReportedRun
+from specdec_cli.report.vllm import Deployment
+
+_VERDICTS = {
+    "use": "use it: faster than plain decoding beyond chance",
+    "none": f"no speculation: nothing gains more than {100 * NEGLIGIBLE:.0f} % beyond chance",
+    "inconclusive": "inconclusive: nothing was shown, and nothing is advised",
+}
+
+
+def card(
+    run: ReportedRun, bests: Sequence[Finding], deployment: Deployment | None
+) -> list[tuple[str, str]]:
+    """Titles and texts, of the first batch size; empty where nothing was measured."""
+    best = next((one for one in bests if one.point is not None), None)
+    if best is None or best.recorded is None:
+        return []
+    point, leader = best.point, _with_proposals(run, best)
+    assert point is not None
+    found = [("Verdict", _VERDICTS.get(best.verdict, best.verdict))]
+    shown = leader if point.is_baseline or best.is_open else point
+    name = "Recommended" if best.verdict == "use" else "Fastest with proposals"
+    if shown is not None:
+        found.append((name, f"{setting_in_words(run, shown)}, batch size {shown.batch_size}"))
+        if (gain := shown.speedup or shown.predicted_speedup) is not None:
+            found.append(("Gain", f"{times(gain)}{interval_in_words(shown.speedup_ci)}"))
+        found += [("Memory", told) for told in _memory(run, shown)]
+    if deployment is not None and not best.is_open:
+        found.append(("vLLM", deployment.command))
+        if deployment.sglang_command is not None:
+            found.append(("SGLang", deployment.sglang_command))
+    return [*found, *(("Would change it", told) for told in _would_change(best, shown))]
+
+
+def _with_proposals(run: ReportedRun, best: Finding) -> Point | None:
+    """The fastest point with proposals at the finding's batch size."""
+    points = [p for p in run.points if p.batch_size == best.batch_size and not p.is_baseline]
+    known = [p for p in points if (p.speedup or p.predicted_speedup) is not None]
+    return max(known, key=lambda p: p.speedup or p.predicted_speedup or 0.0, default=None)
+
+
+def _memory(run: ReportedRun, point: Point) -> list[str]:
+    """The memory that a point's draft takes, where the run recorded it."""
+    costs = run.summary.memory if isinstance(run.summary, SweepSummary) else []
+    cost = next((one for one in costs if one.draft == point.draft), None)
+    if cost is None:
+        return []
+    if not cost.draft_weight_bytes and not cost.draft_token_bytes:
+        return ["none: there is no draft model"]
+    more = 100 * cost.draft_token_bytes / max(cost.target_token_bytes, 1e-9)
+    weights = 100 * cost.draft_weight_bytes / max(cost.target_weight_bytes, 1)
+    told = (
+        f"{cost.draft_weight_bytes / 2**20:,.0f} MiB of weights ({weights:.0f} % of the target's), "
+        f"and {more:.0f} % more cache for each token"
+    )
+    return [f"{told}; {_sequences(cost)}"]
+
+
+def _sequences(cost: MemoryCost) -> str:
+    """The sequences that no longer fit."""
+    length = cost.longest_tokens
+    plain = cost.target_token_bytes * length
+    if cost.device_bytes is None:
+        lost = cost.draft_weight_bytes / max(plain, 1.0)
+        return f"its weights take the room of {lost:,.0f} sequences of {length:,} tokens"
+    left = cost.device_bytes - cost.target_weight_bytes
+    both = (cost.target_token_bytes + cost.draft_token_bytes) * length
+    before, after = left / plain, (left - cost.draft_weight_bytes) / both
+    return (
+        f"{max(0, int(before)):,} sequences of {length:,} tokens fit without it, and "
+        f"{max(0, int(after)):,} beside it"
+    )
+
+
+def _would_change(best: Finding, shown: Point | None) -> list[str]:
+    needed = best.recorded.needed if best.recorded is not None else None
+    if best.is_open:
+        if needed is None:
+            return []
+        minutes = needed.minutes
+        time = f", some {max(1, round(minutes)):,} quiet minutes" if minutes is not None else ""
+        return [f"more evidence: about {needed.prompts:,} prompts like these{time}"]
+    even = shown.break_even if shown is not None else None
+    rate = shown.number("draft_acceptance_rate") if shown is not None else None
+    found = []
+    if even is not None and rate is not None and (needs := even.draft_acceptance_rate) is not None:
+        way = "fewer" if rate > needs else "more"
+        found.append(
+            f"prompts or a draft with {way} than {100 * needs:.0f} % of proposals accepted "
+            f"({100 * rate:.0f} % here)"
+        )
+    return [*found, f"another batch size than {best.batch_size}: a round's cost grows with it"]

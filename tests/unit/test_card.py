@@ -1,0 +1,126 @@
+"""The card that a report opens with, its sections, and what it advises to start."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_cli.report.content import Content
+from specdec_cli.report.folder import read_folder
+from specdec_cli.report.page import page
+from tests.report_helpers import DRAFT, RECIPE, sweep_points, write_folder
+
+NEEDED = {"prompts": 240, "minutes": 12.4}
+COST = {
+    "draft": DRAFT, "target_weight_bytes": 16 << 30, "draft_weight_bytes": 2 << 30,
+    "target_token_bytes": 131072.0, "draft_token_bytes": 32768.0, "longest_tokens": 1024,
+}  # fmt: skip
+
+
+def content_of(
+    folder: Path, verdict: str, k: int = 3, recipe: dict[str, Any] = RECIPE, **more: Any
+) -> Content:
+    """A sweep of one batch size that ended with this verdict."""
+    points = [p for p in sweep_points((0, 1, 3), (1,)) if p["draft"] in (None, DRAFT)]
+    best = {
+        "k": k, "draft": DRAFT if k else None, "tied": [k], "verdict": verdict,
+        "significant": verdict == "use", "reason": "the run's own words",
+        "needed": NEEDED if verdict == "inconclusive" else None,
+    }  # fmt: skip
+    file = write_folder(folder, points, recipe=recipe) / "summary.json"
+    changed = {"best_by_batch_size": {"1": best}, **more}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return Content(read_folder(folder))
+
+
+def test_a_card_of_what_pays(tmp_path: Path) -> None:
+    content = content_of(tmp_path, "use", memory=[COST])
+    card = dict(content.card)
+    assert card["Verdict"].startswith("use it")
+    assert card["Recommended"] == "k = 3 with draft-1b, batch size 1"
+    assert card["Gain"].startswith("1.") and "95 % interval" in card["Gain"]
+    told = "2,048 MiB of weights (12 % of the target's), and 25 % more cache for each token"
+    assert card["Memory"] == f"{told}; its weights take the room of 16 sequences of 1,024 tokens"
+    assert card["vLLM"].startswith("vllm serve org/target-8b --speculative-config")
+    sglang = shlex.split(card["SGLang"])
+    assert sglang[sglang.index("--speculative-algorithm") + 1] == "STANDALONE"
+    assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == "4"
+    assert sglang[sglang.index("--speculative-num-steps") + 1] == "3"
+    assert sglang[-2:] == ["--speculative-draft-model-path", DRAFT]
+    assert (
+        "of proposals accepted" in card["Would change it"]
+        or "batch size" in card["Would change it"]
+    )
+
+
+def test_sequences_that_no_longer_fit_on_a_device(tmp_path: Path) -> None:
+    content = content_of(tmp_path, "use", memory=[COST | {"device_bytes": 24 << 30}])
+    told = dict(content.card)["Memory"]
+    assert told.endswith("64 sequences of 1,024 tokens fit without it, and 38 beside it")
+
+
+def test_inconclusive_runs_advise_nothing(tmp_path: Path) -> None:
+    content = content_of(tmp_path, "inconclusive")
+    card = dict(content.card)
+    assert content.headline == "Inconclusive at batch size 1: the run's own words."
+    assert card["Verdict"].startswith("inconclusive") and "Recommended" not in card
+    assert "vLLM" not in card and "SGLang" not in card
+    assert card["Would change it"] == (
+        "more evidence: about 240 prompts like these, some 12 quiet minutes"
+    )
+    found = content.deployment
+    assert found is not None and found.speculative_config is None is found.rehearsal
+    assert found.notes[0].startswith("Nothing was shown, so nothing is advised")
+    assert found.recommendation == [content.headline]
+
+
+def test_no_speculation_has_a_card_too(tmp_path: Path) -> None:
+    card = dict(content_of(tmp_path, "none", k=0).card)
+    assert card["Verdict"].startswith("no speculation") and card["vLLM"].endswith("org/target-8b")
+    assert card["SGLang"].endswith("--model-path org/target-8b")
+    assert "Fastest with proposals" in card and "Recommended" not in card
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("package:llm-small", "lies in an installed package"),
+        ("models/small-q8.gguf", "is a GGUF file"),
+        ("org/target-8b", None),
+    ],
+)
+def test_what_to_put_in_place_of_a_model(target: str, told: str | None, tmp_path: Path) -> None:
+    recipe = json.loads(json.dumps(RECIPE))
+    recipe["target"]["model"] = target
+    found = content_of(tmp_path, "use", recipe=recipe).deployment
+    assert found is not None
+    said = [note for note in found.notes if note.startswith(target)]
+    assert [told in note for note in said] == ([True] if told else [])
+
+
+@pytest.mark.parametrize(("method", "algorithm"), [("ngram", "NGRAM"), ("eagle3", "EAGLE3")])
+def test_methods_of_sglang(method: str, algorithm: str, tmp_path: Path) -> None:
+    recipe = json.loads(json.dumps(RECIPE))
+    recipe["speculation"]["method"] = method
+    found = content_of(tmp_path, "use", recipe=recipe).deployment
+    assert found is not None and found.sglang_command is not None
+    parts = shlex.split(found.sglang_command)
+    assert parts[parts.index("--speculative-algorithm") + 1] == algorithm
+    assert ("--speculative-num-steps" in parts) == (method == "eagle3")
+
+
+def test_sections_begin_with_their_conclusion_and_long_tables_are_folded(tmp_path: Path) -> None:
+    points = sweep_points()
+    content = Content(read_folder(write_folder(tmp_path, points)))
+    text = page(content, [])
+    assert text.index('<dl class="card">') < text.index("<section") if content.card else True
+    speed = text[text.index("<h2>Speed</h2>") :]
+    assert speed.startswith(f"<h2>Speed</h2><p>{content.headline[:20]}")
+    folded, shown = text.index("<details><summary>Every point: "), text.index("table-results")
+    assert folded < shown and f"{len(points)} rows" in text[folded:shown]
+    plotless = text[text.index("<h2>Latency</h2>") :]
+    assert "with draft-1b a token takes" in plotless.partition("<details>")[0].lower()
+    few = page(content_of(tmp_path / "few", "use"), [])
+    assert "<details><summary>Every point" not in few and "table-results" in few

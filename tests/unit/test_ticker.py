@@ -1,0 +1,58 @@
+"""Lines of progress on a stderr that is no terminal."""
+
+import re
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specdec_cli.terminal import ticker
+from specdec_cli.terminal.sinks import PromptLines
+from specdec_cli.terminal.sweep import SweepLines
+from specdec_cli.terminal.ticker import Ticker
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticker, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(ticker, "_LOOK_S", 0.02)
+
+
+def test_silence_is_broken_and_lines_put_it_off(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Ticker(lambda: "on the way")
+    time.sleep(0.5)
+    found.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and set(lines) <= {"on the way after 0:00", "on the way after 0:01"}
+    busy = Ticker(lambda: "on the way")
+    for _ in range(8):
+        busy.say("a point")
+        time.sleep(0.05)
+    busy.close()
+    assert set(capsys.readouterr().err.splitlines()) == {"a point"}
+    time.sleep(0.3)
+    assert capsys.readouterr().err == "", "closed"
+
+
+def test_a_sweep_tells_its_stage_and_the_samples_of_other_processes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    batches: list[list[Any]] = [[1, 2, 3]]
+    view = SweepLines(10, lambda: batches.pop() if batches else [])
+    view.begin("warming up")
+    time.sleep(0.5)
+    view.close()
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"warming up: 3 of 10 samples after 0:0\d", first)
+
+
+def test_generate_tells_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    job: Any = SimpleNamespace(prompts=range(4))
+    sink = PromptLines(job)
+    for _ in range(3):
+        sink.tokens(SimpleNamespace(token_ids=[5, 6]), is_last=False)  # type: ignore[arg-type]
+    sink.output(SimpleNamespace())  # type: ignore[arg-type]
+    time.sleep(0.5)
+    sink.close()
+    assert capsys.readouterr().err.startswith("1 of 4 prompts, 6 tokens after 0:0")
