@@ -275,10 +275,15 @@ def sure_length(
 
 
 def expected_rounds(
-    pair: Pair, prompt: list[int], k: int, cut: Callable[..., int] | None = None
+    pair: Pair,
+    prompt: list[int],
+    k: int,
+    cut: Callable[..., int] | None = None,
+    width: int | None = None,
 ) -> list[tuple[int, int]]:
     """(proposed, accepted) of each round of greedy decoding, without any cache; those without
-    proposals are left out. cut: gives the length of a block, as `sure_length` does."""
+    proposals are left out. cut: gives the length of a block, as `sure_length` does. width:
+    tokens that passes draft, k by default."""
     oracle, drafter = reference(pair.target), pair.drafter
     text = prompt + greedy_reference(oracle, prompt, NEW_TOKENS)
     features, found, n = features_of(oracle, drafter, text), [], len(prompt)
@@ -287,7 +292,7 @@ def expected_rounds(
         if count:
             # The block keeps its width near the end.
             with torch.no_grad():
-                proposed, _ = drafter.propose(features[: n - 1], text[n - 1], k)
+                proposed, _ = drafter.propose(features[: n - 1], text[n - 1], width or k)
                 if cut is not None:
                     count = min(count, cut(features[: n - 1], text[n - 1], proposed))
             stand = next((i for i in range(count) if proposed[i] != text[n + i]), count)

@@ -203,7 +203,7 @@ def wire(
     speculation = recipe.speculation.model_copy(update={"options": options})
     if plan.k:
         draft_len = plan.draft.max_len if plan.draft is not None else 0
-        parts = MethodParts(speculation, models.target, models.draft, draft_len)
+        parts = MethodParts(speculation, models.target, models.draft, draft_len, plan.draft)
         proposer = method_of(speculation).make(parts)
         if models.target.hidden_layers != proposer.feature_layers:  # a plugin's, not planned
             models.target.hidden_layers = proposer.feature_layers

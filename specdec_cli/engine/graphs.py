@@ -245,9 +245,10 @@ class RoundCache:
         self._pool = self._texts = None
 
     def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        # Padding reaches up to k tokens past the longest sequence; its columns hold block 0.
+        # Rows reach so far past the longest sequence; columns of padding hold block 0.
+        ahead = max(k, parts.proposer.ahead(k)) if parts.proposer is not None else k
         held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
-        columns = held + self.allocator.blocks_for(k + 1)
+        columns = held + self.allocator.blocks_for(ahead + 1)
         device = parts.target.device
         if self.is_captured and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

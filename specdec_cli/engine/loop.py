@@ -221,8 +221,8 @@ class Engine:
         # Plain decoding shall not cost what a proposer does besides.
         proposer = self.proposer if k else None
         draft_max_len = proposer.max_len if proposer is not None else 0
-        fills = proposer is not None and proposer.fills_block
-        scheduler = Scheduler(self.allocator, self.batch_size, k, draft_max_len, fills)
+        ahead = proposer.ahead(k) if proposer is not None else 0
+        scheduler = Scheduler(self.allocator, self.batch_size, k, draft_max_len, ahead)
         by_slots = self._rounds.of(self._parts(proposer, params), k)
         clock = RunClock()
         prefill = Prefill(

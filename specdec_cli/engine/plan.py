@@ -390,7 +390,9 @@ def block_bytes_of(plan: Plan) -> tuple[int, int]:
 def cache_need(plan: Plan, longest: int) -> CacheNeed:
     """The size of a run whose longest sequence has so many tokens."""
     recipe = plan.recipe
-    return CacheNeed(recipe.run.batch_size, longest, plan.k, recipe.cache.block_size)
+    rows = plan.draft.passes(plan.k).rows if plan.draft is not None else 0
+    k = max(plan.k, rows - 1)  # as far as a round's passes reach
+    return CacheNeed(recipe.run.batch_size, longest, k, recipe.cache.block_size)
 
 
 def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSpec:

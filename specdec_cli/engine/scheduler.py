@@ -24,13 +24,13 @@ class Scheduler:
         batch_size: int,
         k: int,
         draft_max_len: int,
-        fills_block: bool = False,
+        ahead: int = 0,
     ) -> None:
         self.allocator = allocator
         self.batch_size = batch_size
         self.k = k
         self.draft_max_len = draft_max_len
-        self.fills_block = fills_block  # see `Proposer`
+        self.ahead = ahead  # see `Proposer`
         self.pending: deque[Sequence] = deque()  # not arrived yet, by the time of arrival
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -144,16 +144,16 @@ class Scheduler:
     def _next_length(self, seq: Sequence) -> int:
         proposed = self.proposal_len(seq)
         length = len(seq.tokens) + proposed
-        if proposed and self.fills_block:
-            length = max(length, min(len(seq.tokens) + self.k, self.draft_max_len))
+        if proposed and self.ahead:
+            length = max(length, min(len(seq.tokens) + self.ahead, self.draft_max_len))
         return length
 
     def _most(self, seq: Sequence) -> int:
         """Most tokens that the cache ever has to hold. The last token's keys and values are never
         needed, and the last round that proposes begins two tokens before the end."""
         length = seq.max_tokens - 1
-        if self.fills_block and self.k:
-            length = max(length, min(length - 1 + self.k, self.draft_max_len))
+        if self.ahead:
+            length = max(length, min(length - 1 + self.ahead, self.draft_max_len))
         return length
 
     def _admission_blocks(self, length: int) -> int:
@@ -163,7 +163,7 @@ class Scheduler:
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
         """Most tokens that the cache may have to hold."""
         n = len(seq.tokens)
-        return max(n, min(n + ahead + self.k, self._most(seq)))
+        return max(n, min(n + ahead + max(self.k, self.ahead), self._most(seq)))
 
     def _preempt(self, seq: Sequence) -> None:
         self.allocator.shrink(seq.block_table, 0)

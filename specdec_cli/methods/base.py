@@ -49,7 +49,8 @@ class MethodParts:
     """The recipe's section and the models that a proposer may be made from, on this rank.
 
     draft: the draft, a `PagedModel` unless the method describes its own; None if the method has
-    none, or this rank holds no part of it. draft_max_len: the draft's context length; 0 without a
+    none, or this rank holds no part of it. described: the draft's description, on every rank.
+    draft_max_len: the draft's context length; 0 without a
     draft.
     """
 
@@ -57,6 +58,7 @@ class MethodParts:
     target: PagedModel
     draft: Loaded | None = None
     draft_max_len: int = 0
+    described: Draft | None = None
 
 
 class RoundSize(NamedTuple):
@@ -115,8 +117,7 @@ class Proposer:
     that it reads. max_lag: most tokens that may be missing from its cache when a round begins; if
     more are missing they are prefilled first. is_paged: whether all that it keeps of a text lies in
     the cache blocks of its tokens, so that texts which begin alike may share blocks. depends_on_k:
-    whether a proposal depends on the number that are asked for after it. fills_block: whether its
-    passes feed K rows, however few a sequence may still propose, and so need cache blocks for them.
+    whether a proposal depends on the number that are asked for after it.
 
     A proposer that inherits from this has the values below, keeps nothing, and needs `propose`.
     """
@@ -128,7 +129,6 @@ class Proposer:
     max_lag: int = sys.maxsize
     is_paged: bool = False
     depends_on_k: bool = False
-    fills_block: bool = False
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Take in prompt tokens. features: [T, F], hidden states of these tokens, or None."""
@@ -144,6 +144,11 @@ class Proposer:
     def takes_decisions(self) -> bool:
         """False for a proposer whose `commit` does nothing."""
         return type(self).commit is not Proposer.commit
+
+    def ahead(self, k: int) -> int:
+        """Places behind a text that its passes in a round of k feed and need cache blocks for,
+        however few tokens the sequence may still propose; 0 for those of its proposals alone."""
+        return 0
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
         """Number of leading tokens in the proposer's cache after a round that began with n tokens

@@ -6,6 +6,10 @@ k + 1 rows that see the context and each other. Their keys go to the places of t
 the next rows are written over them. Legend: B slots, K proposal length, H width of the drafter.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 
 from specdec_cli.core.batch import Rectangle
@@ -21,16 +25,31 @@ from specdec_cli.methods.base import (
 )
 from specdec_cli.methods.step_head import HeadProposer
 from specdec_cli.models.heads.description import HeadDescription, describe_head
-from specdec_cli.models.heads.dflash.config import read_dflash_config
+from specdec_cli.models.heads.dflash.config import DFlashConfig, read_dflash_config
 from specdec_cli.models.heads.dflash.head import DFlashHead
 from specdec_cli.models.heads.paged import PagedHead
 
 
 class DFlash(HeadProposer):
-    """Draws K tokens a sequence from one pass."""
+    """Draws K tokens a sequence from one pass.
 
-    depends_on_k = True  # K sets the number of rows, which see each other
-    fills_block = True
+    rows: of the pass in a round of k, on every rank. depends_on_k: K sets them, and they see each
+    other, unless all passes have the trained width.
+    """
+
+    def __init__(
+        self,
+        head: PagedHead | None,
+        feature_layers: tuple[int, ...],
+        max_len: int,
+        rows: Callable[[int], int],
+        depends_on_k: bool,
+    ) -> None:
+        super().__init__(head, feature_layers, max_len)
+        self.rows, self.depends_on_k = rows, depends_on_k
+
+    def ahead(self, k: int) -> int:
+        return self.rows(k) - 1
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """All K tokens, from the rows that decide one."""
@@ -38,15 +57,16 @@ class DFlash(HeadProposer):
             return draft.nothing()
         head = self.head.head
         assert isinstance(head, DFlashHead)
-        rows = head.config.rows_for(draft.k)
+        rows = self.rows(draft.k)
         masks = state.tail.new_full((state.num_slots, rows - 1), head.config.mask_id)
         block = torch.cat((state.tail[:, -1:], masks), dim=1)
         # Caps of a sequence cut its proposals, never the block.
-        lens = (draft.caps > 0) * draft.k
+        lens = (draft.caps > 0) * rows
         what = Rectangle(block, lens, -1, 1, self.max_len, False)
         nothing = head.norm.new_empty(*block.shape, 0)
         x = self.head.forward_slots(what, state, nothing, fused=True)
-        decided = x.hidden.unflatten(0, (-1, rows))[:, rows - draft.k :]
+        first = 0 if head.config.anchor_predicts else 1
+        decided = x.hidden.unflatten(0, (-1, rows))[:, first : first + draft.k]
         x = head.normed(decided.flatten(0, 1))
         logits = head.logits(x).unflatten(0, (-1, draft.k))
         if head.markov is None:
@@ -80,7 +100,11 @@ class DFlash(HeadProposer):
 
 def _make(parts: MethodParts) -> DFlash:
     assert parts.draft is None or isinstance(parts.draft, PagedHead)
-    return DFlash(parts.draft, parts.target.hidden_layers, parts.draft_max_len)
+    described = parts.described
+    assert isinstance(described, HeadDescription) and isinstance(described.config, DFlashConfig)
+    config, layers = described.config, parts.target.hidden_layers
+    is_set_by_k = not config.keeps_width
+    return DFlash(parts.draft, layers, parts.draft_max_len, config.rows_for, is_set_by_k)
 
 
 def estimate_bytes(size: RoundSize) -> MethodBytes:
@@ -98,10 +122,13 @@ def estimate_bytes(size: RoundSize) -> MethodBytes:
 
 def describe(place: DraftPlace) -> HeadDescription:
     """The drafter, whichever config its folder has."""
+    keeps_width = place.speculation.block_width == "trained"
+
+    def read(name: str, folder: Path, _: int) -> DFlashConfig:
+        return replace(read_dflash_config(name, folder), keeps_width=keeps_width)
+
     where = place.spec, place.device, place.parallel, place.target, place.max_model_len
-    return describe_head(
-        *where, lambda name, folder, _: read_dflash_config(name, folder), DFlashHead
-    )
+    return describe_head(*where, read, DFlashHead)
 
 
 METHOD = Method(_make, estimate_bytes, describe)

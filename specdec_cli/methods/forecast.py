@@ -120,10 +120,11 @@ class _Replay:
         """The rounds that begin at the tokens of the output, in turn."""
         allocator, device = self.teacher.allocator, self.teacher.target.device
         reach, size = len(self.text.tokens), allocator.block_size
-        touched = allocator.blocks_for((size if self.proposer.is_paged else reach) + self.k + 1)
+        ahead = max(self.k, self.proposer.ahead(self.k))
+        touched = allocator.blocks_for((size if self.proposer.is_paged else reach) + ahead + 1)
         spare: list[int] = []
         # Rounds near the end propose past it, as far as there is room.
-        room = min(reach + self.k, allocator.num_free * size)
+        room = min(reach + ahead, allocator.num_free * size)
         allocator.extend(self.text.block_table, max(reach, room))
         try:
             width = min(_SIDE_BY_SIDE, 1 + allocator.num_free // touched)

@@ -113,6 +113,25 @@ def test_a_narrower_pass_is_another(pairs: dict[str, Pair]) -> None:
     check_rounds(pairs["z-lab"], 2)
 
 
+@pytest.mark.parametrize("kind", ["z-lab", "gated"])
+def test_passes_of_the_trained_width(pairs: dict[str, Pair], kind: str) -> None:
+    """As transformers' generator: proposals of a smaller k are the first of a larger one's."""
+    pair, key = pairs[kind], {"speculation.block_width": "trained"}
+    most = 4 + (kind == "gated")
+    engine = build(planned(pair, most, **key), 12)
+    requests, params = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)], planned(pair).params
+    for seq, request in zip(engine.run(requests, 2, params).seqs, requests, strict=True):
+        wanted = expected_rounds(pair, list(request.token_ids), 2, width=most)
+        assert rounds_of(seq) == wanted
+        told, start = engine.forecast(request, seq.output_ids, most, params), 0
+        assert told.ahead is not None and told.only_k is None
+        for proposed, accepted in wanted:
+            chances = told.ahead[start][:proposed]
+            assert accepted == (*(round(c) for c in chances), 0).index(0)
+            start += accepted + 1
+    assert planned(pair, 1, **key).draft.passes(1).rows == 5  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("kind", ["z-lab", "anchor"])
 def test_the_block_bounds_k(pairs: dict[str, Pair], kind: str) -> None:
     most = 4 + (kind == "anchor")

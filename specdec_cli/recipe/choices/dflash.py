@@ -1,8 +1,23 @@
 """Drafters of a whole block in one pass, DFlash and DSpark: in a recipe, and in vLLM's config."""
 
+from typing import Literal
+
+from pydantic import Field
+
 from specdec_cli.recipe.choices import forms
 from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted
 from specdec_cli.recipe.choices.forms import DraftForm, speculator
+from specdec_cli.recipe.fields import Section
+
+
+class BlockKeys(Section):
+    """The keys of drafters that draft a block."""
+
+    block_width: Literal["k", "trained"] = Field(
+        default="k",
+        description="rows of a DFlash or DSpark drafter's pass: as many as k asks for (z-lab, "
+        "vLLM), or always block_size (transformers), so that one run predicts every k",
+    )
 
 
 def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:

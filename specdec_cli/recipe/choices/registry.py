@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from specdec_cli.recipe.choices.adaptive import AdaptiveKeys
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
 from specdec_cli.recipe.choices.confidence import ConfidenceKeys
-from specdec_cli.recipe.choices.dflash import DFLASH, DSPARK
+from specdec_cli.recipe.choices.dflash import DFLASH, DSPARK, BlockKeys
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
 from specdec_cli.recipe.choices.eagle3 import EAGLE3, Eagle3Keys
 from specdec_cli.recipe.choices.forms import DraftForm
@@ -52,7 +52,7 @@ POLICIES: dict[str, PolicyChoice] = {
 }
 
 
-class MethodAndRuleKeys(TypicalKeys, NgramKeys, Eagle3Keys, MtpKeys, SyntheticKeys):
+class MethodAndRuleKeys(TypicalKeys, NgramKeys, Eagle3Keys, MtpKeys, BlockKeys, SyntheticKeys):
     """The keys of `speculation` that belong to one method or rule."""
 
 

@@ -42,9 +42,9 @@ class DFlashConfig(HeadConfig):
     block_size: rows of a pass in training. mask_id: the token that rows without one of their own
     embed. layer_ids: layers of the target whose inputs are read, counted as hidden states; None
     where the config names none. anchor_predicts: whether the row of the last known token decides
-    the one after it; else each row decides the token at its own place. markov_rank: r, 0 without a
-    Markov head. markov_type: of it, one of MARKOV_TYPES. confidence_width: numbers that the
-    confidence head reads, 0 without one.
+    the one after it; else each row decides the token at its own place. keeps_width: whether all
+    passes have the trained width. markov_rank: r, 0 without a Markov head. markov_type: of it, one
+    of MARKOV_TYPES. confidence_width: numbers that the confidence head reads, 0 without one.
     """
 
     noun: ClassVar[str] = "DFlash drafter"
@@ -55,6 +55,7 @@ class DFlashConfig(HeadConfig):
     mask_id: int
     layer_ids: tuple[int, ...] | None
     anchor_predicts: bool
+    keeps_width: bool = False
     markov_rank: int = 0
     markov_type: str = "vanilla"
     confidence_width: int = 0
@@ -69,6 +70,8 @@ class DFlashConfig(HeadConfig):
 
     def rows_for(self, k: int) -> int:
         """Rows of the pass that drafts k tokens."""
+        if self.keeps_width:
+            return self.block_size
         return k if self.anchor_predicts else k + 1
 
     @property
