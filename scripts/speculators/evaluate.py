@@ -20,6 +20,7 @@ import yaml
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from scripts.speculators import commands
 from scripts.speculators.fit import outlook, read_log
 from scripts.speculators.target import named
 from specdec_cli.backends import native
@@ -42,7 +43,9 @@ FEW = 8  # prompts that say nothing of others
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=commands.Help
+    )
     parser.add_argument("speculators", nargs="+", help="folders, or methods without a draft")
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", required=True, help="never trained on")
@@ -185,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    commands.run(main)

@@ -16,6 +16,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from scripts.speculators import commands
+
 DEMO = Path(__file__).parents[2] / "specdec_cli" / "demo"
 RECORD = DEMO / "manifest-speculators.json"
 LIMIT = 16_000_000  # bytes of a weights file
@@ -63,7 +65,9 @@ FORMS = {
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=commands.Help
+    )
     parser.add_argument("given", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--eval", type=Path, required=True)
     parser.add_argument("--texts", type=Path, required=True)
@@ -140,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    commands.run(main)

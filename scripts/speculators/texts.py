@@ -14,6 +14,7 @@ import json
 import random
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
+from scripts.speculators import commands
 from scripts.speculators.cleaning import OVERLAP, Avoided, end_of_sense
 from scripts.speculators.corpus import Frame, Text, read_wave, write_wave
 from scripts.speculators.frames import Passage, seed, task
@@ -40,6 +42,8 @@ TEMPERATURES = (0.0, 0.4, 0.8)  # of answers, in turn
 SEED_TEMPERATURE = 0.8  # of passages, which are to be many
 TURN = {"temperature": 1.0, "top_p": 0.9}  # of self-drawn users' turns
 TURN_TOKENS = 96
+# On a GPU, and on a CPU, where a wave should take less than a minute.
+_SIZES = {"batch": (1024, 16), "new_tokens": (512, 96), "prompt_tokens": (1024, 192)}
 RECENT = 6  # waves whose passages serve tasks
 MARK = "\u241e"  # stands for a message's text in a rendered conversation
 
@@ -232,7 +236,9 @@ def turns_of(line: dict[str, Any]) -> list[str]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=commands.Help
+    )
     parser.add_argument("--target", help="folder, hub id or demo:target; or a recipe names it")
     parser.add_argument("--recipe", help="recipe file with the target and settings of the run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
@@ -240,12 +246,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", help="a file with prompts, instead of self-drawn ones")
     parser.add_argument("--avoid", action="append", default=[], metavar="FILE",
                         help=f"prompts that no text may share {OVERLAP} tokens with")  # fmt: skip
-    parser.add_argument("--minutes", type=float, help="begin no wave after that but the first")
+    parser.add_argument(
+        "--minutes", type=float, help="from the start; the first wave is written whole"
+    )
     parser.add_argument("--waves", type=int, help="write so many waves in all")
-    parser.add_argument("--batch", type=int, default=1024, help="texts of a wave")
-    parser.add_argument("--new-tokens", type=int, default=512)
+    told = partial(commands.default, _SIZES)
+    parser.add_argument("--batch", type=int, help=f"texts of a wave; {told('batch')}")
+    parser.add_argument("--new-tokens", type=int, help=told("new_tokens"))
     parser.add_argument("--turn-tokens", type=int, default=TURN_TOKENS)
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="drop longer prompts")
+    parser.add_argument(
+        "--prompt-tokens", type=int, help=f"drop longer prompts; {told('prompt_tokens')}"
+    )
     parser.add_argument(
         "--shard", default="0/1", metavar="I/N", help="write every Nth wave, from I"
     )
@@ -253,6 +264,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.minutes is None and args.waves is None:
         parser.error("say how much to write: --minutes or --waves")
+    devices = [item.partition("=")[2] for item in args.set if item.startswith("run.device=")]
+    commands.by_device(args, _SIZES, *devices[-1:])
     args.index, args.shards = map(int, args.shard.split("/"))
     return args
 
@@ -303,4 +316,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    commands.run(main)

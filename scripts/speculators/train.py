@@ -14,6 +14,7 @@ import json
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from scripts.speculators import attention
+from scripts.speculators import attention, commands
 from scripts.speculators.corpus import Rows, frequent, joined, packed, read_texts
 from scripts.speculators.kinds.base import Kind, Options
 from scripts.speculators.loss import Candidates, SoftLoss
@@ -29,23 +30,30 @@ from scripts.speculators.target import Reading, Target
 
 KINDS = sorted(p.stem for p in (Path(__file__).parent / "kinds").glob("[a-z]*.py"))
 KINDS.remove("base")
-UNTIMED = 3  # steps before the clock starts: they compile
+# On a GPU, and on a CPU, where a step should take a second.
+_SIZES = {
+    "length": (1792, 256), "rows": (14, 4), "often": (16384, 4096), "drawn": (4096, 1024),
+    "held_rows": (24, 4),
+}  # fmt: skip
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=commands.Help
+    )
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--target", required=True, help="folder, hub id or demo:target")
     parser.add_argument("--texts", type=Path, required=True, help="what texts.py wrote")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=6.0)
+    told = partial(commands.default, _SIZES)
+    parser.add_argument("--minutes", type=float, default=6.0, help="from the start of the command")
     parser.add_argument("--steps", type=int, help="instead of the minutes")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--length", type=int, default=1792, help="tokens of a row")
-    parser.add_argument("--rows", type=int, default=14, help="rows of a step")
+    parser.add_argument("--length", type=int, help=f"tokens of a row; {told('length')}")
+    parser.add_argument("--rows", type=int, help=f"rows of a step; {told('rows')}")
     parser.add_argument("--joined", type=float, default=0.125, help="share of conversations")
-    parser.add_argument("--often", type=int, default=16384, help="ids of every step's loss")
-    parser.add_argument("--drawn", type=int, default=4096, help="ids drawn for a step's loss")
+    parser.add_argument("--often", type=int, help=f"ids of every step's loss; {told('often')}")
+    parser.add_argument("--drawn", type=int, help=f"ids drawn for a step's loss; {told('drawn')}")
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--warmup", type=int, default=200, help="steps; a tenth at most")
     parser.add_argument("--links", type=int, default=6, help="chained steps of a head")
@@ -54,11 +62,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=2, help="layers of a draft")
     parser.add_argument("--vocabulary", type=int, help="ids of a head that stores its own rows")
     parser.add_argument("--blank", action="store_true", help="begin at random")
-    parser.add_argument("--held-rows", type=int, default=24, help="of held-out texts")
+    parser.add_argument("--held-rows", type=int, help=f"of held-out texts; {told('held_rows')}")
     parser.add_argument("--every", type=float, default=1.0, help="minutes between evaluations")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
+    args = parser.parse_args()
+    commands.by_device(args, _SIZES, args.device)
+    return args
 
 
 def schedule(done: float, step: int, warmup: int) -> float:
@@ -81,6 +91,7 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        self.started = time.perf_counter()
         name = args.device if args.device != "auto" else "cpu"
         if args.device == "auto" and torch.cuda.is_available():
             name = "cuda"
@@ -239,18 +250,18 @@ class Trainer:
             scales = self.kind.state()
             self.kind.prepare(first)
             self.kind.restore(scales)
-        began, due, losses, ran = time.perf_counter() - self.spent, self.spent, [], 0
+        # With steps to do, what comes before the first one is not training.
+        started = time.perf_counter() if args.steps else self.started
+        began, due, losses = started - self.spent, self.spent, []
         while True:
             elapsed = time.perf_counter() - began
             done = self.step / args.steps if args.steps else elapsed / (60 * args.minutes)
             if elapsed >= due or done >= 1:
-                paused = time.perf_counter()
                 self.save(self.record(losses, elapsed, done))
                 losses = []
                 due = elapsed + 60 * args.every
                 if done >= 1:
                     break
-                began += time.perf_counter() - paused  # evaluation is not training
             warmup = args.warmup
             if args.steps:
                 warmup = max(1, min(warmup, args.steps // 10))
@@ -265,12 +276,6 @@ class Trainer:
             losses.append(loss.detach())
             self.step += 1
             self.seen += reading.rows.ids.numel()
-            ran += 1
-            if ran == UNTIMED:
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize()
-                if not args.steps:
-                    began = time.perf_counter() - self.spent
 
 
 def main() -> None:
@@ -281,4 +286,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    commands.run(main)

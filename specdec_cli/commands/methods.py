@@ -10,7 +10,6 @@ import typer
 
 from specdec_cli import demo
 from specdec_cli.commands.options import Json, Quiet, Verbose
-from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, fitting_forms
 from specdec_cli.text import inert
 
 _SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -18,6 +17,8 @@ _SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 def methods(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
     """List methods, acceptance rules, length policies, and bundled drafts and targets."""
+    from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES
+
     found: dict[str, list[dict[str, str]]] = {
         "methods": [
             {"name": name, "what": choice.what, "weights_from": choice.weights_from}
@@ -47,6 +48,8 @@ def methods(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = Fals
 
 def _draft(name: str) -> dict[str, str] | None:
     """A bundled draft, its method and its target; None for a target."""
+    from specdec_cli.recipe.choices.registry import fitting_forms
+
     if name == "target":
         return None
     config: dict[str, Any] = json.loads((demo.FOLDER / name / "config.json").read_text())

@@ -3,12 +3,13 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from scripts.speculators import evaluate, texts, train
+from scripts.speculators import commands, evaluate, texts, train
 from scripts.speculators.corpus import read_texts, read_wave
 from specdec_cli.demo import demo_path
 
@@ -18,6 +19,54 @@ PROMPTS = ("--target", "demo:target", "--prompts", "demo:prompts", "--set", "run
 def run(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
     module.main()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", [texts, train, evaluate])
+def test_help_has_every_default(
+    module: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as end:
+        run(module, monkeypatch, "--help")
+    assert end.value.code == 0
+    told = capsys.readouterr().out
+    assert "default: " in told and "--minutes" in told
+    if module is not evaluate:
+        assert "on a GPU" in told and "on a CPU" in told
+
+
+def test_sizes_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    asked = ["command", "draft", "--target", "t", "--texts", "x", "--out", "y", "--device"]
+    for device, length in (("cpu", 256), ("cuda", 1792), ("auto", 256)):
+        monkeypatch.setattr(sys, "argv", [*asked, device])
+        assert train.parse().length == length
+    monkeypatch.setattr(sys, "argv", [*asked, "cpu", "--length", "77"])
+    assert train.parse().length == 77
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "told"),
+    [
+        (texts, ("--target", "demo:nothing", "--waves", 1), "no bundled model demo:nothing"),
+        (train, ("draft", "--target", "demo:target", "--texts", "nowhere"), "has no texts"),
+        (train, ("draft", "--target", "nowhere/at/all", "--texts", "x"), "no such model"),
+    ],
+)
+def test_errors_are_one_line(
+    module: Any,
+    arguments: tuple[object, ...],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        commands.run(module.main)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and "Traceback" not in error
+    assert error.startswith("error: ") and told in error.splitlines()[0]
 
 
 def test_from_a_target_to_a_measured_draft(

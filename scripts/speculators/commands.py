@@ -1,0 +1,51 @@
+"""Command lines of these scripts: help with defaults, sizes by device, errors of one line."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+
+import torch
+
+from specdec_cli.errors import SpecdecError
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that shows each default, of options without words of their own too."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, argparse.SUPPRESS, False) or action.default == []:
+            return action.help
+        return super()._get_help_string(action) or "default: %(default)s"
+
+
+def by_device(
+    args: argparse.Namespace, sizes: Mapping[str, tuple[int, int]], device: str = "auto"
+) -> None:
+    """Fill in sizes that were not given. sizes: by name, on a GPU and on a CPU."""
+    is_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    for name, pair in sizes.items():
+        if getattr(args, name) is None:
+            setattr(args, name, pair[is_cpu])
+
+
+def default(sizes: Mapping[str, tuple[int, int]], name: str) -> str:
+    """The defaults of a size, for its help."""
+    return "default: {} on a GPU, {} on a CPU".format(*sizes[name])
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a command. What a user can cause ends with one line and 2."""
+    try:
+        main()
+    except SpecdecError as problem:
+        hint = f"\nhint: {problem.hint}" if problem.hint else ""
+        sys.exit(_said(f"{problem.message}{hint}"))
+    except (OSError, ValueError) as problem:
+        sys.exit(_said(" ".join(str(problem).split())))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _said(told: str) -> int:
+    print(f"error: {told}", file=sys.stderr)
+    return 2
