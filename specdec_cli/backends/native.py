@@ -24,6 +24,7 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.measured import release
 from specdec_cli.engine.plan import Plan
 from specdec_cli.engine.plan import plan as checked
+from specdec_cli.errors import UsageError
 from specdec_cli.launch import spinning
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import Recipe
@@ -110,6 +111,9 @@ def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
 def prepare(
     recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
 ) -> Plan:
+    if (kind := recipe.engine.kind) != "native":
+        told = f"engine.kind: {kind} is for sweep-k alone, which starts servers"
+        raise UsageError(told, "pass --set engine.kind=native")
     return checked(recipe if largest is None else for_engine(recipe, *largest), permissions)
 
 

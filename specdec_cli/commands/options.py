@@ -197,6 +197,7 @@ _KEYS: Final[Mapping[str, str]] = {
     "dataset": "data.path",
     "dataset_split": "data.split",
     "dataset_column": "data.column",
+    "serve": "engine.kind",
     "synthetic_acceptance_rates": "speculation.synthetic_acceptance_rates",
     "synthetic_acceptance_length": "speculation.synthetic_acceptance_length",
 }

@@ -1,6 +1,9 @@
 """The servers that a command line names, and the points that they have. Imported by functions."""
 
+import shlex
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from specdec_cli.backends.server.backend import ServerBackend
@@ -19,12 +22,12 @@ def refuse_unfit(servers: Sequence[str] | None, needing: Mapping[str, object]) -
         raise UsageError(f"{found} needs --server", "name the servers to measure with --server URL")
 
 
-def refuse_own(**unfit: object) -> None:
-    """Raise `UsageError` for options of our own engine beside `--server`."""
+def refuse_own(option: str, **unfit: object) -> None:
+    """Raise `UsageError` for options that do not go with `option`, such as --server."""
     for name, value in unfit.items():
         if value:
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} and --server exclude each other", f"leave {flag} out")
+            raise UsageError(f"{flag} and {option} exclude each other", f"leave {flag} out")
 
 
 def look_at_all(
@@ -58,7 +61,7 @@ def look_at_all(
         told = ", ".join(f"{f.url} has k = {k}" for k, f in sorted(backend.servers.items()))
         raise UsageError(f"--k {missing[0]}: no server has it; {told}")
     chosen = there if asked is None else {*asked, *({0} & there)}
-    backend.servers = {k: facts for k, facts in backend.servers.items() if k in chosen}
+    backend.servers = {k: facts for k, facts in sorted(backend.servers.items()) if k in chosen}
     return sorted(chosen)
 
 
@@ -74,3 +77,19 @@ def _enter(backend: ServerBackend, facts: ServerFacts, asked: Sequence[int] | No
     if (other := backend.servers.get(k)) is not None:
         raise UsageError(f"two servers have k = {k}: {other.url} and {facts.url}")
     backend.servers[k] = facts
+
+
+def with_args(recipe: Recipe, words: str | None) -> Recipe:
+    """The recipe with further words for its servers."""
+    try:
+        args = (*recipe.engine.args, *shlex.split(words or ""))
+    except ValueError as problem:
+        raise UsageError(f"--serve-args: {problem}") from None
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"args": args})})
+
+
+def logs_in(output: Path | None, until_end: ExitStack) -> Path:
+    """The folder for servers' logs: the run folder's, or one that goes with the command."""
+    if output is not None:
+        return output / "servers"
+    return Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="specdec-servers-")))

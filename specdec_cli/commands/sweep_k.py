@@ -42,6 +42,12 @@ BaselineServer = Annotated[str | None, option("--baseline-server", "URL", _BASEL
 _BASELINE = "Take k = 0 from this run folder of the same prompts."
 Baseline = Annotated[Path | None, option("--baseline", "DIR", _BASELINE, parser=options.run_folder)]
 
+_SERVE = "Start a server of vllm or sglang for each k and draft, and measure it."
+Serve = Annotated[str | None, option("--serve", "ENGINE", _SERVE)]
+_SERVE_ARGS = "Further words for the servers that --serve starts."
+ServeArgs = Annotated[str | None, option("--serve-args", "WORDS", _SERVE_ARGS)]
+
+_ENGINES = ("vllm", "sglang")
 _MINUTES = "Choose prompts, tokens and repeats that fit into about M minutes."
 Minutes = Annotated[float | None, option("--minutes", "M", _MINUTES, min=0.1)]
 _PAIRS = "Compare arms by category of prompt too."
@@ -69,6 +75,8 @@ def sweep_k(
     draft: Drafts = None,
     batch_size: BatchSizes = None,
     server: options.Servers = None,
+    serve: Serve = None,
+    serve_args: ServeArgs = None,
     baseline_server: BaselineServer = None,
     baseline: Baseline = None,
 ) -> None:
@@ -80,11 +88,15 @@ def sweep_k(
     from specdec_cli.commands.reading import find_prompts, recipe_options
 
     lengths, output = parse_ks(_DEFAULT_KS if ks is None else ks), asked.output
+    if serve is not None and serve not in _ENGINES:
+        raise UsageError(f"--serve: expected {' or '.join(_ENGINES)}, got {serve!r}")
     if server or baseline_server or baseline is not None:
         from specdec_cli.commands import servers
 
         servers.refuse_unfit(server, {"--baseline-server": baseline_server, "--baseline": baseline})
         servers.refuse_own(
+            "--server",
+            serve=serve,
             predict_only=predict_only,
             check_lossless=check_lossless,
             minutes=minutes,
@@ -102,7 +114,7 @@ def sweep_k(
     if resume and minutes is not None:
         told = "--minutes chooses anew, and --resume goes on with what was chosen"
         raise UsageError(told, "leave --minutes out, and pass what it chose")
-    own, sets = recipe_options(source) | {"repeats": repeats}, list[str]()
+    own, sets = recipe_options(source) | {"repeats": repeats, "serve": serve}, list[str]()
     rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
@@ -122,6 +134,16 @@ def sweep_k(
     recipes = [asked.resolve(own | {"draft": name}, sets) for name in drafts]
     sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
     asked.warn_of_unused(recipes[0], has_draft=bool(draft))
+    serves = recipes[0].engine.kind != "native" and not server
+    if serve_args is not None and not serves:
+        raise UsageError("--serve-args needs --serve")
+    if serves:
+        from specdec_cli.commands import servers
+
+        servers.refuse_own(
+            "--serve", predict_only=predict_only, check_lossless=check_lossless, minutes=minutes
+        )
+        recipes = [servers.with_args(recipe, serve_args) for recipe in recipes]
     data = recipes[0].data
     if minutes is not None and source.limit is None and data and data.path.startswith(PREFIX):
         source = replace(source, limit=_LARGEST)  # bundled recipes take a few of their prompts
@@ -134,7 +156,7 @@ def sweep_k(
             asked.place,
             recipes,
             lambda: find_prompts(source, recipes[0], asked),
-            computes=not server,
+            computes=not (server or serves),
         ) as (world, found),
         ExitStack() as open_until_end,
     ):
@@ -142,17 +164,22 @@ def sweep_k(
             from specdec_cli.backends.base import Backend
 
             backend: Backend
-            if server:
+            starter = None
+            if server or serves:
                 from specdec_cli.backends.server.backend import ServerBackend
 
                 backend = there = open_until_end.enter_context(ServerBackend())
+            if serves:
+                starter = there
+                there.logs = servers.logs_in(output, open_until_end)
+            if server:
                 asked_ks = None if ks is None else _parsed(ks)
                 of_data = recipes[0].model_copy(update={"data": found.data})
                 lengths = servers.look_at_all(
                     there, of_data, server, baseline_server, asked_ks, baseline
                 )
-            with importing("cpu" if dry_run or server else world.device):
-                if not server:
+            with importing("cpu" if dry_run or server or serves else world.device):
+                if not (server or serves):
                     from specdec_cli.backends import native
 
                     backend = native
@@ -190,7 +217,7 @@ def sweep_k(
         if minutes is not None and asked.is_heard:
             typer.echo(f"chosen for {minutes:g} minutes: {fit.text}", err=True)
         code = _sweep(
-            *(world, plan, asked, baseline),
+            *(world, plan, asked, baseline, starter),
             resume=resume,
             dry_run=dry_run,
             strict=strict,
@@ -204,6 +231,7 @@ def _sweep(
     plan: "specdec_cli.experiment.sweep.sweep_plan.SweepPlan",
     asked: Asked,
     baseline: Path | None,
+    starter: "specdec_cli.experiment.sweep.starts.Starter | None",
     *,
     resume: bool,
     dry_run: bool,
@@ -212,13 +240,14 @@ def _sweep(
 ) -> ExitCode:
     """Measure; rank 0 keeps and shows the results. Returns the exit code.
 
-    baseline: the folder of a run that brings k = 0.
+    baseline: the folder of a run that brings k = 0. starter: of servers, where the sweep does so.
     """
     from specdec_cli.experiment.folders.records import Key, Sample
     from specdec_cli.experiment.folders.results import to_json
     from specdec_cli.experiment.folders.settings_file import keep_warning, read_warnings, unsaid
     from specdec_cli.experiment.preparing import few_prompts
     from specdec_cli.experiment.sweep.runner import Sweep
+    from specdec_cli.experiment.sweep.starts import StartedSweep
     from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder
     from specdec_cli.experiment.sweep.sweep_plan import warnings_of
     from specdec_cli.experiment.sweep.sweep_records import SweepRecords
@@ -253,7 +282,9 @@ def _sweep(
 
     done = sum(map(len, records.samples.values()))
     view = watcher(plan.num_samples - done, quiet=quiet or not world.is_first)
-    sweep = Sweep(plan, records, view, world)
+    sweep: Sweep | StartedSweep = Sweep(plan, records, view, world)
+    if starter is not None:
+        sweep = StartedSweep(plan, records, view, world, starter)
     try:
         measured = sweep.run()
     finally:

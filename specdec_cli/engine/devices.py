@@ -1,15 +1,34 @@
-"""The device of a run and the threads of its host, before anything is placed there."""
+"""The processes and the device of a run, before anything is placed on them."""
 
 import os
 
 import torch
 
-from specdec_cli.core.parallel import local_rank
-from specdec_cli.errors import SetupError
+from specdec_cli.core.parallel import local_rank, world_size
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.recipe import Recipe
 
 # Models smaller than this run on one CPU thread. Their products take microseconds, so threads gain
 # little. If another process holds a core, they wait for each other (measured: 80 times slower).
 _ONE_THREAD_BYTES = 256 * 2**20
+
+
+def check_world(recipe: Recipe) -> None:
+    """Raise `UsageError` unless there is one process for each of the target's ranks, and each can
+    have a device to itself."""
+    wanted, found = recipe.target.tensor_parallel_size, world_size()
+    if wanted != found:
+        raise UsageError(
+            f"target.tensor_parallel_size is {wanted}, and {found} "
+            f"{'process runs' if found == 1 else 'processes run'}",
+            "start specdec by itself, which starts its ranks, or under torchrun "
+            f"--nproc-per-node {wanted}",
+        )
+    if wanted > 1 and ":" in recipe.run.device:
+        raise UsageError(
+            f"run.device: {recipe.run.device} is one device, and {wanted} ranks need their own",
+            "use run.device: cuda",
+        )
 
 
 def resolve_device(wanted: str) -> torch.device:

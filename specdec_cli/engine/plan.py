@@ -14,10 +14,9 @@ from specdec_cli.core.parallel import (
     TensorParallel,
     found_alike,
     make_groups,
-    world_size,
 )
 from specdec_cli.core.types import Permissions, SamplingParams
-from specdec_cli.engine.devices import resolve_device, use_few_threads
+from specdec_cli.engine.devices import check_world, resolve_device, use_few_threads
 from specdec_cli.engine.memory.budget import CacheNeed
 from specdec_cli.engine.pairing import (
     Describe,
@@ -240,7 +239,7 @@ def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
 
     With several ranks, each of them calls this in a world that is already running.
     """
-    assert world_size() == recipe.target.tensor_parallel_size, "`launch.world` starts or joins them"
+    check_world(recipe)
     with found_alike():
         begin_stage("finding the device")
         device = resolve_device(recipe.run.device)

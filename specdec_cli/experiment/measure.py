@@ -34,6 +34,9 @@ class Watcher:
     def begin(self, what: Any) -> None:
         """A stage of a sweep, by its name, or a pair of a comparison begins."""
 
+    def told(self, line: str) -> None:
+        """Something to be said while nothing is measured."""
+
     def sample(self, key: Key, sample: Sample) -> None: ...
 
     def points(self, points: Sequence[Point]) -> None: ...

@@ -25,7 +25,9 @@ def common_settings(
 ) -> dict[str, Any]:
     """The fields of `RunSettings`. roles: the models whose weights are told from others."""
     values = recipe.model_dump(mode="json")
-    del values["data"], values["run"]["batch_size"], values["run"]["device"], values["engine"]
+    del values["data"], values["run"]["batch_size"], values["run"]["device"]
+    if recipe.engine.kind == "native":
+        del values["engine"]
     for role in roles:
         if values[role] is not None:
             values[role] = with_weights(values[role], job.plan, role)

@@ -237,13 +237,26 @@ class RunSection(Section):
 
 
 class EngineSection(Section):
-    """The engine, where it is a server's (`--server`); nothing of it counts for our own."""
+    """The engine: our own, or servers, that are up (`--server`) or started (`kind`, `--serve`)."""
 
+    kind: Literal["native", "vllm", "sglang"] = Field(
+        default="native", description="native is our own engine; of others, a sweep starts servers"
+    )
+    launch: tuple[Words, ...] | None = Field(
+        default=None,
+        description="words that take the place of `vllm serve {model}` or `python -m "
+        "sglang.launch_server`; {model}, {host}, {port} and {k} are replaced, flags follow",
+    )
+    args: tuple[Words, ...] = Field(default=(), description="further words for the server")
+    env: dict[Name, StrictStr] = Field(default={}, description="its environment, beside ours")
     served_model: Name | None = Field(
         default=None, description="the server's name of the model; null takes the only one"
     )
     start_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
         default=900.0, description="seconds in which a server has to become healthy"
+    )
+    stop_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
+        default=30.0, description="seconds from SIGTERM to SIGKILL of a server that was started"
     )
     request_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
         default=600.0, description="seconds in which a request has to be answered"
@@ -406,8 +419,8 @@ def section_models() -> dict[str, type[BaseModel]]:
     return {name: (get_args(kind) or (kind,))[0] for name, kind in kinds.items()}
 
 
-# Sections whose keys plugins know, or chat templates.
-OPEN_SECTIONS = ("speculation.options.", "data.template.")
+# Sections whose keys plugins know, or chat templates, or servers.
+OPEN_SECTIONS = ("speculation.options.", "data.template.", "engine.env.")
 INNER_SECTIONS: dict[str, type[BaseModel]] = {"speculation.length": LengthSection}
 
 

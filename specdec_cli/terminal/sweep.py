@@ -67,6 +67,9 @@ class SweepLines(Watcher):
         if what == "measuring" and self._began is None:
             self._began = time.monotonic()
 
+    def told(self, line: str) -> None:
+        render.say(line)
+
     def sample(self, key: Key, sample: Sample) -> None:
         self._done += 1
         step = max(1, int(self._total * _LINE_EVERY))
@@ -117,6 +120,9 @@ class SweepTable(Watcher):
     def points(self, points: Sequence[Point]) -> None:
         for point in points:
             self._leave(point_line(point))
+
+    def told(self, line: str) -> None:
+        self._leave(line)
 
     def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
         self._leave(failure_line(pair, batch_size, failure))

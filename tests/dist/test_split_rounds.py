@@ -283,3 +283,19 @@ def test_ranks_that_met_differently_often_do_not_meet_again(world: World) -> Non
     said = world.run(cases.refusal_to_meet, [2, 2, 0, 0])
     assert said == ["some of the ranks have met in another group before"] * 4
     assert world.run(cases.refusal_to_meet, [2, 2, 2, 2]) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("sets", "reason"),
+    [
+        ({"target.tensor_parallel_size": 2}, "is 2, and 4 processes run"),
+        ({"target.tensor_parallel_size": 1}, "is 1, and 4 processes run"),
+        (
+            {"target.tensor_parallel_size": 4, "run.device": "cuda:1"},
+            "cuda:1 is one device, and 4 ranks need their own",
+        ),
+    ],
+)
+def test_a_world_that_does_not_fit(world: World, sets: dict[str, Any], reason: str) -> None:
+    said = world.run(cases.refused, {"run.device": "cpu", **sets})
+    assert len(set(said)) == 1 and reason in said[0]

@@ -97,6 +97,17 @@ def test_what_cannot_be_had_is_refused(what: str, tmp_path: Path) -> None:
             plan(load_recipe(None, sets | dummy | more))
 
 
+def test_a_rank_needs_a_process_and_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = {"target.model": "demo:target", "run.device": "cpu"}
+    split = load_recipe(None, sets | {"target.tensor_parallel_size": 2})
+    with pytest.raises(UsageError, match="tensor_parallel_size is 2, and 1 process runs"):
+        plan(split)
+    monkeypatch.setattr("specdec_cli.engine.devices.world_size", lambda: 2)
+    named = load_recipe(None, sets | {"target.tensor_parallel_size": 2, "run.device": "cuda:0"})
+    with pytest.raises(UsageError, match="cuda:0 is one device, and 2 ranks need their own"):
+        plan(named)
+
+
 def test_no_text_is_longer_than_the_model_allows() -> None:
     for wanted, found in ((None, 2048), (100, 100), (2048, 2048)):
         sets = {"cache.max_model_len": wanted, "run.device": "cpu"}

@@ -4,23 +4,30 @@ Imports of tokenizers wait inside functions.
 """
 
 import platform
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from specdec_cli import __version__
 from specdec_cli.backends.base import Prepared, Session
+from specdec_cli.backends.server import times
 from specdec_cli.backends.server.client import Limits
 from specdec_cli.backends.server.detect import look_at
 from specdec_cli.backends.server.dialects import ServerFacts
+from specdec_cli.backends.server.flags import command_of, model_words
+from specdec_cli.backends.server.process import HOST, Process, free_port
 from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.detokenize import Tokenizer
 from specdec_cli.core.types import Permissions, SamplingParams
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import Notice, RunError, SetupError, UsageError
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from, without_draft
 
 _UNLIMITED = 1 << 31
+_SAY_S = 30.0  # between lines about a server that is starting
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +59,12 @@ class ServerPlan:
     reads_hidden: bool = False
     remark: str | None = None
     readings: Sequence[Any] = ()
+    random_roles: set[str] = field(default_factory=set)
 
     @property
     def params(self) -> SamplingParams:
         asked = self.recipe.sampling.model_dump(exclude={"source"})
         return SamplingParams(**asked, seed=self.recipe.run.seed)
-
-    @property
-    def random_roles(self) -> set[str]:
-        return set()
 
     @property
     def stages(self) -> list[str]:
@@ -71,19 +75,31 @@ class ServerPlan:
 
 
 class ServerBackend:
-    """Servers that are up, by k. Use it as a context manager."""
+    """Servers, by k. Use it as a context manager.
+
+    logs: the folder for the logs of those that it starts, one at a time. started: what these said
+    of themselves. notices: warnings about them.
+    """
 
     is_native = False
 
     def __init__(self) -> None:
         self._line = Line()
         self.servers: dict[int, ServerFacts] = {}
+        self.logs = Path()
+        self.started: list[ServerFacts] = []
+        self.notices: list[Notice] = []
+        self._permissions = Permissions()
+        self._process: Process | None = None
 
     def __enter__(self) -> "ServerBackend":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._line.close()
+        try:
+            self.stop()
+        finally:
+            self._line.close()
 
     def look(self, url: str, recipe: Recipe) -> ServerFacts:
         """What answers at `url`; see `look_at`."""
@@ -91,6 +107,69 @@ class ServerBackend:
         return self._line.run(
             lambda http: look_at(http, url, engine.served_model, engine.start_timeout_s)
         )
+
+    def start(self, plan: Prepared, k: int, told: Callable[[str], None]) -> None:
+        """Start the only server, at a k, and wait until it is healthy; see `Starter`."""
+        recipe, engine = plan.recipe, plan.recipe.engine
+        command = command_of(engine.kind, recipe, k, self._permissions)
+        name = f"{engine.kind}-{plan.proposer}-k{k}" if k else f"{engine.kind}-k0"
+        log = self.logs / f"{re.sub('[^A-Za-z0-9.-]+', '_', name)}.log"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        while True:
+            port = free_port()
+            words = command.words(model_words(recipe.target), HOST, port, k)
+            told(f"starting {name}")
+            self._process = process = Process(words, command.env, log, engine.stop_timeout_s)
+            try:
+                facts = self._up(f"http://{HOST}:{port}", recipe, process, name, told)
+                break
+            except RunError:
+                unknown = process.unknown_flags
+                less = command.without(unknown)
+                self.stop()
+                if less is None:
+                    raise
+                command = less
+                left = f"{name} does not know {', '.join(unknown)}: started again without"
+                told(left)
+                self.notices.append(Notice("flags_left_out", left, {"flags": unknown}))
+        if facts.k not in (None, k):
+            raise RunError(f"{name} has k = {facts.k}")
+        self.servers = {k: replace(facts, k=k)}
+        self.started.append(replace(facts, k=k))
+
+    def _up(
+        self, url: str, recipe: Recipe, process: Process, name: str, told: Callable[[str], None]
+    ) -> ServerFacts:
+        engine, began = recipe.engine, time.monotonic()
+        said = 0
+        while True:
+            process.check()
+            try:
+                facts = self._line.run(lambda http: look_at(http, url, engine.served_model, 0.0))
+                told(f"{name} is up after {time.monotonic() - began:.0f} s")
+                return facts
+            except SetupError as problem:
+                waited = time.monotonic() - began
+                if waited > engine.start_timeout_s:
+                    raise RunError(
+                        f"{name} is not healthy after {engine.start_timeout_s:g} s "
+                        f"(engine.start_timeout_s): {problem.message}; {process.last_words}"
+                    ) from None
+                if waited > (said + 1) * _SAY_S:
+                    said += 1
+                    told(f"{name} has been starting for {waited:.0f} s")
+            time.sleep(times.LOOK_S)
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        self.servers = {}
+        if process is not None:
+            process.stop()
+
+    def _check(self) -> None:
+        if self._process is not None:
+            self._process.check()
 
     def prepare(
         self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
@@ -110,10 +189,17 @@ class ServerBackend:
         vocabulary = config.get("vocab_size") or inner.get("vocab_size") or _UNLIMITED
         own = inner.get("max_position_embeddings") or _UNLIMITED
         told = [f.max_model_len for f in self.servers.values() if f.max_model_len is not None]
-        kinds = {facts.kind for facts in self.servers.values()}
+        kinds: set[str] = {facts.kind for facts in self.servers.values()}
+        serves, dtype, random = recipe.engine.kind != "native" and not self.servers, "unknown", []
+        if serves:
+            self._permissions, kinds = permissions, {recipe.engine.kind}
+            command_of(recipe.engine.kind, recipe, largest[0] if largest else 0, permissions)
+            dtype = "unknown" if target.dtype == "auto" else target.dtype
+            roles = {"target": target, "draft": recipe.draft}
+            random = [n for n, m in roles.items() if m is not None and m.load_format == "dummy"]
         return ServerPlan(
             recipe=recipe,
-            k=max(self.servers),
+            k=max(self.servers, default=largest[0] if largest else 0),
             proposer=self._proposer(recipe),
             tokenizer=load_tokenizer(
                 *(place, target.model, vocabulary, target.load_format == "dummy"),
@@ -123,6 +209,8 @@ class ServerBackend:
             max_model_len=min(recipe.cache.max_model_len or _UNLIMITED, *(told or [own])),
             generation_config=generation_config(place),
             device_name=f"server ({', '.join(sorted(kinds))})",
+            dtype_name=dtype,
+            random_roles=set(random),
         )
 
     def _proposer(self, recipe: Recipe) -> str | None:
@@ -133,7 +221,7 @@ class ServerBackend:
         if without_draft(method):
             return method
         told = (facts.method for k, facts in self.servers.items() if k)
-        return next((name for name in told if name), "server" if max(self.servers) else None)
+        return next((name for name in told if name), "server" if any(self.servers) else None)
 
     def open_session(
         self,
@@ -150,6 +238,7 @@ class ServerBackend:
             limits=Limits(recipe.engine.request_timeout_s, recipe.engine.retries),
             may_skip=recipe.speculation.method == "ngram",
             line=self._line,
+            check=self._check,
         )
 
     def open_beside(
@@ -168,7 +257,7 @@ class ServerBackend:
             "platform": platform.platform(),
             "device": plan.device_name,
             "dtype": plan.dtype_name,
-            "servers": [asdict(facts) for _, facts in sorted(self.servers.items())],
+            "servers": [asdict(facts) for facts in self.started or self.servers.values()],
         }
 
     def peak_memory(self, plan: Prepared) -> int:

@@ -79,8 +79,11 @@ async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
 
 @dataclass(slots=True, eq=False)
 class ServerSession:
-    """Servers that answer requests, one of them at a time. servers: by k. may_skip: whether the
-    method may propose nothing in a round, as n-grams do."""
+    """Servers that answer requests, one of them at a time.
+
+    servers: by k. may_skip: whether the method may propose nothing in a round, as n-grams do.
+    check: raises `RunError` if the server is one that we started, and has ended.
+    """
 
     servers: Mapping[int, ServerFacts]
     batch_size: int
@@ -88,6 +91,7 @@ class ServerSession:
     limits: Limits
     may_skip: bool
     line: "Line"
+    check: Callable[[], None] = lambda: None
 
     @property
     def reach(self) -> int:
@@ -118,10 +122,11 @@ class ServerSession:
     ) -> None:
         """Answers with their rounds are handed over when all have come, since counters tell the
         rounds of all requests together."""
-        requests = [replace(request, stop_finder=None) for request in requests]
+        self.check()
         answers, counted = self.line.run(
             lambda http: self._answers(http, requests, self.servers[k], k, params)
         )
+        self.check()
         done = self._finished(answers, counted, k, params)
         on_round([AllTokens(one.index, one.token_ids) for one in done], done)
 

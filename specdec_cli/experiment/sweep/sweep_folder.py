@@ -16,6 +16,7 @@ from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.experiment.sweep.runner import Sweep
+from specdec_cli.experiment.sweep.starts import StartedSweep
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, warnings_of
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords, SweepSettings
 
@@ -69,7 +70,7 @@ def read_settings(path: Path) -> SweepSettings:
 
 
 def finish(
-    sweep: Sweep, points: Sequence[Point], warnings: Sequence[Notice]
+    sweep: Sweep | StartedSweep, points: Sequence[Point], warnings: Sequence[Notice]
 ) -> tuple[dict[str, Any], ExitCode]:
     """The sweep's document, also written as the folder's summary, and the exit code.
 

@@ -1,0 +1,151 @@
+"""The commands that start servers: a recipe in the words of vLLM and of SGLang."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec_cli.core.types import Permissions
+from specdec_cli.errors import UsageError
+from specdec_cli.recipe import ModelSection, Recipe
+from specdec_cli.recipe.choices.registry import METHODS, weights_from
+
+_LAUNCH = {
+    "vllm": ("vllm", "serve", "{model}"),
+    "sglang": (sys.executable, "-m", "sglang.launch_server"),
+}
+_MODEL_FLAG = {"vllm": "--model", "sglang": "--model-path"}
+_BOTH_FROM_RULE = {"rejection": None, "block": "block", "synthetic": "synthetic"}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """launch: its words, without values. flags: ours, each with its values. args: the user's."""
+
+    launch: tuple[str, ...]
+    flags: list[tuple[str, ...]]
+    args: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+
+    def words(self, model: str, host: str, port: int, k: int) -> list[str]:
+        """The whole command line for an address."""
+        values = {"{model}": model, "{host}": host, "{port}": str(port), "{k}": str(k)}
+        first = []
+        for word in self.launch:
+            for name, value in values.items():
+                word = word.replace(name, value)
+            first.append(word)
+        address = [("--host", host), ("--port", str(port))]
+        return [*first, *(w for flag in [*address, *self.flags] for w in flag), *self.args]
+
+    def without(self, unknown: Sequence[str]) -> "Command | None":
+        """The same without flags that a version does not know; None if none of ours is there."""
+        kept = [flag for flag in self.flags if flag[0] not in unknown]
+        if len(kept) == len(self.flags):
+            return None
+        return Command(self.launch, kept, self.args, self.env)
+
+
+def model_words(section: ModelSection) -> str:
+    """A model as a server finds it: a folder on this machine, or its id."""
+    from specdec_cli.models.resolve import local_place
+
+    place = local_place(section.model, section.file)
+    return section.model if place is None else str(place)
+
+
+def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> Command:
+    """The command that starts a server for a recipe at a k.
+
+    Raises `UsageError` where the server has no such method or rule.
+    """
+    engine, target = recipe.engine, recipe.target
+    launch = tuple(engine.launch or _LAUNCH[kind])
+    flags: list[tuple[str, ...]] = []
+    if not any("{model}" in word for word in launch):
+        flags.append((_MODEL_FLAG[kind], model_words(target)))
+    size = "--tensor-parallel-size" if kind == "vllm" else "--tp-size"
+    flags += [(size, str(target.tensor_parallel_size)), ("--dtype", target.dtype)]
+    if target.revision is not None:
+        flags.append(("--revision", target.revision))
+    if target.load_format != "auto":
+        flags.append(("--load-format", target.load_format))
+    if permissions.trust_remote_code:
+        flags.append(("--trust-remote-code",))
+    if (most := recipe.cache.max_model_len) is not None:
+        flags.append(("--max-model-len" if kind == "vllm" else "--context-length", str(most)))
+    env = dict(engine.env)
+    flags.append(("--no-enable-prefix-caching",) if kind == "vllm" else ("--disable-radix-cache",))
+    if k and kind == "vllm":
+        flags.append(("--speculative-config", json.dumps(_vllm_config(recipe, k))))
+        flags.append(("--per-request-spec-decode-metrics", "detailed"))
+    elif k:
+        flags += _sglang_flags(recipe, k)
+        if (length := _sglang_length(recipe)) is not None:
+            env["SGLANG_SIMULATE_ACC_LEN"] = str(length)
+    return Command(launch, flags, tuple(engine.args), env)
+
+
+def _vllm_config(recipe: Recipe, k: int) -> dict[str, Any]:
+    speculation, draft = recipe.speculation, recipe.draft
+    choice = METHODS[speculation.method]
+    if choice.to_vllm is None:
+        raise UsageError(f"vLLM has no method {speculation.method}: k = {k} has no server")
+    values = recipe.model_dump(mode="json")
+    is_own = choice.weights_from == "draft" and draft is not None
+    named = model_words(draft) if is_own and draft is not None else None
+    made = choice.to_vllm(lambda section, key: (values[section] or {}).get(key), named)
+    found: dict[str, Any] = {**made.config, "num_speculative_tokens": k}
+    if is_own and draft is not None:
+        # vLLM refuses a draft model whose degree differs.
+        found["draft_tensor_parallel_size"] = recipe.target.tensor_parallel_size
+        if draft.revision is not None:
+            found["revision"] = draft.revision
+    if (rule := _rule_of(recipe, "vLLM")) is not None:
+        found["rejection_sample_method"] = rule
+    if rule == "synthetic":
+        if (rates := speculation.synthetic_acceptance_rates) is not None:
+            found["synthetic_acceptance_rates"] = list(rates[:k])
+        else:
+            found["synthetic_acceptance_length"] = speculation.synthetic_acceptance_length
+    return found
+
+
+def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
+    speculation, draft = recipe.speculation, recipe.draft
+    name = METHODS[speculation.method].to_sglang
+    if name is None:
+        raise UsageError(f"SGLang has no method {speculation.method}: k = {k} has no server")
+    found: list[tuple[str, ...]] = [
+        ("--speculative-algorithm", name),
+        ("--speculative-num-draft-tokens", str(k + 1)),
+    ]
+    if weights_from(speculation.method) != "none":
+        found += [("--speculative-num-steps", str(k)), ("--speculative-eagle-topk", "1")]
+    if weights_from(speculation.method) == "draft" and draft is not None:
+        found.append(("--speculative-draft-model-path", model_words(draft)))
+        if draft.load_format != "auto":
+            found.append(("--speculative-draft-load-format", draft.load_format))
+    return found
+
+
+def _sglang_length(recipe: Recipe) -> float | None:
+    """The mean length of simulated acceptance, which SGLang draws once for a whole batch."""
+    if _rule_of(recipe, "SGLang") != "synthetic":
+        return None
+    length = recipe.speculation.synthetic_acceptance_length
+    if length is None:
+        raise UsageError(
+            "speculation.synthetic_acceptance_rates: SGLang takes a mean length alone",
+            "give speculation.synthetic_acceptance_length",
+        )
+    return length
+
+
+def _rule_of(recipe: Recipe, engine: str) -> str | None:
+    """The server's name of the acceptance rule; None for the usual one."""
+    rule = recipe.speculation.acceptance
+    if rule not in _BOTH_FROM_RULE or (rule == "block" and engine == "SGLang"):
+        raise UsageError(f"speculation.acceptance: {engine} has no rule {rule}")
+    return _BOTH_FROM_RULE[rule]

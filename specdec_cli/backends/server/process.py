@@ -1,0 +1,104 @@
+"""A server that we start: its process with a guardian, its log, and how it ended."""
+
+import os
+import re
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec_cli.errors import RunError
+from specdec_cli.launch import guardian
+from specdec_cli.text import inert
+
+HOST = "127.0.0.1"
+_LAST_LINES = 5
+_UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
+_SLACK_S = 20.0  # beyond the stop's own limit, for what is killed to be gone
+
+
+class Process:
+    """A server's process. Leaves none behind, however this process ends."""
+
+    def __init__(
+        self, words: Sequence[str], env: dict[str, str], log: Path, stop_timeout_s: float
+    ) -> None:
+        self._log, self._from = log, log.stat().st_size if log.exists() else 0
+        self._stop_timeout_s = stop_timeout_s
+        self.code: int | None = None
+        mark = secrets.token_hex(8)
+        # -P: a file in the current folder could have the name of a module.
+        command = [sys.executable, "-P", str(Path(guardian.__file__)), mark, str(stop_timeout_s)]
+        with log.open("ab") as file:
+            self._guardian = subprocess.Popen(
+                [*command, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                start_new_session=True,
+                env={**os.environ, **env},
+            )
+
+    def has_ended(self) -> bool:
+        """Whether the server's first process has ended; `code` then has its exit code."""
+        if self.code is None:
+            assert self._guardian.stdout is not None
+            if not select.select([self._guardian.stdout], [], [], 0)[0]:
+                return False
+            line = self._guardian.stdout.readline()
+            self.code = int(line) if line.strip() else -signal.SIGKILL
+        return True
+
+    def check(self) -> None:
+        """Raise `RunError` with its exit code and its last words if the server has ended."""
+        if self.has_ended():
+            raise RunError(f"the server ended with {self.end_in_words}: {self.last_words}")
+
+    @property
+    def end_in_words(self) -> str:
+        code = self.code or 0
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    @property
+    def written(self) -> str:
+        """What it has written to its log."""
+        with self._log.open("rb") as file:
+            file.seek(self._from)
+            return file.read().decode(errors="replace")
+
+    @property
+    def last_words(self) -> str:
+        lines = [line.strip() for line in self.written.splitlines() if line.strip()]
+        return inert(" | ".join(lines[-_LAST_LINES:])) or "it wrote nothing"
+
+    @property
+    def unknown_flags(self) -> list[str]:
+        """The flags that it said it does not know."""
+        found = _UNKNOWN.search(self.written)
+        words = found[1].split() if found is not None else []
+        return [word.partition("=")[0] for word in words if word.startswith("-")]
+
+    def stop(self) -> None:
+        """End it; returns when none of its processes is left."""
+        assert self._guardian.stdin is not None and self._guardian.stdout is not None
+        try:
+            self._guardian.stdin.close()
+        except OSError:
+            pass  # the guardian has ended with its server
+        try:
+            self._guardian.wait(self._stop_timeout_s + _SLACK_S)
+        except subprocess.TimeoutExpired:
+            self._guardian.kill()
+            self._guardian.wait()
+        self._guardian.stdout.close()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        return int(found.getsockname()[1])

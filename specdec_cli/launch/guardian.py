@@ -1,0 +1,113 @@
+"""The process between a command and a server that it started: none of the server's processes stays.
+
+`python -P guardian.py MARK SECONDS COMMAND...` runs a command in a session of its own. A line on
+standard input, or its end, asks for the stop: the command's process group gets SIGTERM, after
+SECONDS SIGKILL, and then every process that is left. Its end comes however the parent ends. The
+exit code goes to standard output. Processes are found as descendants, of which this process adopts
+orphans, and by MARK in their environment, so those in sessions of their own too. Imports nothing
+of ours, since it runs as a file; Linux only.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MARK = "SPECDEC_SERVER"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LOOK_S = 0.05
+_KILLS_S = 10.0  # in which processes that were killed have to be gone
+
+
+def main(mark: str, seconds: str, *command: str) -> int:
+    libc, own = ctypes.CDLL(None), os.getpid()
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def tied() -> None:  # the command's first process also dies with this one
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != own:
+            os._exit(1)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent's end, or its word, is what counts
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            start_new_session=True,
+            preexec_fn=tied,
+            env={**os.environ, MARK: mark},
+            restore_signals=True,
+        )
+    except OSError as problem:
+        print(f"cannot start {command[0]}: {problem.strerror}", file=sys.stderr, flush=True)
+        _tell(127)
+        return 0
+    while child.poll() is None:
+        if select.select([0], [], [], _LOOK_S)[0]:
+            _stop(child, float(seconds))
+            break
+    _kill_all(mark)
+    _tell(child.wait())
+    return 0
+
+
+def _tell(code: int) -> None:
+    with contextlib.suppress(OSError):  # nobody may be left to hear it
+        os.write(1, f"{code}\n".encode())
+
+
+def _stop(child: "subprocess.Popen[bytes]", seconds: float) -> None:
+    """Ask the process group to end, and wait for its first process."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(seconds)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _kill_all(mark: str) -> None:
+    """Kill whatever is left, until nothing is."""
+    deadline = time.monotonic() + _KILLS_S
+    while (left := _left(mark)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.01)
+
+
+def _left(mark: str) -> list[int]:
+    """The living descendants of this process, and others that have the mark."""
+    own, parents, marked = os.getpid(), dict[int, int](), set[int]()
+    wanted = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            pid = int(folder.name)
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state == "Z" or pid == own:
+                continue
+            parents[pid] = int(parent)
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                marked.add(pid)
+    found = set(marked)
+    for pid in parents:
+        above = pid
+        while above in parents:
+            above = parents[above]
+        if above == own:
+            found.add(pid)
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

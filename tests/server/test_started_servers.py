@@ -1,0 +1,179 @@
+"""`sweep-k --serve`: servers are started for each k, and none of their processes is left."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_cli.backends.server import times
+from specdec_cli.backends.server.flags import Command, command_of
+from specdec_cli.core.types import Permissions
+from specdec_cli.errors import UsageError
+from specdec_cli.recipe import load_recipe
+from tests.cli.sweep_helpers import gain, samples, specdec, stopped_sweep
+
+FAKE = Path(__file__).with_name("fake_process.py")
+Serve = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RETRY_S", "SCRAPE_S", "LOOK_S"):
+        monkeypatch.setattr(times, name, 0.05)
+
+
+def words(kind: str, ks: str, wrong: dict[str, Any] | None = None, **engine: Any) -> list[str]:
+    launch = json.dumps([sys.executable, str(FAKE), kind])
+    found = ["sweep-k", "demo", "--limit", "3", "--max-new-tokens", "8", "--k", ks, "-q"]
+    found += ["--serve", kind, "--set", "run.repeats=1", "--set", f"engine.launch={launch}"]
+    engine = {"stop_timeout_s": 0.3, "env": {"FAKE": json.dumps(wrong or {})}} | engine
+    return found + [w for k, v in engine.items() for w in ("--set", f"engine.{k}={json.dumps(v)}")]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def pids(file: Path) -> list[int]:
+    return [int(word) for word in file.read_text().split()]
+
+
+def test_a_server_for_each_k(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """0.25.1 does not know one of the flags: it is left out, and told."""
+    for kind, source in (("vllm", "chunks"), ("sglang", "per_request")):
+        out = tmp_path / kind
+        kept = ("-o", str(out)) if kind == "vllm" else ()
+        found = specdec(capsys, *words(kind, "2"), "--json", *kept)
+        assert found.code == 0, found.err
+        document = json.loads(found.out)
+        assert [p["k"] for p in document["points"]] == [0, 2]
+        assert {p["metrics"]["num_prompts"] for p in document["points"]} == {3}
+        assert document["points"][1]["engine"]["acceptance_source"] == source
+        assert gain(document["points"][1]) > 0 and document["tokens"]["identical"]
+        told = [w for w in document["warnings"] if w["code"] == "flags_left_out"]
+        assert len(told) == (kind == "vllm")
+        assert [s["k"] for s in document["environment"]["servers"]] == [0, 2]
+        if told:
+            assert told[0]["evidence"]["flags"] == ["--per-request-spec-decode-metrics"]
+            logs = sorted(f.name for f in (out / "servers").iterdir())
+            assert logs == ["vllm-demo_draft-k2.log", "vllm-k0.log"]
+
+
+def test_what_a_server_dies_of_is_the_points_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    started = tmp_path / "pids"
+    wrong = {"refuse": 1, "die": [2, 2], "child": str(started)}
+    found = specdec(capsys, *words("sglang", "1,2", wrong), "--json", "-o", str(tmp_path / "run"))
+    assert found.code == 3, found.err
+    plain, refused, dead = json.loads(found.out)["points"]
+    assert plain["status"] == "ok"
+    assert refused["status"] == "failed" and "exit code 1" in refused["reason"]
+    assert "this k is refused: 1" in refused["reason"]
+    assert dead["status"] == "failed" and "exit code 9" in dead["reason"]
+    assert "a planted death" in dead["reason"]
+    run = tmp_path / "run"
+    assert not [s for s in samples(run) if s["finish_reason"] == "error"]
+    # What failed is measured by a resumed sweep, and nothing else.
+    done, starts = [s for s in samples(run) if s["k"] == 0], len(pids(started))
+    again = [*words("sglang", "1,2", wrong), "--json", "-o", str(run), "--resume"]
+    assert specdec(capsys, *again).code == 3
+    assert [s for s in samples(run) if s["k"] == 0] == done
+    assert len(pids(started)) == starts + 2, "of k = 2 alone, and of its child"
+    assert not [pid for pid in pids(started) if is_alive(pid)]
+
+
+def test_a_server_that_is_never_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    found = specdec(capsys, *words("sglang", "0", {"never": 0}, start_timeout_s=1.0), "--json")
+    assert found.code == 1
+    (point,) = json.loads(found.out)["points"]
+    assert "start_timeout_s" in point["reason"] and "HTTP 503" in point["reason"]
+
+
+def test_nothing_is_left_of_a_stubborn_server(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "pids"
+    wrong = {"child": str(file), "stubborn": True}
+    assert specdec(capsys, *words("sglang", "0", wrong)).code == 0
+    assert len(pids(file)) == 2 and not [pid for pid in pids(file) if is_alive(pid)]
+
+
+def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    wrong = {"child": str(file), "stubborn": True}
+    arguments: list[str | Path] = [*words("sglang", "0", wrong), "-o", tmp_path / "run"]
+    end, _ = stopped_sweep(arguments, 0.0, signal.SIGKILL, after=1)
+    assert end == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids(file))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(pids(file)) == 2 and not [pid for pid in pids(file) if is_alive(pid)]
+
+
+def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for more, names in (
+        (["--serve", "native"], "native"),
+        (["--serve", "tgi"], "tgi"),
+        (["--serve", "vllm", "--server", "http://h:1"], "--serve"),
+        (["--serve-args", "x"], "--serve-args"),
+        (["--serve", "vllm", "--serve-args", "'x"], "--serve-args"),
+        (["--serve", "vllm", "--check-lossless"], "--check-lossless"),
+        (["--serve", "vllm", "--predict-only"], "--predict-only"),
+        (["--serve", "vllm", "--set", "speculation.acceptance=typical"], "typical"),
+    ):
+        told = specdec(capsys, "sweep-k", "demo", "--limit", "2", "-q", *more)
+        assert told.code == 2 and names in told.err and told.out == "", (more, told.err)
+    told = specdec(capsys, "generate", "demo", "--limit", "1", "--set", "engine.kind=vllm")
+    assert told.code == 2 and "engine.kind" in told.err
+
+
+def commanded(kind: str, k: int, *sets: str) -> list[str]:
+    recipe = load_recipe("demo", dict(word.split("=", 1) for word in sets))
+    return command_of(kind, recipe, k, Permissions()).words("MODEL", "H", 8, k)
+
+
+def value(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_commands() -> None:
+    vllm = commanded("vllm", 3)
+    assert vllm[:3] == ["vllm", "serve", "MODEL"] and "--no-enable-prefix-caching" in vllm
+    assert (value(vllm, "--host"), value(vllm, "--port")) == ("H", "8")
+    config = json.loads(value(vllm, "--speculative-config"))
+    assert config["method"] == "draft_model" and config["num_speculative_tokens"] == 3
+    assert os.path.isdir(config["model"]) and config["draft_tensor_parallel_size"] == 1
+    plain = commanded("vllm", 0)
+    assert not [w for w in plain if "spec" in w]
+    sglang = commanded("sglang", 3)
+    assert sglang[1:3] == ["-m", "sglang.launch_server"] and "--disable-radix-cache" in sglang
+    assert os.path.isdir(value(sglang, "--model-path"))
+    assert value(sglang, "--speculative-algorithm") == "STANDALONE"
+    assert value(sglang, "--speculative-num-draft-tokens") == "4"
+    assert value(sglang, "--speculative-eagle-topk") == "1"
+
+
+def test_launch_words_are_replaced_and_nothing_else() -> None:
+    command = Command(("run", "{model}:{port}", "{k}", "{other}", "$HOST"), [("--x", "1")], ("y",))
+    assert command.words("M", "h", 7, 2) == [
+        *("run", "M:7", "2", "{other}", "$HOST"),
+        *("--host", "h", "--port", "7", "--x", "1", "y"),
+    ]
+    assert command.without(["--z"]) is None and command.without(["--x"]) is not None
+
+
+def test_methods_that_a_server_has_not() -> None:
+    recipe = load_recipe("demo", {"speculation.method": "none"})
+    for kind in ("vllm", "sglang"):
+        with pytest.raises(UsageError, match="no method none"):
+            command_of(kind, recipe, 2, Permissions())
