@@ -32,7 +32,7 @@ KINDS = sorted(p.stem for p in (Path(__file__).parent / "kinds").glob("[a-z]*.py
 KINDS.remove("base")
 # On a GPU, and on a CPU, where a step should take a second.
 _SIZES = {
-    "length": (1792, 256), "rows": (14, 4), "often": (16384, 4096), "drawn": (4096, 1024),
+    "length": (1792, 256), "rows": (14, 2), "often": (16384, 2048), "drawn": (4096, 512),
     "held_rows": (24, 4),
 }  # fmt: skip
 

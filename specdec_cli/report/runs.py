@@ -71,13 +71,15 @@ class Ratio:
 class SideBySide:
     """Runs side by side. names: of the runs. shown: their points. pairs: every two runs' fastest
     points at one batch size, the faster one first, with the ratio of their speeds. differences: in
-    recipe and environment, by key, a value a run."""
+    recipe and environment, by key, a value a run. by_engine: points of one k and batch size, of
+    which some are servers', each with the ratio over the first of them."""
 
     names: Sequence[str]
     runs: Sequence[ReportedRun]
     shown: Sequence[Shown]
     pairs: Sequence[tuple[Shown, Shown, Ratio | None]]
     differences: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    by_engine: Sequence[tuple[Shown, Ratio | None]] = ()
 
     def against_first(self, one: Shown) -> Ratio | None:
         """A point over the first run's point of the same arm and batch size; None without one."""
@@ -163,7 +165,8 @@ class SideBySide:
     @property
     def tables(self) -> list[Table]:
         """The tables of a report."""
-        return [table for table in (_side_by_side(self), _pairs(self), _differences(self)) if table]
+        found = (_side_by_side(self), _engines(self), _pairs(self), _differences(self))
+        return [table for table in found if table]
 
 
 def side_by_side(folders: Sequence[Path]) -> SideBySide:
@@ -177,7 +180,30 @@ def side_by_side(folders: Sequence[Path]) -> SideBySide:
         ranked = [one for one in bests if one.point.batch_size == size]
         ranked.sort(key=lambda one: -_speed(one.point))
         pairs += [(one, other, ratio_of(one, other)) for one, other in combinations(ranked, 2)]
-    return SideBySide(names, runs, shown, pairs, _differing(runs))
+    return SideBySide(names, runs, shown, pairs, _differing(runs), _by_engine(names, runs))
+
+
+def _by_engine(
+    names: Sequence[str], runs: Sequence[ReportedRun]
+) -> list[tuple[Shown, Ratio | None]]:
+    """Every point whose k and batch size several runs have, if one of these is a server's."""
+    found: dict[tuple[int, int], list[Shown]] = defaultdict(list)
+    for name, run in zip(names, runs, strict=True):
+        samples = _samples(run)
+        for p in run.points:
+            if p.is_ok and (of := samples.get(_place(p))) is not None:
+                setting = setting_in_words(run, p)
+                found[p.batch_size, p.k].append(Shown(name, "", setting, p, of, False))
+    groups = [
+        group
+        for _, group in sorted(found.items())
+        if len({one.run for one in group}) > 1 and any(one.point.engine for one in group)
+    ]
+    return [
+        (one, None if place == 0 else ratio_of(one, group[0]))
+        for group in groups
+        for place, one in enumerate(group)
+    ]
 
 
 def warnings_of(whole: SideBySide) -> list[str]:
@@ -299,6 +325,43 @@ def _side_by_side(whole: SideBySide) -> Table:
     )
     strong = frozenset(i for i, one in enumerate(whole.shown) if one.is_best)
     return table_of(("runs", "Side by side", note), rows, cells, strong)
+
+
+def _engine_name(point: Point) -> str:
+    found = point.engine
+    return "specdec" if found is None else f"{found.kind} {found.version or ''}".strip()
+
+
+def _length_in_text(point: Point) -> float | None:
+    """Tokens a round as our own engine counts, which counts so always."""
+    if point.engine is None or point.is_baseline:
+        return point.number("mean_acceptance_length")
+    metrics = point.metrics
+    return metrics.in_text.mean_acceptance_length if metrics and metrics.in_text else None
+
+
+def _engines(whole: SideBySide) -> Table | None:
+    cells = [
+        Cell("run", lambda r: r[0].run),
+        Cell("engine", lambda r: _engine_name(r[0].point)),
+        Cell("batch", lambda r: r[0].point.batch_size),
+        Cell("k", lambda r: r[0].point.k),
+        Cell("tokens a round", lambda r: _length_in_text(r[0].point), "", 2),
+        Cell("decoding", lambda r: _speed(r[0].point), "tokens/s", 1),
+        Cell("95 % interval", lambda r: span(r[0].point.decode_tokens_per_second_ci)),
+        Cell("round", lambda r: r[0].point.number("round_ms"), "ms", 2),
+        Cell("95 % interval", lambda r: span(r[0].point.round_ms_ci)),
+        Cell("over the first", lambda r: r[1] and r[1].value, "×", 2),
+        Cell("95 % interval", lambda r: r[1] and r[1].ends_in_words),
+        Cell("text", lambda r: r[1] and r[1].texts_in_words),
+    ]
+    note = (
+        "The same k and batch size on several engines. Tokens a round are those within the texts, "
+        "as specdec counts; times of a server are its client's."
+    )
+    if not whole.by_engine:
+        return None
+    return table_of(("engines", "Engines", note), whole.by_engine, cells)
 
 
 def _pairs(whole: SideBySide) -> Table | None:

@@ -59,7 +59,7 @@ def tokens(result: Result) -> list[int]:
 
 
 def test_the_page_has_one_of_each_in_60_lines() -> None:
-    assert set(FILES) == {"echo", "likely", "heuristic"}
+    assert set(FILES) == {"echo", "block", "likely", "heuristic"}
     assert all(code.count("\n") <= 60 for code in FILES.values())
 
 
@@ -74,6 +74,18 @@ def test_the_pages_method_writes_the_targets_text(
     sha256 = hashlib.sha256(FILES["echo"].encode()).hexdigest()
     assert found.document["environment"]["plugins"] == {"echo.py": sha256}
     assert found.document["recipe"]["speculation"]["method"] == "echo"
+
+
+def test_the_pages_block_writes_the_targets_text(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path]
+) -> None:
+    plain = specdec(capsys, "generate", "demo", *SHORT, "-k", "0")
+    chosen = ("--plugin", page["block"], "--draft", "block_of_text", "-k", "3")
+    found = specdec(capsys, "generate", "demo", *SHORT, *chosen)
+    assert tokens(found) == tokens(plain)
+    drawn = specdec(capsys, "generate", "demo", *SAMPLED, *chosen)
+    assert drawn.code == 0 and drawn.document["metrics"]["num_draft_tokens"] > 30
+    assert drawn.document["metrics"]["num_accepted_tokens"] > 0
 
 
 @pytest.mark.gpu

@@ -1196,7 +1196,7 @@ def test_a_closed_stderr_is_no_failure(
 def test_a_reader_that_has_gone_is_not_told_to_resume(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: Any) -> None:
+    def broken(_: Any, **__: object) -> None:
         raise SystemExit(1)  # as rich does
 
     monkeypatch.setattr("specdec_cli.terminal.sweep.print_results", broken)

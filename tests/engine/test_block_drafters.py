@@ -318,11 +318,10 @@ def test_dummy_weights_and_given_acceptance(pairs: dict[str, Pair], kind: str) -
 
 def test_blocks_need_room_near_the_end(pairs: dict[str, Pair]) -> None:
     """The last rounds propose fewer tokens than their blocks have rows."""
-    prompt = PROMPTS[0]
-    longest = len(prompt) + NEW_TOKENS
-    for spare, reason in ((2, "length"), (1, "error")):
-        blocks = -(-(longest - spare + K) // 4) + (spare > 1) - (spare == 1)
-        seqs = run(planned(pairs["z-lab"], cache__num_blocks=blocks), [prompt])
+    # The last round that proposes begins with 27 of 29 tokens: its block ends with the 31st.
+    assert len(PROMPTS[0]) + NEW_TOKENS == 29 and K == 4
+    for blocks, reason in ((9, "length"), (8, "error")):
+        seqs = run(planned(pairs["z-lab"], cache__num_blocks=blocks), PROMPTS[:1])
         assert seqs[0].finish_reason == reason
 
 

@@ -287,3 +287,26 @@ def test_prefill_of_a_preempted_sequence_covers_what_it_wrote() -> None:
     seqs = decode(engine, prompts, 2, max_new_tokens=30)
     again = [s.index for s in seqs if s.num_preemptions]
     assert again and all(max(stop for i, stop in fed if i == a) > 3 for a in again)
+
+
+@pytest.mark.parametrize("ahead", [0, 4, 7])
+def test_the_smallest_cache_for_passes_that_reach_past_the_text(ahead: int) -> None:
+    """The last round that proposes begins two tokens before the end."""
+    longest = 29
+    need = -(-max(longest - 1, longest - 2 + ahead) // 4)
+    for usable in (need - 1, need):
+        scheduler = Scheduler(BlockAllocator(usable + 1, 4), 1, 3, 100, ahead)
+        seq = Sequence(0, [1] * 5, 5, longest)
+        if usable < need:
+            with pytest.raises(ValueError, match=f"{longest} tokens"):
+                scheduler.add(seq)
+            continue
+        scheduler.add(seq)
+        assert scheduler.admit() == [seq]
+        for _ in range(longest - 6):
+            seq.tokens.append(1)
+            assert scheduler.reserve() == [seq]
+            reach = len(seq.tokens) + max(ahead, scheduler.proposal_len(seq))
+            has_round = scheduler.proposal_len(seq) > 0
+            assert not has_round or 4 * len(seq.block_table) >= min(reach, 100)
+            scheduler.extend_ahead(0)

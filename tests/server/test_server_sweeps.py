@@ -12,6 +12,7 @@ import pytest
 
 from specdec_cli.app import main
 from specdec_cli.backends.server import times
+from specdec_cli.report.runs import side_by_side
 from tests.cli.generate_helpers import Result
 from tests.cli.sweep_helpers import gain, samples, specdec, stopped_sweep
 from tests.server.fake_server import FakeServer, Faults, running
@@ -83,6 +84,14 @@ def test_a_sweep_over_servers(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert specdec(capsys, "report", str(tmp_path / "run")).code == 0
     table = next((tmp_path / "run").rglob("points.csv")).read_text().splitlines()
     heading, row = (line.split(",") for line in table[:2])
+    (engines,) = [t for t in side_by_side([tmp_path / "run"] * 2).tables if t.name == "engines"]
+    titles = [column.title for column in engines.columns]
+    assert [r[titles.index("k")] for r in engines.rows] == [0, 0, 2, 2, 4, 4]
+    lengths = [r[titles.index("tokens a round")] for r in engines.rows]
+    assert lengths[::2] == lengths[1::2] and lengths[2:5:2] == [
+        point(found, k)["metrics"]["in_text"]["mean_acceptance_length"] for k in (2, 4)
+    ]
+    assert [r[titles.index("text")] for r in engines.rows] == [None, "same"] * 3
     assert [row[heading.index(name)] for name in ("commit_ms", "verify_ms", "prefill_ms")] == [
         ""
     ] * 3

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.engine.plan import Plan, block_bytes_of
 from specdec_cli.errors import ExitCode, Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders import settings_file
@@ -95,6 +94,8 @@ def finish(
 
 def _memory_of(job: Job, where: dict[str, Any]) -> list[MemoryCost]:
     """The memory of a job's draft; nothing for another engine's, which has its own."""
+    from specdec_cli.engine.plan import Plan, block_bytes_of  # torch, which merging does without
+
     if not isinstance(plan := job.plan, Plan):
         return []
     size, whole = plan.recipe.cache.block_size, where.get("gpu_memory_bytes")
