@@ -1,6 +1,7 @@
 """`specdec compare-tp`: the document, the folder, failing pairs and interruptions.
 
-Ranks take seconds to start, so few comparisons are run and each serves several tests.
+Ranks take seconds to start, so few comparisons are run and each serves several tests. Commands and
+agents are forks of this process here; tests/launch starts some as users do.
 """
 
 import json
@@ -20,7 +21,8 @@ from specdec_cli.demo import demo_path
 from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import Result, generate
 from tests.cli.sweep_helpers import gain, specdec
-from tests.launch.helpers import ROOT, living, marked, start, wait_until_gone
+from tests.launch.forks import over_forks
+from tests.launch.helpers import marked, start, wait_until_gone
 
 pytestmark = pytest.mark.dist
 
@@ -38,18 +40,8 @@ CONTRACT = {
     "speedup",
     "speedup_vs_equal_tp",
 }
-FAULTY_PATHS = f"{ROOT / 'tests' / 'launch' / 'site'}:{ROOT}:{ROOT / 'kernels'}"
 
 Capture = pytest.CaptureFixture[str]
-
-
-def compare(*arguments: str | Path, **extra: str) -> Result:
-    """Run `specdec ARGUMENTS` in a process of its own; fails if a rank outlives it."""
-    environ = marked(**extra)
-    parent = start(["-m", "specdec_cli", *map(str, arguments)], environ)
-    out, err = parent.communicate(timeout=300)
-    assert living(environ) == []
-    return Result(parent.returncode, out, err)
 
 
 def records(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -75,15 +67,15 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """A comparison of target TP 1, 2 and draft TP 1, 2 at two batch sizes; one pair fails."""
     folder = tmp_path_factory.mktemp("compare") / "run"
     # Rank 1 has a part of the draft in only one of the pairs.
-    faulty = {"PYTHONPATH": FAULTY_PATHS, "PLANTED_FAULT": "raise:draft:1"}
-    return folder, compare(*COMPARE, *DEGREES, "-o", folder, "--json", **faulty)
+    faulty = {"PLANTED_FAULT": "raise:draft:1"}
+    return folder, over_forks(*COMPARE, *DEGREES, "-o", folder, "--json", **faulty)
 
 
 @pytest.fixture(scope="module")
 def whole(broken: tuple[Path, Result]) -> tuple[Path, Result]:
     """The same comparison, resumed and finished."""
     folder, _ = broken
-    result = compare(*COMPARE, *DEGREES, "-o", folder, "--resume", "--json")
+    result = over_forks(*COMPARE, *DEGREES, "-o", folder, "--resume", "--json")
     assert result.code == 0, result.err
     return folder, result
 
@@ -259,7 +251,7 @@ def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
 
     where = json.loads((folder / "environment.json").read_text())
     (folder / "environment.json").write_text(json.dumps(where | {"cpu_count": 99}))
-    result = compare(*asked, "--resume", "--json")
+    result = over_forks(*asked, "--resume", "--json")
     assert result.code == 0, result.err
     assert {p["status"] for p in result.document["points"]} == {"ok"}
     samples = records(folder, "samples.jsonl")
@@ -276,7 +268,7 @@ def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
 def test_prompts_that_cannot_run_are_told(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "x = 1"}) + "\n" + json.dumps({"prompt": "y " * 3000}))
-    result = compare(*COMPARE, "--dataset", data, "--json")
+    result = over_forks(*COMPARE, "--dataset", data, "--json")
     told = "not every prompt could run, and those count for nothing: prompt 1: the prompt has"
     assert result.code == 3 and result.document["points"][0]["status"] == "ok"
     assert told in result.document["warnings"][-1]["message"] and told in result.err
@@ -287,7 +279,7 @@ def test_where_no_pair_can_be_measured_the_result_has_an_error(tmp_path: Path) -
     draft = shutil.copytree(demo_path("demo:draft"), tmp_path / "draft")
     with open(draft / "model.safetensors", "r+b") as file:
         file.truncate(5000)
-    result = compare(*COMPARE, "--draft", draft, "--json", "-o", tmp_path / "run")
+    result = over_forks(*COMPARE, "--draft", draft, "--json", "-o", tmp_path / "run")
     document = result.document
     assert result.code == 5 and {p["status"] for p in document["points"]} == {"failed"}
     assert document["error"]["code"] == 5

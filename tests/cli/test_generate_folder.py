@@ -4,9 +4,9 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -17,8 +17,7 @@ from tests.cli.generate_helpers import (
     PROMPTS,
     Result,
     Run,
-    command,
-    environment,
+    forked,
     generate,
     prompt_options,
     specdec,
@@ -258,22 +257,19 @@ def test_full_disk(flags: tuple[str, ...], run: Run, tmp_path: Path) -> None:
 def test_signals_keep_what_is_done(number: signal.Signals, code: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ("--set", "data.limit=200", "--max-new-tokens", "16", "--batch-size", "2")
-    process = subprocess.Popen(
-        command("generate", *options, "-o", folder),
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     records = folder / "samples.jsonl"
     deadline = time.monotonic() + 90
-    while not (records.is_file() and records.read_text().count("\n") >= 3):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == code
+    with open(os.devnull) as empty, TemporaryFile("w+") as told, TemporaryFile("w+") as said:
+        streams = (empty.fileno(), told.fileno(), said.fileno())
+        child = forked(["generate", *options, "-o", folder], streams, {})
+        while not (records.is_file() and records.read_text().count("\n") >= 3):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(child, number)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+        told.seek(0)
+        said.seek(0)
+        out, err = told.read(), said.read()
     assert re.fullmatch("error: (interrupted|terminated)\n", err)
     done = samples(folder)
     assert 3 <= len(done) < 200 and all(sample["token_ids"] for sample in done)

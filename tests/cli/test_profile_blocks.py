@@ -11,7 +11,8 @@ import yaml
 
 from specdec_cli.app import main
 from specdec_cli.text import parse_bytes
-from tests.cli.generate_helpers import Result, on_terminal, specdec
+from tests.cli.generate_helpers import Result, on_terminal
+from tests.launch.forks import over_forks
 from tests.launch.helpers import living, marked, start, torchrun_alone
 from tests.support import tiny_config
 
@@ -74,7 +75,7 @@ def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.dist
 def test_two_ranks_with_the_draft_on_one(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--target-tp", "2", "--draft-tp", "1", *SMALL, "--json")
-    result = specdec("profile-blocks", "demo", *options)
+    result = over_forks("profile-blocks", "demo", *options)
     assert (result.code, result.err) == (0, "")
     document = result.document
     check_contract(document)

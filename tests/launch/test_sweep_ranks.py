@@ -12,6 +12,7 @@ import pytest
 from specdec_cli.experiment.folders.records import read_records
 from specdec_cli.experiment.predict import ReplayText
 from tests.cli.sweep_helpers import Sample, samples, specdec, without_times
+from tests.launch.forks import over_forks
 from tests.launch.helpers import ROOT, living, marked, start, torchrun_alone, wait_until_gone
 
 pytestmark = pytest.mark.dist
@@ -59,9 +60,12 @@ def test_two_ranks_measure_what_one_measures(
     assert f"{kept.count(chr(10))} samples are kept in {folder}\n" in err
     assert err.count("error: ") == 1 and living(environ) == []
 
-    parent = start([*launcher, *SPLIT, *options, "--json"], environ)
-    out, _ = parent.communicate(timeout=180)
-    assert parent.returncode == 0
+    if launcher:
+        out, _, code = finished([*launcher, *SPLIT, *options, "--json"], environ)
+    else:
+        result = over_forks(*OPTIONS, "--target-tp", "2", *options, "--json")
+        out, code = result.out, result.code
+    assert code == 0
     document = json.loads(out)
     assert (folder / "samples.jsonl").read_text().startswith(kept)
     assert document == json.loads((folder / "summary.json").read_text())
@@ -119,10 +123,10 @@ def test_a_failing_rank_ends_the_sweep(tmp_path: Path, fault: str, code: int, me
     assert err.count("error: ") == 1 and living(environ) == []
 
 
-def test_a_point_that_fails_on_every_rank_is_a_point(tmp_path: Path) -> None:
-    out, err, code = finished([*SPLIT, "--json"], planted("oom:draft:all"))
-    found = {p["k"]: (p["status"], p.get("reason")) for p in json.loads(out)["points"]}
-    assert code == 3, err
+def test_a_point_that_fails_on_every_rank_is_a_point() -> None:
+    result = over_forks(*OPTIONS, "--target-tp", "2", "--json", PLANTED_FAULT="oom:draft:all")
+    found = {p["k"]: (p["status"], p.get("reason")) for p in result.document["points"]}
+    assert result.code == 3, result.err
     assert found == {0: ("ok", None), 2: ("oom", "tried to allocate 3 GiB")}
 
 
