@@ -20,7 +20,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 )
 
 from tests.cli.generate_helpers import word_tokenizer
-from tests.support import VOCAB, greedy_reference, reference, save_tiny
+from tests.support import VOCAB, greedy_reference, greedy_text, reference, save_tiny
 
 NEW_TOKENS = 24
 PROMPTS = [[5, 9, 3, 11, 60], [7, 30], [4, 8, 15, 16, 23, 42, 50, 61, 12, 90, 33], [44, 2, 71, 6]]
@@ -285,7 +285,7 @@ def expected_rounds(
     proposals are left out. cut: gives the length of a block, as `sure_length` does. width:
     tokens that passes draft, k by default."""
     oracle, drafter = reference(pair.target), pair.drafter
-    text = prompt + greedy_reference(oracle, prompt, NEW_TOKENS)
+    text = prompt + greedy_text(pair.target, prompt, NEW_TOKENS)
     features, found, n = features_of(oracle, drafter, text), [], len(prompt)
     while n < len(text):
         count, stand = min(k, len(text) - n - 1), 0

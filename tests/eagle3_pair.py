@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from specdec_cli.core.types import Sequence
 from tests.cli.generate_helpers import word_tokenizer
 from tests.eagle3 import Head, Reference, save_head
-from tests.support import FAMILIES, VOCAB, greedy_reference, reference, save_tiny
+from tests.support import FAMILIES, VOCAB, greedy_reference, greedy_text, reference, save_tiny
 
 NEW_TOKENS = 24
 PROMPTS = [[5, 9, 3, 11, 60], [7, 30], [4, 8, 15, 16, 23, 42, 50, 61, 12, 90, 33], [44, 2, 71, 6]]
@@ -111,7 +111,7 @@ def expected_rounds(
     """
     lengths = repeat(k) if isinstance(k, int) else k
     oracle, plain = reference(target), Reference(head)
-    text = prompt + greedy_reference(oracle, prompt, NEW_TOKENS)
+    text = prompt + greedy_text(target, prompt, NEW_TOKENS)
     features, found, n = states(oracle, head, text), [], len(prompt)
     while n < len(text):
         count, stand = min(next(lengths), len(text) - n - 1), 0

@@ -1,5 +1,6 @@
 """Tiny targets with trained MTP modules in their files, and transformers' rounds with them."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,15 @@ from transformers.generation import candidate_generator
 from transformers.modeling_layers import MtpModel
 
 from tests.cli.generate_helpers import word_tokenizer
-from tests.support import _generate, greedy_reference, reference, save_tiny
+from tests.support import (
+    Saved,
+    _generate,
+    greedy_reference,
+    greedy_text,
+    reference,
+    save_tiny,
+    saved,
+)
 
 NEW_TOKENS = 24
 STARTS = [[5, 9, 3, 11, 60], [7, 30], [4, 8, 15, 16, 23, 42, 50, 61, 12, 90, 33], [44, 2, 71, 6]]
@@ -113,6 +122,13 @@ def _oracle(target: Path, count: int) -> Any:
 def mtp_rounds(target: Path, start: list[int], count: int = 1) -> tuple[list[int], list[int]]:
     """transformers' own generation with the modules: the new tokens, and those that each round
     accepted. Its first pass, which proposes nothing, is left out of the rounds."""
+    return _mtp_rounds(saved(target), tuple(start), count)
+
+
+@cache
+def _mtp_rounds(
+    checkpoint: Saved, start: tuple[int, ...], count: int
+) -> tuple[list[int], list[int]]:
     accepted: list[int] = []
     kind = candidate_generator.MTPCandidateGenerator
     get = kind.get_candidates
@@ -123,17 +139,23 @@ def mtp_rounds(target: Path, start: list[int], count: int = 1) -> tuple[list[int
         return get(self, input_ids, **more)
 
     with patch.object(kind, "get_candidates", get_candidates):
-        oracle = _oracle(target, count)
-        tokens = _generate(oracle, start, NEW_TOKENS, eos_token_id=None, use_mtp=True)
+        oracle = _oracle(checkpoint[0], count)
+        tokens = _generate(oracle, list(start), NEW_TOKENS, eos_token_id=None, use_mtp=True)
     return tokens, accepted[1:]
 
 
 def expected_rounds(target: Path, prompt: list[int], k: int) -> list[tuple[int, int]]:
     """(proposed, accepted) of each round of greedy decoding with one module, which reads its own
     output after the first proposal; by transformers' layer, without any cache."""
+    return _expected_rounds(saved(target), tuple(prompt), k)
+
+
+@cache
+def _expected_rounds(checkpoint: Saved, start: tuple[int, ...], k: int) -> list[tuple[int, int]]:
+    target, prompt = checkpoint[0], list(start)
     oracle = _oracle(target, 1)
     modules, found, n = MtpModel.from_pretrained(oracle), [], len(prompt)
-    text = prompt + greedy_reference(oracle, prompt, NEW_TOKENS - 1)
+    text = prompt + greedy_text(target, prompt, NEW_TOKENS - 1)
     with torch.no_grad():
         states = oracle(torch.tensor([text]), output_hidden_states=True).hidden_states[-1]
         while n < len(text):

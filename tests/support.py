@@ -1,6 +1,8 @@
 """Tiny random models of each family, saved as checkpoints, and engines over them."""
 
 import shutil
+from copy import deepcopy
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -291,10 +293,36 @@ def save_noised(folder: Path, original: Path) -> Path:
     return folder
 
 
+# A checkpoint as it is now: its folder, and name, size, and time of change of each file in it.
+Saved = tuple[Path, tuple[tuple[str, int, int], ...]]
+
+
+def saved(folder: Path) -> Saved:
+    """A key for what is computed from a checkpoint once; a file that is written anew changes it."""
+    files = ((f.name, f.stat()) for f in sorted(folder.iterdir()))
+    return folder, tuple((name, at.st_size, at.st_mtime_ns) for name, at in files)
+
+
 def reference(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Any:
-    """The oracle: transformers' model with its plain attention."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
-    return model.to(device).eval()
+    """The oracle: transformers' model with its plain attention, a copy of one that is read once."""
+    return deepcopy(_reference(saved(folder), dtype)).to(device)
+
+
+@lru_cache(16)
+def _reference(checkpoint: Saved, dtype: torch.dtype) -> Any:
+    how: dict[str, Any] = {"attn_implementation": "eager", "dtype": dtype}
+    with torch.inference_mode(False):  # some copies are trained
+        return AutoModelForCausalLM.from_pretrained(checkpoint[0], **how).eval()
+
+
+def greedy_text(folder: Path, prompt: list[int], new_tokens: int) -> list[int]:
+    """What transformers' greedy `generate` writes with a saved model, made once; EOS is ignored."""
+    return list(_greedy_text(saved(folder), tuple(prompt), new_tokens))
+
+
+@cache
+def _greedy_text(checkpoint: Saved, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+    return greedy_reference(_reference(checkpoint, torch.float32), list(prompt), new_tokens)
 
 
 def description(
@@ -305,8 +333,16 @@ def description(
     load_format: str = "auto",
     weights: str = "auto",
 ) -> Description:
+    """A saved model before its weights are read; a copy of what is described once."""
     spec = ModelSpec("target", str(folder), None, dtype, load_format, weights=weights)
-    return describe(spec, device, parallel)
+    if parallel.size > 1:  # groups of processes are not copied
+        return describe(spec, device, parallel)
+    return deepcopy(_description(saved(folder), spec, device))
+
+
+@lru_cache(16)
+def _description(checkpoint: Saved, spec: ModelSpec, device: torch.device) -> Description:
+    return describe(spec, device)
 
 
 def paged_model(

@@ -24,7 +24,7 @@ from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.dflash import DFLASH, DSPARK
 from tests import lossless
-from tests.support import greedy_reference, reference
+from tests.support import greedy_text
 
 pytest.importorskip("transformers", minversion="5.23")  # earlier ones have no DFlash of their own
 from tests.block_pair import (
@@ -89,9 +89,9 @@ def rounds_of(seq: Any) -> list[tuple[int, int]]:
 
 
 def check_rounds(pair: Pair, k: int, **more: Any) -> list[Any]:
-    seqs, oracle = run(planned(pair, k, **more), PROMPTS), reference(pair.target)
+    seqs = run(planned(pair, k, **more), PROMPTS)
     for seq, prompt in zip(seqs, PROMPTS, strict=True):
-        assert seq.output_ids == greedy_reference(oracle, prompt, NEW_TOKENS)
+        assert seq.output_ids == greedy_text(pair.target, prompt, NEW_TOKENS)
         assert rounds_of(seq) == expected_rounds(pair, prompt, k)
     return seqs
 
@@ -194,10 +194,8 @@ def test_lengths_of_each_sequence(pairs: dict[str, Pair], kind: str, policy: str
     keys = {"speculation.length.policy": policy, "speculation.length.threshold": 0.6}
     keys |= {"speculation.length.choices": [0, 1, 2]}
     seqs = run(planned(pairs[kind], run__batch_size=3, **keys), PROMPTS)
-    oracle = reference(pairs[kind].target)
-    assert [s.output_ids for s in seqs] == [
-        greedy_reference(oracle, p, NEW_TOKENS) for p in PROMPTS
-    ]
+    texts = [greedy_text(pairs[kind].target, p, NEW_TOKENS) for p in PROMPTS]
+    assert [s.output_ids for s in seqs] == texts
     if policy != "adaptive":
         assert len({p for s in seqs for p in s.proposed_per_round}) > 1
 
@@ -341,11 +339,11 @@ def test_padded_passes_have_the_same_rounds(
         return padded_batch(what, state, self.cache.block_size, self.head.config.vocab_size), None
 
     monkeypatch.setattr(PagedHead, "_batch", padded)
-    seqs, oracle = run(found, PROMPTS), reference(pairs[kind].target)
+    seqs = run(found, PROMPTS)
     assert list(map(rounds_of, seqs)) == list(map(rounds_of, live))
     for seq, prompt in zip(seqs, PROMPTS, strict=True):
         count = min(NEW_TOKENS, most - len(prompt))
-        assert seq.output_ids == greedy_reference(oracle, prompt, count)
+        assert seq.output_ids == greedy_text(pairs[kind].target, prompt, count)
 
 
 SAMPLED: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import load_recipe
 from tests.eagle3 import Head, head_config, save_head
 from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, rounds_of, save_pair
-from tests.support import CPU, greedy_reference, reference, save_noised
+from tests.support import CPU, greedy_reference, greedy_text, reference, save_noised
 
 SLOW = pytest.mark.slow
 SIZES: dict[str, Any] = {
@@ -68,8 +68,7 @@ def run(engine: Engine, k: int, params: SamplingParams) -> list[Any]:
 
 
 def texts_of(target: Path) -> list[list[int]]:
-    oracle = reference(target)
-    return [greedy_reference(oracle, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    return [greedy_text(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
 SETTINGS: dict[str, dict[str, object]] = {

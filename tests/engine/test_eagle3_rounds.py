@@ -1,5 +1,7 @@
 """The engine with an EAGLE-3 head: the target's own text, and the reference's accepted counts."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from tests.eagle3_pair import (
     states,
 )
 from tests.rounds import LARGEST, same_rounds, text_of
-from tests.support import CPU, VOCAB, decode, greedy_reference, paged_model, reference
+from tests.support import CPU, VOCAB, decode, greedy_text, paged_model, reference
 
 SIGNIFICANT = 1e-4
 
@@ -38,6 +40,15 @@ SIGNIFICANT = 1e-4
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """The head is in speculators' form, and borrows the target's embedding."""
     return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+Rounds = Callable[[int], list[list[tuple[int, int]]]]
+
+
+@pytest.fixture(scope="module")
+def rounds_at(pair: Pair) -> Rounds:
+    """The reference's rounds of every prompt at a k, made once."""
+    return cache(lambda k: [expected_rounds(pair.target, pair.head, p, k) for p in PROMPTS])
 
 
 def eagle_engine(
@@ -79,14 +90,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("case", SETTINGS)
-def test_greedy_text_and_rounds(pair: Pair, case: str, k: int) -> None:
-    target, folder, head = pair
+def test_greedy_text_and_rounds(pair: Pair, rounds_at: Rounds, case: str, k: int) -> None:
+    target, folder, _ = pair
     engine = eagle_engine(target, folder, 4, **SETTINGS[case])
     seqs = decode(engine, PROMPTS, k, max_new_tokens=NEW_TOKENS)
-    oracle = reference(target)
+    assert list(map(rounds_of, seqs)) == rounds_at(k)
     for seq, prompt in zip(seqs, PROMPTS, strict=True):
-        assert seq.output_ids == greedy_reference(oracle, prompt, NEW_TOKENS)
-        assert rounds_of(seq) == expected_rounds(target, head, prompt, k)
+        assert seq.output_ids == greedy_text(target, prompt, NEW_TOKENS)
     accepted = [a for seq in seqs for a in seq.accepted_per_round]
     assert 0 in accepted and k in accepted, "the case has to see all kinds of rounds"
     if case == "preemption":
@@ -103,16 +113,15 @@ def test_greedy_text_and_rounds(pair: Pair, case: str, k: int) -> None:
     ],
     ids=str,
 )
-def test_wrong_wiring_costs_acceptance(pair: Pair, changes: dict[str, Any]) -> None:
+def test_wrong_wiring_costs_acceptance(
+    pair: Pair, rounds_at: Rounds, changes: dict[str, Any]
+) -> None:
     """It never changes the text, and so has to be seen in the rounds."""
-    target, folder, head = pair
+    target, folder, _ = pair
     seqs = decode(eagle_engine(target, folder, 4, changes), PROMPTS, 4, max_new_tokens=NEW_TOKENS)
-    oracle = reference(target)
-    assert [s.output_ids for s in seqs] == [
-        greedy_reference(oracle, p, NEW_TOKENS) for p in PROMPTS
-    ]
-    wanted = [expected_rounds(target, head, p, 4) for p in PROMPTS]
-    assert sum(sum(s.accepted_per_round) for s in seqs) < sum(a for w in wanted for _, a in w)
+    assert [s.output_ids for s in seqs] == [greedy_text(target, p, NEW_TOKENS) for p in PROMPTS]
+    wanted = sum(a for rounds in rounds_at(4) for _, a in rounds)
+    assert sum(sum(s.accepted_per_round) for s in seqs) < wanted
 
 
 @pytest.mark.parametrize(

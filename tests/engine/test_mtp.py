@@ -26,7 +26,7 @@ from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.mtp import MTP
 from tests import lossless
 from tests.engine.test_stored_models import compressed, store_fp8
-from tests.support import CPU, greedy_reference, reference
+from tests.support import CPU, greedy_text
 
 pytest.importorskip("transformers", minversion="5.23")  # earlier ones have no MTP of their own
 from tests.mtp_pair import (
@@ -66,8 +66,7 @@ def planned(target: Path, k: int = 1, **more: Any) -> Plan:
 
 def prompts_of(target: Path) -> list[list[int]]:
     """Those of transformers' rounds, with the token that its first pass decides."""
-    oracle = reference(target)
-    return [start + greedy_reference(oracle, start, 1) for start in STARTS]
+    return [start + greedy_text(target, start, 1) for start in STARTS]
 
 
 def run(found: Plan, prompts: list[list[int]], k: int | None = None) -> list[Any]:
@@ -116,9 +115,8 @@ def test_other_families_have_the_rounds_of_transformers(family: str, tmp_path: P
 @pytest.mark.parametrize("case", SETTINGS)
 def test_further_proposals_take_steps_of_the_one_module(target: Path, case: str) -> None:
     seqs = run(planned(target, 3, **SETTINGS[case]), prompts_of(target))
-    oracle = reference(target)
     for seq, prompt in zip(seqs, prompts_of(target), strict=True):
-        assert seq.output_ids == greedy_reference(oracle, prompt, NEW_TOKENS - 1)
+        assert seq.output_ids == greedy_text(target, prompt, NEW_TOKENS - 1)
         assert rounds_of(seq) == expected_rounds(target, prompt, 3)
     accepted = {a for seq in seqs for a in seq.accepted_per_round}
     assert accepted >= {0, 3}, "the case has to see rounds of all kinds"
@@ -230,8 +228,7 @@ def test_a_chain_of_three(family: str, tmp_path: Path) -> None:
         same_rounds(seq, accepted)
     assert sum(sum(s.accepted_per_round) for s in seqs) > 10
     seqs = run(planned(target, 3), [[7], [5, 9]])
-    oracle = reference(target)
-    wanted = [greedy_reference(oracle, p, NEW_TOKENS - 1) for p in ([7], [5, 9])]
+    wanted = [greedy_text(target, p, NEW_TOKENS - 1) for p in ([7], [5, 9])]
     assert [seq.output_ids for seq in seqs] == wanted
 
 
@@ -257,10 +254,8 @@ def test_lengths_of_each_sequence(target: Path, two: Path, count: int, policy: s
     keys |= {"speculation.length.choices": [0, 1, 2]}
     prompts = prompts_of(folder)
     seqs = run(planned(folder, 2, run__batch_size=3, **keys), prompts)
-    oracle = reference(folder)
-    assert [s.output_ids for s in seqs] == [
-        greedy_reference(oracle, p, NEW_TOKENS - 1) for p in prompts
-    ]
+    texts = [greedy_text(folder, p, NEW_TOKENS - 1) for p in prompts]
+    assert [s.output_ids for s in seqs] == texts
     if policy == "confidence":
         assert len({p for s in seqs for p in s.proposed_per_round}) > 1
 
