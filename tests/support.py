@@ -31,6 +31,7 @@ from specdec_cli.models.fused import fuse
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.spec import ModelSpec
+from specdec_cli.models.stored import stored_parameters
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -335,9 +336,11 @@ def description(
 ) -> Description:
     """A saved model before its weights are read; a copy of what is described once."""
     spec = ModelSpec("target", str(folder), None, dtype, load_format, weights=weights)
-    if parallel.size > 1:  # groups of processes are not copied
-        return describe(spec, device, parallel)
-    return deepcopy(_description(saved(folder), spec, device))
+    if parallel.size == 1:
+        found = _description(saved(folder), spec, device)
+        if not stored_parameters(found.module):  # a copy would lose how they are stored
+            return deepcopy(found)
+    return describe(spec, device, parallel)
 
 
 @lru_cache(16)

@@ -13,6 +13,7 @@ from specdec_cli.models.ahead import check_ahead
 from specdec_cli.models.refusals import Indivisible
 from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import generate
+from tests.launch.forks import over_forks
 from tests.launch.helpers import ROOT, living, marked, start
 
 pytestmark = pytest.mark.dist
@@ -35,10 +36,9 @@ def test_what_all_ranks_find_is_told_of_none(tmp_path: Path) -> None:
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     options = ["--target", str(copy), "--draft", str(copy), "--target-tp", "2", "--device", "cpu"]
-    parent = start(["-m", "specdec_cli", "generate", *options, *ASKED], marked())
-    out, _ = parent.communicate(timeout=180)
-    assert parent.returncode == 5
-    assert json.loads(out)["error"]["message"].startswith("cannot read the weights")
+    result = over_forks("generate", *options, *ASKED)
+    assert result.code == 5
+    assert result.document["error"]["message"].startswith("cannot read the weights")
 
 
 @pytest.mark.parametrize(
