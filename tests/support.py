@@ -300,7 +300,8 @@ Saved = tuple[Path, tuple[tuple[str, int, int], ...]]
 
 def saved(folder: Path) -> Saved:
     """A key for what is computed from a checkpoint once; a file that is written anew changes it."""
-    files = ((f.name, f.stat()) for f in sorted(folder.iterdir()))
+    paths = sorted(folder.iterdir()) if folder.is_dir() else [folder]  # a GGUF file
+    files = ((f.name, f.stat()) for f in paths)
     return folder, tuple((name, at.st_size, at.st_mtime_ns) for name, at in files)
 
 
