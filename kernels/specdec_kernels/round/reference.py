@@ -164,7 +164,7 @@ def stamp(out: Tensor, place: int) -> None:
     out.numpy()[place] = time.perf_counter_ns()
 
 
-@kernel("specdec_kernels.round.ngram_triton:ngram_lookup_triton")
+@kernel("specdec_kernels.round.steps_triton:ngram_lookup_triton")
 def ngram_lookup(
     history: Tensor,
     rows: Tensor,
