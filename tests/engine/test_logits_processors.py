@@ -5,6 +5,7 @@ transformers' own processors and `generate` are the judges.
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.logits_processors import LogitsProcessors, TextsBefore
 from specdec_cli.core.state import BatchState, Texts
 from specdec_cli.core.types import Request, SamplingParams, Sequence
+from specdec_cli.methods.teacher import Teacher
 from tests import lossless
 from tests.support import (
     VOCAB,
@@ -286,3 +288,17 @@ def test_the_host_reads_nothing(settings: dict[str, Any]) -> None:
         assert before.after_each(torch.zeros(3, 3, VOCAB), tokens).shape == (3, 3, VOCAB)
         assert before.after_all(torch.zeros(3, 1, 40), tokens).shape == (3, 1, 40)
         how.take_in(state, Verdict(torch.zeros(3, 3, dtype=torch.int64), torch.zeros(3).long()))
+
+
+def test_each_row_of_a_written_text_follows_the_token_that_it_read() -> None:
+    """Row i of a teacher's pass read the token at `start + i`, so its logits know that one too."""
+    params = SamplingParams(max_new_tokens=4, repetition_penalty=2.0)
+    processors = LogitsProcessors.of(params, [], 8, torch.device("cpu"))
+    teacher = SimpleNamespace(processors=processors, target=SimpleNamespace(vocab_size=8))
+    seq = SimpleNamespace(tokens=[5, 1, 6, 2, 3], num_prompt_tokens=2)
+    logits = torch.arange(1.0, 25.0).view(3, 8)
+    found = Teacher.changed(teacher, logits, seq, 1)  # type: ignore[arg-type]
+    for row, known in enumerate(([5, 1], [5, 1, 6], [5, 1, 6, 2])):
+        expected = logits[row].clone()
+        expected[known] /= 2.0
+        assert torch.equal(found[row], expected)
