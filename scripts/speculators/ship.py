@@ -60,6 +60,8 @@ Made by `scripts/speculators` of the project, from the target's own layers as a 
 FORMS = {
     "eagle3": "An EAGLE-3 head (Li et al., arXiv 2503.01840) with one layer, in the form of "
     "speculators, for\n{target}.",
+    "mtp": "A module for multi-token prediction (arXiv 2412.19437), in the form of "
+    "speculators, for\n{target}.",
     "draft": "A standalone draft with {depth} layers for {target}.",
 }
 

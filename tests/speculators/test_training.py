@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from scripts.speculators.corpus import Frame, Rows, Text, joined, packed
 from scripts.speculators.kinds import draft, eagle3, mtp
 from scripts.speculators.kinds.base import Options
 from scripts.speculators.loss import Candidates, SoftLoss
-from scripts.speculators.target import Target
+from scripts.speculators.target import Reading, Target
 from scripts.speculators.train import weights_at
 from specdec_cli.core.types import Request
 from specdec_cli.demo import demo_path
@@ -191,38 +192,51 @@ def walk(right: Tensor, start: int, k: int) -> list[int]:
     return found
 
 
-def test_the_engine_accepts_what_training_predicts(target: Target, tmp_path: Path) -> None:
-    """A saved head, whose features were scaled in training, proposes what its chains say. Its
-    weights are trained for a moment, so that some proposals stand and others fall."""
-    torch.manual_seed(0)
-    kind = eagle3.make(target, Options(links=4))
-    kind.vocabulary = None
+def own_text(target: Target) -> tuple[Tensor, Rows, int]:
+    """A text that the target writes greedily, alone in a row, and the length of its prompt."""
     tokens, _, start = greedy_rounds(target, {"speculation.method": "none"}, 0)
     ids = torch.tensor(tokens)
     rows = packed([(ids.numpy(), torch.ones(len(ids)).numpy())], len(ids))
-    rows = rows.at(torch.tensor([0]), CPU)
-    reading = target.read(rows, kind.feature_layers)
-    kind.prepare(reading)
-    assert max(kind.scales) > 1.05 * min(kind.scales)
-    optimiser = torch.optim.AdamW(kind.module.parameters(), 1e-3)
-    for _ in range(12):
+    return ids, rows.at(torch.tensor([0]), CPU), start
+
+
+def train_a_moment(kind: Any, reading: Reading, ids: Tensor, rate: float, steps: int) -> None:
+    """Train four links on a text, so that some proposals stand and others fall."""
+    optimiser = torch.optim.AdamW(kind.module.parameters(), rate)
+    goals = ids[2:].expand(4, -1).flatten()
+    for _ in range(steps):
         optimiser.zero_grad()
-        found = torch.stack(kind.links(reading))[:, :-2] @ target.head.T
-        goals = ids[2:].expand(4, -1).flatten()
+        found = torch.stack(kind.links(reading))[:, :-2] @ kind.target.head.T
         torch.nn.functional.cross_entropy(found.flatten(0, 1), goals).backward()
         optimiser.step()
     kind.module.to(torch.bfloat16).float()  # as it is stored
+
+
+def predicted(kind: Any, reading: Reading, ids: Tensor, start: int) -> list[int]:
+    """Accepted counts of rounds of four proposals, by the links that training unrolls."""
+    with torch.no_grad():
+        found = torch.stack(kind.links(reading)) @ kind.target.head.T
+    right = torch.zeros(4, len(ids), dtype=torch.bool)
+    right[:, 2:] = found.argmax(-1)[:, :-2] == ids[2:]
+    counts = walk(right, start, 4)
+    assert 1 < len(set(counts)), counts
+    return counts
+
+
+def test_the_engine_accepts_what_training_predicts(target: Target, tmp_path: Path) -> None:
+    """A saved head, whose features were scaled in training, proposes what its chains say."""
+    torch.manual_seed(0)
+    kind = eagle3.make(target, Options(links=4))
+    ids, rows, start = own_text(target)
+    reading = target.read(rows, kind.feature_layers)
+    kind.prepare(reading)
+    assert max(kind.scales) > 1.05 * min(kind.scales)
+    train_a_moment(kind, reading, ids, 1e-3, 12)
     kind.save(target, torch.arange(8), tmp_path / "head")
     with torch.no_grad():
         kind.module.fc.weight.copy_(stored_fc(tmp_path / "head", kind.scales))
-        found = torch.stack(kind.links(reading)) @ target.head.T
-    right = torch.zeros(4, len(ids), dtype=torch.bool)
-    right[:, 2:] = found.argmax(-1)[:, :-2] == ids[2:]
-    wanted = walk(right, start, 4)
-    assert 1 < len(set(wanted)), wanted
     got = greedy_rounds(target, {"draft.model": str(tmp_path / "head")}, 4)
-    assert got[0] == tokens
-    assert got[1] == wanted
+    assert got[:2] == (ids.tolist(), predicted(kind, reading, ids, start))
 
 
 def test_the_engine_accepts_what_a_modules_training_predicts(
@@ -230,28 +244,12 @@ def test_the_engine_accepts_what_a_modules_training_predicts(
 ) -> None:
     torch.manual_seed(0)
     kind = mtp.make(target, Options(links=4))
-    tokens, _, start = greedy_rounds(target, {"speculation.method": "none"}, 0)
-    ids = torch.tensor(tokens)
-    rows = packed([(ids.numpy(), torch.ones(len(ids)).numpy())], len(ids))
-    reading = target.read(rows.at(torch.tensor([0]), CPU), kind.feature_layers)
-    optimiser = torch.optim.AdamW(kind.module.parameters(), 2e-3)
-    for _ in range(10):
-        optimiser.zero_grad()
-        found = torch.stack(kind.links(reading))[:, :-2] @ target.head.T
-        goals = ids[2:].expand(4, -1).flatten()
-        torch.nn.functional.cross_entropy(found.flatten(0, 1), goals).backward()
-        optimiser.step()
-    kind.module.to(torch.bfloat16).float()  # as it is stored
+    ids, rows, start = own_text(target)
+    reading = target.read(rows, kind.feature_layers)
+    train_a_moment(kind, reading, ids, 2e-3, 10)
     kind.save(target, torch.arange(8), tmp_path / "module")
-    with torch.no_grad():
-        found = torch.stack(kind.links(reading)) @ target.head.T
-    right = torch.zeros(4, len(ids), dtype=torch.bool)
-    right[:, 2:] = found.argmax(-1)[:, :-2] == ids[2:]
-    wanted = walk(right, start, 4)
-    assert 1 < len(set(wanted)), wanted
     got = greedy_rounds(target, {"draft.model": str(tmp_path / "module")}, 4)
-    assert got[0] == tokens
-    assert got[1] == wanted
+    assert got[:2] == (ids.tolist(), predicted(kind, reading, ids, start))
 
 
 def stored_fc(folder: Path, scales: list[float]) -> Tensor:

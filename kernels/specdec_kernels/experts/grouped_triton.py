@@ -117,9 +117,12 @@ def grouped_linear_kernel(
 def grouped_product(
     x: Tensor, groups: PairGroups, experts: Experts, tiles: GroupTiles, is_gate: bool
 ) -> Tensor:
-    """Of gate and up: gated features of every pair, [T * C, F], from x [T, K], rows contiguous, the
-    products of whose rows the groups' factors multiply. Of down: each pair's output without its
-    weight, [T * C, N], from those [T * C, F]."""
+    """One of the two products of experts, for every pair of a token and an expert.
+
+    is_gate: gated features [T * C, F] of x [T, K], rows contiguous; the groups' factors multiply
+    the products of its rows. Otherwise each pair's output [T * C, N], without its weight, from
+    features [T * C, F].
+    """
     if not is_gate:
         groups = groups._replace(factors=None)
     assert len(x) == (len(groups.weights) if is_gate else groups.weights.numel())

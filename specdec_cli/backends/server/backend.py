@@ -102,7 +102,7 @@ class ServerBackend:
             self._line.close()
 
     def look(self, url: str, recipe: Recipe) -> ServerFacts:
-        """What answers at `url`; see `look_at`."""
+        """The server that answers at `url`; see `look_at`."""
         engine = recipe.engine
         return self._line.run(
             lambda http: look_at(http, url, engine.served_model, engine.start_timeout_s)
@@ -236,7 +236,7 @@ class ServerBackend:
             batch_size=recipe.run.batch_size,
             max_model_len=plan.max_model_len,
             limits=Limits(recipe.engine.request_timeout_s, recipe.engine.retries),
-            may_skip=recipe.speculation.method == "ngram",
+            may_skip=weights_from(recipe.speculation.method) == "none",  # it looks for proposals
             line=self._line,
             check=self._check,
         )

@@ -34,7 +34,7 @@ _KEY = "OPENAI_API_KEY"
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one request. chunks: the time and the number of new tokens of each chunk that
+    """The outcome of one request. chunks: the time and the number of new tokens of each chunk that
     holds some. began: of the attempt that was answered. error: set if none was. lost_tokens: that
     attempts before it may have made.
     """

@@ -39,11 +39,11 @@ def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool)
 
 
 def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
-    """What each round accepted, in order, from a histogram and the sizes of the chunks after the
-    first; None where they do not fit.
+    """The number that each round accepted, in order; None where the two sources do not fit.
 
-    Every round but the last is a chunk of its accepted proposals and one token more. The last may
-    have accepted tokens beyond the text's end, which no chunk has.
+    They are a histogram and the sizes of the chunks after the first. Every round but the last is a
+    chunk of its accepted proposals and one token more. The last may have accepted tokens beyond the
+    text's end, which no chunk has.
     """
     if found.accepted is not None:
         return list(found.accepted)

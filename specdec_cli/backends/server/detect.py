@@ -1,4 +1,4 @@
-"""What a server is: its kind, version, k, method and model, as it says itself."""
+"""A server's kind, version, k, method and model, as it says itself."""
 
 import asyncio
 import time
