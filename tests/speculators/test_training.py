@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from scripts.speculators import attention
 from scripts.speculators.attention import Layout, chained
 from scripts.speculators.corpus import Frame, Rows, Text, joined, packed
-from scripts.speculators.kinds import draft, eagle3, mtp
+from scripts.speculators.kinds import dflash, draft, eagle3, mtp
 from scripts.speculators.kinds.base import Options
+from scripts.speculators.kinds.base import chained as links_of
 from scripts.speculators.loss import Candidates, SoftLoss
 from scripts.speculators.target import Reading, Target
-from scripts.speculators.train import weights_at
 from specdec_cli.core.types import Request
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
@@ -27,6 +27,7 @@ from specdec_cli.recipe import load_recipe
 
 CPU = torch.device("cpu")
 LENGTHS = (40, 57, 31)
+BLOCKS = {"dflash": dflash}
 
 
 def random_rows(lengths: tuple[int, ...], length: int, vocab: int) -> tuple[Rows, list[Tensor]]:
@@ -136,14 +137,19 @@ def test_the_loss_over_a_subset_and_its_gradient() -> None:
     assert len(ids.unique()) == 9 and ids[:4].tolist() == [3, 7, 9, 20]
     loss = SoftLoss(False)
     wanted = loss.probabilities(logits, ids)
-    ours = loss(hidden, head[ids], wanted, weight)
+    mine = head[ids].requires_grad_()
+    ours, common = loss(hidden, mine, wanted, weight)
     each = torch.nn.functional.cross_entropy(
-        hidden @ head[ids].T, logits[:, ids].softmax(-1), reduction="none"
+        hidden @ mine.T, logits[:, ids].softmax(-1), reduction="none"
     )
     theirs = (each * weight).sum()
     torch.testing.assert_close(ours, theirs)
-    grads = [torch.autograd.grad(3 * x, hidden)[0] for x in (ours, theirs)]
-    torch.testing.assert_close(*grads)
+    for of in (hidden, mine):
+        grads = [torch.autograd.grad(3 * x, of, retain_graph=True)[0] for x in (ours, theirs)]
+        torch.testing.assert_close(*grads)
+    # A draft from one distribution stands under the other as often as half their distance leaves.
+    apart = ((hidden @ mine.T).softmax(-1) - logits[:, ids].softmax(-1)).abs().sum(-1)
+    torch.testing.assert_close(common, 1 - apart / 2)
 
 
 def test_weights_are_those_of_the_tokens_that_rows_predict() -> None:
@@ -151,7 +157,8 @@ def test_weights_are_those_of_the_tokens_that_rows_predict() -> None:
     rows = packed(joined(texts, Frame(), 12, 0.0, 0), 12).at(torch.tensor([0]), CPU)
     ids, segment = rows.ids[0].tolist(), rows.segment[0].tolist()
     for link, shift in ((0, 0), (0, 1), (2, 1)):
-        for r, weight in enumerate(weights_at(rows, link, shift).tolist()):
+        outs = [torch.zeros(12, 1)] * (link + 1)
+        for r, weight in enumerate(links_of(outs, rows, shift)[link].weight.tolist()):
             begin = segment.index(segment[r])
             is_one = r + 1 < 12 and segment[r] >= 0 and segment[r + 1] == segment[r]
             if not is_one or r - begin < link + shift:
@@ -200,13 +207,18 @@ def own_text(target: Target) -> tuple[Tensor, Rows, int]:
     return ids, rows.at(torch.tensor([0]), CPU), start
 
 
+def hidden_of(kind: Any, reading: Reading) -> Tensor:
+    """[links, T, H]; the row before a token proposes it."""
+    return torch.stack([link.hidden for link in kind.links(reading, torch.Generator())])
+
+
 def train_a_moment(kind: Any, reading: Reading, ids: Tensor, rate: float, steps: int) -> None:
     """Train four links on a text, so that some proposals stand and others fall."""
     optimiser = torch.optim.AdamW(kind.module.parameters(), rate)
     goals = ids[2:].expand(4, -1).flatten()
     for _ in range(steps):
         optimiser.zero_grad()
-        found = torch.stack(kind.links(reading))[:, :-2] @ kind.target.head.T
+        found = hidden_of(kind, reading)[:, 1:-1] @ kind.target.head.T
         torch.nn.functional.cross_entropy(found.flatten(0, 1), goals).backward()
         optimiser.step()
     kind.module.to(torch.bfloat16).float()  # as it is stored
@@ -215,9 +227,9 @@ def train_a_moment(kind: Any, reading: Reading, ids: Tensor, rate: float, steps:
 def predicted(kind: Any, reading: Reading, ids: Tensor, start: int) -> list[int]:
     """Accepted counts of rounds of four proposals, by the links that training unrolls."""
     with torch.no_grad():
-        found = torch.stack(kind.links(reading)) @ kind.target.head.T
+        found = hidden_of(kind, reading) @ kind.target.head.T
     right = torch.zeros(4, len(ids), dtype=torch.bool)
-    right[:, 2:] = found.argmax(-1)[:, :-2] == ids[2:]
+    right[:, 1:] = found.argmax(-1)[:, :-1] == ids[1:]
     counts = walk(right, start, 4)
     assert 1 < len(set(counts)), counts
     return counts
@@ -250,6 +262,40 @@ def test_the_engine_accepts_what_a_modules_training_predicts(
     kind.save(target, torch.arange(8), tmp_path / "module")
     got = greedy_rounds(target, {"draft.model": str(tmp_path / "module")}, 4)
     assert got[:2] == (ids.tolist(), predicted(kind, reading, ids, start))
+
+
+@pytest.mark.parametrize("name", ["dflash"])
+def test_the_engine_accepts_what_a_blocks_training_predicts(
+    target: Target, tmp_path: Path, name: str
+) -> None:
+    """A saved drafter of blocks, trained a moment on a text, proposes what its rows say of it."""
+    torch.manual_seed(0)
+    kind = BLOCKS[name].make(target, Options(block=5, anchors=999, mask=7))
+    ids, rows, start = own_text(target)
+    reading = target.read(rows, kind.feature_layers)
+    kind.prepare(reading)
+    optimiser, draws = torch.optim.AdamW(kind.module.parameters(), 1e-3), torch.Generator()
+    for _ in range(12):
+        optimiser.zero_grad()
+        (link,) = kind.links(reading, draws)
+        known = link.weight > 0
+        logits = link.hidden[known] @ target.head.T
+        torch.nn.functional.cross_entropy(logits, ids[link.goal[known] + 1]).backward()
+        optimiser.step()
+    kind.module.to(torch.bfloat16).float()
+    kind.save(target, torch.arange(8), tmp_path)
+    with torch.no_grad():
+        kind.module.fc.weight.copy_(stored_fc(tmp_path, kind.scales))
+        (link,) = kind.links(reading, draws)
+        choice = (link.hidden @ target.head.T).argmax(-1)
+    right = torch.zeros(4, len(ids), dtype=torch.bool)
+    for place, goal, weight, token in zip(link.place, link.goal, link.weight, choice, strict=True):
+        if weight > 0:
+            right[place, goal + 1] = token == ids[goal + 1]
+    wanted = walk(right, start, 4)
+    assert 1 < len(set(wanted)), wanted
+    got = greedy_rounds(target, {"draft.model": str(tmp_path)}, 4)
+    assert got[:2] == (ids.tolist(), wanted)
 
 
 def stored_fc(folder: Path, scales: list[float]) -> Tensor:
@@ -288,13 +334,13 @@ def test_a_saved_draft_accepts_what_training_predicts(target: Target, tmp_path: 
     optimiser = torch.optim.AdamW(kind.module.parameters(), 2e-3)
     for _ in range(6):
         optimiser.zero_grad()
-        found = kind.links(reading)[0][:-1] @ target.head.T
+        found = hidden_of(kind, reading)[0, :-1] @ target.head.T
         torch.nn.functional.cross_entropy(found, ids[1:]).backward()
         optimiser.step()
     kind.module.to(torch.bfloat16).float()
     kind.save(target, ids, tmp_path / "draft")
     with torch.no_grad():
-        choice = (kind.links(reading)[0] @ target.head.T).argmax(-1)
+        choice = (hidden_of(kind, reading)[0] @ target.head.T).argmax(-1)
     right = torch.zeros(4, len(ids), dtype=torch.bool)
     right[:, 1:] = choice[:-1] == ids[1:]
     wanted = walk(right, start, 4)
