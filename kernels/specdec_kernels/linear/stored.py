@@ -79,8 +79,13 @@ KINDS = {
         *(lambda numbers: numbers.clamp(-448, 448).to(torch.float8_e4m3fn), 448.0),
     ),
     INT4: Kind(
-        *(torch.uint8, 2, lambda codes: unpacked(codes).float()),
-        *(lambda numbers: packed(numbers.round().clamp(0, 15).to(torch.uint8)), 7.0, 8.0, BLOCK),
+        codes=torch.uint8,
+        per_code=2,
+        decode=lambda codes: unpacked(codes).float(),
+        encode=lambda numbers: packed(numbers.round().clamp(0, 15).to(torch.uint8)),
+        largest=7.0,
+        middle=8.0,
+        block=BLOCK,
     ),
     INT8: Kind(
         *(torch.int8, 1, lambda codes: codes.float()),
