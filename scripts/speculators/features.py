@@ -24,8 +24,8 @@ def side_by_side(reading: Reading, scales: Sequence[float]) -> Tensor:
 
 
 def folded(weight: Tensor, scales: Sequence[float]) -> Tensor:
-    """`fc` [H, n * H] for features at their own scale."""
-    width = weight.shape[1] // len(scales)
+    """A weight [..., n * H] for features at their own scale."""
+    width = weight.shape[-1] // len(scales)
     return weight * torch.tensor(scales, device=weight.device).repeat_interleave(width)
 
 

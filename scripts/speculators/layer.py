@@ -180,9 +180,9 @@ def turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def config_of(
-    kind: str, shape: Shape, target: str, architectures: list[str], context: int
+    kind: str, shape: Shape, target: str, architectures: list[str], context: int, count: int = 1
 ) -> dict[str, Any]:
-    """The config of a speculator of `kind` with this layer, in the form of speculators.
+    """The config of a speculator of `kind` with `count` such layers, in the form of speculators.
 
     target and architectures: the target's name and its classes' names. context: tokens it may read.
     """
@@ -198,7 +198,7 @@ def config_of(
                 "architectures": architectures,
             },
         },
-        "transformer_layer_config": settings_of(shape, context),
+        "transformer_layer_config": settings_of(shape, context, count),
     }
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from scripts.speculators import attention, commands
 from scripts.speculators.corpus import Rows, by_frequency, joined, packed, read_texts
@@ -61,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--inner", type=int, help="width of a head's MLP")
     parser.add_argument("--depth", type=int, default=2, help="layers of a draft")
     parser.add_argument("--block", type=int, default=8, help="rows of a block's pass")
+    parser.add_argument("--rank", type=int, default=32, help="of a Markov head")
     parser.add_argument("--anchors", type=int, help=f"blocks of a row; {told('anchors')}")
     parser.add_argument("--vocabulary", type=int, help="ids of a head that stores its own rows")
     parser.add_argument("--blank", action="store_true", help="begin at random")
@@ -112,7 +114,7 @@ class Trainer:
         )
         options = Options(
             args.links, tuple(args.layers), args.inner, args.depth, args.vocabulary, args.blank,
-            args.block, args.anchors, int(ranked[-1]),
+            args.block, args.anchors, int(ranked[-1]), args.rank,
         )  # fmt: skip
         module = importlib.import_module(f"scripts.speculators.kinds.{args.kind}")
         self.kind: Kind = module.make(self.target, options)
@@ -147,14 +149,18 @@ class Trainer:
         """The mean over tokens and links by their weights."""
         ids = self.candidates.draw(self.generator)
         wanted = self.loss.probabilities(reading.logits.flatten(0, 1), ids)
-        head = self.target.head[ids]
         total, mass = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         with self.autocast():
             links = self.kind.links(reading, self.generator)
         for link in links:
             weight = link.weight * self.kind.fade**link.place
             goals = wanted if link.goal is None else wanted[link.goal]
-            total = total + self.loss(link.hidden, head, goals, weight)[0]
+            head = link.head(self.target.head, ids)
+            loss, common = self.loss(link.hidden, head, goals, weight)
+            total = total + loss
+            if link.confidence is not None:
+                doubts = binary_cross_entropy_with_logits(link.confidence.float(), common, weight)
+                total = total + doubts * weight.numel()
             mass = mass + weight.sum()
         return total / mass
 
@@ -173,8 +179,8 @@ class Trainer:
             for link in links:
                 known = link.weight == 1
                 wanted = (choice if link.goal is None else choice[link.goal])[known]
-                mine = link.hidden[known].to(self.target.head.dtype)
-                is_right = (mine @ self.target.head.T).argmax(-1) == wanted
+                head = link.head(self.target.head)
+                is_right = (link.hidden[known].to(head.dtype) @ head.T).argmax(-1) == wanted
                 place = torch.as_tensor(link.place, device=self.device).expand(known.shape)[known]
                 right += torch.bincount(place[is_right], minlength=len(right))
                 count += torch.bincount(place, minlength=len(count))

@@ -28,6 +28,7 @@ class Options:
     block: int = 8
     anchors: int = 32
     mask: int = 0
+    rank: int = 32
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,21 @@ class Link:
     hidden: [R, H], ready for the target's head. place: of the proposal, 0 for the first; a number,
     or int64 [R]. weight: fp32 [R], in the loss; 0 where a row means nothing. goal: int64 [R], the
     row of the flattened batch that predicts the same token; None where rows are those of the batch.
+    columns: [V, r], trained, that the head has beside the target's H; hidden is [R, H + r] then.
+    confidence: [R], logits of the share of drafts that stand.
     """
 
     hidden: Tensor
     place: int | Tensor
     weight: Tensor
     goal: Tensor | None = None
+    columns: Tensor | None = None
+    confidence: Tensor | None = None
+
+    def head(self, head: Tensor, ids: Tensor | None = None) -> Tensor:
+        """The rows of `ids`, or all, of the target's head [V, H] and the columns beside it."""
+        parts = [head] if self.columns is None else [head, self.columns.to(head.dtype)]
+        return torch.cat([part if ids is None else part[ids] for part in parts], 1)
 
 
 def following(rows: Rows) -> Tensor:

@@ -21,6 +21,7 @@ from scripts.speculators.blocks import Blocks, attend, drawn
 from scripts.speculators.features import folded, scales_of, side_by_side, stored, usual
 from scripts.speculators.kinds.base import Link, Options
 from scripts.speculators.layer import Layer, Norm, Shape, settings_of, turned
+from scripts.speculators.markov import Heads
 from scripts.speculators.target import Reading, Target
 
 
@@ -53,26 +54,26 @@ class Backbone(nn.Module):
         """Normed rows [B, Q, H]. features: [B, N, F]. embedded: [B, Q, H], tokens and masks."""
         context, stream = self.hidden_norm(self.fc(features)), embedded
         first = self.layers[0]
-        true, own = first.turns(blocks.rows.position), first.turns(blocks.position)
+        true, own = first.turns(blocks.reading.rows.position), first.turns(blocks.position)
         scale = first.shape.head_dim**-0.5
         for layer in self.layers:
             x = layer.input_layernorm(stream)
             keys = turned(layer.made("k", context), true), turned(layer.made("k", x), own)
             values = layer.made("v", context), layer.made("v", x)
             q = turned(layer.made("q", x), own)
-            mixed = attend(q, torch.cat(keys, 1), torch.cat(values, 1), blocks, scale)
+            mixed = attend(blocks, q, torch.cat(keys, 1), torch.cat(values, 1), scale)
             stream = layer.passed(stream, mixed)
         found: Tensor = self.norm(stream)
         return found
 
 
 class DFlash:
-    """A drafter in training."""
+    """A drafter in training. heads: DSpark's; the row at an anchor decides the first token then."""
 
     name = "dflash"
     fade = math.exp(-1 / 4)
 
-    def __init__(self, target: Target, options: Options) -> None:
+    def __init__(self, target: Target, options: Options, heads: Heads | None = None) -> None:
         config = target.config
         rope = config.rope_parameters
         if rope.get("rope_type", "default") != "default":
@@ -85,11 +86,14 @@ class DFlash:
         self.shape = Shape.of(config, inner=inner, vocab=target.vocab_size, **sizes)
         self.feature_layers = read
         self.block, self.anchors, self.mask = options.block, options.anchors, options.mask
-        self.num_links = options.block - 1
+        self.heads, self.first = heads, 1 if heads is None else 0
+        self.num_links = options.block - self.first
         self.target = target
         self.module: Backbone = Backbone(self.shape, options.depth)
         if not options.is_blank:
             self.module.start_from(target.module.get_decoder())
+        if heads is not None:
+            heads.add_to(self.module, self.shape)
         self.scales = [1.0] * len(read)
 
     def prepare(self, reading: Reading) -> None:
@@ -104,12 +108,15 @@ class DFlash:
 
     def links(self, reading: Reading, generator: torch.Generator) -> list[Link]:
         counts = [self.anchors] * self.block
-        blocks = drawn(reading.rows, counts, 0, generator, is_causal=False, sees_anchor=False)
-        goal, weight = blocks.goals(-1)
+        blocks = drawn(reading, counts, 0, generator, is_causal=False, sees_anchor=False)
+        goal, weight = blocks.goals(-self.first)
         found = self.rows(reading, blocks).flatten(0, 1)
-        place = (blocks.place - 1).repeat(len(reading.rows))
+        place = (blocks.place - self.first).repeat(len(reading.rows))
         decides = place >= 0
-        return [Link(found[decides], place[decides], weight[decides], goal[decides])]
+        link = Link(found[decides], place[decides], weight[decides], goal[decides])
+        if self.heads is None:
+            return [link]
+        return [self.heads.judged(self.module, link, reading.rows.ids.flatten())]
 
     def state(self) -> dict[str, Any]:
         return {"scales": self.scales, "mask": self.mask}
@@ -128,7 +135,11 @@ class DFlash:
         config |= settings_of(self.shape, context, len(self.module.layers), "qwen3")
         config |= {"num_target_layers": target.num_layers, "block_size": self.block}
         outputs = [i - 1 for i in self.feature_layers]
-        config["dflash_config"] = {"mask_token_id": self.mask, "target_layer_ids": outputs}
+        own = {"mask_token_id": self.mask, "target_layer_ids": outputs}
+        if self.heads is not None:
+            config["architectures"] = ["DSparkDraftModel"]
+            own |= self.heads.settings()
+        config["dflash_config"] = own
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -50,8 +50,9 @@ class Draft:
         self.decoder.rotary_emb.to(reading.rows.ids.device)
 
     def links(self, reading: Reading, generator: torch.Generator) -> list[Link]:
-        found = forward(self.decoder, reading.rows, reading.layout)
-        return chained([found.last_hidden_state.flatten(0, 1)], reading.rows, 0)
+        rows = reading.rows
+        found = forward(self.decoder, rows.ids, rows.position, reading.layout.attend)
+        return chained([found.last_hidden_state.flatten(0, 1)], rows, 0)
 
     def state(self) -> dict[str, Any]:
         return {}
