@@ -62,7 +62,8 @@ FORMS = {
     "speculators, for\n{target}.",
     "mtp": "A module for multi-token prediction (arXiv 2412.19437), in the form of "
     "speculators, for\n{target}.",
-    "dspark": "A DSpark drafter (DeepSpec) with {depth} layers, in SpecForge's form, for\n{target}.",
+    "dspark": "A DSpark drafter (DeepSpec) with {depth} layers, in SpecForge's form, "
+    "for\n{target}.",
     "peagle": "A P-EAGLE head with {depth} layers, in the form of speculators, for\n{target}.",
     "pard": "A PARD draft (arXiv 2504.18583) with {depth} layers for\n{target}.",
     "dflash": "A DFlash drafter (z-lab, arXiv 2602.06036) with {depth} layers for\n{target}.",
