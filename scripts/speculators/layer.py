@@ -91,7 +91,8 @@ class Layer(nn.Module):
 
     @torch.no_grad()
     def start_from(self, layer: Any, first: int) -> bool:
-        """Begin with the weights of a target's layer; `first` is where its row begins among ours.
+        """Begin with the weights of a target's layer; `first` is where its row begins among ours. A
+        narrower MLP takes the numbers that its products weigh most.
 
         Does nothing, and returns False, for layers that are not of the llama kind or size.
         """
@@ -107,10 +108,15 @@ class Layer(nn.Module):
             after = source["post_attention_layernorm.weight"].float()
         except KeyError:
             return False
-        inner = taken["mlp.gate_proj"].shape[0]
         queries = shape.heads * shape.head_dim
-        if taken["self_attn.q_proj"].shape != (queries, shape.hidden) or inner > shape.inner:
+        if taken["self_attn.q_proj"].shape != (queries, shape.hidden):
             return False
+        weighed = taken["mlp.up_proj"].norm(dim=1) * taken["mlp.down_proj"].norm(dim=0)
+        kept = weighed.topk(min(len(weighed), shape.inner)).indices.sort().values
+        for name in ("mlp.gate_proj", "mlp.up_proj"):
+            taken[name] = taken[name][kept]
+        taken["mlp.down_proj"] = taken["mlp.down_proj"][:, kept]
+        inner = len(kept)
         for name, weight in taken.items():
             part, leaf = name.split(".")
             into = getattr(getattr(self, part), leaf).weight
