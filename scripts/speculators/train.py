@@ -34,7 +34,7 @@ KINDS.remove("base")
 # On a GPU, and on a CPU, where a step should take a second.
 _SIZES = {
     "length": (1792, 256), "rows": (14, 2), "often": (16384, 2048), "drawn": (4096, 512),
-    "held_rows": (24, 4), "anchors": (256, 32),
+    "held_rows": (24, 4),
 }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=2, help="layers of a draft")
     parser.add_argument("--block", type=int, default=8, help="rows of a block's pass")
     parser.add_argument("--rank", type=int, default=32, help="of a Markov head")
-    parser.add_argument("--anchors", type=int, help=f"blocks of a row; {told('anchors')}")
+    parser.add_argument("--anchors", type=int, help="blocks of a row; default: one for 4 tokens")
     parser.add_argument("--vocabulary", type=int, help="ids of a head that stores its own rows")
     parser.add_argument("--blank", action="store_true", help="begin at random")
     parser.add_argument("--held-rows", type=int, help=f"of held-out texts; {told('held_rows')}")
@@ -72,6 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     commands.by_device(args, _SIZES, args.device)
+    args.anchors = args.anchors or max(1, args.length // 4)
     return args
 
 
