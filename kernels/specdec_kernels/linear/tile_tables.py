@@ -96,3 +96,22 @@ H200: Products = {
     ),
 }
 TABLES = {(9, 0): H200}  # by compute capability
+
+FP8_TILES: Products = {
+    "norm": (
+        Case(Tiles(8, 16, 1024, 4, 1, 1024, 4, 4), (8, ANY), (0,)),
+        Case(Tiles(16, 16, 1024, 4, 1, 1024, 4, 4), (16, ANY), (0,)),
+        Case(Tiles(64, 64, 128, 1, 1, 256, 4, 5), (64, ANY), (0,)),
+    ),
+    "gate": (
+        Case(Tiles(8, 16, 1024, 4, 1, 512, 4, 3), (8, ANY), (0,)),
+        Case(Tiles(16, 16, 1024, 4, 1, 512, 4, 3), (16, ANY), (0,)),
+        Case(Tiles(64, 64, 128, 1, 1, 256, 4, 5), (64, ANY), (0,)),
+    ),
+    "add": (
+        Case(Tiles(8, 16, 1024, 4, 1, 1024, 4, 4), (8, ANY), (0,)),
+        Case(Tiles(16, 16, 1024, 4, 1, 1024, 4, 4), (16, ANY), (0,)),
+        Case(Tiles(64, 64, 128, 1, 1, 256, 4, 5), (64, ANY), (0,)),
+    ),
+}
+STORED = {"fp8": FP8_TILES, "int8": FP8_TILES, "int4": FP8_TILES, "mxfp4": FP8_TILES}
