@@ -12,13 +12,13 @@ from specdec_kernels.launch_triton import INTERPRETED
 
 # e4m3 and e2m1 have the exponents of a bf16 with another bias: their bits are moved into place, and
 # a product with a power of two corrects the bias, of numbers below the least normal one as well.
+# Those of e4m3 stay 2^-120 of what they are, and sums of their products are corrected, in fp32.
 _FP8 = tl.constexpr(
-    """{ .reg .b32 a, b, s, t, c; mov.b32 c, 0x7b807b80;
+    """{ .reg .b32 a, b, s, t;
     prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
     and.b32 s, a, 0x80008000; and.b32 t, b, 0x80008000;
     and.b32 a, a, 0x7f007f00; and.b32 b, b, 0x7f007f00;
-    shr.b32 a, a, 4; shr.b32 b, b, 4; or.b32 a, a, s; or.b32 b, b, t;
-    mul.bf16x2 $0, a, c; mul.bf16x2 $1, b, c; }"""
+    shr.b32 a, a, 4; shr.b32 b, b, 4; or.b32 $0, a, s; or.b32 $1, b, t; }"""
 )
 # 128 + n in bf16 has n as its last bits.
 _INT4 = tl.constexpr(
@@ -46,7 +46,10 @@ _FP4 = tl.constexpr(
 
 @triton.jit
 def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
-    """The numbers, in `dtype`, of a tile of bytes with one code each, before zeros and scales."""
+    """The numbers, in `dtype`, of a tile of bytes with one code each, before zeros and scales.
+
+    Sums of products with them go through `corrected`.
+    """
     if FORM.kind == "int8":
         numbers = codes.to(tl.int8, bitcast=True).to(dtype)
     elif dtype == tl.bfloat16 and not INTERPRETED:
@@ -56,8 +59,16 @@ def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
     else:
         code = codes.to(tl.int32)
         bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-        numbers = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
+        numbers = (bits.to(tl.float32, bitcast=True) * 2.0**120).to(dtype)
     return numbers
+
+
+@triton.jit
+def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
+    """Sums of products with numbers as from `decoded`, fp32, as those with the codes' numbers."""
+    if FORM.kind == "fp8" and dtype == tl.bfloat16 and not INTERPRETED:
+        sums *= 2.0**120
+    return sums
 
 
 @triton.jit
@@ -87,7 +98,7 @@ def _number(code, FORM: tl.constexpr, dtype: tl.constexpr):
         number = (code + 128).to(dtype)
     else:
         bits = ((code & 8) << 28) | ((code & 7) << 22)
-        number = (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(dtype)  # 2^126
+        number = (bits.to(tl.float32, bitcast=True) * 2.0**126).to(dtype)
     return number
 
 

@@ -13,8 +13,9 @@ from specdec_kernels.linear.cublas import linear_without_workspace
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.norm_triton import add_norm_triton, gate_triton
 from specdec_kernels.linear.one_row_triton import one_row_linear
+from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.reference import Normed, linear_reference, norm_linear_reference
-from specdec_kernels.linear.stored import Stored, plain_of
+from specdec_kernels.linear.stored import Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
 from specdec_kernels.linear.stored_tiles import choose_stored_tiles
 from specdec_kernels.linear.tiles import FEW_ROWS, choose_row_tiles, choose_tiles
@@ -44,7 +45,7 @@ def norm_linear_triton(
 ) -> Tensor:
     """See `ops.norm_linear`. choose: as `kernel_for`, here and below."""
     if (product := choose("norm", x.scaled, weight)) is None:
-        return norm_linear_reference(x, plain_of(weight, x.scaled.dtype), bias, into)
+        return norm_linear_reference(x, plain_triton(weight, x.scaled.dtype), bias, into)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, bias=bias, into=into)[0]
 
 
@@ -54,7 +55,7 @@ def norm_gate_up_triton(
     """See `ops.norm_gate_up`."""
     if (product := choose("gate", x.scaled, weight)) is None:
         assert x.squares is None
-        plain = plain_of(weight, x.scaled.dtype)
+        plain = plain_triton(weight, x.scaled.dtype)
         return gate_triton(linear_without_workspace(x.scaled, plain), activation)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, activation=activation)[0]
 
@@ -64,7 +65,7 @@ def linear_triton(
 ) -> Tensor:
     """See `ops.linear`."""
     if (product := kernel_for("add", x, weight)) is None:
-        return linear_reference(x, plain_of(weight, x.dtype), bias, into)
+        return linear_reference(x, plain_triton(weight, x.dtype), bias, into)
     return product(x, weight, bias=bias, into=into)[0]
 
 
@@ -79,7 +80,7 @@ def linear_add_norm_triton(
 ) -> Normed:
     """See `ops.linear_add_norm`."""
     if (product := choose("add", x, weight)) is None:
-        hidden = F.linear(x, plain_of(weight, x.dtype), bias)
+        hidden = F.linear(x, plain_triton(weight, x.dtype), bias)
         return add_norm_triton(hidden, residual, norm_weight, eps)
     if x.shape[0] > FEW_ROWS:  # the next product may be cuBLAS', which takes no unfinished norm
         hidden = product(x, weight, bias=bias, residual=residual)[0]

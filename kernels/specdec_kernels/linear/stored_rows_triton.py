@@ -19,7 +19,12 @@ from specdec_kernels.launch_triton import (
     is_last,
     options_of,
 )
-from specdec_kernels.linear.decode_triton import decoded, decoded_halves, scale_of
+from specdec_kernels.linear.decode_triton import (
+    corrected,
+    decoded,
+    decoded_halves,
+    scale_of,
+)
 from specdec_kernels.linear.few_rows_triton import (
     add_product,
     along_depth,
@@ -149,7 +154,8 @@ def add_scaled(x, numbers, scale, sums, FORM: tl.constexpr, SLICES: tl.constexpr
         sums = add_product(x, numbers, sums, SLICES, True)
     else:
         none = tl.zeros(sums.shape, tl.float32)
-        sums += add_product(x, numbers, none, SLICES, True) * scale_of(scale)
+        found = add_product(x, numbers, none, SLICES, True)
+        sums += corrected(found, FORM, x.dtype) * scale_of(scale)
     return sums
 
 
@@ -304,8 +310,8 @@ def stored_rows_kernel(
             groups_up = next_groups
     acc, acc_up = whole_sums(acc, acc_up, SLICES, True)
     if FORM.wide == 0:
-        acc *= row_scale[None, :]
-        acc_up *= row_scale_up[None, :]
+        acc = corrected(acc, FORM, out_ptr.dtype.element_ty) * row_scale[None, :]
+        acc_up = corrected(acc_up, FORM, out_ptr.dtype.element_ty) * row_scale_up[None, :]
 
     if SPLITS > 1:
         size = num_rows.to(tl.int64) * num_features
