@@ -62,6 +62,11 @@ FORMS = {
     "speculators, for\n{target}.",
     "mtp": "A module for multi-token prediction (arXiv 2412.19437), in the form of "
     "speculators, for\n{target}.",
+    "dspark": "A DSpark drafter (DeepSpec) with {depth} layers, in SpecForge's form, "
+    "for\n{target}.",
+    "peagle": "A P-EAGLE head with {depth} layers, in the form of speculators, for\n{target}.",
+    "pard": "A PARD draft (arXiv 2504.18583) with {depth} layers for\n{target}.",
+    "dflash": "A DFlash drafter (z-lab, arXiv 2602.06036) with {depth} layers for\n{target}.",
     "draft": "A standalone draft with {depth} layers for {target}.",
 }
 
@@ -112,7 +117,7 @@ def card(name: str, found: dict[str, Any], args: argparse.Namespace, new_tokens:
         seconds=training["seconds"],
         device=training["device_name"],
         seed=training["seed"],
-        links=f", by chained position 1 to {count}" if count > 1 else "",
+        links=f", by position 1 to {count}" if count > 1 else "",
         accuracy=", ".join(f"{100 * a:.1f}" for a in training["accuracy"]),
         prompts=runs[0]["prompts"],
         new_tokens=new_tokens,

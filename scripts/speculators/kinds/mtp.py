@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scripts.speculators.attention import Layout
-from scripts.speculators.kinds.base import Options
+from scripts.speculators.features import stored
+from scripts.speculators.kinds.base import Link, Options, chained
 from scripts.speculators.layer import Layer, Norm, Shape, config_of
 from scripts.speculators.target import Reading, Target
 
@@ -67,7 +68,6 @@ class Mtp:
     """A module in training."""
 
     name = "mtp"
-    shift = 1
     fade = 0.8
 
     def __init__(self, target: Target, options: Options) -> None:
@@ -88,12 +88,13 @@ class Mtp:
     def prepare(self, reading: Reading) -> None:
         return None
 
-    def links(self, reading: Reading) -> list[Tensor]:
+    def links(self, reading: Reading, generator: torch.Generator) -> list[Link]:
         (features,) = reading.features
         following = F.embedding(reading.rows.ids.flatten().roll(-1), self.target.embedding)
         position = reading.rows.position.flatten()
         given = features.flatten(0, 1), following, position, reading.layout, self.num_links
-        return [self.module.final_layernorm(out) for out in self.module.outputs(*given)]
+        outs = [self.module.final_layernorm(out) for out in self.module.outputs(*given)]
+        return chained(outs, reading.rows, 1)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -105,10 +106,10 @@ class Mtp:
     def save(self, target: Target, often: Tensor, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
-            f"mtp_layers.0.{name.removeprefix('layer.')}": t.detach().cpu().bfloat16().contiguous()
+            f"mtp_layers.0.{name.removeprefix('layer.')}": t
             for name, t in self.module.state_dict().items()
         }
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(stored(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         config = config_of(
             "mtp",
             self.shape,
