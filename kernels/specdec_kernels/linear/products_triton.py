@@ -27,13 +27,20 @@ Choose = Callable[[str, Tensor, Tensor | Stored], Product | None]
 def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
     """The kernel for a product of `kind` "norm", "gate" or "add", configured; None for cuBLAS."""
     if isinstance(weight, Stored):
-        tiles = choose_stored_tiles(kind, x, weight)
-        return None if tiles is None else partial(stored_rows_linear, tiles=tiles)
+        stored_tiles = choose_stored_tiles(kind, x, weight)
+        return None if stored_tiles is None else partial(stored_rows_linear, tiles=stored_tiles)
     row_tiles = choose_row_tiles(kind, x, weight)
     if row_tiles is not None:
         return partial(one_row_linear, tiles=row_tiles)
     tiles = choose_tiles(kind, x, weight)
     return None if tiles is None else partial(few_rows_linear, tiles=tiles)
+
+
+def readable(kind: str, x: Tensor, weight: Tensor | Stored) -> Tensor | Stored:
+    """The weight as it is held where a kernel reads it so for x, else its plain form."""
+    if isinstance(weight, Stored) and choose_stored_tiles(kind, x, weight) is None:
+        return plain_triton(weight, x.dtype)
+    return weight
 
 
 def norm_linear_triton(
@@ -44,8 +51,10 @@ def norm_linear_triton(
     choose: Choose = kernel_for,
 ) -> Tensor:
     """See `ops.norm_linear`. choose: as `kernel_for`, here and below."""
+    weight = readable("norm", x.scaled, weight)
     if (product := choose("norm", x.scaled, weight)) is None:
-        return norm_linear_reference(x, plain_triton(weight, x.scaled.dtype), bias, into)
+        assert isinstance(weight, Tensor)
+        return norm_linear_reference(x, weight, bias, into)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, bias=bias, into=into)[0]
 
 
@@ -53,10 +62,10 @@ def norm_gate_up_triton(
     x: Normed, weight: Tensor | Stored, activation: str = "silu", choose: Choose = kernel_for
 ) -> Tensor:
     """See `ops.norm_gate_up`."""
+    weight = readable("gate", x.scaled, weight)
     if (product := choose("gate", x.scaled, weight)) is None:
-        assert x.squares is None
-        plain = plain_triton(weight, x.scaled.dtype)
-        return gate_triton(linear_without_workspace(x.scaled, plain), activation)
+        assert x.squares is None and isinstance(weight, Tensor)
+        return gate_triton(linear_without_workspace(x.scaled, weight), activation)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, activation=activation)[0]
 
 
@@ -64,8 +73,10 @@ def linear_triton(
     x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
     """See `ops.linear`."""
+    weight = readable("add", x, weight)
     if (product := kernel_for("add", x, weight)) is None:
-        return linear_reference(x, plain_triton(weight, x.dtype), bias, into)
+        assert isinstance(weight, Tensor)
+        return linear_reference(x, weight, bias, into)
     return product(x, weight, bias=bias, into=into)[0]
 
 
@@ -79,9 +90,10 @@ def linear_add_norm_triton(
     choose: Choose = kernel_for,
 ) -> Normed:
     """See `ops.linear_add_norm`."""
+    weight = readable("add", x, weight)
     if (product := choose("add", x, weight)) is None:
-        hidden = F.linear(x, plain_triton(weight, x.dtype), bias)
-        return add_norm_triton(hidden, residual, norm_weight, eps)
+        assert isinstance(weight, Tensor)
+        return add_norm_triton(F.linear(x, weight, bias), residual, norm_weight, eps)
     if x.shape[0] > FEW_ROWS:  # the next product may be cuBLAS', which takes no unfinished norm
         hidden = product(x, weight, bias=bias, residual=residual)[0]
         return add_norm_triton(hidden, None, norm_weight, eps)
