@@ -371,10 +371,11 @@ def compiled_roles(plan: Plan) -> tuple[str, ...]:
         return ()
     able = [m for m in plan.models if m.can_compile]
     for model in able if wanted == "on" else ():
-        if model.spec.weights == "stored":
+        if model.keeps_stored:
             raise UsageError(
-                f"{model.spec.role}.weights: stored does not suit run.compile: on, since compiled "
-                "passes read plain weights"
+                f"{model.spec.role}.weights: {model.spec.weights} does not suit run.compile: on, "
+                "since compiled passes read plain weights",
+                "weights: dequantise makes them plain",
             )
     return tuple(m.spec.role for m in able if wanted == "on" or not m.captured_width)
 

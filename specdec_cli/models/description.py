@@ -79,10 +79,14 @@ class Description(Unfilled):
         stored = quantisation(self.module.config)
         if is_gguf(self.place):
             stored = f"GGUF ({kinds_of(read_model(self.place))})"
+        is_kept = self.keeps_stored
         if stored is None:
-            return {}
-        is_kept = bool(stored_parameters(self.module))
+            return {"weights": "quantised to fp8 while loading"} if is_kept else {}
         return {"weights": f"{stored}, as stored" if is_kept else f"dequantised from {stored}"}
+
+    @property
+    def keeps_stored(self) -> bool:
+        return bool(stored_parameters(self.module))
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of its cache on this rank."""
@@ -226,7 +230,7 @@ def describe_config(
         if is_own:
             reason = f"{config.model_type} has attention code of its own"
         raise Unsupported(spec.name, reason) from problem
-    choose_form(module, spec, place, shards)
+    choose_form(module, spec, place, shards, device)
     return Description(
         spec=spec,
         place=place,

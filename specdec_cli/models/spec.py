@@ -15,4 +15,4 @@ class ModelSpec:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     file: str | None = None  # of several GGUF files
-    weights: str = "auto"  # auto | stored | dequantise
+    weights: str = "auto"  # auto | stored | dequantise | fp8

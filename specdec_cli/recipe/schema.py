@@ -76,9 +76,10 @@ class ModelSection(Section):
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="dummy draws random weights of the model's shape (for timing)"
     )
-    weights: Literal["auto", "stored", "dequantise"] = Field(
+    weights: Literal["auto", "stored", "dequantise", "fp8"] = Field(
         default="auto",
-        description="of fp8 checkpoints: stored keeps codes, dequantise (auto) makes plain ones",
+        description="of quantised checkpoints: stored (auto on CUDA) keeps codes, dequantise (auto "
+        "on CPU) makes plain ones; fp8 quantises plain weights while loading",
     )
 
 

@@ -66,6 +66,7 @@ class HeadDescription:
     target_tensors: ClassVar[re.Pattern[str] | None] = None
     captured_width: ClassVar[int] = sys.maxsize
     can_compile: ClassVar[bool] = False
+    keeps_stored: ClassVar[bool] = False
 
     @property
     def layers(self) -> list[LayerShape]:

@@ -56,6 +56,7 @@ class MtpDraft:
     shared: ClassVar[tuple[str, ...]] = ()
     shared_bytes: ClassVar[int] = 0
     can_compile: ClassVar[bool] = False
+    keeps_stored: ClassVar[bool] = False
 
     @property
     def body(self) -> Description:
