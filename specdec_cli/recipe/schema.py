@@ -195,6 +195,10 @@ class CacheSection(Section):
     """The KV cache that both models' blocks come from."""
 
     block_size: Count = Field(default=16, description="tokens a block")
+    dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="of keys and values; auto is the models', and fp8 (e4m3) changes the text",
+    )
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0), NUMBER] = Field(
         default=0.9, description="part of the device's memory that may be used in all"
     )

@@ -57,7 +57,7 @@ def attention(
     form = {name: extra.pop(name) for name in Form._fields if name in extra}
     tiles = PagedTiles(block_m, block_n, dim, dim, splits, extra.pop("packed", False), 4)
     constants = {"FORM": FORM._replace(dim=dim, value_dim=dim, **form), "TILES": tiles}
-    constants |= {"num_stages": 3} | absent("sinks", "slots") | extra
+    constants |= {"num_stages": 3} | absent("sinks", "slots", "scales") | extra
     return {name: value for name, value in constants.items() if value != PRESENT}
 
 
@@ -132,7 +132,7 @@ def rope_attention(
     form = {name: extra.pop(name) for name in Form._fields if name in extra}
     constants = {"CUT": cut, "FORM": FORM._replace(dim=dim, value_dim=dim, **form)}
     constants |= {"num_warps": cut.num_warps, "num_stages": cut.num_stages, "maxnreg": cut.maxnreg}
-    constants |= absent("sinks", "query_norm", "key_norm")
+    constants |= absent("sinks", "query_norm", "key_norm", "scales")
     if cut.splits == 1:
         constants |= absent("partial", "stats", "epochs")
     constants |= {"DEPENDENT": True, **extra}
@@ -206,8 +206,13 @@ GROUPS = {**MIXTURE, **dict.fromkeys(("sizes_ptr", "pairs_ptr", "read_ptr"), "*i
 EVERYTHING = {"window": 512, "has_softcap": True}
 EVERYTHING |= dict.fromkeys(("sinks_ptr", "query_norm_ptr", "key_norm_ptr"), PRESENT)
 
+WRITE_KV = {"HEADS": 8, "DK": 128, "DV": 128, "BLOCK_K": 1024, "BLOCK_V": 1024}
+GATHER_KV = {"KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 16, "BLOCK_ROWS": 8, "BLOCK": 1024}
 ROPE_KV = {"KV_HEADS": 8, "D": 128, "BLOCK_HALF": 64, "BLOCK_HEADS": 8}
 ROPE_KV |= {"DEPENDENT": True, "num_warps": 4, "num_stages": 3}
+
+IN_FP8 = {"scales_ptr": PRESENT}  # a case with a cache in fp8
+FP8 = {**dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), "*fp8e4nv"), "scales_ptr": "*fp32"}
 
 PEERS = {"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"}
 
@@ -220,18 +225,19 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"BLOCK_SIZE": 16, "STEPS": 3, "BLOCK": 256},
         {},
     ),
-    "write_kv": (
-        "attention.cache_triton",
-        "write_kv_kernel",
-        "*bf16",
-        {"HEADS": 8, "DK": 128, "DV": 128, "BLOCK_K": 1024, "BLOCK_V": 1024},
-        {},
-    ),
-    "gather_kv": (
-        *("attention.chunks_triton", "gather_kv_kernel", "*bf16"),
-        {"KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 16, "BLOCK_ROWS": 8, "BLOCK": 1024},
-        {},
-    ),
+    **{
+        f"{name}{'-fp8' * bool(types)}": (
+            *(f"attention.{module}_triton", f"{name}_kernel", "*bf16"),
+            constants if types else constants | absent("scales"),
+            types,
+        )
+        for module, name, constants in (
+            ("cache", "write_kv", WRITE_KV),
+            ("chunks", "gather_kv", GATHER_KV),
+            ("rope", "rope_kv", ROPE_KV | {"HEADS": 32}),
+        )
+        for types in ({}, FP8)
+    },
     **{
         f"dense_attention-D{dim}": (
             *("attention.dense_triton", "dense_attention_kernel", "*bf16"),
@@ -362,6 +368,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("decode", "*bf16", attention(1, splits=8), {"out_ptr": "*fp32"}),
             ("verify", "*bf16", attention(6, splits=8), {"out_ptr": "*fp32"}),
             ("prefill", "*bf16", attention(4096), {}),
+            ("prefill-fp8", "*bf16", attention(4096, **IN_FP8), FP8),
+            ("decode-fp8", "*bf16", attention(1, splits=8, **IN_FP8), {"out_ptr": "*fp32", **FP8}),
             ("prefill-D256", "*bf16", attention(4096, 256, packed=True), {}),
             ("fp32-D256", "*fp32", attention(4096, 256, 4), {}),
             (
@@ -596,6 +604,9 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("verify-D64", "*bf16", rope_attention(6, 8, dim=64), {}),
             ("verify-long", "*bf16", rope_attention(32, 4), {}),
             ("batch-16", "*bf16", rope_attention(6, 16), {}),
+            ("decode-fp8", "*bf16", rope_attention(1, **IN_FP8), FP8),
+            ("verify-fp8", "*bf16", rope_attention(6, **IN_FP8), FP8),
+            ("batch-32-fp8", "*bf16", rope_attention(1, 32, **IN_FP8), FP8),
             ("batch-32", "*bf16", rope_attention(1, 32), {}),
             ("D256", "*bf16", rope_attention(6, 8, dim=256), {}),
             ("fp32-D128", "*fp32", rope_attention(1, 8, itemsize=4), {}),
@@ -606,16 +617,9 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ),
         ]
     },
-    "rope_kv": (
-        "attention.rope_triton",
-        "rope_kv_kernel",
-        "*bf16",
-        ROPE_KV | {"HEADS": 32},
-        {},
-    ),
     "rope_kv-without-queries": (
         *("attention.rope_triton", "rope_kv_kernel", "*bf16"),
-        ROPE_KV | {"HEADS": 0} | absent("query_norm"),
+        ROPE_KV | {"HEADS": 0} | absent("query_norm", "scales"),
         {},
     ),
     "greedy_argmax": (
