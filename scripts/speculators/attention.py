@@ -40,6 +40,10 @@ class Layout:
     def longest(self) -> int:
         return self.segment.shape[1]
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """`causal` over these texts."""
+        return causal(q, k, v, self, scale)
+
     def sees(self, back: int) -> Tensor:
         """bool [B, 1, N, N]: whether a row sees another of its text, at least `back` before it."""
         at = torch.arange(self.longest, device=self.segment.device)
@@ -211,17 +215,25 @@ class _Causal(torch.autograd.Function):
         ) * 3
 
 
-_layout: list[Layout] = []  # of the batch that a model of transformers reads
+def causal(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+    """Attention [B, N, H, D] of packed rows. q: [B, N, H, D]. k and v: [B, N, G, D]."""
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    out: Tensor = _Causal.apply(*flat, layout, scale, parts_for(q.device))
+    return out.unflatten(0, (q.shape[0], -1))
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # as `causal`, of one batch
+_attend_now: list[Attend] = []
 
 
 @contextmanager
-def reading(layout: Layout) -> Iterator[None]:
-    """Give models whose attention is `NAME` the texts of a batch."""
-    _layout.append(layout)
+def reading(attend: Attend) -> Iterator[None]:
+    """Give models whose attention is `NAME` that of a batch."""
+    _attend_now.append(attend)
     try:
         yield
     finally:
-        _layout.pop()
+        _attend_now.pop()
 
 
 def _attend(
@@ -232,10 +244,9 @@ def _attend(
     for key_of in ("sliding_window", "softcap", "s_aux"):
         if settings.get(key_of) is not None:
             raise ValueError(f"attention with {key_of} is not built here")
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out: Tensor = _Causal.apply(q, k, v, _layout[-1], scale, parts_for(q.device))
-    return out.unflatten(0, (query.shape[0], -1)), None
+    return _attend_now[-1](q, k, v, scale), None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -173,10 +173,9 @@ def packed(pieces: list[Any], length: int, open_rows: int = 64) -> Rows:
     return Rows(*(torch.from_numpy(a) for a in (ids, segment, position, weight)))
 
 
-def frequent(texts: list[Text], count: int, vocab_size: int) -> Tensor:
-    """int64 [min(count, V)]: the most frequent ids of the texts, in ascending order."""
+def by_frequency(texts: list[Text], vocab_size: int) -> Tensor:
+    """int64 [V]: ids, the most frequent of the texts first."""
     counts = np.zeros(vocab_size, np.int64)
     for text in texts:
         counts += np.bincount(text.ids, minlength=vocab_size)
-    picked = np.argsort(-counts, kind="stable")[:count]
-    return torch.from_numpy(np.sort(picked))
+    return torch.from_numpy(np.argsort(-counts, kind="stable"))

@@ -31,7 +31,7 @@ from specdec_cli.experiment.generation import Job, requests, tokenised
 from specdec_cli.experiment.statistics.stats import SumRatio, interval
 from specdec_cli.prompts import as_conversations, load_prompts
 from specdec_cli.recipe import load_recipe
-from specdec_cli.recipe.choices.registry import METHODS, fitting_forms, weights_from
+from specdec_cli.recipe.choices.registry import METHODS, weights_from
 from specdec_cli.recipe.schema import DataSection
 
 
@@ -71,14 +71,16 @@ def settings_of(args: argparse.Namespace, speculator: str, k: int) -> dict[str, 
         sets["speculation.method"] = speculator
     else:
         sets["draft.model"] = speculator
-        config = Path(speculator) / "config.json"
-        is_model = config.exists() and not fitting_forms(json.loads(config.read_text()))
-        if is_model and lacks_embedding(Path(speculator)):
+        if (Path(speculator) / "config.json").exists() and is_bare_model(Path(speculator)):
             sets["draft.share"] = ["embeddings", "lm_head"]
     return sets | {k: yaml.safe_load(v) for k, v in (item.split("=", 1) for item in args.set)}
 
 
-def lacks_embedding(folder: Path) -> bool:
+def is_bare_model(folder: Path) -> bool:
+    """Whether a folder holds a whole model but for the embedding and the head."""
+    classes = json.loads((folder / "config.json").read_text()).get("architectures") or []
+    if not any(name.endswith("ForCausalLM") for name in classes):
+        return False
     with safe_open(folder / "model.safetensors", "pt") as stored:
         return not any("embed" in name for name in stored.keys())
 

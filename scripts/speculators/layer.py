@@ -43,6 +43,17 @@ class Shape:
         }
         return cls(**sizes | changes)
 
+    @classmethod
+    def turning(cls, config: Any, **changes: Any) -> "Shape":
+        """As `of`, with the norms' eps and the rotary embedding of the target too.
+
+        Raises `ValueError` for a kind of rotary embedding that layers do not have here.
+        """
+        rope = config.rope_parameters
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(f"layers for rope_type {rope['rope_type']} are not built here")
+        return cls.of(config, eps=config.rms_norm_eps, base=rope["rope_theta"], **changes)
+
 
 class Norm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
@@ -65,9 +76,9 @@ class Projections(nn.Module):
 
 class Layer(nn.Module):
     """One layer; its parameters have the names of published ones. reads: numbers of a row that
-    queries, keys and values are made of."""
+    queries, keys and values are made of. has_norms: each head's queries and keys are normed."""
 
-    def __init__(self, shape: Shape, reads: int) -> None:
+    def __init__(self, shape: Shape, reads: int, has_norms: bool = False) -> None:
         super().__init__()
         self.shape = shape
         width, queries = shape.hidden, shape.heads * shape.head_dim
@@ -80,6 +91,9 @@ class Layer(nn.Module):
             v_proj=(keys, reads),
             o_proj=(width, queries),
         )
+        if has_norms:
+            self.self_attn.q_norm = Norm(shape.head_dim, shape.eps)
+            self.self_attn.k_norm = Norm(shape.head_dim, shape.eps)
         self.mlp = Projections(
             gate_proj=(shape.inner, width),
             up_proj=(shape.inner, width),
@@ -88,7 +102,8 @@ class Layer(nn.Module):
 
     @torch.no_grad()
     def start_from(self, layer: Any, first: int) -> bool:
-        """Begin with the weights of a target's layer; `first` is where its row begins among ours.
+        """Begin with the weights of a target's layer; `first` is where its row begins among ours. A
+        narrower MLP takes the numbers that its products weigh most.
 
         Does nothing, and returns False, for layers that are not of the llama kind or size.
         """
@@ -104,10 +119,15 @@ class Layer(nn.Module):
             after = source["post_attention_layernorm.weight"].float()
         except KeyError:
             return False
-        inner = taken["mlp.gate_proj"].shape[0]
         queries = shape.heads * shape.head_dim
-        if taken["self_attn.q_proj"].shape != (queries, shape.hidden) or inner > shape.inner:
+        if taken["self_attn.q_proj"].shape != (queries, shape.hidden):
             return False
+        weighed = taken["mlp.up_proj"].norm(dim=1) * taken["mlp.down_proj"].norm(dim=0)
+        kept = weighed.topk(min(len(weighed), shape.inner)).indices.sort().values
+        for name in ("mlp.gate_proj", "mlp.up_proj"):
+            taken[name] = taken[name][kept]
+        taken["mlp.down_proj"] = taken["mlp.down_proj"][:, kept]
+        inner = len(kept)
         for name, weight in taken.items():
             part, leaf = name.split(".")
             into = getattr(getattr(self, part), leaf).weight
@@ -139,41 +159,47 @@ class Layer(nn.Module):
         outs: list[Tensor] = []
         for _ in range(steps):
             hidden, x = begin(outs[-1].roll(1, 0) if outs else None)
-            q, k, v = (
-                getattr(self.self_attn, f"{n}_proj")(x).unflatten(-1, (-1, self.shape.head_dim))
-                for n in "qkv"
-            )
+            q, k, v = (self.made(n, x) for n in "qkv")
             keys.append(turned(k, turns))
             values.append(v)
             parts = parts_for(position.device)
             mixed = chained(turned(q, turns), keys, values, layout, scale, parts)
-            hidden = hidden + self.self_attn.o_proj(mixed.flatten(1))
-            outs.append(hidden + self.fed_forward(self.post_attention_layernorm(hidden)))
+            outs.append(self.passed(hidden, mixed))
         return outs
 
-    def fed_forward(self, x: Tensor) -> Tensor:
+    def made(self, name: str, x: Tensor) -> Tensor:
+        """Queries, keys or values [..., heads, D] of x [..., reads]; name: q, k or v."""
+        found: Tensor = getattr(self.self_attn, f"{name}_proj")(x)
+        found = found.unflatten(-1, (-1, self.shape.head_dim))
+        norm = getattr(self.self_attn, f"{name}_norm", None)
+        return found if norm is None else norm(found)
+
+    def passed(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output [..., H] of its stream and of what attention gave [..., heads, D]."""
+        hidden = hidden + self.self_attn.o_proj(mixed.flatten(-2))
+        x = self.post_attention_layernorm(hidden)
         mlp = self.mlp
-        return mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+        return hidden + mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
 
     def turns(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, 1, D / 2] of rows at `position` [T]."""
+        """Cosines and sines [..., 1, D / 2] of rows at `position` [...]."""
         half = self.shape.head_dim // 2
         rate = self.shape.base ** -(torch.arange(half, device=position.device) / half)
-        angle = position[:, None, None] * rate
+        angle = position[..., None, None] * rate
         return angle.cos(), angle.sin()
 
 
 def turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embeddings of x [T, heads, D]."""
+    """Rotary embeddings of x [..., heads, D]."""
     cos, sin = (t.to(x.dtype) for t in turns)
     low, high = x.chunk(2, -1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
 
 def config_of(
-    kind: str, shape: Shape, target: str, architectures: list[str], context: int
+    kind: str, shape: Shape, target: str, architectures: list[str], context: int, count: int = 1
 ) -> dict[str, Any]:
-    """The config of a speculator of `kind` with this layer, in the form of speculators.
+    """The config of a speculator of `kind` with `count` such layers, in the form of speculators.
 
     target and architectures: the target's name and its classes' names. context: tokens it may read.
     """
@@ -189,21 +215,26 @@ def config_of(
                 "architectures": architectures,
             },
         },
-        "transformer_layer_config": {
-            "model_type": "llama",
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.inner,
-            "num_hidden_layers": 1,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": shape.eps,
-            "vocab_size": shape.vocab,
-            "max_position_embeddings": context,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": shape.base},
-        },
+        "transformer_layer_config": settings_of(shape, context, count),
+    }
+
+
+def settings_of(shape: Shape, context: int, count: int = 1, kind: str = "llama") -> dict[str, Any]:
+    """The settings of `count` layers, as transformers names them."""
+    return {
+        "model_type": kind,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": count,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.eps,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": context,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.base},
     }

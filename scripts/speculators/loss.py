@@ -1,7 +1,7 @@
 """Soft cross-entropy with a target's distribution over a subset of its vocabulary.
 
-The rows of the head matrix are the target's own and are not trained, so the gradient with respect
-to the hidden states is known as soon as the loss is: neither logits nor probabilities are kept.
+Gradients with respect to hidden states, and to the head's rows where a kind adds trained columns to
+the target's, are known as soon as the loss is: neither logits nor probabilities are kept.
 Legend: T tokens, H width, S ids of the subset, V ids.
 """
 
@@ -46,37 +46,37 @@ def probabilities(logits: Tensor, ids: Tensor) -> Tensor:
     return logits[:, ids].float().softmax(-1).to(logits.dtype)
 
 
-def rows_of(logits: Tensor, wanted: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted sum of cross-entropies, and its gradient [T, S] with respect to the logits.
+def rows_of(logits: Tensor, wanted: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The weighted sum of cross-entropies, its gradient [T, S] with respect to the logits, and
+    each row's share of drafts that would stand, fp32 [T]: what both distributions have in common.
 
     logits and wanted: [T, S]. weight: fp32 [T].
     """
     wide = logits.float()
     lse = wide.logsumexp(-1, keepdim=True)
     loss = ((lse[:, 0] - (wanted.float() * wide).sum(-1)) * weight).sum()
-    grad = ((wide - lse).exp() - wanted.float()) * weight[:, None]
-    return loss, grad.to(logits.dtype)
+    drawn = (wide - lse).exp()
+    common = torch.minimum(drawn, wanted.float()).sum(-1)
+    return loss, ((drawn - wanted.float()) * weight[:, None]).to(logits.dtype), common
 
 
 class _SoftLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, wanted: Tensor, weight: Tensor,
-        rows: Callable[..., tuple[Tensor, Tensor]],
-    ) -> Tensor:  # fmt: skip
-        loss, grad = rows(hidden.to(head.dtype) @ head.T, wanted, weight)
-        ctx.save_for_backward((grad @ head).to(hidden.dtype))
-        return loss
+        rows: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        mine = hidden.to(head.dtype)
+        loss, grad, common = rows(mine @ head.T, wanted, weight)
+        of_head = grad.T @ mine if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward((grad @ head).to(hidden.dtype), of_head)
+        ctx.mark_non_differentiable(common)
+        return loss, common
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (
-            ctx.saved_tensors[0] * grads[0].to(ctx.saved_tensors[0].dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        found = (None if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors)
+        return *found, None, None, None
 
 
 def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,14 +100,18 @@ class SoftLoss:
     """The loss with its elementwise parts compiled, where that works."""
 
     def __init__(self, is_compiled: bool) -> None:
-        self.rows: Callable[..., tuple[Tensor, Tensor]] = rows_of
+        self.rows: Callable[..., tuple[Tensor, Tensor, Tensor]] = rows_of
         self.probabilities: Callable[..., Tensor] = probabilities
         if is_compiled:
             self.rows = _compiled(rows_of)
             self.probabilities = _compiled(probabilities)
 
-    def __call__(self, hidden: Tensor, head: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
-        """hidden: [T, H], normed. head: [S, H]. wanted: [T, S]. weight: fp32 [T]. A scalar, the
-        weighted sum."""
-        loss: Tensor = _SoftLoss.apply(hidden, head, wanted, weight, self.rows)
-        return loss
+    def __call__(
+        self, hidden: Tensor, head: Tensor, wanted: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted sum, a scalar, and the share of drafts that would stand, fp32 [T].
+
+        hidden: [T, H], normed. head: [S, H]. wanted: [T, S]. weight: fp32 [T].
+        """
+        found: tuple[Tensor, Tensor] = _SoftLoss.apply(hidden, head, wanted, weight, self.rows)
+        return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scripts.speculators.attention import NAME, Layout, reading
+from scripts.speculators.attention import NAME, Attend, Layout, reading
 from scripts.speculators.corpus import Rows
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.resolve import model_place
@@ -58,7 +58,10 @@ class Target:
     def read(self, rows: Rows, layers: tuple[int, ...] = ()) -> Reading:
         """Read rows that are on the device."""
         layout = Layout.of(rows.segment)
-        found = forward(self.module, rows, layout, output_hidden_states=bool(layers))
+        found = forward(
+            *(self.module, rows.ids, rows.position, layout.attend),
+            output_hidden_states=bool(layers),
+        )
         features = tuple(found.hidden_states[i] for i in layers)
         return Reading(rows, layout, features, found.logits)
 
@@ -85,7 +88,7 @@ def smaller_model(config: Any, layers: int) -> Any:
     return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=NAME)
 
 
-def forward(model: Any, rows: Rows, layout: Layout, **more: Any) -> Any:
-    """transformers' output for packed rows."""
-    with reading(layout):
-        return model(input_ids=rows.ids, position_ids=rows.position, use_cache=False, **more)
+def forward(model: Any, ids: Tensor, position: Tensor, attend: Attend, **more: Any) -> Any:
+    """transformers' output for rows [B, N] of tokens, with attention of ours."""
+    with reading(attend):
+        return model(input_ids=ids, position_ids=position, use_cache=False, **more)

@@ -2,10 +2,10 @@
 
     python -m scripts.speculators.train eagle3 --target MODEL --texts TEXTS --out OUT --minutes 6
 
-The frozen target reads packed rows of texts, and the speculator learns its distributions, link by
-link. Everything is drawn from the seed. A checkpoint each minute lets a run that was stopped go on;
-OUT/speculator is a speculator that the engine runs, from the first minute on. OUT/log.jsonl has the
-held-out accuracy of each link by time.
+The frozen target reads packed rows of texts, and the speculator learns its distributions, place by
+place of a round. Everything is drawn from the seed. A checkpoint each minute lets a run that was
+stopped go on; OUT/speculator is a speculator that the engine runs, from the first minute on.
+OUT/log.jsonl has the held-out accuracy of each place by time.
 """
 
 import argparse
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from scripts.speculators import attention, commands
-from scripts.speculators.corpus import Rows, frequent, joined, packed, read_texts
+from scripts.speculators.corpus import Rows, by_frequency, joined, packed, read_texts
 from scripts.speculators.kinds.base import Kind, Options
 from scripts.speculators.loss import Candidates, SoftLoss
 from scripts.speculators.target import Reading, Target
@@ -60,6 +61,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, nargs="+", default=[], help="that a head reads")
     parser.add_argument("--inner", type=int, help="width of a head's MLP")
     parser.add_argument("--depth", type=int, default=2, help="layers of a draft")
+    parser.add_argument("--block", type=int, default=8, help="rows of a block's pass")
+    parser.add_argument("--rank", type=int, default=32, help="of a Markov head")
+    parser.add_argument("--anchors", type=int, help="blocks of a row; default: one for 4 tokens")
     parser.add_argument("--vocabulary", type=int, help="ids of a head that stores its own rows")
     parser.add_argument("--blank", action="store_true", help="begin at random")
     parser.add_argument("--held-rows", type=int, help=f"of held-out texts; {told('held_rows')}")
@@ -68,22 +72,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     commands.by_device(args, _SIZES, args.device)
+    args.anchors = args.anchors or max(1, args.length // 4)
     return args
 
 
 def schedule(done: float, step: int, warmup: int) -> float:
     """The share of the learning rate: it rises over `warmup` steps, then follows a cosine to 0."""
     return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def weights_at(rows: Rows, link: int, shift: int) -> Tensor:
-    """fp32 [B * N]: the weight of the target's row that a link's output is compared with.
-
-    Row r predicts token r + 1. A link's row means something from its text's row `link` on.
-    """
-    following = torch.zeros_like(rows.weight)
-    following[:, :-1] = rows.weight[:, 1:] * (rows.segment[:, 1:] == rows.segment[:, :-1])
-    return (following * (rows.position >= link + shift)).flatten()
 
 
 class Trainer:
@@ -103,9 +98,25 @@ class Trainer:
                 attention.use_dense()
         torch.manual_seed(args.seed)
         self.target = Target(args.target, self.device)
-        options = Options(
-            args.links, tuple(args.layers), args.inner, args.depth, args.vocabulary, args.blank
+        began = time.perf_counter()
+        texts, held, frame = read_texts(args.texts)
+        self.num_texts = len(texts)
+        self.text_tokens = sum(len(t.ids) for t in texts)
+        ranked = by_frequency(texts, self.target.vocab_size)
+        self.often = ranked[: args.often].sort().values
+        self.rows = packed(joined(texts, frame, args.length, args.joined, args.seed), args.length)
+        self.held = packed(
+            [(t[0], t[1]) for t in joined(held, frame, args.length, 0.0, 0)], args.length
         )
+        print(
+            f"{self.num_texts} texts of {self.text_tokens} tokens in {len(self.rows)} rows, "
+            f"packed in {time.perf_counter() - began:.1f} s",
+            flush=True,
+        )
+        options = Options(
+            args.links, tuple(args.layers), args.inner, args.depth, args.vocabulary, args.blank,
+            args.block, args.anchors, int(ranked[-1]), args.rank,
+        )  # fmt: skip
         module = importlib.import_module(f"scripts.speculators.kinds.{args.kind}")
         self.kind: Kind = module.make(self.target, options)
         self.kind.module.to(self.device, torch.float32).train()
@@ -117,20 +128,6 @@ class Trainer:
             {"params": others, "weight_decay": 0.0},
         ]
         self.optimiser = torch.optim.AdamW(groups, args.lr, betas=(0.9, 0.95), fused=on_cuda)
-        began = time.perf_counter()
-        texts, held, frame = read_texts(args.texts)
-        self.num_texts = len(texts)
-        self.text_tokens = sum(len(t.ids) for t in texts)
-        self.often = frequent(texts, args.often, self.target.vocab_size)
-        self.rows = packed(joined(texts, frame, args.length, args.joined, args.seed), args.length)
-        self.held = packed(
-            [(t[0], t[1]) for t in joined(held, frame, args.length, 0.0, 0)], args.length
-        )
-        print(
-            f"{self.num_texts} texts of {self.text_tokens} tokens in {len(self.rows)} rows, "
-            f"packed in {time.perf_counter() - began:.1f} s",
-            flush=True,
-        )
         self.candidates = Candidates.of(self.often, self.target.vocab_size, args.drawn, self.device)
         self.loss = SoftLoss(on_cuda and not args.no_compile)
         self.generator = torch.Generator(self.device).manual_seed(args.seed)
@@ -153,32 +150,42 @@ class Trainer:
         """The mean over tokens and links by their weights."""
         ids = self.candidates.draw(self.generator)
         wanted = self.loss.probabilities(reading.logits.flatten(0, 1), ids)
-        head = self.target.head[ids]
         total, mass = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         with self.autocast():
-            links = self.kind.links(reading)
-        for i, hidden in enumerate(links):
-            weight = weights_at(reading.rows, i, self.kind.shift) * self.kind.fade**i
-            total = total + self.loss(hidden.roll(self.kind.shift, 0), head, wanted, weight)
+            links = self.kind.links(reading, self.generator)
+        for link in links:
+            weight = link.weight * self.kind.fade**link.place
+            goals = wanted if link.goal is None else wanted[link.goal]
+            head = link.head(self.target.head, ids)
+            loss, common = self.loss(link.hidden, head, goals, weight)
+            total = total + loss
+            if link.confidence is not None:
+                doubts = binary_cross_entropy_with_logits(link.confidence.float(), common, weight)
+                total = total + doubts * weight.numel()
             mass = mass + weight.sum()
         return total / mass
 
     @torch.no_grad()
     def accuracies(self) -> list[float]:
         """The share of held-out answers' tokens that each link's first choice agrees on."""
-        right, count = [0] * self.kind.num_links, [0] * self.kind.num_links
+        right, count = torch.zeros(2, self.kind.num_links, dtype=torch.int64, device=self.device)
         places = torch.arange(min(self.args.held_rows, len(self.held)))
+        generator = torch.Generator(self.device).manual_seed(0)
         for some in places.split(max(1, self.args.rows // 2)):
             rows = self.held.at(some, self.device)
             reading = self.target.read(rows, self.kind.feature_layers)
             choice = reading.logits.flatten(0, 1).argmax(-1)
             with self.autocast():
-                links = self.kind.links(reading)
-            for i, hidden in enumerate(links):
-                known = weights_at(rows, i, self.kind.shift) == 1
-                mine = hidden.roll(self.kind.shift, 0)[known].to(self.target.head.dtype)
-                right[i] += int(((mine @ self.target.head.T).argmax(-1) == choice[known]).sum())
-                count[i] += int(known.sum())
+                links = self.kind.links(reading, generator)
+            for link in links:
+                known = link.weight == 1
+                wanted = (choice if link.goal is None else choice[link.goal])[known]
+                head = link.head(self.target.head)
+                is_right = (link.hidden[known].to(head.dtype) @ head.T).argmax(-1) == wanted
+                place = torch.as_tensor(link.place, device=self.device).expand(known.shape)[known]
+                right += torch.bincount(place[is_right], minlength=len(right))
+                count += torch.bincount(place, minlength=len(count))
+        right, count = right.tolist(), count.tolist()
         return [r / max(1, n) for r, n in zip(right, count, strict=True)]
 
     def record(self, losses: list[Tensor], seconds: float, done: float) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from specdec_cli.backends.base import Prepared
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.results import Output
 from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.models.generation_config import in_words, recommended, unsupported
 from specdec_cli.recipe import Recipe
+from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
 
@@ -28,6 +30,10 @@ def common_settings(
     del values["data"], values["run"]["batch_size"], values["run"]["device"]
     if recipe.engine.kind == "native":
         del values["engine"]
+    if recipe.load.request_rate is None:
+        del values["load"]
+    elif times := process_of(recipe.load.arrivals).times:
+        values["load"]["times"] = digest(times)
     for role in roles:
         if values[role] is not None:
             values[role] = with_weights(values[role], job.plan, role)

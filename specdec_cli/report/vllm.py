@@ -151,6 +151,8 @@ def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
         and best.batch_size is not None
         and (best.point.is_baseline or best.point.draft == draft)
     ]
+    if any(best.rate is not None for best in bests):
+        return []
     changes = [(size, k) for i, (size, k) in enumerate(ks) if i == 0 or k != ks[i - 1][1]]
     if len(changes) < 2:
         return []

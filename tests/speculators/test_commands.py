@@ -95,6 +95,18 @@ def test_from_a_target_to_a_measured_draft(
     record = json.loads((out / "training.json").read_text())
     assert record["step"] == 10 and record["tokens"] == 10 * 2 * 128  # went on from step 8
 
+    # Heads that read their own draws, and masks that a checkpoint names.
+    blocks = tmp_path / "blocks"
+    where = ("--target", "demo:target", "--texts", folder, "--out", blocks)
+    tiny = (*tiny, "--anchors", 24, "--depth", 1, "--inner", 64, "--rank", 4, "--block", 4)
+    run(train, monkeypatch, "dspark", *where, *tiny)
+    run(train, monkeypatch, "dspark", *where, *tiny, "--steps", 16)
+    log = [json.loads(line) for line in (blocks / "log.jsonl").read_text().splitlines()]
+    assert [found["step"] for found in log] == [0, 8, 8, 16] and len(log[0]["accuracy"]) == 4
+    assert log[1]["accuracy"] == log[2]["accuracy"]  # goes on with what was saved
+    assert log[0]["accuracy"][0] < log[-1]["accuracy"][0]
+    assert log[-1]["loss"] < log[1]["loss"]
+
     table = tmp_path / "table.json"
     few = ("--every", 25, "--new-tokens", 16, "--json", table)
     run(evaluate, monkeypatch, out / "speculator", *PROMPTS, *few, "--k", "2")

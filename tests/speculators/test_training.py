@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from scripts.speculators import attention
 from scripts.speculators.attention import Layout, chained
 from scripts.speculators.corpus import Frame, Rows, Text, joined, packed
-from scripts.speculators.kinds import draft, eagle3, mtp
+from scripts.speculators.kinds import dflash, draft, dspark, eagle3, mtp, pard, peagle
 from scripts.speculators.kinds.base import Options
+from scripts.speculators.kinds.base import chained as links_of
 from scripts.speculators.loss import Candidates, SoftLoss
 from scripts.speculators.target import Reading, Target
-from scripts.speculators.train import weights_at
 from specdec_cli.core.types import Request
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
@@ -27,6 +28,7 @@ from specdec_cli.recipe import load_recipe
 
 CPU = torch.device("cpu")
 LENGTHS = (40, 57, 31)
+BLOCKS = {"dflash": dflash, "dspark": dspark, "peagle": peagle, "pard": pard}
 
 
 def random_rows(lengths: tuple[int, ...], length: int, vocab: int) -> tuple[Rows, list[Tensor]]:
@@ -136,14 +138,17 @@ def test_the_loss_over_a_subset_and_its_gradient() -> None:
     assert len(ids.unique()) == 9 and ids[:4].tolist() == [3, 7, 9, 20]
     loss = SoftLoss(False)
     wanted = loss.probabilities(logits, ids)
-    ours = loss(hidden, head[ids], wanted, weight)
-    each = torch.nn.functional.cross_entropy(
-        hidden @ head[ids].T, logits[:, ids].softmax(-1), reduction="none"
-    )
+    mine = head[ids].requires_grad_()
+    ours, common = loss(hidden, mine, wanted, weight)
+    each = cross_entropy(hidden @ mine.T, logits[:, ids].softmax(-1), reduction="none")
     theirs = (each * weight).sum()
     torch.testing.assert_close(ours, theirs)
-    grads = [torch.autograd.grad(3 * x, hidden)[0] for x in (ours, theirs)]
-    torch.testing.assert_close(*grads)
+    for of in (hidden, mine):
+        grads = [torch.autograd.grad(3 * x, of, retain_graph=True)[0] for x in (ours, theirs)]
+        torch.testing.assert_close(*grads)
+    # A draft from one distribution stands under the other as often as half their distance leaves.
+    apart = ((hidden @ mine.T).softmax(-1) - logits[:, ids].softmax(-1)).abs().sum(-1)
+    torch.testing.assert_close(common, 1 - apart / 2)
 
 
 def test_weights_are_those_of_the_tokens_that_rows_predict() -> None:
@@ -151,7 +156,8 @@ def test_weights_are_those_of_the_tokens_that_rows_predict() -> None:
     rows = packed(joined(texts, Frame(), 12, 0.0, 0), 12).at(torch.tensor([0]), CPU)
     ids, segment = rows.ids[0].tolist(), rows.segment[0].tolist()
     for link, shift in ((0, 0), (0, 1), (2, 1)):
-        for r, weight in enumerate(weights_at(rows, link, shift).tolist()):
+        outs = [torch.zeros(12, 1)] * (link + 1)
+        for r, weight in enumerate(links_of(outs, rows, shift)[link].weight.tolist()):
             begin = segment.index(segment[r])
             is_one = r + 1 < 12 and segment[r] >= 0 and segment[r + 1] == segment[r]
             if not is_one or r - begin < link + shift:
@@ -200,14 +206,19 @@ def own_text(target: Target) -> tuple[Tensor, Rows, int]:
     return ids, rows.at(torch.tensor([0]), CPU), start
 
 
+def hidden_of(kind: Any, reading: Reading) -> Tensor:
+    """[links, T, H]; the row before a token proposes it."""
+    return torch.stack([link.hidden for link in kind.links(reading, torch.Generator())])
+
+
 def train_a_moment(kind: Any, reading: Reading, ids: Tensor, rate: float, steps: int) -> None:
     """Train four links on a text, so that some proposals stand and others fall."""
     optimiser = torch.optim.AdamW(kind.module.parameters(), rate)
     goals = ids[2:].expand(4, -1).flatten()
     for _ in range(steps):
         optimiser.zero_grad()
-        found = torch.stack(kind.links(reading))[:, :-2] @ kind.target.head.T
-        torch.nn.functional.cross_entropy(found.flatten(0, 1), goals).backward()
+        found = hidden_of(kind, reading)[:, 1:-1] @ kind.target.head.T
+        cross_entropy(found.flatten(0, 1), goals).backward()
         optimiser.step()
     kind.module.to(torch.bfloat16).float()  # as it is stored
 
@@ -215,9 +226,9 @@ def train_a_moment(kind: Any, reading: Reading, ids: Tensor, rate: float, steps:
 def predicted(kind: Any, reading: Reading, ids: Tensor, start: int) -> list[int]:
     """Accepted counts of rounds of four proposals, by the links that training unrolls."""
     with torch.no_grad():
-        found = torch.stack(kind.links(reading)) @ kind.target.head.T
+        found = hidden_of(kind, reading) @ kind.target.head.T
     right = torch.zeros(4, len(ids), dtype=torch.bool)
-    right[:, 2:] = found.argmax(-1)[:, :-2] == ids[2:]
+    right[:, 1:] = found.argmax(-1)[:, :-1] == ids[1:]
     counts = walk(right, start, 4)
     assert 1 < len(set(counts)), counts
     return counts
@@ -250,6 +261,56 @@ def test_the_engine_accepts_what_a_modules_training_predicts(
     kind.save(target, torch.arange(8), tmp_path / "module")
     got = greedy_rounds(target, {"draft.model": str(tmp_path / "module")}, 4)
     assert got[:2] == (ids.tolist(), predicted(kind, reading, ids, start))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_engine_accepts_what_a_blocks_training_predicts(
+    target: Target, tmp_path: Path, name: str
+) -> None:
+    """A saved drafter of blocks, trained a moment on a text, proposes what its rows say of it.
+
+    A Markov head reads true tokens here and drafts in the engine: these are the same up to the
+    first that falls."""
+    torch.manual_seed(0)
+    block = 5 if name == "dflash" else 4
+    kind = BLOCKS[name].make(target, Options(block=block, anchors=999, mask=7, rank=8))
+    ids, rows, start = own_text(target)
+    reading = target.read(rows, kind.feature_layers)
+    kind.prepare(reading)
+    optimiser = torch.optim.AdamW(kind.module.parameters(), 1e-3)
+    for _ in range(12):
+        optimiser.zero_grad()
+        told = judged(kind, reading, target.head)
+        sum(cross_entropy(logits, ids[goal]) for logits, _, goal in told).backward()
+        optimiser.step()
+    kind.module.to(torch.bfloat16).float()
+    kind.save(target, torch.arange(8), tmp_path)
+    with torch.no_grad():
+        if name != "pard":
+            kind.module.fc.weight.copy_(stored_fc(tmp_path, kind.scales))
+        told = judged(kind, reading, target.head)
+    right = torch.zeros(4, len(ids), dtype=torch.bool)
+    for logits, place, goal in told:
+        right[place, goal] = logits.argmax(-1) == ids[goal]
+    wanted = walk(right, start, 4)
+    assert 1 < len(set(wanted)), wanted
+    settings: dict[str, object] = {"draft.model": str(tmp_path)}
+    if name == "pard":
+        settings["draft.share"] = ["embeddings", "lm_head"]
+    got = greedy_rounds(target, settings, 4)
+    assert got[:2] == (ids.tolist(), wanted)
+
+
+def judged(kind: Any, reading: Reading, head: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Logits of every proposal that training compares, its place, and where its token stands."""
+    found = []
+    for link in kind.links(reading, torch.Generator()):
+        known = link.weight > 0
+        goal = torch.arange(len(known)) if link.goal is None else link.goal
+        place = torch.as_tensor(link.place).expand(known.shape)
+        logits = link.hidden[known] @ link.head(head).T
+        found.append((logits, place[known], goal[known] + 1))
+    return found
 
 
 def stored_fc(folder: Path, scales: list[float]) -> Tensor:
@@ -288,13 +349,13 @@ def test_a_saved_draft_accepts_what_training_predicts(target: Target, tmp_path: 
     optimiser = torch.optim.AdamW(kind.module.parameters(), 2e-3)
     for _ in range(6):
         optimiser.zero_grad()
-        found = kind.links(reading)[0][:-1] @ target.head.T
-        torch.nn.functional.cross_entropy(found, ids[1:]).backward()
+        found = hidden_of(kind, reading)[0, :-1] @ target.head.T
+        cross_entropy(found, ids[1:]).backward()
         optimiser.step()
     kind.module.to(torch.bfloat16).float()
     kind.save(target, ids, tmp_path / "draft")
     with torch.no_grad():
-        choice = (kind.links(reading)[0] @ target.head.T).argmax(-1)
+        choice = (hidden_of(kind, reading)[0] @ target.head.T).argmax(-1)
     right = torch.zeros(4, len(ids), dtype=torch.bool)
     right[:, 1:] = choice[:-1] == ids[1:]
     wanted = walk(right, start, 4)

@@ -7,6 +7,7 @@ Legend: N features written, K features read; weights of experts are [E, N, K].
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ class Kind(NamedTuple):
 
     codes: the codes' dtype. per_code: numbers in each code, of one row. decode: the numbers
     [..., N, K] of codes [..., N, K / per_code] before zeros and scales, fp32, in a new tensor.
-    encode: the codes of fp32 numbers of which none is greater than `largest` in magnitude.
+    encode: the codes of fp32 numbers, each rounded to the nearest one that there is. largest: the
+    greatest magnitude. middle: the number that is subtracted from decoded ones where there are no
+    zeros. block: columns of a row whose codes lie together; the last ones may be fewer.
     """
 
     codes: torch.dtype
@@ -27,14 +30,68 @@ class Kind(NamedTuple):
     decode: Callable[[Tensor], Tensor]
     encode: Callable[[Tensor], Tensor]
     largest: float
+    middle: float = 0.0
+    block: int = 1
 
 
-FP8 = "fp8"
+def unpacked(codes: Tensor) -> Tensor:
+    """Numbers 0..15, uint8 [..., K], of bytes [..., K / 2].
+
+    K is cut into blocks of 128 columns. Byte j of a block has column j in its low four bits and
+    column j + 64 in its high ones, so that each half of the bits belongs to neighbouring columns.
+    The rest of K, which is even, is a shorter block of two halves.
+    """
+    parts = [torch.cat((b & 15, b >> 4), -1).flatten(-2) for b in _blocks(codes, BLOCK // 2)]
+    return torch.cat(parts, -1)
+
+
+def packed(numbers: Tensor) -> Tensor:
+    """Bytes [..., K / 2] of numbers 0..15, uint8 [..., K]; see `unpacked`."""
+    halves = [block.chunk(2, -1) for block in _blocks(numbers, BLOCK)]
+    return torch.cat([(low | high << 4).flatten(-2) for low, high in halves], -1)
+
+
+def _blocks(tensor: Tensor, width: int) -> list[Tensor]:
+    """The blocks [..., B, width] of the last dimension, and the rest [..., 1, R] of it."""
+    count = tensor.shape[-1] // width
+    whole, rest = tensor[..., : count * width], tensor[..., count * width :]
+    found = [whole.unflatten(-1, (count, width)), rest.unsqueeze(-2)]
+    return [block for block in found if block.shape[-2:].numel()]
+
+
+def _from_e2m1(codes: Tensor) -> Tensor:
+    numbers = torch.tensor([*E2M1, *(-n for n in E2M1)], device=codes.device)
+    return numbers[unpacked(codes).int()]
+
+
+def _to_e2m1(numbers: Tensor) -> Tensor:
+    halfway = [(low + high) / 2 for low, high in pairwise(E2M1)]
+    codes = torch.bucketize(numbers.abs(), torch.tensor(halfway, device=numbers.device))
+    return packed((codes + 8 * numbers.signbit()).to(torch.uint8))
+
+
+FP8, INT4, INT8, MXFP4 = "fp8", "int4", "int8", "mxfp4"
+BLOCK = 128  # columns of a row of four-bit codes that are interleaved
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0..7; 8..15 are negative
 KINDS = {
     FP8: Kind(
         *(torch.float8_e4m3fn, 1, lambda codes: codes.float()),
         *(lambda numbers: numbers.clamp(-448, 448).to(torch.float8_e4m3fn), 448.0),
-    )
+    ),
+    INT4: Kind(
+        codes=torch.uint8,
+        per_code=2,
+        decode=lambda codes: unpacked(codes).float(),
+        encode=lambda numbers: packed(numbers.round().clamp(0, 15).to(torch.uint8)),
+        largest=7.0,
+        middle=8.0,
+        block=BLOCK,
+    ),
+    INT8: Kind(
+        *(torch.int8, 1, lambda codes: codes.float()),
+        *(lambda numbers: numbers.round().clamp(-128, 127).to(torch.int8), 127.0),
+    ),
+    MXFP4: Kind(torch.uint8, 2, _from_e2m1, _to_e2m1, 6.0, block=BLOCK),
 }
 
 
@@ -44,12 +101,15 @@ class Storage:
 
     kind: a name in `KINDS`. group: rows and columns of the numbers that share a scale; 0 columns
     are all of a row. The last group of a row or column may be smaller. has_zeros: groups have a
-    number, uint8, that is subtracted from their decoded codes.
+    number, int8 for codes of int8 and else uint8, that is subtracted from their decoded codes.
+    scales: their dtype, fp32, fp16 or bf16, or uint8 for powers of two: the exponent plus 127
+    (e8m0 of https://arxiv.org/abs/2310.10537, which has no zero and no sign; 255 is NaN).
     """
 
     kind: str
     group: tuple[int, int] = (1, 0)
     has_zeros: bool = False
+    scales: torch.dtype = torch.float32
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the codes of a weight of `shape`."""
@@ -64,7 +124,8 @@ class Storage:
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Bytes of a weight of `shape`."""
         codes = torch.Size(self.codes_shape(shape)).numel() * KINDS[self.kind].codes.itemsize
-        return codes + torch.Size(self.scales_shape(shape)).numel() * (4 + self.has_zeros)
+        of_group = self.scales.itemsize + self.has_zeros
+        return codes + torch.Size(self.scales_shape(shape)).numel() * of_group
 
     def numbers_of_code(self, dim: int) -> int:
         """Rows (`dim` -2) or columns (-1) of the numbers in one code."""
@@ -83,23 +144,32 @@ class Storage:
             shared = shared.repeat_interleave(high, -2)[..., :rows, :]
         return shared.repeat_interleave(wide, -1)[..., :columns] if wide > 1 else shared
 
+    def factors(self, scales: Tensor) -> Tensor:
+        """Scales as numbers, fp32."""
+        powers = self.scales == torch.uint8
+        return scales.view(torch.float8_e8m0fnu).float() if powers else scales.float()
+
     def quantised(self, numbers: Tensor) -> "Stored":
-        """Numbers [..., N, K] in this form; the largest of a group has the largest code."""
+        """Numbers [..., N, K] in this form; the largest of a group has the largest code, or with
+        powers of two at least half of it."""
         assert not self.has_zeros
         kind, (high, wide), (rows, columns) = KINDS[self.kind], self.group, numbers.shape[-2:]
         wide = wide or columns
         most = F.pad(numbers.float().abs(), (0, -columns % wide, 0, -rows % high))
         most = most.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high)).amax((-3, -1))
-        scales = (most / kind.largest).clamp_(min=torch.finfo(torch.float32).tiny)
-        codes = kind.encode(numbers.float() / self.of_each(scales, numbers.shape))
-        return Stored(codes, scales, None, self)
+        powers = self.scales == torch.uint8
+        least = torch.finfo(torch.float32 if powers else self.scales).tiny
+        scales = (most / kind.largest).clamp_(min=least)
+        scales = (scales.log2().ceil() + 127 if powers else scales).to(self.scales)
+        found = numbers / self.of_each(self.factors(scales), numbers.shape)
+        return Stored(kind.encode(found.add_(kind.middle)), scales, None, self)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A weight [..., N, K] that products read as it lies; see `Storage` for the shapes.
 
-    codes: of the kind's dtype. scales: fp32. zeros: uint8, or None.
+    codes: of the kind's dtype. scales, zeros: of the storage's dtypes; zeros may be None.
     """
 
     codes: Tensor
@@ -122,26 +192,33 @@ class Stored:
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The numbers, [..., N, K], contiguous; they are rounded once, to `dtype`."""
-        numbers = KINDS[self.storage.kind].decode(self.codes)
+        kind, factors = KINDS[self.storage.kind], self.storage.factors(self.scales)
+        numbers = kind.decode(self.codes)
         if self.zeros is not None:
             numbers.sub_(self.storage.of_each(self.zeros, self.shape))
-        return numbers.mul_(self.storage.of_each(self.scales, self.shape)).to(dtype)
+        elif kind.middle:
+            numbers.sub_(kind.middle)
+        return numbers.mul_(self.storage.of_each(factors, self.shape)).to(dtype)
 
     def rows(self, start: int, stop: int) -> "Stored":
         """A view of the rows start..stop. Raises `ValueError` for a cut through a group."""
         return self._cut(-2, start, stop)
 
     def columns(self, start: int, stop: int) -> "Stored":
-        """A view of the columns start..stop. Raises `ValueError` for a cut through a group."""
+        """The columns start..stop, a view where no block of codes is cut. Raises `ValueError` for
+        a cut through a group."""
         return self._cut(-1, start, stop)
 
     def _cut(self, dim: int, start: int, stop: int) -> "Stored":
         size = self.shape[dim]
         if not all(self.storage.can_cut(dim, place, size) for place in (start, stop)):
             raise ValueError(f"{start}..{stop} of {size} cuts through a group")
+        storage, kind = self.storage, KINDS[self.storage.kind]
+        cuts_block = dim == -1 and any(p % kind.block and p != size for p in (start, stop))
 
         def part(field: Tensor) -> Tensor:
-            storage = self.storage
+            if field is self.codes and cuts_block:
+                return kind.encode(kind.decode(field)[..., start:stop])
             unit = storage.numbers_of_code(dim) if field is self.codes else storage.group[dim]
             if not unit:
                 return field

@@ -1,6 +1,7 @@
-"""A kind of speculator as training sees it: a module, its chained links, and a folder.
+"""A kind of speculator as training sees it: a module, its proposals, and a folder.
 
-A kind is a file beside this one, with a function `make`. Legend: B rows, N tokens a row, H width.
+A kind is a file beside this one, with a function `make`. Legend: B rows, N tokens a row, H width,
+R rows of proposals, V ids.
 """
 
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from scripts.speculators.corpus import Rows
 from scripts.speculators.target import Reading, Target
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line's settings of all kinds; each kind reads its own."""
+    """The command line's settings of all kinds; each kind reads its own. mask: the id of masks."""
 
     links: int = 6
     layers: tuple[int, ...] = ()
@@ -23,24 +25,67 @@ class Options:
     depth: int = 2
     vocabulary: int | None = None
     is_blank: bool = False
+    block: int = 8
+    anchors: int = 32
+    mask: int = 0
+    rank: int = 32
+
+
+@dataclass(frozen=True)
+class Link:
+    """Rows that propose tokens, with the target's rows that judge them.
+
+    hidden: [R, H], ready for the target's head. place: of the proposal, 0 for the first; a number,
+    or int64 [R]. weight: fp32 [R], in the loss; 0 where a row means nothing. goal: int64 [R], the
+    row of the flattened batch that predicts the same token; None where rows are those of the batch.
+    columns: [V, r], trained, that the head has beside the target's H; hidden is [R, H + r] then.
+    confidence: [R], logits of the share of drafts that stand.
+    """
+
+    hidden: Tensor
+    place: int | Tensor
+    weight: Tensor
+    goal: Tensor | None = None
+    columns: Tensor | None = None
+    confidence: Tensor | None = None
+
+    def head(self, head: Tensor, ids: Tensor | None = None) -> Tensor:
+        """The rows of `ids`, or all, of the target's head [V, H] and the columns beside it."""
+        parts = [head] if self.columns is None else [head, self.columns.to(head.dtype)]
+        return torch.cat([part if ids is None else part[ids] for part in parts], 1)
+
+
+def following(rows: Rows) -> Tensor:
+    """fp32 [B, N]: the weight of the token after each one, 0 at the end of a text."""
+    found = torch.zeros_like(rows.weight)
+    found[:, :-1] = rows.weight[:, 1:] * (rows.segment[:, 1:] == rows.segment[:, :-1])
+    return found
+
+
+def chained(outs: list[Tensor], rows: Rows, shift: int) -> list[Link]:
+    """Links of chained steps, whose outputs are [B * N, H] and predict the token `shift` rows after
+    that of the target's row. Step i's rows mean something from their text's row i on."""
+    weight, position = following(rows).flatten(), rows.position.flatten()
+    return [
+        Link(out.roll(shift, 0), i, weight * (position >= i + shift)) for i, out in enumerate(outs)
+    ]
 
 
 class Kind(Protocol):
     """A speculator in training.
 
-    shift: rows between a link's row and the target's row with the same goal. feature_layers: the
-    target's hidden states that it reads. fade: a link's weight by that of the link before.
+    num_links: proposals of a round. feature_layers: the target's hidden states that it reads.
+    fade: a proposal's weight in the loss by that of the one before.
     """
 
     name: str
     module: torch.nn.Module
-    shift: int
     feature_layers: tuple[int, ...]
     num_links: int
     fade: float
 
-    def links(self, reading: Reading) -> list[Tensor]:
-        """[B * N, H] of each chained step, ready for the target's head."""
+    def links(self, reading: Reading, generator: torch.Generator) -> list[Link]:
+        """The proposals for a batch. generator: draws what they are about, where a kind does."""
         ...
 
     def prepare(self, reading: Reading) -> None:

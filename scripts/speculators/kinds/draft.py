@@ -4,16 +4,15 @@ It begins as the target's first layers and learns the target's distributions. Th
 and the head are the target's and are not stored: run it with `draft.share: [embeddings, lm_head]`.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from scripts.speculators.kinds.base import Options
+from scripts.speculators.features import write
+from scripts.speculators.kinds.base import Link, Options, chained
 from scripts.speculators.target import Reading, Target, forward, smaller_model
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -24,7 +23,6 @@ class Draft:
     """A draft in training."""
 
     name = "draft"
-    shift = 0
     fade = 1.0
     num_links = 1
     feature_layers: tuple[int, ...] = ()
@@ -49,9 +47,10 @@ class Draft:
     def prepare(self, reading: Reading) -> None:
         self.decoder.rotary_emb.to(reading.rows.ids.device)
 
-    def links(self, reading: Reading) -> list[Tensor]:
-        found = forward(self.decoder, reading.rows, reading.layout)
-        return [found.last_hidden_state.flatten(0, 1)]
+    def links(self, reading: Reading, generator: torch.Generator) -> list[Link]:
+        rows = reading.rows
+        found = forward(self.decoder, rows.ids, rows.position, reading.layout.attend)
+        return chained([found.last_hidden_state.flatten(0, 1)], rows, 0)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -61,18 +60,13 @@ class Draft:
 
     @torch.no_grad()
     def save(self, target: Target, often: Tensor, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         prefix = self.whole.base_model_prefix
-        tensors = {
-            f"{prefix}.{n}": t.detach().cpu().bfloat16().contiguous()
-            for n, t in self.module.state_dict().items()
-        }
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        tensors = {f"{prefix}.{n}": t for n, t in self.module.state_dict().items()}
         config = self.whole.config.to_dict()
         config |= {"architectures": list(target.config.architectures or []), "dtype": "bfloat16"}
         for key in ("_attn_implementation", "_name_or_path", "transformers_version"):
             config.pop(key, None)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write(folder, tensors, config)
         for name in TOKENIZER:
             if (target.place / name).exists():
                 shutil.copyfile(target.place / name, folder / name)

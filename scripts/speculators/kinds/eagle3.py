@@ -7,18 +7,17 @@ whole vocabulary no token is out of reach, and its file holds one layer only. Le
 tokens, H width, D features of an attention head.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scripts.speculators import layer as layers
 from scripts.speculators.attention import Layout
-from scripts.speculators.kinds.base import Options
+from scripts.speculators.features import folded, scales_of, side_by_side, usual, write
+from scripts.speculators.kinds.base import Link, Options, chained
 from scripts.speculators.layer import Layer, Norm, Shape
 from scripts.speculators.target import Reading, Target
 
@@ -68,12 +67,11 @@ class Eagle3:
     """A head in training: it reads features at one scale, which is folded into `fc` when saved."""
 
     name = "eagle3"
-    shift = 1
     fade = 0.8
 
     def __init__(self, target: Target, options: Options) -> None:
-        config, last = target.config, target.num_layers - 1
-        read = options.layers or tuple(sorted({min(2, last), target.num_layers // 2, last}))
+        config = target.config
+        read = options.layers or usual(target.num_layers)
         inner = options.inner or config.intermediate_size
         self.shape = Shape.of(config, inner=inner, vocab=target.vocab_size, layers=read)
         self.feature_layers = read
@@ -88,18 +86,14 @@ class Eagle3:
         self.scales = [1.0] * len(read)
 
     def prepare(self, reading: Reading) -> None:
-        """Take the features' scales from a batch: the median row's, since a text's first row may be
-        a hundred times as large as others."""
-        sizes = [f.float().square().mean(-1).sqrt().median() for f in reading.features]
-        self.scales = [1 / float(size) for size in sizes]
+        self.scales = scales_of(reading)
 
-    def links(self, reading: Reading) -> list[Tensor]:
-        scaled = [f * s for f, s in zip(reading.features, self.scales, strict=True)]
-        features = torch.cat(scaled, -1).flatten(0, 1)
+    def links(self, reading: Reading, generator: torch.Generator) -> list[Link]:
+        features = side_by_side(reading, self.scales).flatten(0, 1)
         following = F.embedding(reading.rows.ids.flatten().roll(-1), self.target.embedding)
         position = reading.rows.position.flatten()
         outs = self.module.outputs(features, following, position, reading.layout, self.num_links)
-        return [self.module.norm(out) for out in outs]
+        return chained([self.module.norm(out) for out in outs], reading.rows, 1)
 
     def state(self) -> dict[str, Any]:
         return {"scales": self.scales}
@@ -109,20 +103,14 @@ class Eagle3:
 
     @torch.no_grad()
     def save(self, target: Target, often: Tensor, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {n: t.detach().float() for n, t in self.module.state_dict().items()}
-        width = self.shape.hidden
-        tensors["fc.weight"] = tensors["fc.weight"].clone()
-        for i, scale in enumerate(self.scales):
-            tensors["fc.weight"][:, i * width : (i + 1) * width] *= scale
-        stored = {n: t.cpu().bfloat16().contiguous() for n, t in tensors.items()}
+        tensors = dict(self.module.state_dict())
+        tensors["fc.weight"] = folded(tensors["fc.weight"], self.scales)
         count = self.shape.vocab
         if self.vocabulary is not None and self.vocabulary < count:
             count = self.vocabulary
             ids = often.cpu()[:count]
-            stored["lm_head.weight"] = target.head[ids.to(target.device)].cpu().bfloat16()
-            stored["d2t"] = ids - torch.arange(count)
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+            tensors["lm_head.weight"] = target.head[ids.to(target.device)]
+            tensors["d2t"] = ids - torch.arange(count)
         config = config_of(
             self.shape,
             Path(target.name).name,
@@ -130,7 +118,7 @@ class Eagle3:
             target.config.max_position_embeddings,
             count,
         )
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write(folder, tensors, config)
 
 
 def config_of(

@@ -8,7 +8,17 @@ from ops_helpers import DTYPES, TOLERANCE, assert_close
 from specdec_kernels import ops
 from specdec_kernels.experts.mixture_triton import mixture_add_norm_triton
 from specdec_kernels.linear import products_triton
-from specdec_kernels.linear.stored import Storage, Stored
+from specdec_kernels.linear.stored import (
+    FP8,
+    INT4,
+    INT8,
+    KINDS,
+    MXFP4,
+    Storage,
+    Stored,
+    packed,
+    unpacked,
+)
 from torch import Tensor
 
 from tests.stored_kind import PAIRS, known
@@ -72,6 +82,83 @@ def test_zeros_are_taken_away_first() -> None:
     assert torch.equal(part.plain(torch.float32), shifted.plain(torch.float32)[1:3, 32:])
     both = Stored.joined([part, part]).plain(torch.float32)
     assert torch.equal(both, torch.cat([part.plain(torch.float32)] * 2))
+
+
+@pytest.mark.parametrize("columns", [128, 256, 64, 192, 2, 130, 2880])
+def test_bytes_hold_two_columns_of_a_block(columns: int) -> None:
+    numbers = torch.randint(16, (3, columns), generator=torch.Generator().manual_seed(columns))
+    codes = packed(numbers.to(torch.uint8))
+    assert codes.shape == (3, columns // 2)
+    for column in range(columns):
+        first = column // 128 * 128
+        half = min(128, columns - first) // 2
+        place = first // 2 + (column - first) % half
+        is_high = (column - first) // half
+        assert torch.equal(codes[:, place] >> 4 * is_high & 15, numbers[:, column]), column
+    assert torch.equal(unpacked(codes), numbers)
+
+
+def test_each_code_is_its_number() -> None:
+    """By the formats' tables; bits of e2m1 are a sign, two of an exponent and one of a fraction."""
+    codes = packed(torch.arange(16, dtype=torch.uint8))
+    assert KINDS[INT4].decode(codes).tolist() == list(range(16)) and KINDS[INT4].middle == 8
+    want = []
+    for code in range(16):
+        exponent, fraction = code >> 1 & 3, code & 1
+        size = 2.0 ** (exponent - 1) * (1 + fraction / 2) if exponent else fraction / 2
+        want.append(-size if code & 8 else size)
+    numbers = KINDS[MXFP4].decode(codes)
+    assert numbers.tolist() == want and numbers.signbit().tolist() == [False] * 8 + [True] * 8
+    for kind in (INT4, MXFP4):
+        assert torch.equal(KINDS[kind].encode(KINDS[kind].decode(codes)), codes)
+    between = torch.tensor([[0.24, 0.26, 2.4, 2.6, -4.9, 5.1, 7.0, -9.0]])
+    near = KINDS[MXFP4].decode(KINDS[MXFP4].encode(between))
+    assert near.tolist() == [[0.0, 0.5, 2.0, 3.0, -4.0, 6.0, 6.0, -6.0]]
+
+
+KEPT = [
+    Storage(FP8, (1, 0)),
+    Storage(INT4, (1, 32), scales=torch.float16),
+    Storage(INT4, (1, 0), scales=torch.bfloat16),
+    Storage(INT8, (1, 64), scales=torch.bfloat16),
+    Storage(MXFP4, (1, 32), scales=torch.uint8),
+]
+
+
+@pytest.mark.parametrize("storage", KEPT, ids=str)
+@pytest.mark.parametrize("size", [(6, 320), (2, 5, 192)], ids=str)
+def test_numbers_of_each_kind(storage: Storage, size: tuple[int, ...]) -> None:
+    numbers = normal(*size) * torch.logspace(-2, 2, size[-2])[:, None]
+    found = storage.quantised(numbers)
+    assert found.scales.dtype == storage.scales and found.shape == size
+    assert found.num_bytes == storage.num_bytes(size)
+    plain, wide = found.plain(torch.float32), storage.group[1] or size[-1]
+    groups = numbers.unflatten(-1, (-1, wide)), plain.unflatten(-1, (-1, wide))
+    most = groups[0].abs().amax(-1, keepdim=True)
+    step = {FP8: 1 / 28, INT4: 1 / 13, INT8: 1 / 250, MXFP4: 1 / 3}[storage.kind]
+    assert ((groups[0] - groups[1]).abs() <= most * step).all()
+    assert (groups[1].abs().amax(-1, keepdim=True) > 0.7 * most).all()
+    for start, stop in ((0, 64), (64, 192), (128, 192), (0, size[-1])):
+        if storage.group[1]:
+            columns = found.columns(start, stop)
+            assert torch.equal(columns.plain(torch.float32), plain[..., start:stop])
+            assert columns.num_bytes == storage.num_bytes((*size[:-1], stop - start))
+
+
+def test_four_bits_with_zeros() -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(2, 128) % 16
+    zeros = torch.tensor([[0, 15, 8, 3], [16, 1, 7, 9]], dtype=torch.uint8)
+    scales = torch.tensor([[1.0, 2.0, -0.5, 0.0], [3.0, float("inf"), 6e-8, 1.0]]).half()
+    storage = Storage(INT4, (1, 32), has_zeros=True, scales=torch.float16)
+    found = Stored(packed(numbers), scales, zeros, storage).plain(torch.float32)
+    each = [t.float().repeat_interleave(32, 1) for t in (zeros, scales)]
+    assert torch.equal(found.nan_to_num(7.0), ((numbers - each[0]) * each[1]).nan_to_num(7.0))
+
+
+def test_scales_of_bytes_are_powers() -> None:
+    found = Storage(MXFP4, (1, 32), scales=torch.uint8).factors(torch.arange(256).byte())
+    assert found[255].isnan()
+    assert found[:255].tolist() == [2.0**power for power in range(-127, 128)]
 
 
 Product = Callable[..., Tensor]

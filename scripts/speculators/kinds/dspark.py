@@ -1,0 +1,13 @@
+"""A DSpark drafter (DeepSpec): DFlash's backbone with a Markov head and a confidence head.
+
+The row at an anchor decides the token after it, so that a block of B rows proposes B tokens.
+"""
+
+from scripts.speculators.kinds.base import Options
+from scripts.speculators.kinds.dflash import DFlash
+from scripts.speculators.markov import Heads
+from scripts.speculators.target import Target
+
+
+def make(target: Target, options: Options) -> DFlash:
+    return DFlash(target, options, Heads(options.rank))
