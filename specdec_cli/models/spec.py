@@ -16,3 +16,4 @@ class ModelSpec:
     allow_pickle: bool = False
     file: str | None = None  # of several GGUF files
     weights: str = "auto"  # auto | stored | dequantise | fp8
+    cache: str = "auto"  # auto | fp8, of keys and values
