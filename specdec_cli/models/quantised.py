@@ -48,16 +48,9 @@ _PARTS = {
     AWQ: {"codes": ".qweight", "scales": ".scales", "zeros": ".qzeros"},
     BLOCKS: {"codes": "_blocks", "scales": "_scales"},
 }
-# Of activations and caches, which stay in the run's dtype.
-_NOT_USED: tuple[str, ...] = (
-    ".input_scale",
-    ".output_scale",
-    ".k_scale",
-    ".v_scale",
-    ".q_scale",
-    ".prob_scale",
-)
-_NOT_USED += (".input_zero_point", ".activation_scale", ".input_global_scale")
+# Of activations, which stay in the run's dtype, and of caches, which `kv_scales` reads.
+_OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
+_OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight columns in a word
 _BLOCK = 32  # codes of mxfp4, two in a byte
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -124,14 +117,15 @@ def _check_rest(
     used = {part for _, own in found.values() for part in own.values()}
     paths = {matrix.rpartition(".")[0] for matrix in found if matrix.endswith(".weight")}
     rest = [n for n in names if n not in used and not n.endswith(".bias")]
-    idle = [n for n in rest if n.endswith(_NOT_USED)]
+    idle = [n for n in rest if n.endswith(_OF_ACTIVATIONS)]
     if idle:
         _log.warning(
-            "%d scales of activations or of the KV cache in %s are not used, first %s: these stay "
-            "in the run's dtype, which changes the text beside tools that quantise them",
+            "%d scales of activations in %s are not used, first %s: activations stay in the run's "
+            "dtype, which changes the text beside tools that quantise them",
             *(len(idle), model, one_line(min(idle))),
         )
-    unknown = [n for n in rest if n not in idle and n.rpartition(".")[0] in paths]
+    known = _OF_ACTIVATIONS + _OF_CACHES
+    unknown = [n for n in rest if not n.endswith(known) and n.rpartition(".")[0] in paths]
     if unknown:
         raise SetupError(
             f"{one_line(min(unknown))} of {model} belongs to a quantised matrix and is not "
