@@ -48,6 +48,12 @@ def choose_form(
     scheme, is_plain = None, not is_gguf(place)
     if is_plain and quantisation(module.config) is not None:
         scheme, is_plain = scheme_of(module.config.quantization_config, spec.name), False
+        if scheme.unused:
+            _log.warning(
+                "%s is made for %s, and activations stay in the run's dtype: tools that quantise "
+                "them write other texts",
+                *(spec.name, " and ".join(scheme.unused)),
+            )
     wanted, is_asked = spec.weights, spec.weights in ("stored", FP8)
     if wanted == "auto":
         wanted = "stored" if device.type == "cuda" and not is_plain else "dequantise"
