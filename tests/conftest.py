@@ -80,9 +80,15 @@ def in_pairs(items: list[pytest.Function]) -> list[pytest.Function]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `slow` what a test marked `pairwise` has beside cases in which all pairs meet."""
+    """Mark `slow` what a test marked `pairwise` has beside cases in which all pairs meet.
+
+    Raises `UsageError` for a test of several processes outside the folders in which `make
+    test-ranks` looks for them.
+    """
     cases: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
+        if "dist" in item.keywords and item.path.parent.name not in ("dist", "launch", "cli"):
+            raise pytest.UsageError(f"make test-ranks does not look for {item.nodeid}")
         here = isinstance(item, pytest.Function) and "pairwise" in item.keywords
         skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
         if here and not skipped and "slow" not in item.keywords:
