@@ -46,12 +46,19 @@ def common_settings(
 
 
 def warnings_of_texts(job: Job, chat: str) -> list[Notice]:
-    """Warnings about the target's own sampling, and about texts that go to it as they are.
+    """Warnings about a cache that changes the text, the target's own sampling, and texts that go to
+    it as they are.
 
     That they have its first token already, which comes twice then; or that the model has a chat
     template, and nobody chose to leave it out. chat: `data.chat`, of which `auto` is no choice.
     """
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
+    if (kind := job.plan.recipe.cache.dtype) != "auto":
+        told = (
+            f"keys and values are held in {kind} (cache.dtype), which changes the text: the same "
+            "as without proposals, and not the same as with cache.dtype: auto"
+        )
+        found.append(Notice("rounded_cache", told, {"dtype": kind}))
     first = tuple(tokenizer.encode("")[:1])
     pairs = zip(job.prompts, job.token_ids, strict=True)
     texts = [ids for prompt, ids in pairs if prompt.token_ids is None and prompt.messages is None]

@@ -78,9 +78,10 @@ class ModelSection(Section):
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="dummy draws random weights of the model's shape (for timing)"
     )
-    weights: Literal["auto", "stored", "dequantise"] = Field(
+    weights: Literal["auto", "stored", "dequantise", "fp8"] = Field(
         default="auto",
-        description="of fp8 checkpoints: stored keeps codes, dequantise (auto) makes plain ones",
+        description="of quantised checkpoints: stored (auto on CUDA) keeps codes, dequantise (auto "
+        "on CPU) makes plain ones; fp8 quantises plain weights while loading",
     )
 
 
@@ -197,6 +198,10 @@ class CacheSection(Section):
     """The KV cache that both models' blocks come from."""
 
     block_size: Count = Field(default=16, description="tokens a block")
+    dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="of keys and values; auto is the models', and fp8 (e4m3) changes the text",
+    )
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0), NUMBER] = Field(
         default=0.9, description="part of the device's memory that may be used in all"
     )
