@@ -25,6 +25,7 @@ from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kinds_of
 from specdec_cli.models.held import borrowed_weights, held_bytes
+from specdec_cli.models.kv_scales import cache_dtype, cache_note, read_scales
 from specdec_cli.models.loader import Unfilled, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.pass_bytes import PassShapes, peak_bytes
@@ -79,14 +80,21 @@ class Description(Unfilled):
         stored = quantisation(self.module.config)
         if is_gguf(self.place):
             stored = f"GGUF ({kinds_of(read_model(self.place))})"
-        if stored is None:
-            return {}
-        is_kept = bool(stored_parameters(self.module))
-        return {"weights": f"{stored}, as stored" if is_kept else f"dequantised from {stored}"}
+        found = cache_note(self.spec, self.place)
+        if stored is not None:
+            is_kept = self.keeps_stored
+            found["weights"] = f"{stored}, as stored" if is_kept else f"dequantised from {stored}"
+        elif self.keeps_stored:
+            found["weights"] = "quantised to fp8 while loading"
+        return found
+
+    @property
+    def keeps_stored(self) -> bool:
+        return bool(stored_parameters(self.module))
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of its cache on this rank."""
-        return block_bytes(self.layers, block_size, self.dtype)
+        return block_bytes(self.layers, block_size, cache_dtype(self.spec, self.dtype))
 
     @property
     def weight_bytes(self) -> int:
@@ -162,7 +170,9 @@ class Description(Unfilled):
         if on_compile is None:
             begin_stage(f"fusing the {self.spec.role}")
             fused = fuse(module, self.reach, self.parallel)
-        cache = KVCache(self.layers, 0, block_size, self.dtype, self.device)
+        kind, where = cache_dtype(self.spec, self.dtype), (self.parallel, self.device)
+        scales = read_scales(self.spec, self.place, module.config, self.layers, *where)
+        cache = KVCache(self.layers, 0, block_size, kind, self.device, scales)
         model = PagedModel(module, cache, foreign_ids, fused, self.hidden_layers)
         if on_compile is not None:
             model.compiled = CompiledForward(module, self.spec.role, on_compile=on_compile)
@@ -226,7 +236,7 @@ def describe_config(
         if is_own:
             reason = f"{config.model_type} has attention code of its own"
         raise Unsupported(spec.name, reason) from problem
-    choose_form(module, spec, place, shards)
+    choose_form(module, spec, place, shards, device)
     return Description(
         spec=spec,
         place=place,
