@@ -59,7 +59,8 @@ def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
     counted = [s.counted for s in samples if s.counted is not None]
     if source is None or (source == "counters" and not counted):
         return Acceptance.unknown()
-    if source == "per_request" and all(s.acceptance_histogram is None for s in samples):
+    is_whole = source == "per_request" and all(s.acceptance_histogram is None for s in samples)
+    if is_whole or (source == "chunks" and not counted):  # as at a rate
         return acceptance_of(samples, k)
     histogram = [0] * (k + 1)
     proposed = 0

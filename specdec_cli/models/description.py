@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from specdec_kernels.linear.stored import FP8
 from transformers import AutoModelForCausalLM
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
@@ -84,8 +85,10 @@ class Description(Unfilled):
             stored = f"GGUF ({kinds_of(read_model(self.place))})"
         found = cache_note(self.spec, self.place)
         if stored is not None:
-            is_kept = self.keeps_stored
-            found["weights"] = f"{stored}, as stored" if is_kept else f"dequantised from {stored}"
+            some = "Q4_0 and Q8_0 " if is_gguf(self.place) else ""
+            is_kept = self.keeps_stored and self.spec.weights != FP8
+            how = f"{stored}, {some}as stored" if is_kept else f"dequantised from {stored}"
+            found["weights"] = f"{how}, quantised to fp8" if self.spec.weights == FP8 else how
         elif self.keeps_stored:
             found["weights"] = "quantised to fp8 while loading"
         return found

@@ -165,9 +165,7 @@ def _compressed_tensors(settings: Settings, model: str) -> Scheme:
             form = part.get("format") or settings.get("format")
             found.append(_compressed(part, form, model))
         if part.get("input_activations") or part.get("output_activations"):
-            unused.append("quantised activations")
-    if settings.get("kv_cache_scheme"):
-        unused.append("a quantised KV cache")
+            unused.append("activations in 8 bits")
     if not found:
         raise _refused("config_groups", groups, model, "groups of weights")
     left = _names(settings, "ignore", model)
@@ -229,11 +227,8 @@ def _modelopt(settings: Settings, model: str) -> Scheme:
     settings = settings | (inner if isinstance(inner, dict) else {})
     _known(settings, "quant_algo", ("FP8",), model)
     key = "exclude_modules" if "exclude_modules" in settings else "ignore"
-    unused = ["activations in fp8"]
-    if settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme"):
-        unused.append("a quantised KV cache")
     group = Matrices(Storage(FP8), one_scale=True)
-    return Scheme((group,), _names(settings, key, model), key, tuple(unused))
+    return Scheme((group,), _names(settings, key, model), key, ("activations in fp8",))
 
 
 def _mxfp4(settings: Settings, model: str) -> Scheme:

@@ -8,7 +8,6 @@ transformers derives the size of a block of float8 from the shape of the scales,
 where the last block is smaller, and does not notice scales that lack rows.
 """
 
-import logging
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -33,7 +32,6 @@ from specdec_cli.models.formats import (
 from specdec_cli.models.weights import Fields, Part, Read, WrongShape, same
 from specdec_cli.text import one_line
 
-_log = logging.getLogger("specdec")
 # Endings of a scale's name, and of its matrix's: transformers' fp8, and the other formats'.
 _SCALES = {".weight_scale_inv": ".weight", ".scale": ".weight", ".qscale_weight": ".weight"}
 _SCALES |= {".weight_scale": ".weight"}
@@ -112,18 +110,10 @@ def _matrices(
 def _check_rest(
     names: Collection[str], found: dict[str, tuple[Matrices, Names]], model: str
 ) -> None:
-    """Say which scales are not used, and raise `SetupError` for a tensor of a stored matrix that is
-    not understood."""
+    """Raise `SetupError` for a tensor of a stored matrix that is not understood."""
     used = {part for _, own in found.values() for part in own.values()}
     paths = {matrix.rpartition(".")[0] for matrix in found if matrix.endswith(".weight")}
     rest = [n for n in names if n not in used and not n.endswith(".bias")]
-    idle = [n for n in rest if n.endswith(_OF_ACTIVATIONS)]
-    if idle:
-        _log.warning(
-            "%d scales of activations in %s are not used, first %s: activations stay in the run's "
-            "dtype, which changes the text beside tools that quantise them",
-            *(len(idle), model, one_line(min(idle))),
-        )
     known = _OF_ACTIVATIONS + _OF_CACHES
     unknown = [n for n in rest if not n.endswith(known) and n.rpartition(".")[0] in paths]
     if unknown:

@@ -12,7 +12,7 @@ import pytest
 from specdec_cli.backends.server import times
 from specdec_cli.experiment.load.arrivals import due_times, process_of
 from tests.cli.sweep_helpers import samples, specdec, stopped_sweep
-from tests.server.fake_server import FakeServer, running
+from tests.server.fake_server import FakeServer, Faults, running
 from tests.server.test_server_sweeps import codes, urls
 from tests.server.test_started_servers import words as serve_words
 
@@ -69,6 +69,11 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         assert load["goodput_ci"] == [0.0, 0.0] and load["send_lag_ms"]["p50"] >= 0
         assert load["offered_rate"] == pytest.approx(39 / (due[-1] - due[0]))
         assert [s["due"] for s in own] == pytest.approx([at - due[0] for at in due], abs=1e-6)
+        m, rounds = p["metrics"], [a for s in own for a in s["accepted_per_round"]]
+        if p["k"]:
+            assert p["engine"]["acceptance_source"] == "chunks", "those of the measured alone"
+            assert (m["num_drafts"], m["num_accepted_tokens"]) == (len(rounds), sum(rounds))
+            assert m["in_text"]["num_drafts"] <= len(rounds) and m["mean_acceptance_length"] > 1
         # The server got them when they were due, and no earlier.
     for server in (plain, fast):
         arrived = sorted(w.arrived for w in server.written)
@@ -93,6 +98,20 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     shown = specdec(capsys, "report", str(run))
     assert shown.code == 0 and "80 requests/s" in shown.out
     assert "Under load" in (run / "report.html").read_text()
+
+
+def test_counters_alone_are_of_all_requests(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Two rounds a chunk tell no rounds, so that counters stand for all requests of the stretch."""
+    server = FakeServer(k=3, faults=Faults(merge=2))
+    with running(server):
+        words = (*urls(server), "--request-rate", 60, "-o", tmp_path / "run")
+        found = swept(capsys, *words, "--set", "run.warmup=0")
+    (p,) = found["points"]
+    assert p["engine"]["acceptance_source"] == "counters"
+    assert p["metrics"]["num_drafts"] == sum(len(w.rounds) for w in server.written)
+    assert len(server.written) == 4 + p["load"]["num_unmeasured"]
 
 
 def test_a_slow_server_is_overloaded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from specdec_cli.experiment.load.arrivals import (
     process_of,
 )
 from specdec_cli.experiment.load.choice import best_at_rate, crossover
-from specdec_cli.experiment.load.goodput import blocks, meets, share_interval
+from specdec_cli.experiment.load.goodput import blocks, meets, ratio_interval, share_interval
 from specdec_cli.experiment.load.offered import Offered
 from specdec_cli.experiment.load.overload import in_flight, is_overloaded
 from specdec_cli.experiment.load.points import points_at_rate
@@ -135,6 +135,16 @@ def test_an_interval_by_hand() -> None:
     assert found is not None and found[1] - found[0] > 2.2 * reach
     assert share_interval([True] * 16) == [1.0, 1.0]
     assert share_interval([True] * 15) is None
+
+
+def test_a_ratio_s_interval_is_paired() -> None:
+    """Times that differ by request, but by the same factor, have no doubt about it."""
+    one = [10.0 + i % 7 for i in range(64)]
+    assert ratio_interval(one, [x / 2 for x in one]) == pytest.approx([2.0, 2.0])
+    other = [x / 2 if i % 16 < 8 else x for i, x in enumerate(one)]
+    low, high = ratio_interval(one, other) or (0.0, 0.0)
+    assert low < sum(one) / sum(other) < high and low > 0.8
+    assert ratio_interval(one[:15], other[:15]) is None
 
 
 @pytest.fixture(scope="module")

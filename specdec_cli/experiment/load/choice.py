@@ -4,44 +4,41 @@ Points are compared on the same requests at the same due times, so that differen
 over blocks of consecutive requests.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 from specdec_cli.core.figures import Rate
 from specdec_cli.experiment.folders.conclusions import Best, Crossover
 from specdec_cli.experiment.folders.records import Key, Point, Samples, rate_in_words
-from specdec_cli.experiment.load.goodput import block_means, blocks, mean_interval
+from specdec_cli.experiment.load.goodput import (
+    block_means,
+    blocks,
+    mean_interval,
+    ratio_interval,
+)
 from specdec_cli.experiment.load.points import is_met
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A point and its score in each block of requests that all points answered; more is better.
-    by_latency: less the logarithm of the mean time. by_goodput: the share of good requests."""
+    """A point on the requests that all points have. times: of those that all answered, in ms. met:
+    whether each met the objectives; empty without."""
 
     point: Point
-    by_latency: tuple[float, ...]
-    by_goodput: tuple[float, ...] | None = None
+    times: tuple[float, ...]
+    met: tuple[float, ...] = ()
 
-    def beats(self, other: "Scored") -> bool:
-        """Whether this one is better beyond chance by either score."""
-        return any(_is_above(*pair) for pair in _pairs(self, other))
+    def is_faster(self, other: "Scored") -> bool:
+        """Whether this one is faster beyond chance."""
+        ends = ratio_interval(other.times, self.times)
+        return ends is not None and ends[0] > 1.0
 
-
-def _pairs(one: Scored, other: Scored) -> list[tuple[Sequence[float], Sequence[float]]]:
-    found = [(one.by_latency, other.by_latency)]
-    if one.by_goodput is not None and other.by_goodput is not None:
-        found.append((one.by_goodput, other.by_goodput))
-    return [(a, b) for a, b in found if a and b]
-
-
-def _is_above(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the paired differences are above 0 beyond chance."""
-    ends = mean_interval([a - b for a, b in zip(one, other, strict=True)])
-    return ends is not None and ends[0] > 0
+    def is_better(self, other: "Scored") -> bool:
+        """Whether this one meets more objectives beyond chance."""
+        pairs = zip(block_means(self.met), block_means(other.met), strict=True)
+        ends = mean_interval([a - b for a, b in pairs])
+        return ends is not None and ends[0] > 0.0
 
 
 def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scored]:
@@ -58,8 +55,7 @@ def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scor
         slo = point.load.slo if point.load.goodput is not None else {}
         met = [float(one) for one in is_met([of[i] for i in every], slo)]
         times = [of[i].e2el_ms[0] for i in both]
-        latency = tuple(-float(np.log(np.mean(times[block]))) for block in blocks(len(both)))
-        found.append(Scored(point, latency, tuple(block_means(met)) if slo else None))
+        found.append(Scored(point, tuple(times), tuple(met) if slo else ()))
     return found
 
 
@@ -82,15 +78,20 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
         if speeds:
             told = f"every k is overloaded at {where}: {max(speeds):.3g} answers a second at most"
         return Best(k=None, draft=None, tied=[], reason=told, by=by)
-    tied = _tied(found, lambda one: one.by_goodput or (), lambda one: _mean(one.by_goodput))
-    leader = max(tied, key=lambda one: _speed(one.point))
-    tied = _tied(tied, lambda one: one.by_latency, lambda one: _speed(one.point))
+    good = max(found, key=lambda one: sum(one.met))
+    tied = [one for one in found if not good.is_better(one)]
+    leader = min(tied, key=lambda one: sum(one.times))
+    tied = [one for one in tied if not leader.is_faster(one)]
     plain = next((one for one in found if one.point.k == 0), None)
     own = [one for one in tied if one.point.draft == leader.point.draft or one.point.k == 0]
-    paying = [one for one in own if one.point.k and (plain is None or one.beats(plain))]
+    paying = [
+        one
+        for one in own
+        if one.point.k and (plain is None or one.is_better(plain) or one.is_faster(plain))
+    ]
     is_plain = any(one.point.k == 0 for one in own) or not paying
     chosen = min(own if is_plain else paying, key=lambda one: one.point.k)
-    has_blocks = bool(leader.by_latency)
+    has_blocks = bool(blocks(len(leader.times)))
     return Best(
         k=chosen.point.k,
         draft=chosen.point.draft if chosen.point.k else None,
@@ -101,26 +102,6 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
         significant=bool(chosen.point.k) and has_blocks,
         verdict=("use" if chosen.point.k else "none") if has_blocks else "inconclusive",
     )
-
-
-def _tied(
-    found: list[Scored],
-    blocks_of: Callable[[Scored], Sequence[float]],
-    value: Callable[[Scored], float],
-) -> list[Scored]:
-    """Those that are not worse than the best beyond chance; all without scores."""
-    leader = max(found, key=value)
-    return [one for one in found if not _is_above(blocks_of(leader), blocks_of(one))]
-
-
-def _mean(values: Sequence[float] | None) -> float:
-    return float(np.mean(values)) if values else 0.0
-
-
-def _speed(point: Point) -> float:
-    """One over the mean time of a request."""
-    found = point.metrics.e2el_ms if point.metrics is not None else None
-    return 1.0 / found.mean if found is not None and found.mean else 0.0
 
 
 def _reason(

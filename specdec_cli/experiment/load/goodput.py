@@ -48,17 +48,33 @@ def mean_interval(means: Sequence[float]) -> list[float] | None:
     correlation of each with the next, plus 1 / blocks, by which that is too low on average
     (Kendall 1954). `scripts/proofs/load.py` has the coverage with queues.
     """
-    count = len(means)
-    if count < _FEWEST_BLOCKS:
+    if len(means) < _FEWEST_BLOCKS:
         return None
-    away = np.asarray(means, float) - np.mean(means)
+    middle, reach = float(np.mean(means)), _reach(means)
+    return [middle - reach, middle + reach]
+
+
+def _reach(means: Sequence[float]) -> float:
+    """Half the width of the interval."""
+    count, away = len(means), np.asarray(means, float) - np.mean(means)
     if not (spread := float(away @ away)):
-        return [float(means[0])] * 2
+        return 0.0
     likeness = float(away[1:] @ away[:-1]) / spread + 1 / count
     likeness = min(max(likeness, 0.0), _MOST_LIKENESS)
     error = (spread / (count - 1) / count * (1 + likeness) / (1 - likeness)) ** 0.5
-    reach, middle = student(count - 1) * error, float(np.mean(means))
-    return [middle - reach, middle + reach]
+    return float(student(count - 1) * error)
+
+
+def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] | None:
+    """The interval of a ratio of two means over the same requests, such as times at two k, by the
+    linearised difference of each block; None for too few requests."""
+    upper, lower = float(np.mean(one)), float(np.mean(other))
+    pairs = zip(block_means(one), block_means(other), strict=True)
+    away = [a / upper - b / lower for a, b in pairs]
+    if not away:
+        return None
+    reach = float(np.exp(_reach(away)))
+    return [upper / lower / reach, upper / lower * reach]
 
 
 def share_interval(met: Sequence[bool]) -> list[float] | None:

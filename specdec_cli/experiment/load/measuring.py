@@ -1,6 +1,6 @@
 """Measuring one point at a rate: its requests arrive, and the measured ones become samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdec_cli.backends.base import Finished, Session
@@ -49,12 +49,31 @@ def measure_at_rate(
         prompt = job.prompts[number % len(job.prompts)]
         own = found[number]
         made = sample_of(key, prompt.category, [own], params.max_new_tokens, peak_memory())
-        update = {"index": prompt.index, "request": number, "due": own.arrived_at - due[0]}
+        update: dict[str, object] = {"index": prompt.index, "request": number, "counted": None}
+        update["due"] = own.arrived_at - due[0]
         samples.append(made.model_copy(update=update | _from_due(own)))
+    last = next((n for n in reversed(range(len(samples))) if samples[n].could_run), None)
+    if last is not None:
+        samples[last] = _with_common(samples[last], list(found.values()))
     return Stretched(
         samples,
         stretch_of(key, stream.num_measured, due, stream.done),
         sum(one.seconds for one in found.values()),
+    )
+
+
+def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
+    """The sample with what a server told of all requests together, which stood with any of them.
+
+    Counts are of the others too, and needed only where the rounds of requests are not known.
+    """
+    served = [one.served for one in found if one.served is not None]
+    remarks = sorted({code for one in served for code in one.remarks} - {*sample.remarks})
+    counted = next((one.counted for one in served if one.counted is not None), None)
+    if sample.engine is None or sample.engine.acceptance_source != "counters":
+        counted = None
+    return sample.model_copy(
+        update={"counted": counted, **given(remarks=[*sample.remarks, *remarks] or None)}
     )
 
 

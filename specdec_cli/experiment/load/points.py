@@ -18,10 +18,9 @@ from specdec_cli.experiment.folders.records import (
     rate_in_words,
     without_errors,
 )
-from specdec_cli.experiment.load.goodput import blocks, meets, share_interval
+from specdec_cli.experiment.load.goodput import meets, ratio_interval, share_interval
 from specdec_cli.experiment.load.offered import Offered
 from specdec_cli.experiment.points import Failure, measured
-from specdec_cli.experiment.statistics.stats import SumRatio, linear_interval
 
 _LATE = 0.05  # of the mean gap
 _NO_LATENCIES = {name: Spread.of([]) for name in ("ttft_ms", "tpot_ms", "e2el_ms")}
@@ -115,10 +114,7 @@ def _gain(own: Samples, plain: Samples) -> dict[str, Any]:
     if not both:
         return {"speedup": None, "speedup_ci": None}
     value = float(np.mean(times[0]) / np.mean(times[1]))
-    if own[both[0]].k == 0:
-        return {"speedup": value, "speedup_ci": [value, value]}
-    sums = [[float(np.sum(of[block])) for of in times] for block in blocks(len(both))]
-    ends = linear_interval(SumRatio(np.array(sums), (1, -1))) if sums else None
+    ends = [1.0, 1.0] if own[both[0]].k == 0 else ratio_interval(*times)
     return {"speedup": value, "speedup_ci": ends}
 
 

@@ -20,7 +20,7 @@ def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
     shown: list[tuple[str, _Figure]] = [("mean time of a request, ms", _mean)]
     if any(goodput(p) is not None for p in points):
         shown.insert(0, ("goodput, requests/s", goodput))
-    axes = canvas.make_axes(figure, len(shown) + 1, 3.1)
+    axes = canvas.make_axes(figure, len(shown) + 1, 3.1, shares_y=False)
     lines: dict[tuple[str, int], list[Point]] = {}
     for point in points:
         lines.setdefault((run.labels[point.draft] if point.k else "", point.k), []).append(point)
