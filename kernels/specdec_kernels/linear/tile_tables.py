@@ -138,4 +138,5 @@ _HALVES: Products = {
         *_BYTES["add"][2:],
     ),
 }
+STORED_ROWS = 64  # most rows of a product that reads a stored weight; more have it made plain
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
