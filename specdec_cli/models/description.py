@@ -48,7 +48,8 @@ class Description(Unfilled):
     With several ranks, module and layers are those of this rank: its part of the matrices and its
     heads. device: that it will be loaded on. hidden_layers: those whose hidden states the run
     needs, see `PagedModel`. reach: tokens of the longest text, which rotary tables hold. shared,
-    shared_bytes: see `models.draft.Draft`, which it is too.
+    shared_bytes: see `models.draft.Draft`, which it is too. drafts_at_once: as a draft, whether one
+    pass over masks gives all tokens.
     """
 
     layers: list[LayerShape]
@@ -60,6 +61,7 @@ class Description(Unfilled):
     reach: int = 0
     shared: tuple[str, ...] = ()
     shared_bytes: int = 0
+    drafts_at_once: bool = False
 
     feature_layers: ClassVar[tuple[int, ...]] = ()
     max_k: ClassVar[int | None] = None
@@ -124,7 +126,7 @@ class Description(Unfilled):
         return replace(self, reach=reach)
 
     def passes(self, k: int) -> Passes:
-        return Passes(k)
+        return Passes(1, k + 1) if self.drafts_at_once else Passes(k)
 
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False

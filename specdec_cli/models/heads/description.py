@@ -96,6 +96,7 @@ class HeadDescription:
         config, is_cpu = self.config, self.device.type == "cpu"
         not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
         sizes = {name: math.prod(s) for name, s in config.shapes(self.parallel).items()}
+        sizes |= config.sizes_held
         numbers, packed_names = 2 * self.max_len * int(config.body.head_dim), set[str]()
         for names in config.products() if is_cpu else ():
             # It holds a product in one form or two, and none in the embedding's.
