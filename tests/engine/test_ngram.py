@@ -286,6 +286,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("ngram"), "llama")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("settings", ROUNDS)
 @pytest.mark.parametrize(
     ("k", "longest", "shortest", "batch_size"), [(1, 3, 1, 5), (4, 2, 2, 3), (6, 4, 1, 1)]

@@ -135,6 +135,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
