@@ -77,13 +77,7 @@ SAMPLED = ["--temperature", "0.8"]
 
 Capture = pytest.CaptureFixture[str]
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip plots, which take longer to draw than these sweeps take to run."""
-    for command in ("sweep_k", "merge"):
-        name = f"specdec_cli.commands.{command}.write_pictures"
-        monkeypatch.setattr(name, lambda folder: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture(scope="module")
