@@ -29,7 +29,10 @@ from specdec_kernels import ops
 from specdec_kernels.comm.peers import Peers
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.products_triton import kernel_for
-from specdec_kernels.linear.tiles import Tiles
+from specdec_kernels.linear.stored import Storage, Stored
+from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
+from specdec_kernels.linear.stored_tiles import fitted_to
+from specdec_kernels.linear.tile_tables import Tiles
 from torch import Tensor
 
 from specdec_cli.core.parallel import make_groups
@@ -38,6 +41,14 @@ from specdec_cli.core.peers import shared_memory
 EPS = 1e-5
 KINDS = {"norm": "norm", "out": "add", "gate": "gate", "down": "add"}
 READ = "read"
+STORAGES = {
+    "fp8": Storage("fp8"),
+    "fp8-blocks": Storage("fp8", (128, 128)),
+    "int8": Storage("int8"),
+    "int4": Storage("int4", (1, 128), scales=torch.bfloat16),
+    "int4-32": Storage("int4", (1, 32), scales=torch.float16),
+    "mxfp4": Storage("mxfp4", (1, 32), scales=torch.uint8),
+}
 Try = dict[str, Tiles | None]
 Outputs = tuple[Tensor, Tensor, Tensor]
 
@@ -60,8 +71,11 @@ def parsed(text: str) -> Try:
 class Layers:
     """Random weights of layers without attention, and rows that go through them."""
 
-    def __init__(self, model: Model, count: int, size: int, peers: Peers | None) -> None:
-        """size: ranks that the layers are split over. peers: their memory, with several."""
+    def __init__(
+        self, model: Model, count: int, size: int, peers: Peers | None, storage: Storage | None
+    ) -> None:
+        """size: ranks that the layers are split over. peers: their memory, with several.
+        storage: of the weights; None for plain ones."""
         heads, ffn = model.heads * model.head_dim // size, model.ffn // size
         self.heads, self.hidden, self.peers = heads, model.hidden, peers
         shapes = {
@@ -70,8 +84,9 @@ class Layers:
             "gate": (2 * ffn, model.hidden),
             "down": (model.hidden, ffn),
         }
-        self.weights = [
-            {name: self.normal(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
+        held = (lambda w: w) if storage is None else storage.quantised
+        self.weights: list[dict[str, Any]] = [
+            {name: held(self.normal(*shape) * shape[1] ** -0.5) for name, shape in shapes.items()}
             for _ in range(count)
         ]
         self.norm = 1 + self.normal(model.hidden) / 10
@@ -93,7 +108,7 @@ class Layers:
         return hidden
 
     def added(
-        self, place: int, name: str, x: Tensor, weights: dict[str, Tensor], tries: Try, to: Tensor
+        self, place: int, name: str, x: Tensor, weights: dict[str, Any], tries: Try, to: Tensor
     ) -> Outputs:
         """A product, summed over ranks, that is added to the residual stream and normed."""
         run, peers = product(name, x, weights, tries), self.peers
@@ -106,10 +121,15 @@ class Layers:
         return hidden, scaled, squares
 
 
-def product(name: str, x: Tensor, weights: dict[str, Tensor], tries: Try) -> partial[Outputs]:
+def product(name: str, x: Tensor, weights: dict[str, Any], tries: Try) -> partial[Outputs]:
     """The launch of a linear layer, without norm, residual and activation."""
     if (tiles := tries.get(name)) is not None:
-        return partial(few_rows_linear, x, weights[name], tiles)
+        weight = weights[name]
+        if isinstance(weight, Stored):
+            fitted = fitted_to(weight, tiles)
+            assert fitted is not None, "no slices fit its groups"
+            return partial(stored_rows_linear, x, weight, fitted)
+        return partial(few_rows_linear, x, weight, tiles)
     chosen = kernel_for(KINDS[name], x, weights[name])
     assert chosen is not None, "so many rows are cuBLAS'"
     return partial(chosen, x, weights[name])
@@ -152,13 +172,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--tries", nargs="+", type=parsed, default=[], metavar="KIND:TILES")
     parser.add_argument("--compile", default="", metavar="I/N", help="only compile a part")
+    parser.add_argument("--weights", choices=STORAGES, help="stored, as this kind")
     args = parser.parse_args()
 
     share = tuple(map(int, args.compile.split("/"))) if args.compile else None
     model, ranks = MODELS[args.model], int(os.environ.get("WORLD_SIZE", "1"))
     peers = joined(model.hidden) if ranks > 1 else None
+    storage = STORAGES.get(args.weights)
     bandwidth = 0.0 if share else read_rate(graph_times)
-    layers = Layers(model, 1 if share else args.layers, ranks, peers)
+    layers = Layers(model, 1 if share else args.layers, ranks, peers, storage)
     for rows in args.rows:
         hidden = layers.normal(rows, layers.hidden)
         expected = layers.forward(hidden, {})
@@ -175,7 +197,7 @@ def main() -> None:
             times = slowest.tolist()
             if peers.rank:
                 continue
-        size = sum(w.nbytes for w in layers.weights[0].values())
+        size = sum(getattr(w, "num_bytes", None) or w.nbytes for w in layers.weights[0].values())
         floor = size / bandwidth / 1e6
         at = f"{floor:.1f} us of memory a layer at {bandwidth:.2f} TB/s"
         print(f"{args.model}, {rows} rows; {at}")

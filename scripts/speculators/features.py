@@ -1,11 +1,16 @@
-"""The target's hidden states as a head reads them: at one scale, side by side.
+"""The target's hidden states as a head reads them, and the folder of a trained speculator.
 
-The scale is part of `fc` in the saved head. Legend: B rows, N tokens a row, n features, H width.
+Features are read at one scale, side by side. The scale is part of `fc` in the saved head. Legend:
+B rows, N tokens a row, n features, H width.
 """
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from scripts.speculators.target import Reading
@@ -35,6 +40,12 @@ def usual(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(2, last), num_layers // 2, last}))
 
 
-def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as a file holds them, in bf16."""
-    return {n: t.detach().cpu().bfloat16().contiguous() for n, t in tensors.items()}
+def write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write a speculator: its numbers in bf16, its ids as they are, and its config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {
+        n: (t.bfloat16() if t.is_floating_point() else t).detach().cpu().contiguous()
+        for n, t in tensors.items()
+    }
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -43,6 +43,17 @@ class Shape:
         }
         return cls(**sizes | changes)
 
+    @classmethod
+    def turning(cls, config: Any, **changes: Any) -> "Shape":
+        """As `of`, with the norms' eps and the rotary embedding of the target too.
+
+        Raises `ValueError` for a kind of rotary embedding that layers do not have here.
+        """
+        rope = config.rope_parameters
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(f"layers for rope_type {rope['rope_type']} are not built here")
+        return cls.of(config, eps=config.rms_norm_eps, base=rope["rope_theta"], **changes)
+
 
 class Norm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:

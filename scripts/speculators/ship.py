@@ -30,7 +30,7 @@ KEPT = (
 ).split()
 TRAINED = (
     "kind seed minutes seconds step tokens tokens_per_s epochs texts text_tokens lr links depth "
-    "inner parameters accuracy torch transformers device_name"
+    "inner block rank parameters accuracy torch transformers device_name"
 ).split()
 
 CARD = """---
@@ -43,11 +43,11 @@ pipeline_tag: text-generation
 It holds {parameters:,} parameters in bf16 and no embedding, no head and no tokenizer: it borrows
 the target's.
 
-- Training text: {text_tokens:.1f} M tokens that the target wrote, to prompts that it drew itself
-  and to requests about its own passages; none shares 13 tokens with a prompt of Spec-Bench.
+- Training text: {text_tokens:.1f} M tokens that the target wrote, {wrote};
+  none shares 13 tokens with a prompt of {benchmark}.
 - Training: {steps} steps over {tokens:.1f} M tokens, {seconds:.0f} s on one {device}, seed {seed}.
 - Agreement with the target's first choice on held-out texts{links}: {accuracy} %.
-- Never trained on, Spec-Bench, {prompts} first turns, greedy, bf16, at most {new_tokens} tokens:
+- Never trained on, {benchmark}, {prompts} prompts, greedy, bf16, at most {new_tokens} tokens:
 
 | k | {ks} |
 |---|{rule}|
@@ -62,11 +62,10 @@ FORMS = {
     "speculators, for\n{target}.",
     "mtp": "A module for multi-token prediction (arXiv 2412.19437), in the form of "
     "speculators, for\n{target}.",
-    "dspark": "A DSpark drafter (DeepSpec) with {depth} layers, in SpecForge's form, "
-    "for\n{target}.",
-    "peagle": "A P-EAGLE head with {depth} layers, in the form of speculators, for\n{target}.",
-    "pard": "A PARD draft (arXiv 2504.18583) with {depth} layers for\n{target}.",
-    "dflash": "A DFlash drafter (z-lab, arXiv 2602.06036) with {depth} layers for\n{target}.",
+    "dspark": "A {depth}-layer DSpark drafter (DeepSpec), in SpecForge's form, for\n{target}.",
+    "peagle": "A {depth}-layer P-EAGLE head, in the form of speculators, for\n{target}.",
+    "pard": "A {depth}-layer PARD draft (arXiv 2504.18583) for\n{target}.",
+    "dflash": "A {depth}-layer DFlash drafter (z-lab, arXiv 2602.06036) for\n{target}.",
     "draft": "A standalone draft with {depth} layers for {target}.",
 }
 
@@ -78,12 +77,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("given", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--eval", type=Path, required=True)
     parser.add_argument("--texts", type=Path, required=True)
+    parser.add_argument("--benchmark", default="Spec-Bench", help="whose prompts judge it")
+    parser.add_argument("--wrote", help="what the texts answer", default="to prompts that it drew "
+                        "itself and to requests about its own passages")  # fmt: skip
     parser.add_argument("--target-name", required=True)
     parser.add_argument("--licence", required=True)
     return parser.parse_args()
 
 
-def record_of(folder: Path, runs: list[dict[str, Any]], texts: dict[str, Any]) -> dict[str, Any]:
+def record_of(
+    folder: Path, runs: list[dict[str, Any]], texts: dict[str, Any], benchmark: str
+) -> dict[str, Any]:
     """The record of a speculator: its file, texts, training, and acceptance by k."""
     weights = folder / "speculator" / "model.safetensors"
     size = weights.stat().st_size
@@ -95,7 +99,8 @@ def record_of(folder: Path, runs: list[dict[str, Any]], texts: dict[str, Any]) -
         "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
         "texts": texts,
         "training": {key: training[key] for key in TRAINED},
-        "spec_bench": sorted(
+        "benchmark": benchmark,
+        "measured": sorted(
             ({k: v for k, v in run.items() if k != "seconds"} for run in runs),
             key=lambda run: int(run["k"]),
         ),
@@ -103,11 +108,13 @@ def record_of(folder: Path, runs: list[dict[str, Any]], texts: dict[str, Any]) -
 
 
 def card(name: str, found: dict[str, Any], args: argparse.Namespace, new_tokens: int) -> str:
-    training, runs = found["training"], found["spec_bench"]
+    training, runs = found["training"], found["measured"]
     form = FORMS[training["kind"]].format(target=args.target_name, depth=training["depth"])
     count = len(training["accuracy"])
     return CARD.format(
         name=name,
+        wrote=args.wrote,
+        benchmark=args.benchmark,
         licence=args.licence.lower(),
         form=form,
         parameters=training["parameters"],
@@ -136,13 +143,13 @@ def main() -> None:
         source, target = Path(folder) / "speculator", DEMO / name
         runs = next(r for key, r in evaluated["runs"].items() if Path(key).parts[-2:] ==
                     (Path(folder).name, "speculator"))  # fmt: skip
-        found = record_of(Path(folder), runs, texts)
+        found = record_of(Path(folder), runs, texts, args.benchmark)
         target.mkdir(exist_ok=True)
         shutil.copyfile(source / "model.safetensors", target / "model.safetensors")
         config = json.loads((source / "config.json").read_text())
         if found["training"]["kind"] == "draft":
             config = {key: config[key] for key in KEPT if key in config}
-        else:
+        elif "speculators_config" in config:
             config["speculators_config"]["verifier"]["name_or_path"] = args.target_name
         (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         (target / "README.md").write_text(card(name, found, args, evaluated["new_tokens"]))

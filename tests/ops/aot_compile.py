@@ -29,6 +29,9 @@ from specdec_kernels.experts.route_triton import router_constants
 from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
 from specdec_kernels.gpu import SHARED_MEMORY, Gpu, power_of_2_from
 from specdec_kernels.launch_triton import launch_options, options_of
+from specdec_kernels.linear.stored import KINDS, Storage, Stored
+from specdec_kernels.linear.stored_rows_triton import Form as StoredForm
+from specdec_kernels.linear.stored_tiles import choose_stored_tiles
 from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
 from specdec_kernels.sampling.logit_rows_triton import cut
 from triton.backends.compiler import GPUTarget
@@ -106,6 +109,28 @@ def one_row(
     tiles = choose_row_tiles(kind, x, weight)
     assert tiles is not None
     return {"TILES": tiles} | options_of(tiles) | around(kind, width)
+
+
+def stored(
+    kind: str, rows: int, width: int, features: int, storage: Storage, **more: Any
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Constants of a product with a stored weight, as the launcher chooses them, and types."""
+    meta = torch.device("meta")
+    size = features, width
+    codes = torch.empty(storage.codes_shape(size), dtype=KINDS[storage.kind].codes, device=meta)
+    scales = torch.empty(storage.scales_shape(size), dtype=storage.scales, device=meta)
+    zeros = scales.to(torch.uint8) if storage.has_zeros else None
+    weight = Stored(codes, scales, zeros, storage)
+    dtype = more.pop("dtype", torch.bfloat16)
+    tiles = choose_stored_tiles(kind, torch.empty(rows, width, dtype=dtype, device=meta), weight)
+    assert tiles is not None
+    constants = {"TILES": tiles, "FORM": StoredForm.of(weight)} | options_of(tiles)
+    constants |= around(kind, width) | more
+    constants |= absent(*([] if zeros is not None else ["zeros"]))
+    constants |= absent(*([] if tiles.splits > 1 else ["partial", "counters"]))
+    scale = {torch.float32: "fp32", torch.uint8: "u8", torch.float16: "fp16"}
+    types = {"codes_ptr": "*u8", "zeros_ptr": "*u8", "counters_ptr": "*i32", "partial_ptr": "*fp32"}
+    return constants, SQUARES | types | {"scales_ptr": f"*{scale.get(storage.scales, 'bf16')}"}
 
 
 def around(kind: str, width: int) -> dict[str, Any]:
@@ -210,6 +235,11 @@ ROPE_KV = {"KV_HEADS": 8, "D": 128, "BLOCK_HALF": 64, "BLOCK_HEADS": 8}
 ROPE_KV |= {"DEPENDENT": True, "num_warps": 4, "num_stages": 3}
 
 PEERS = {"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"}
+
+FP16 = torch.float16
+GPTQ = Storage("int4", (1, 128), scales=torch.bfloat16)
+AWQ = Storage("int4", (1, 32), True, torch.float16)
+MX = Storage("mxfp4", (1, 32), scales=torch.uint8)
 
 # Case: module, kernel, type of its other pointers, constants, and unusual types of arguments.
 CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
@@ -384,6 +414,28 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         attention(1, splits=8, sinks_ptr=PRESENT),
         {},
     ),
+    **{
+        f"stored-{name}": ("linear.stored_rows_triton", "stored_rows_kernel", pointer, *case)
+        for name, pointer, case in [
+            ("fp8-1", "*bf16", stored("norm", 1, 4096, 6144, Storage("fp8"))),
+            ("fp8-gate-16", "*bf16", stored("gate", 16, 4096, 28672, Storage("fp8"))),
+            ("fp8-blocks-64", "*bf16", stored("add", 64, 14336, 4096, Storage("fp8", (128, 128)))),
+            ("int8-32", "*fp16", stored("norm", 32, 4096, 6144, Storage("int8"), dtype=FP16)),
+            ("int4-add-6", "*bf16", stored("add", 6, 14336, 4096, GPTQ)),
+            ("int4-zeros-48", "*bf16", stored("gate", 48, 4096, 28672, AWQ)),
+            ("mxfp4-6", "*bf16", stored("norm", 6, 2880, 5760, MX)),
+            ("mxfp4-fp32", "*fp32", stored("gate", 6, 2880, 5760, MX, dtype=torch.float32)),
+        ]
+    },
+    **{
+        f"plain-{name}": (
+            *("linear.plain_triton", "plain_kernel", "*bf16"),
+            {"K": 4096, "FORM": stored("norm", 1, 4096, 64, storage)[0]["FORM"], "BLOCK": 1024}
+            | absent(*([] if storage.has_zeros else ["zeros"])),
+            {"codes_ptr": "*u8", "zeros_ptr": "*u8", "scales_ptr": scale},
+        )
+        for name, storage, scale in [("fp8", Storage("fp8"), "*fp32"), ("int4", AWQ, "*fp16")]
+    },
     **{
         f"linear-{name}": (
             "linear.few_rows_triton",

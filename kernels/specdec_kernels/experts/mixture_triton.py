@@ -15,14 +15,15 @@ from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
 from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
 from specdec_kernels.gpu import gpu_of
+from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.reference import Normed
-from specdec_kernels.linear.stored import Stored, plain_of
+from specdec_kernels.linear.stored import Stored
 
 
 def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
     """See `ops.mixture_add_norm`."""
     if isinstance(experts.gate_up, Stored) or isinstance(experts.down, Stored):
-        plain = [plain_of(weight, x.hidden.dtype) for weight in (experts.gate_up, experts.down)]
+        plain = [plain_triton(weight, x.hidden.dtype) for weight in (experts.gate_up, experts.down)]
         experts = experts._replace(gate_up=plain[0], down=plain[1])
     num_rows, itemsize = len(x.hidden), x.hidden.element_size()
     sizes = num_rows, experts.routing.num_chosen, experts.num_experts

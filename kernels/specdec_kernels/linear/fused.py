@@ -8,6 +8,7 @@ from torch import Tensor
 from specdec_kernels.gpu import power_of_2_from
 from specdec_kernels.launch_triton import dependence
 from specdec_kernels.linear.reference import ACTIVATIONS
+from specdec_kernels.linear.stored import Stored
 
 
 class Fused(NamedTuple):
@@ -41,18 +42,20 @@ class Launch(NamedTuple):
     fp32 for sums of squares, else the first result in their place."""
 
 
-def prepared(x: Tensor, weight: Tensor, block_n: int, fused: Fused) -> Launch:
+def prepared(x: Tensor, weight: Tensor | Stored, block_n: int, fused: Fused) -> Launch:
     """Check the operands of a product and allocate its results.
 
     Args:
         x: [T, K], rows contiguous.
-        weight: [N, K], contiguous; [2N, K] with an activation, the gate's rows first.
+        weight: [N, K], contiguous; [2N, K] with an activation, the gate's rows first. Of a stored
+            one the operand is its codes, as bytes.
         block_n: Features of a program.
     """
     squares, _, bias, activation, residual, norm_weight, out = fused
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if activation else 1)
-    assert weight.shape[1] == width and weight.is_contiguous() and x.stride(1) == 1
+    held = weight if isinstance(weight, Tensor) else weight.codes.view(torch.uint8)
+    assert weight.shape[1] == width and held.is_contiguous() and x.stride(1) == 1
     assert activation in ("", *ACTIVATIONS)
     assert squares is None or (squares.shape[0] == num_rows and squares.is_contiguous())
     assert bias is None or bias.shape == (num_features,)
@@ -69,7 +72,7 @@ def prepared(x: Tensor, weight: Tensor, block_n: int, fused: Fused) -> Launch:
     parts = 0 if squares is None else squares.shape[1]
     constants = {"K": width, "PARTS": parts, "BLOCK_P": power_of_2_from(max(parts, 1))}
     return Launch(
-        (x, squares, weight, bias, residual, norm_weight, out, scaled, out_squares),
+        (x, squares, held, bias, residual, norm_weight, out, scaled, out_squares),
         constants | {"ACTIVATION": activation} | dependence(x),
         (out, out if scaled is None else scaled, out if out_squares is None else out_squares),
     )

@@ -13,21 +13,34 @@ from specdec_kernels.linear.cublas import linear_without_workspace
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.norm_triton import add_norm_triton, gate_triton
 from specdec_kernels.linear.one_row_triton import one_row_linear
+from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.reference import Normed, linear_reference, norm_linear_reference
-from specdec_kernels.linear.stored import Stored, plain_of
+from specdec_kernels.linear.stored import Stored
+from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
+from specdec_kernels.linear.stored_tiles import choose_stored_tiles
 from specdec_kernels.linear.tiles import FEW_ROWS, choose_row_tiles, choose_tiles
 
 Product = Callable[..., tuple[Tensor, Tensor, Tensor]]
-Choose = Callable[[str, Tensor, Tensor], Product | None]
+Choose = Callable[[str, Tensor, Tensor | Stored], Product | None]
 
 
-def kernel_for(kind: str, x: Tensor, weight: Tensor) -> Product | None:
+def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
     """The kernel for a product of `kind` "norm", "gate" or "add", configured; None for cuBLAS."""
+    if isinstance(weight, Stored):
+        stored_tiles = choose_stored_tiles(kind, x, weight)
+        return None if stored_tiles is None else partial(stored_rows_linear, tiles=stored_tiles)
     row_tiles = choose_row_tiles(kind, x, weight)
     if row_tiles is not None:
         return partial(one_row_linear, tiles=row_tiles)
     tiles = choose_tiles(kind, x, weight)
     return None if tiles is None else partial(few_rows_linear, tiles=tiles)
+
+
+def readable(kind: str, x: Tensor, weight: Tensor | Stored) -> Tensor | Stored:
+    """The weight as it is held where a kernel reads it so for x, else its plain form."""
+    if isinstance(weight, Stored) and choose_stored_tiles(kind, x, weight) is None:
+        return plain_triton(weight, x.dtype)
+    return weight
 
 
 def norm_linear_triton(
@@ -38,8 +51,9 @@ def norm_linear_triton(
     choose: Choose = kernel_for,
 ) -> Tensor:
     """See `ops.norm_linear`. choose: as `kernel_for`, here and below."""
-    weight = plain_of(weight, x.scaled.dtype)
+    weight = readable("norm", x.scaled, weight)
     if (product := choose("norm", x.scaled, weight)) is None:
+        assert isinstance(weight, Tensor)
         return norm_linear_reference(x, weight, bias, into)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, bias=bias, into=into)[0]
 
@@ -48,9 +62,9 @@ def norm_gate_up_triton(
     x: Normed, weight: Tensor | Stored, activation: str = "silu", choose: Choose = kernel_for
 ) -> Tensor:
     """See `ops.norm_gate_up`."""
-    weight = plain_of(weight, x.scaled.dtype)
+    weight = readable("gate", x.scaled, weight)
     if (product := choose("gate", x.scaled, weight)) is None:
-        assert x.squares is None
+        assert x.squares is None and isinstance(weight, Tensor)
         return gate_triton(linear_without_workspace(x.scaled, weight), activation)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, activation=activation)[0]
 
@@ -59,8 +73,9 @@ def linear_triton(
     x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
     """See `ops.linear`."""
-    weight = plain_of(weight, x.dtype)
+    weight = readable("add", x, weight)
     if (product := kernel_for("add", x, weight)) is None:
+        assert isinstance(weight, Tensor)
         return linear_reference(x, weight, bias, into)
     return product(x, weight, bias=bias, into=into)[0]
 
@@ -75,8 +90,9 @@ def linear_add_norm_triton(
     choose: Choose = kernel_for,
 ) -> Normed:
     """See `ops.linear_add_norm`."""
-    weight = plain_of(weight, x.dtype)
+    weight = readable("add", x, weight)
     if (product := choose("add", x, weight)) is None:
+        assert isinstance(weight, Tensor)
         return add_norm_triton(F.linear(x, weight, bias), residual, norm_weight, eps)
     if x.shape[0] > FEW_ROWS:  # the next product may be cuBLAS', which takes no unfinished norm
         hidden = product(x, weight, bias=bias, residual=residual)[0]

@@ -96,3 +96,46 @@ H200: Products = {
     ),
 }
 TABLES = {(9, 0): H200}  # by compute capability
+
+# Products with stored weights, by kind of storage. Tensor cores take the weight from registers, so
+# up to 16 rows have 16 features a program as well, and more rows wgmma's 64 or 128. 0 splits: as
+# many as give every multiprocessor three programs of four warps, or one of eight.
+_BYTES: Products = {
+    "norm": (
+        Case(Tiles(8, 16, 1024, 4, 1, 1024, 4, 3), (8, ANY), (0,)),
+        Case(Tiles(16, 16, 1024, 4, 1, 1024, 4, 3), (16, ANY), (0,)),
+        Case(Tiles(32, 64, 128, 1, 0, 256, 4, 4), (32, ANY), (0,)),
+        Case(Tiles(64, 128, 128, 1, 0, 256, 8, 4), (64, ANY), (0,)),
+    ),
+    "gate": (
+        Case(Tiles(8, 16, 512, 4, 1, 1024, 4, 3), (8, ANY), (0,)),
+        Case(Tiles(16, 16, 512, 4, 1, 1024, 4, 3), (16, ANY), (0,)),
+        Case(Tiles(32, 64, 128, 1, 0, 256, 4, 3), (32, ANY), (0,)),
+        Case(Tiles(64, 64, 128, 1, 0, 256, 4, 4), (64, ANY), (0,)),
+    ),
+    "add": (
+        Case(Tiles(8, 16, 1024, 4, 1, 1024, 4, 4), (8, ANY), (0,)),
+        Case(Tiles(16, 16, 1024, 4, 1, 1024, 4, 4), (16, ANY), (0,)),
+        Case(Tiles(32, 64, 128, 1, 0, 256, 4, 4), (32, ANY), (0,)),
+        Case(Tiles(64, 128, 128, 1, 0, 256, 8, 4), (64, ANY), (0,)),
+    ),
+}
+_HALVES: Products = {
+    "norm": (
+        Case(Tiles(8, 16, 1024, 4, 1, 512, 4, 3), (8, ANY), (0,)),
+        Case(Tiles(16, 16, 1024, 4, 1, 512, 4, 3), (16, ANY), (0,)),
+        *_BYTES["norm"][2:],
+    ),
+    "gate": (
+        Case(Tiles(8, 16, 512, 4, 1, 256, 4, 3), (8, ANY), (0,)),
+        Case(Tiles(16, 16, 512, 4, 1, 256, 4, 3), (16, ANY), (0,)),
+        Case(Tiles(32, 64, 128, 1, 1, 256, 4, 3), (32, ANY), (0,)),
+        Case(Tiles(64, 64, 128, 1, 0, 256, 4, 4), (64, ANY), (0,)),
+    ),
+    "add": (
+        Case(Tiles(8, 16, 1024, 4, 2, 512, 4, 3), (8, ANY), (0,)),
+        Case(Tiles(16, 16, 1024, 4, 2, 512, 4, 3), (16, ANY), (0,)),
+        *_BYTES["add"][2:],
+    ),
+}
+STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}

@@ -7,18 +7,16 @@ embedding and head serve the drafter. Legend: B rows of texts, N tokens a row, Q
 each, F numbers of the features, H width.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scripts.speculators.blocks import Blocks, attend, drawn
-from scripts.speculators.features import folded, scales_of, side_by_side, stored, usual
+from scripts.speculators.features import folded, scales_of, side_by_side, usual, write
 from scripts.speculators.kinds.base import Link, Options
 from scripts.speculators.layer import Layer, Norm, Shape, settings_of, turned
 from scripts.speculators.markov import Heads
@@ -74,16 +72,12 @@ class DFlash:
     fade = math.exp(-1 / 4)
 
     def __init__(self, target: Target, options: Options, heads: Heads | None = None) -> None:
-        config = target.config
-        rope = config.rope_parameters
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"a drafter for rope_type {rope['rope_type']} is not built here")
         read = options.layers or usual(target.num_layers)
         if min(read) < 1:
             raise ValueError("--layers: a drafter of this form reads outputs of layers, 1 at least")
-        sizes = {"eps": config.rms_norm_eps, "base": rope["rope_theta"], "layers": read}
-        inner = options.inner or config.intermediate_size
-        self.shape = Shape.of(config, inner=inner, vocab=target.vocab_size, **sizes)
+        inner = options.inner or target.config.intermediate_size
+        sizes = {"inner": inner, "vocab": target.vocab_size, "layers": read}
+        self.shape = Shape.turning(target.config, **sizes)
         self.feature_layers = read
         self.block, self.anchors, self.mask = options.block, options.anchors, options.mask
         self.heads, self.first = heads, 1 if heads is None else 0
@@ -126,10 +120,8 @@ class DFlash:
 
     @torch.no_grad()
     def save(self, target: Target, often: Tensor, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = dict(self.module.state_dict())
         tensors["fc.weight"] = folded(tensors["fc.weight"], self.scales)
-        save_file(stored(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         config: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dtype": "bfloat16"}
         context = target.config.max_position_embeddings
         config |= settings_of(self.shape, context, len(self.module.layers), "qwen3")
@@ -140,7 +132,7 @@ class DFlash:
             config["architectures"] = ["DSparkDraftModel"]
             own |= self.heads.settings()
         config["dflash_config"] = own
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write(folder, tensors, config)
 
 
 def make(target: Target, options: Options) -> DFlash:

@@ -4,16 +4,14 @@ It begins as the target's first layers and learns the target's distributions. Th
 and the head are the target's and are not stored: run it with `draft.share: [embeddings, lm_head]`.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from scripts.speculators.features import stored
+from scripts.speculators.features import write
 from scripts.speculators.kinds.base import Link, Options, chained
 from scripts.speculators.target import Reading, Target, forward, smaller_model
 
@@ -62,15 +60,13 @@ class Draft:
 
     @torch.no_grad()
     def save(self, target: Target, often: Tensor, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         prefix = self.whole.base_model_prefix
         tensors = {f"{prefix}.{n}": t for n, t in self.module.state_dict().items()}
-        save_file(stored(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         config = self.whole.config.to_dict()
         config |= {"architectures": list(target.config.architectures or []), "dtype": "bfloat16"}
         for key in ("_attn_implementation", "_name_or_path", "transformers_version"):
             config.pop(key, None)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write(folder, tensors, config)
         for name in TOKENIZER:
             if (target.place / name).exists():
                 shutil.copyfile(target.place / name, folder / name)

@@ -7,18 +7,16 @@ whole vocabulary no token is out of reach, and its file holds one layer only. Le
 tokens, H width, D features of an attention head.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scripts.speculators import layer as layers
 from scripts.speculators.attention import Layout
-from scripts.speculators.features import folded, scales_of, side_by_side, stored, usual
+from scripts.speculators.features import folded, scales_of, side_by_side, usual, write
 from scripts.speculators.kinds.base import Link, Options, chained
 from scripts.speculators.layer import Layer, Norm, Shape
 from scripts.speculators.target import Reading, Target
@@ -105,17 +103,14 @@ class Eagle3:
 
     @torch.no_grad()
     def save(self, target: Target, often: Tensor, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = dict(self.module.state_dict())
         tensors["fc.weight"] = folded(tensors["fc.weight"], self.scales)
-        kept = stored(tensors)
         count = self.shape.vocab
         if self.vocabulary is not None and self.vocabulary < count:
             count = self.vocabulary
             ids = often.cpu()[:count]
-            kept["lm_head.weight"] = target.head[ids.to(target.device)].cpu().bfloat16()
-            kept["d2t"] = ids - torch.arange(count)
-        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+            tensors["lm_head.weight"] = target.head[ids.to(target.device)]
+            tensors["d2t"] = ids - torch.arange(count)
         config = config_of(
             self.shape,
             Path(target.name).name,
@@ -123,7 +118,7 @@ class Eagle3:
             target.config.max_position_embeddings,
             count,
         )
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write(folder, tensors, config)
 
 
 def config_of(

@@ -6,17 +6,15 @@ token t + 2. A further step reads the output of the step before, after that norm
 is run again and again. Legend: T = B * N tokens, H width.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scripts.speculators.attention import Layout
-from scripts.speculators.features import stored
+from scripts.speculators.features import write
 from scripts.speculators.kinds.base import Link, Options, chained
 from scripts.speculators.layer import Layer, Norm, Shape, config_of
 from scripts.speculators.target import Reading, Target
@@ -71,12 +69,7 @@ class Mtp:
     fade = 0.8
 
     def __init__(self, target: Target, options: Options) -> None:
-        config = target.config
-        rope = config.rope_parameters
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"a module for rope_type {rope['rope_type']} is not built here")
-        sizes = {"eps": config.rms_norm_eps, "base": rope["rope_theta"]}
-        self.shape = Shape.of(config, vocab=target.vocab_size, **sizes)
+        self.shape = Shape.turning(target.config, vocab=target.vocab_size)
         self.feature_layers = (target.num_layers,)
         self.num_links = options.links
         self.target = target
@@ -104,12 +97,10 @@ class Mtp:
 
     @torch.no_grad()
     def save(self, target: Target, often: Tensor, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             f"mtp_layers.0.{name.removeprefix('layer.')}": t
             for name, t in self.module.state_dict().items()
         }
-        save_file(stored(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         config = config_of(
             "mtp",
             self.shape,
@@ -117,8 +108,7 @@ class Mtp:
             list(target.config.architectures or []),
             target.config.max_position_embeddings,
         )
-        config |= {"dtype": "bfloat16"}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write(folder, tensors, config | {"dtype": "bfloat16"})
 
 
 def make(target: Target, options: Options) -> Mtp:

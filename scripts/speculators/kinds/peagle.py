@@ -6,17 +6,15 @@ Fewer anchors have deep masks, as in conditional drop (PARD, arXiv 2504.18583). 
 texts, N tokens a row, Q rows of masks for each, F numbers of the features, H width.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scripts.speculators.blocks import Blocks, attend_both, drawn, thinned
-from scripts.speculators.features import folded, scales_of, side_by_side, stored, usual
+from scripts.speculators.features import folded, scales_of, side_by_side, usual, write
 from scripts.speculators.kinds.base import Link, Options, chained
 from scripts.speculators.layer import Layer, Norm, Shape, config_of, turned
 from scripts.speculators.target import Reading, Target
@@ -73,14 +71,10 @@ class PEagle:
     fade = 0.9
 
     def __init__(self, target: Target, options: Options) -> None:
-        config = target.config
-        rope = config.rope_parameters
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"a head for rope_type {rope['rope_type']} is not built here")
         read = options.layers or usual(target.num_layers)
-        sizes = {"eps": config.rms_norm_eps, "base": rope["rope_theta"], "layers": read}
-        inner = options.inner or config.intermediate_size
-        self.shape = Shape.of(config, inner=inner, vocab=target.vocab_size, **sizes)
+        inner = options.inner or target.config.intermediate_size
+        sizes = {"inner": inner, "vocab": target.vocab_size, "layers": read}
+        self.shape = Shape.turning(target.config, **sizes)
         self.feature_layers = read
         self.num_links, self.anchors, self.mask = options.block, options.anchors, options.mask
         self.target = target
@@ -114,11 +108,9 @@ class PEagle:
 
     @torch.no_grad()
     def save(self, target: Target, often: Tensor, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = dict(self.module.state_dict())
         tensors["fc.weight"] = folded(tensors["fc.weight"], self.scales)
         tensors["mask_hidden"] = folded(tensors["mask_hidden"], [1 / s for s in self.scales])
-        save_file(stored(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         config = config_of(
             "peagle",
             self.shape,
@@ -138,7 +130,7 @@ class PEagle:
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
         }
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write(folder, tensors, config)
 
 
 def make(target: Target, options: Options) -> PEagle:

@@ -1,0 +1,112 @@
+"""Codes of stored weights as numbers, in registers.
+
+A kind's codes lie in bytes. Where a byte holds two of them, `stored` puts columns 64 apart into it,
+so that each half of a tile meets contiguous numbers of x. The interpreter, and types other than
+bf16, take plain arithmetic; bf16 takes fewer instructions than one for each number.
+"""
+
+import triton
+import triton.language as tl
+
+from specdec_kernels.launch_triton import INTERPRETED
+
+# e4m3 and e2m1 have the exponents of a bf16 with another bias: their bits are moved into place, and
+# a product with a power of two corrects the bias, of numbers below the least normal one as well.
+# Those of e4m3 stay 2^-120 of what they are, and sums of their products are corrected, in fp32.
+_FP8 = tl.constexpr(
+    """{ .reg .b32 a, b, s, t;
+    prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
+    and.b32 s, a, 0x80008000; and.b32 t, b, 0x80008000;
+    and.b32 a, a, 0x7f007f00; and.b32 b, b, 0x7f007f00;
+    shr.b32 a, a, 4; shr.b32 b, b, 4; or.b32 $0, a, s; or.b32 $1, b, t; }"""
+)
+# 128 + n in bf16 has n as its last bits.
+_INT4 = tl.constexpr(
+    """{ .reg .b32 a, b, c;
+    and.b32 a, $4, 0x0f0f0f0f; shr.b32 b, $4, 4; and.b32 b, b, 0x0f0f0f0f;
+    mov.b32 c, 0x43434343;
+    prmt.b32 $0, a, c, 0x5140; prmt.b32 $1, a, c, 0x7362;
+    prmt.b32 $2, b, c, 0x5140; prmt.b32 $3, b, c, 0x7362; }"""
+)
+_FP4 = tl.constexpr(
+    """{ .reg .b32 a, b, c, m, s; .reg .b32 r<4>; mov.b32 c, 0x7e807e80;
+    and.b32 a, $4, 0x0f0f0f0f; shr.b32 b, $4, 4; and.b32 b, b, 0x0f0f0f0f;
+    prmt.b32 r0, a, 0, 0x1404; prmt.b32 r1, a, 0, 0x3424;
+    prmt.b32 r2, b, 0, 0x1404; prmt.b32 r3, b, 0, 0x3424;
+    and.b32 s, r0, 0x08000800; and.b32 m, r0, 0x07000700; shl.b32 s, s, 4; shr.b32 m, m, 2;
+    or.b32 m, m, s; mul.bf16x2 $0, m, c;
+    and.b32 s, r1, 0x08000800; and.b32 m, r1, 0x07000700; shl.b32 s, s, 4; shr.b32 m, m, 2;
+    or.b32 m, m, s; mul.bf16x2 $1, m, c;
+    and.b32 s, r2, 0x08000800; and.b32 m, r2, 0x07000700; shl.b32 s, s, 4; shr.b32 m, m, 2;
+    or.b32 m, m, s; mul.bf16x2 $2, m, c;
+    and.b32 s, r3, 0x08000800; and.b32 m, r3, 0x07000700; shl.b32 s, s, 4; shr.b32 m, m, 2;
+    or.b32 m, m, s; mul.bf16x2 $3, m, c; }"""
+)
+
+
+@triton.jit
+def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
+    """The numbers, in `dtype`, of a tile of bytes with one code each, before zeros and scales.
+
+    Sums of products with them go through `corrected`.
+    """
+    if FORM.kind == "int8":
+        numbers = codes.to(tl.int8, bitcast=True).to(dtype)
+    elif dtype == tl.bfloat16 and not INTERPRETED:
+        numbers = tl.inline_asm_elementwise(
+            _FP8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    else:
+        code = codes.to(tl.int32)
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+        numbers = (bits.to(tl.float32, bitcast=True) * 2.0**120).to(dtype)
+    return numbers
+
+
+@triton.jit
+def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
+    """Sums of products with numbers as from `decoded`, fp32, as those with the codes' numbers."""
+    if FORM.kind == "fp8" and dtype == tl.bfloat16 and not INTERPRETED:
+        sums *= 2.0**120
+    return sums
+
+
+@triton.jit
+def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of the low and of the high codes of a tile of bytes, in `dtype`.
+
+    Those of int4 are 128 more than their codes.
+    """
+    if dtype == tl.bfloat16 and not INTERPRETED:
+        low, high = tl.inline_asm_elementwise(
+            _INT4 if FORM.kind == "int4" else _FP4,
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = _number(codes.to(tl.int32) & 15, FORM, dtype)
+        high = _number(codes.to(tl.int32) >> 4, FORM, dtype)
+    return low, high
+
+
+@triton.jit
+def _number(code, FORM: tl.constexpr, dtype: tl.constexpr):
+    if FORM.kind == "int4":
+        number = (code + 128).to(dtype)
+    else:
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        number = (bits.to(tl.float32, bitcast=True) * 2.0**126).to(dtype)
+    return number
+
+
+@triton.jit
+def scale_of(stored):
+    """fp32 scales; bytes are the exponents of powers of two."""
+    if stored.dtype == tl.uint8:
+        scale = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = stored.to(tl.float32)
+    return scale

@@ -1,0 +1,79 @@
+"""Stored weights as plain ones, for products of many rows by cuBLAS."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.launch_triton import launch_options
+from specdec_kernels.linear.decode_triton import decoded, decoded_halves, scale_of
+from specdec_kernels.linear.stored import Stored
+from specdec_kernels.linear.stored_rows_triton import HALF, Form, high_columns
+
+WIDTH = 1024  # bytes of a row that a program reads
+READ = ("fp8", "int8", "int4", "mxfp4")
+
+
+@triton.jit
+def plain_kernel(
+    codes_ptr,  # [N, K / FORM.per_code] bytes
+    scales_ptr,  # [N / FORM.high, FORM.groups]
+    zeros_ptr,  # the same shape, or None
+    out_ptr,  # [N, K], out
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    ROW: tl.constexpr = K // FORM.per_code
+    row = tl.program_id(0).to(tl.int64)
+    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = byte < ROW
+    codes = tl.load(codes_ptr + row * ROW + byte, mask=live, other=0)
+    groups = row // FORM.high * FORM.groups
+    scales, zeros = scales_ptr + groups, zeros_ptr
+    if FORM.has_zeros:
+        zeros += groups
+    out_ptr += row * K
+    if FORM.per_code == 1:
+        numbers = decoded(codes, FORM, tl.float32)
+        store_scaled(out_ptr, numbers, byte, scales, zeros, live, FORM)
+    else:
+        low, high = decoded_halves(codes, FORM, tl.float32)
+        column = byte + byte // HALF * HALF
+        store_scaled(out_ptr, low, column, scales, zeros, live, FORM)
+        store_scaled(out_ptr, high, high_columns(column, FORM), scales, zeros, live, FORM)
+
+
+@triton.jit
+def store_scaled(out_ptr, numbers, column, scales_ptr, zeros_ptr, live, FORM: tl.constexpr):
+    """Store numbers, as from a decoder, minus their zeros and times their scales."""
+    group = column // FORM.wide if FORM.wide > 0 else tl.zeros(column.shape, tl.int32)
+    if FORM.has_zeros:
+        numbers -= tl.load(zeros_ptr + group, mask=live, other=0).to(tl.float32)
+    elif FORM.kind == "int4":
+        numbers -= 8.0
+    if FORM.kind == "int4":
+        numbers -= 128.0
+    scale = scale_of(tl.load(scales_ptr + group, mask=live, other=0))
+    tl.store(out_ptr + column, (numbers * scale).to(out_ptr.dtype.element_ty), mask=live)
+
+
+def plain_triton(weight: Tensor | Stored, dtype: torch.dtype) -> Tensor:
+    """See `stored.plain_of`. The numbers are the same, bit for bit."""
+    if isinstance(weight, Tensor):
+        return weight
+    *outer, features, width = weight.shape
+    high = weight.storage.group[0]
+    if weight.storage.kind not in READ or (outer and features % high):
+        return weight.plain(dtype)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.codes.device)
+    rows, row = out.numel() // width, weight.codes.shape[-1]
+    plain_kernel[(rows, triton.cdiv(row, WIDTH))](
+        weight.codes.view(torch.uint8),
+        *(weight.scales, weight.zeros, out),
+        K=width,
+        FORM=Form.of(weight),
+        BLOCK=WIDTH,
+        **launch_options(),
+    )
+    return out

@@ -1,0 +1,375 @@
+"""A product of rows with a stored weight, whose codes become numbers in registers.
+
+The work around it is that of `few_rows_triton`. The weight is the left operand of every product,
+which tensor cores read from registers, and x the right one. Each slice of a tile lies in one group
+of columns; its product is multiplied by the group's scales. Those of whole rows come at the end.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.launch_triton import (
+    COUNTERS,
+    after_predecessor,
+    counters,
+    is_last,
+    options_of,
+)
+from specdec_kernels.linear.decode_triton import (
+    corrected,
+    decoded,
+    decoded_halves,
+    scale_of,
+)
+from specdec_kernels.linear.few_rows_triton import (
+    add_product,
+    along_depth,
+    along_rows,
+    load_squares,
+    prefetch_rows,
+    store_for_norm,
+    sum_of_splits,
+    tile_at,
+    whole_sums,
+    zero_sums,
+)
+from specdec_kernels.linear.fused import Fused, prepared
+from specdec_kernels.linear.norm_triton import activate
+from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
+from specdec_kernels.linear.tile_tables import Tiles
+
+HALF = tl.constexpr(BLOCK // 2)  # columns between the two numbers of a byte
+
+
+class Form(NamedTuple):
+    """A weight's storage as constants of the kernel."""
+
+    kind: str
+    per_code: int  # numbers of a byte
+    high: int
+    wide: int  # 0 for scales of whole rows
+    groups: int  # of each row
+    has_zeros: bool
+    is_apart: bool  # the two numbers of a byte may have different scales
+    whole: int  # columns before the last block, if that is shorter
+    rest: int  # columns between the two numbers of a byte of the last block
+
+    @classmethod
+    def of(cls, weight: Stored) -> "Form":
+        kind, (high, wide) = weight.storage.kind, weight.storage.group
+        per_code, groups = KINDS[kind].per_code, weight.scales.shape[-1]
+        rest = weight.shape[-1] % BLOCK
+        return cls(
+            *(kind, per_code, high, wide, groups, weight.zeros is not None),
+            *(per_code == 2 and 0 < wide < BLOCK, weight.shape[-1] - rest, rest // 2),
+        )
+
+
+@triton.jit
+def bytes_of(start, WIDTH: tl.constexpr, SLICES: tl.constexpr):
+    """The first byte of each slice of a tile that begins at byte `start`: [], or [SLICES]."""
+    return start if SLICES == 1 else start + tl.arange(0, SLICES) * WIDTH
+
+
+@triton.jit
+def first_columns(start, begin_low, FORM: tl.constexpr):
+    """The first column, of low codes, of each slice of the tile that begins at byte `start`.
+
+    begin_low: that of the tile at byte 0.
+    """
+    return begin_low + start * FORM.per_code
+
+
+@triton.jit
+def high_columns(low, FORM: tl.constexpr):
+    """The columns whose codes are the high ones where those of `low` are the low ones."""
+    if FORM.rest > 0:  # a last block that is shorter has two halves as well
+        return low + tl.where(low < FORM.whole, HALF, FORM.rest)
+    else:
+        return low + HALF
+
+
+@triton.jit
+def in_slices(first, WIDTH: tl.constexpr, SLICES: tl.constexpr):
+    """WIDTH places from each of `first` on: [WIDTH], or [SLICES, WIDTH]."""
+    places = tl.arange(0, WIDTH)
+    return first + places if SLICES == 1 else first[:, None] + places[None, :]
+
+
+@triton.jit
+def of_groups(fields_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
+    """Scales or zeros of rows [N] of pointers, and of the groups of each slice's first column:
+    [N, 1], or [SLICES, N, 1]."""
+    group = tl.minimum(column // FORM.wide, FORM.groups - 1)
+    if SLICES == 1:
+        return tl.load(fields_ptr + group, mask=live, other=0)[:, None]
+    else:
+        at = fields_ptr[None, :] + group[:, None]
+        return tl.load(at, mask=live[None, :], other=0)[:, :, None]
+
+
+@triton.jit
+def groups_of(scales_ptr, zeros_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
+    """What a tile's codes in the groups of some columns need: scales, and zeros. Constants take the
+    place of what is absent, and of scales and zeros of whole rows."""
+    scale, zero = 1.0, 0
+    if FORM.wide > 0:
+        scale = of_groups(scales_ptr, column, live, FORM, SLICES)
+        if FORM.has_zeros:
+            zero = of_groups(zeros_ptr, column, live, FORM, SLICES)
+    return scale, zero
+
+
+@triton.jit
+def tile_groups(
+    scales_ptr, zeros_ptr, start, begin_low, live, FORM: tl.constexpr, SLICES: tl.constexpr
+):
+    """`groups_of` of the low and of the high codes of the tile that begins at byte `start`."""
+    column = first_columns(start, begin_low, FORM)
+    scale, zero = groups_of(scales_ptr, zeros_ptr, column, live, FORM, SLICES)
+    scale_high, zero_high = scale, zero
+    if FORM.is_apart:
+        column = high_columns(column, FORM)
+        scale_high, zero_high = groups_of(scales_ptr, zeros_ptr, column, live, FORM, SLICES)
+    return scale, zero, scale_high, zero_high
+
+
+@triton.jit
+def without_zeros(numbers, zero, FORM: tl.constexpr):
+    """int4 numbers as of `decoded_halves` minus their zeros."""
+    if FORM.has_zeros:
+        return numbers - (zero.to(tl.int32) + 128).to(numbers.dtype)
+    else:
+        return numbers - tl.full([], 136.0, numbers.dtype)
+
+
+@triton.jit
+def add_scaled(x, numbers, scale, sums, FORM: tl.constexpr, SLICES: tl.constexpr):
+    """sums + (numbers @ x.T) * scale, slice by slice; without scales where they are of rows."""
+    if FORM.wide == 0:
+        sums = add_product(x, numbers, sums, SLICES, True)
+    else:
+        none = tl.zeros(sums.shape, tl.float32)
+        found = add_product(x, numbers, none, SLICES, True)
+        sums += corrected(found, FORM, x.dtype) * scale_of(scale)
+    return sums
+
+
+@triton.jit
+def add_stored(
+    x,  # [M, W] or [SLICES, M, W], the numbers of x for low codes
+    x_high,  # the same for high codes
+    codes,  # [N, W] or [SLICES, N, W] bytes
+    groups,  # a result of `tile_groups`
+    sums,  # [N, M] or [SLICES, N, M]
+    FORM: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """sums plus the product of x with a tile of the weight."""
+    scale, zero, scale_high, zero_high = groups
+    if FORM.per_code == 1:
+        numbers = decoded(codes, FORM, x.dtype)
+        sums = add_scaled(x, numbers, scale, sums, FORM, SLICES)
+    else:
+        low, high = decoded_halves(codes, FORM, x.dtype)
+        if FORM.kind == "int4":
+            low = without_zeros(low, zero, FORM)
+            high = without_zeros(high, zero_high, FORM)
+        if FORM.is_apart or FORM.wide == 0:
+            sums = add_scaled(x, low, scale, sums, FORM, SLICES)
+            sums = add_scaled(x_high, high, scale_high, sums, FORM, SLICES)
+        else:
+            found = add_product(x, low, tl.zeros(sums.shape, tl.float32), SLICES, True)
+            found = add_product(x_high, high, found, SLICES, True)
+            sums += found * scale_of(scale)
+    return sums
+
+
+@triton.jit
+def load_codes(at, live, EVEN: tl.constexpr):
+    """A tile of codes; EVEN tiles need no mask."""
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=live, other=0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def stored_rows_kernel(
+    x_ptr,  # [T, K]
+    squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
+    codes_ptr,  # [N, K / FORM.per_code] bytes; with ACTIVATION [2 N, ...], the gate's rows first
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [T, N], or None
+    norm_ptr,  # [N], or None
+    out_ptr,  # [T, N], out
+    scaled_ptr,  # [T, N], out times norm, out; only with norm
+    out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
+    scales_ptr,  # [N / FORM.high, FORM.groups]
+    zeros_ptr,  # the same shape, uint8, or None
+    partial_ptr,  # [1, or 2 with ACTIVATION, SPLITS, T, N] fp32, out; only with SPLITS > 1
+    counters_ptr,  # [>= row blocks * N / BLOCK_N] int32, zeros; only with SPLITS > 1
+    num_rows,
+    num_features,  # N
+    x_stride,
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
+    ACTIVATION: tl.constexpr,  # "" for a plain product
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    SLICES: tl.constexpr = TILES.slices
+    SPLITS: tl.constexpr = TILES.splits
+    GATED: tl.constexpr = ACTIVATION != ""
+    PAIRED: tl.constexpr = FORM.per_code == 2
+    ROW: tl.constexpr = K // FORM.per_code  # bytes of a row of the weight, and below of a tile
+    TILE: tl.constexpr = TILES.block_k // FORM.per_code
+    WIDTH: tl.constexpr = TILE // SLICES
+    SHARE: tl.constexpr = (ROW + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
+    EVEN: tl.constexpr = ROW % (SPLITS * TILE) == 0
+    eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
+
+    split = tl.program_id(1)
+    first = split * SHARE
+    column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
+    column_live = column < num_features
+    feature = tl.minimum(column, num_features - 1).to(tl.int64)
+    up = feature + num_features
+    codes, codes_up = codes_ptr + feature * ROW, codes_ptr + up * ROW
+    if TILES.prefetch > 0:
+        prefetch_rows(codes, first, TILES.prefetch)
+        if GATED:
+            prefetch_rows(codes_up, first, TILES.prefetch)
+    place, place_up = feature // FORM.high * FORM.groups, up // FORM.high * FORM.groups
+    scales, scales_up = scales_ptr + place, scales_ptr + place_up
+    zeros, zeros_up = zeros_ptr, zeros_ptr
+    if FORM.has_zeros:
+        zeros, zeros_up = zeros_ptr + place, zeros_ptr + place_up
+    row = tl.program_id(2) * TILES.block_m + tl.arange(0, TILES.block_m)
+    row_live = row < num_rows
+    place = row.to(tl.int64)[:, None] * num_features + column[None, :]
+    mask = row_live[:, None] & column_live[None, :]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=column_live, other=0.0)
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + column, mask=column_live, other=0.0)
+    if FORM.wide == 0:
+        row_scale = scale_of(tl.load(scales))
+        row_scale_up = row_scale
+        if GATED:
+            row_scale_up = scale_of(tl.load(scales_up))
+    begin = bytes_of(0, WIDTH, SLICES)
+    begin_low = begin
+    if PAIRED:
+        begin_low += begin // HALF * HALF
+    groups = tile_groups(scales, zeros, first, begin_low, column_live, FORM, SLICES)
+    groups_up = groups
+    if GATED:
+        groups_up = tile_groups(scales_up, zeros_up, first, begin_low, column_live, FORM, SLICES)
+    after_predecessor(DEPENDENT)
+
+    # Operands of the epilogue are loaded before the loop, so that it does not wait for them.
+    if residual_ptr is not None:
+        residual_ptr += row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+        residual = tl.load(residual_ptr, mask=mask, other=0.0)
+    if PARTS > 0:
+        squares = load_squares(squares_ptr, row, row_live, PARTS, BLOCK_P)
+
+    x_ptr += row.to(tl.int64) * x_stride
+    acc = zero_sums(TILES.block_m, TILES.block_n, SLICES, True)
+    acc_up = acc
+    for start in range(first, first + SHARE, TILE):
+        # Scales are loaded one tile ahead, since no pipeline holds what is no operand of a product.
+        next_groups = tile_groups(scales, zeros, start + TILE, begin_low, column_live, FORM, SLICES)
+        byte = in_slices(bytes_of(start, WIDTH, SLICES), WIDTH, SLICES)
+        low = first_columns(start, begin_low, FORM)
+        live = along_depth(byte < ROW, SLICES)
+        x_live = along_rows(row_live, SLICES) & live
+        x = tl.load(tile_at(x_ptr, in_slices(low, WIDTH, SLICES), SLICES), mask=x_live, other=0.0)
+        x_high = x
+        if PAIRED:
+            k = in_slices(high_columns(low, FORM), WIDTH, SLICES)
+            x_high = tl.load(tile_at(x_ptr, k, SLICES), mask=x_live, other=0.0)
+        tile = load_codes(tile_at(codes, byte, SLICES), live, EVEN)
+        acc = add_stored(x, x_high, tile, groups, acc, FORM, SLICES)
+        groups = next_groups
+        if GATED:
+            next_groups = tile_groups(
+                scales_up, zeros_up, start + TILE, begin_low, column_live, FORM, SLICES
+            )
+            tile = load_codes(tile_at(codes_up, byte, SLICES), live, EVEN)
+            acc_up = add_stored(x, x_high, tile, groups_up, acc_up, FORM, SLICES)
+            groups_up = next_groups
+    acc, acc_up = whole_sums(acc, acc_up, SLICES, True)
+    if FORM.wide == 0:
+        acc = corrected(acc, FORM, out_ptr.dtype.element_ty) * row_scale[None, :]
+        acc_up = corrected(acc_up, FORM, out_ptr.dtype.element_ty) * row_scale_up[None, :]
+
+    if SPLITS > 1:
+        size = num_rows.to(tl.int64) * num_features
+        tl.store(partial_ptr + split * size + place, acc, mask=mask)
+        up_ptr = partial_ptr + SPLITS * size
+        if GATED:
+            tl.store(up_ptr + split * size + place, acc_up, mask=mask)
+        block = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        if not is_last(counters_ptr + block, SPLITS):
+            return
+        acc = sum_of_splits(partial_ptr, place, mask, size, SPLITS)
+        if GATED:
+            acc_up = sum_of_splits(up_ptr, place, mask, size, SPLITS)
+    if PARTS > 0:
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        acc *= factor
+        acc_up *= factor
+    if bias_ptr is not None:
+        acc += bias.to(tl.float32)[None, :]
+    if residual_ptr is not None:
+        acc += residual.to(tl.float32)
+    if GATED:
+        acc = activate(acc, ACTIVATION) * acc_up
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, out, mask=mask)
+    if norm_ptr is not None:
+        store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
+
+
+def stored_rows_linear(
+    x: Tensor, weight: Stored, tiles: Tiles, **fused: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel for x [T, K]; `fused` as in `Fused`, results as in `Launch`."""
+    operands, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
+    num_rows, num_features = results[0].shape
+    form, held = Form.of(weight), tiles.block_k // KINDS[weight.storage.kind].per_code
+    in_slice = held // tiles.slices
+    assert form.wide % in_slice == 0
+    assert form.per_code == 1 or (BLOCK // 2 % in_slice == held % (BLOCK // 2) == 0)
+    blocks, row_blocks = (
+        triton.cdiv(num_features, tiles.block_n),
+        triton.cdiv(num_rows, tiles.block_m),
+    )
+    partial = counts = None
+    if tiles.splits > 1:
+        assert blocks * row_blocks <= COUNTERS
+        size = (2 if constants["ACTIVATION"] else 1, tiles.splits, num_rows, num_features)
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        counts = counters(x.device)
+    residual = fused.get("residual")
+    if not constants["DEPENDENT"]:
+        tiles = tiles._replace(prefetch=0)
+    stored_rows_kernel[(blocks, tiles.splits, row_blocks)](
+        *(*operands, weight.scales, weight.zeros, partial, counts, num_rows, num_features),
+        *(x.stride(0), 0 if residual is None else residual.stride(0)),
+        float(fused.get("eps", 0.0)),
+        FORM=form,
+        TILES=tiles,
+        **constants | options_of(tiles),
+    )
+    return results

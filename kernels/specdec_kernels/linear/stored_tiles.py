@@ -1,0 +1,53 @@
+"""Launch configurations of `stored_rows_triton`: from a table, fitted to a weight's groups.
+
+`scripts/bench/pass_tiles.py --weights` measures them.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.gpu import MULTIPROCESSORS, power_of_2_from, power_of_2_to
+from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
+from specdec_kernels.linear.tile_tables import STORED, Tiles
+from specdec_kernels.tiles import first_fit
+
+LEAST = 512  # numbers of a row in each split of a sum
+SPLITS = 8  # most of them
+SLICE = 16  # least bytes of a slice, a product of tensor cores
+
+
+def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
+    """Tiles for a product of `kind` "norm", "gate" or "add" of x [T, K] and a stored weight.
+
+    None where the weight is made plain for cuBLAS: more rows than the table has, experts, kinds and
+    groups that the kernel does not read.
+    """
+    kinds = STORED.get(weight.storage.kind)
+    if kinds is None or len(weight.shape) != 2:
+        return None
+    features = weight.shape[0] // (2 if kind == "gate" else 1)
+    tiles = first_fit(kinds[kind], (x.shape[0], features), (weight.shape[1],))
+    if tiles is None:
+        return None
+    if x.dtype == torch.float32:  # only for comparisons: mma.sync, and half as many numbers
+        tiles = tiles._replace(block_k=max(128, tiles.block_k // 4), num_stages=2)
+    if tiles.splits == 0:
+        wanted = MULTIPROCESSORS * (3 if tiles.num_warps == 4 else 1)
+        blocks = -(-features // tiles.block_n)
+        most = max(1, power_of_2_to(weight.shape[1] // LEAST))
+        tiles = tiles._replace(splits=min(SPLITS, most, power_of_2_from(-(-wanted // blocks))))
+    return fitted_to(weight, tiles)
+
+
+def fitted_to(weight: Stored, tiles: Tiles) -> Tiles | None:
+    """The tiles with slices that lie in one group of columns each; None if no slices do."""
+    kind, (_, wide) = KINDS[weight.storage.kind], weight.storage.group
+    width, tile = weight.shape[1], tiles.block_k // kind.per_code
+    slice_ = math.gcd(tile, wide)  # gcd(n, 0) is n
+    if kind.per_code == 2:
+        slice_ = math.gcd(slice_, BLOCK // 2, width % BLOCK // 2)
+    if slice_ & (slice_ - 1) or slice_ < SLICE or (kind.per_code == 1 and weight.zeros is not None):
+        return None
+    return tiles._replace(slices=max(tiles.slices, tile // slice_))

@@ -1,0 +1,130 @@
+"""The kernels that read stored weights, beside products with their plain form in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ops_helpers import DTYPES, TOLERANCE, assert_close
+from specdec_kernels.linear.plain_triton import plain_triton
+from specdec_kernels.linear.products_triton import kernel_for
+from specdec_kernels.linear.stored import KINDS, Storage, Stored
+from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
+from specdec_kernels.linear.stored_tiles import choose_stored_tiles, fitted_to
+from specdec_kernels.linear.tile_tables import Tiles
+from torch import Tensor
+
+FORMS = {
+    "fp8": (Storage("fp8"), 200),
+    "fp8-blocks": (Storage("fp8", (32, 128)), 384),
+    "int8-groups": (Storage("int8", (1, 64), scales=torch.bfloat16), 256),
+    "int4": (Storage("int4", (1, 128), scales=torch.bfloat16), 384),
+    "int4-rows": (Storage("int4"), 256),
+    "int4-zeros": (Storage("int4", (1, 32), True, torch.float16), 256),
+    "mxfp4": (Storage("mxfp4", (1, 32), scales=torch.uint8), 2 * 128 + 64),
+}
+EPS = 1e-5
+
+
+def filled(storage: Storage, rows: int, width: int, device: torch.device) -> Stored:
+    """Every code that is a number, at random; scales that differ from group to group."""
+    generator = torch.Generator().manual_seed(rows + width)
+    kind, shape = KINDS[storage.kind], storage.scales_shape((rows, width))
+    size = storage.codes_shape((rows, width))
+    codes = torch.randint(0, 256, size, generator=generator).to(torch.uint8)
+    if storage.kind == "fp8":
+        codes = torch.where(codes % 128 == 127, codes - 1, codes)  # not NaN
+    scales = 0.01 + torch.rand(shape, generator=generator)
+    if storage.scales == torch.uint8:
+        scales = torch.randint(120, 130, shape, generator=generator)
+    zeros = torch.randint(0, 16, shape, generator=generator).to(torch.uint8)
+    held = Stored(
+        codes.view(kind.codes),
+        scales.to(storage.scales),
+        zeros if storage.has_zeros else None,
+        storage,
+    )
+    return held.copied(device)
+
+
+def normal(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(size))
+    return torch.randn(size, generator=generator).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("rows", [1, 7, 13, 40])
+def test_products_are_those_with_the_plain_weight(name, rows, dtype, device) -> None:
+    storage, width = FORMS[name]
+    features = 50 if storage.group[0] == 1 else 96
+    weight = filled(storage, features, width, device)
+    x = normal(rows, width, dtype=dtype, device=device)
+    made = kernel_for("norm", x, weight)
+    assert made is not None
+    bias = normal(features, dtype=dtype, device=device)
+    squares = x.float().square().sum(1, keepdim=True)
+    out = made(x, weight, squares=squares, eps=EPS, bias=bias)[0]
+    plain = weight.plain(torch.float64)
+    factor = (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()
+    want = factor * (x.double() @ plain.T) + bias.double()
+    assert_close("norm", want, out, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["fp8", "int4-zeros", "mxfp4"])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_gates_and_sums_of_splits(name, splits, dtype, device) -> None:
+    storage, width = FORMS[name]
+    weight = filled(storage, 2 * 40, width, device)
+    tiles = fitted_to(weight, Tiles(8, 16, 128, 1, splits, 0, 4, 3))
+    assert tiles is not None
+    x = normal(6, width, dtype=dtype, device=device) / 50
+    out = stored_rows_linear(x, weight, tiles, activation="silu")[0]
+    gate, up = (x.double() @ weight.plain(torch.float64).T).chunk(2, 1)
+    assert_close("gate", F.silu(gate) * up, out, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_next_norm_and_blocks_of_rows(dtype, device) -> None:
+    weight = filled(FORMS["int4"][0], 50, 256, device)
+    x, residual = (normal(n, w, dtype=dtype, device=device) for n, w in ((20, 256), (20, 50)))
+    norm = normal(50, dtype=dtype, device=device).abs()
+    tiles = fitted_to(weight, Tiles(8, 16, 128, 1, 2, 0, 4, 3))
+    assert tiles is not None
+    fused = {"residual": residual, "norm_weight": norm}
+    out, scaled, squares = stored_rows_linear(x, weight, tiles, **fused)
+    want = x.double() @ weight.plain(torch.float64).T + residual.double()
+    assert_close("sum", want, out, TOLERANCE[dtype])
+    assert_close("scaled", out.double() * norm.double(), scaled, TOLERANCE[dtype])
+    assert_close("squares", out.double().square().sum(1), squares.sum(1), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_a_plain_weight_is_the_reference_bit_for_bit(name, dtype, device) -> None:
+    storage, width = FORMS[name]
+    weight = filled(storage, 96, width, device)
+    assert torch.equal(plain_triton(weight, dtype), weight.plain(dtype))
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), 1e-42], ids=["zero", "inf", "denormal"])
+def test_odd_scales_are_multiplied_like_others(scale, device) -> None:
+    weight = filled(Storage("fp8"), 32, 128, device)
+    weight.scales[3] = scale
+    x = normal(2, 128, dtype=torch.float32, device=device).abs() + 1
+    made = kernel_for("add", x, weight)
+    assert made is not None
+    out, codes = made(x, weight)[0], weight.codes.double()
+    want = (x.double() @ codes.T) * weight.scales[:, 0].double()
+    kept = torch.arange(32, device=device) != 3
+    assert_close("others", want[:, kept], out[:, kept], 1e-5)
+    assert torch.allclose(out[:, 3].double(), want[:, 3], rtol=1e-3, atol=1e-44)
+
+
+def test_forms_that_the_kernel_does_not_read_have_no_tiles() -> None:
+    x = torch.empty(1, 48)
+    cpu = torch.device("cpu")
+    assert choose_stored_tiles("norm", x, filled(Storage("int4", (1, 8)), 8, 48, cpu)) is None
+    assert (
+        choose_stored_tiles("norm", torch.empty(300, 128), filled(Storage("fp8"), 8, 128, cpu))
+        is None
+    )
