@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from specdec_cli.experiment.folders.conclusions import MemoryCost, SweepSummary
 from specdec_cli.experiment.folders.records import Point
-from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE
+from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE, minutes_in_words
 from specdec_cli.report.findings import Finding, interval_in_words, setting_in_words, times
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.vllm import Deployment
@@ -89,7 +89,7 @@ def _would_change(best: Finding, shown: Point | None) -> list[str]:
         if needed is None:
             return []
         minutes = needed.minutes
-        time = f", some {max(1, round(minutes)):,} quiet minutes" if minutes is not None else ""
+        time = f", {minutes_in_words(minutes, is_quiet=True)}" if minutes is not None else ""
         return [f"more evidence: about {needed.prompts:,} prompts like these{time}"]
     even = shown.break_even if shown is not None else None
     rate = shown.number("draft_acceptance_rate") if shown is not None else None

@@ -45,7 +45,9 @@ class Finding:
         """The run's own verdict; of earlier versions, which had none, what they recommend."""
         if self.recorded is None:
             return "inconclusive"
-        return self.recorded.verdict or ("use" if self.recorded.k else "none")
+        gain = self.point.speedup if self.point is not None else None
+        is_use = self.recorded.k and (gain is None or gain > 1.0)
+        return self.recorded.verdict or ("use" if is_use else "none")
 
     @property
     def is_open(self) -> bool:

@@ -77,7 +77,7 @@ def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None
             "speculative config."
         )
         if undecided:
-            note = f"Nothing was shown, so nothing is advised: {' '.join(undecided)}"
+            note = f"Nothing is advised: {' '.join(undecided)}"
         commands = _command(run, target, None, None), [note]
         return Deployment(None, None, *commands, sglang_command=_sglang(run, target, None))
     # vLLM runs one draft: that of the smallest batch, where speculation pays most.

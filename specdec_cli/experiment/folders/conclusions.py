@@ -49,7 +49,7 @@ class Arm(Record):
 
 
 class Fastest(Arm):
-    """The fastest point, whose draft counts at k = 0 too. speedup: measured, else predicted."""
+    """The fastest point. speedup: measured, else predicted."""
 
     speedup: Figure = None
 

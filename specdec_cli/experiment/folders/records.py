@@ -342,6 +342,11 @@ class Point(Record):
     engine: EngineFacts | None = None
     num_retries: Count = 0
 
+    def as_dict(self) -> dict[str, Any]:
+        """As written: k = 0 is of no draft, whatever arm it was measured with."""
+        found = super().as_dict()
+        return found | {"draft": None} if self.k == 0 and "draft" in found else found
+
     @property
     def is_ok(self) -> bool:
         return self.status == "ok"

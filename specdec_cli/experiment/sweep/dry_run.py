@@ -17,6 +17,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
         for b in s.batch_sizes
         for key in s.keys(b, s.ks)
     ]
+    times = "once" if run.repeats == 1 else f"{run.repeats} times"
     text = [
         f"drafts: {', '.join(str(d) for d in s.drafts)}"
         + (", in turn on the same prompts, with one k = 0 for all" if s.shares_baseline else ""),
@@ -26,7 +27,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
         f"prompts: {plan.num_prompts}"
         + (f" (shard {s.shard[0]}/{s.shard[1]} of {s.prompts['count']})" if s.shard else "")
         + f", the longest of {longest} tokens",
-        f"points: {len(points)}, samples: {plan.num_samples}, each measured {run.repeats} times",
+        f"points: {len(points)}, samples: {plan.num_samples}, each measured {times}",
         f"tokens to write: at most {most * len(s.measured_keys) * run.repeats:,}",
     ]
     jobs = dict(zip(s.drafts, plan.jobs, strict=True))

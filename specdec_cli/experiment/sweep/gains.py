@@ -91,7 +91,7 @@ def _why_not_compared(points: Sequence[Point]) -> str:
     """The reason why no point with proposals has a speed-up."""
     if any(p.k and p.status == "ok" for p in points):
         return (
-            "no text has a round, since each ends with its first token (--max-new-tokens, "
+            "k = 0 has no round, since each text ends with its first token (--max-new-tokens, "
             "sampling.ignore_eos)"
         )
     return "no point with proposals could be measured"

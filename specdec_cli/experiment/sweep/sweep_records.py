@@ -61,8 +61,9 @@ class SweepSettings(RunSettings):
         return [key for b in self.batch_sizes for key in self.keys(b, self.measured_ks)]
 
     def misfit(self, record: Record) -> str | None:
-        is_baseline = self.shares_baseline and getattr(record, "k", None) == 0
-        drafts = (None,) if is_baseline else self.drafts
+        drafts: tuple[str | None, ...] = self.drafts
+        if getattr(record, "k", None) == 0:
+            drafts = (None,) if self.shares_baseline else (None, *drafts)
         return self.misfit_in(record, draft=drafts, k=self.ks, batch_size=self.batch_sizes)
 
     @classmethod
