@@ -201,8 +201,8 @@ def _template_file(path: str) -> str:
 
 
 def _kept_date(output: Path | None) -> str | None:
-    """The date that the prompts of a run have, which goes on in this folder."""
-    with suppress(SpecdecError, OSError):  # who opens the folder tells what is wrong with it
+    """The date in the prompts of the run that this folder holds."""
+    with suppress(SpecdecError, OSError):  # opening the folder reports its errors
         if output is not None and (output / "recipe.yaml").is_file():
             kept = load_recipe(str(output / "recipe.yaml")).data
             return kept.date if kept is not None else None

@@ -125,7 +125,7 @@ def tokenised(
 
 
 def dated(recipe: Recipe, job: Job) -> Recipe:
-    """The recipe to record: with the moment that the prompts' chat template writes."""
+    """The recipe to record, with the date that the chat template wrote into the prompts."""
     if recipe.data is None or (date := job.date) is None:
         return recipe
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"date": date})})
@@ -228,7 +228,7 @@ def requests(job: Job) -> list[Request]:
 
 
 def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: float) -> Output:
-    """The output that an answer is of, or a sample of an earlier run."""
+    """The output of a prompt, from its answer or from its sample in an earlier run."""
     accepted, proposed = answer.accepted_per_round or [], answer.proposed_per_round or []
     shown = prompt.text
     return Output(

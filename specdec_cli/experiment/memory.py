@@ -61,7 +61,7 @@ class Profile:
         return cache_need(self.plan, self.context)
 
     def capacity(self, num_blocks: int) -> dict[str, int]:
-        """The capacity of a cache of so many blocks; block 0 holds no tokens."""
+        """The capacity of a cache by its number of blocks. Block 0 holds no tokens."""
         usable = max(0, num_blocks - 1)
         return {
             "num_blocks": num_blocks,
@@ -70,7 +70,7 @@ class Profile:
         }
 
     def longest(self, num_blocks: int) -> int:
-        """The length at which a full batch fits into so many blocks."""
+        """The longest length at which a full batch fits into the blocks."""
         need, usable = self.need, max(0, num_blocks - 1)
         return max(0, usable // need.batch_size * self.block_size - 2 * (need.k + 1))
 
@@ -140,7 +140,7 @@ class Estimator:
                 "--device-memory is that of a GPU, and run.device is cpu",
                 "--memory is that of the host",
             )
-        # A recipe that takes what is there is answered for what is there.
+        # `run.device: auto` is answered for the device that this machine has.
         has_gpu = wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available())
         if self.is_of_gpu or has_gpu:
             return torch.device("cuda"), empty_gpu(self.memory, num_ranks)

@@ -80,7 +80,7 @@ def residual(point: Point) -> float | None:
 
 
 def residuals_in_words(run: ReportedRun) -> str:
-    """How far predictions are off, and in which direction: a sentence for captions, or ""."""
+    """The mean error of predictions, as a sentence for captions, or ""."""
     points = [p for p in run.points if not p.is_baseline and residual(p) is not None]
     errors = [residual(p) or 0.0 for p in points]
     if not errors:
