@@ -68,7 +68,7 @@ def test_inconclusive_runs_advise_nothing(tmp_path: Path) -> None:
     assert card["Verdict"].startswith("inconclusive") and "Recommended" not in card
     assert "vLLM" not in card and "SGLang" not in card
     assert card["Would change it"] == (
-        "more evidence: about 240 prompts like these, about 12 quiet minutes"
+        "more evidence: about 240 prompts like these, about 13 quiet minutes"
     )
     found = content.deployment
     assert found is not None and found.speculative_config is None is found.rehearsal

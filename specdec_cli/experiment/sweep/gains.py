@@ -89,6 +89,8 @@ def seconds_of(
 
 def _why_not_compared(points: Sequence[Point]) -> str:
     """The reason why no point with proposals has a speed-up."""
+    if any(p.impossible_speedup is not None for p in points):
+        return "the times were disturbed so much that no speculation could explain the ratios"
     if any(p.k and p.status == "ok" for p in points):
         return (
             "k = 0 has no round, since each text ends with its first token (--max-new-tokens, "
