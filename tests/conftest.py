@@ -3,8 +3,11 @@
 import gc
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import combinations
+from typing import Any
 
 # Tiny models gain nothing from threads, and two pools of spinning threads slow two cores down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +30,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+from specdec_cli.core.kv_cache import LayerShape
+from specdec_cli.models import description, gate
+
 # Machines that are set up by hand for tests on a device may lack these two.
 if find_spec("gguf") is None or find_spec("accelerate") is None:
     collect_ignore_glob = ["*/test_gguf*.py"]
@@ -39,6 +45,57 @@ def imported_once() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def probed_once() -> Iterator[None]:
+    """Pass a model through the gate once: its trial pass is a third of what a command costs."""
+    known: dict[tuple[type, str], list[LayerShape]] = {}
+
+    def probe(model: Any, name: str) -> list[LayerShape]:
+        kind = type(model), model.config.to_json_string(use_diff=False)
+        if kind not in known:
+            known[kind] = gate.probe(model, name)
+        return known[kind]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(description, "probe", probe)
+        yield
+
+
+def in_pairs(items: list[pytest.Function]) -> list[pytest.Function]:
+    """Some cases of a test in which every two values of different parameters meet, as in all."""
+    pairs = {}
+    for item in items:
+        values = [(name, repr(value)) for name, value in sorted(item.callspec.params.items())]
+        pairs[item] = {*combinations(values, 2), *((value,) for value in values)}
+    left = set().union(*pairs.values())
+    chosen = []
+    while left:
+        best = max(items, key=lambda item: len(pairs[item] & left))
+        chosen.append(best)
+        left -= pairs[best]
+    return chosen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark `slow` what a test marked `pairwise` has beside cases in which all pairs meet.
+
+    Raises `UsageError` for a test of several processes outside the folders in which `make
+    test-ranks` looks for them.
+    """
+    cases: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if "dist" in item.keywords and item.path.parent.name not in ("dist", "launch", "cli"):
+            raise pytest.UsageError(f"make test-ranks does not look for {item.nodeid}")
+        here = isinstance(item, pytest.Function) and "pairwise" in item.keywords
+        skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
+        if here and not skipped and "slow" not in item.keywords:
+            cases[item.nodeid.split("[")[0]].append(item)
+    for of_one in cases.values():
+        for item in set(of_one) - set(in_pairs(of_one)):
+            item.add_marker("slow")
 
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

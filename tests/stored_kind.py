@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from specdec_kernels.linear.stored import KINDS, Kind, Storage, Stored
 
-from specdec_cli.models.quantised import FORMATS, Scheme
+from specdec_cli.models.formats import FORMATS, Matrices, Scheme
 
 PAIRS = "pairs of int8, for tests"
 METHOD = "pairs"
@@ -27,7 +27,7 @@ def _encode(numbers: torch.Tensor) -> torch.Tensor:
 
 def _scheme(settings: dict[str, Any], _: str) -> Scheme:
     high, wide = settings["group"]
-    return Scheme(Storage(PAIRS, (high, wide)))
+    return Scheme((Matrices(Storage(PAIRS, (high, wide))),))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.ngram import Ngram
 from specdec_cli.models.description import Description, describe
 from specdec_cli.models.fused import fuse
+from specdec_cli.models.kv_scales import cache_dtype, read_scales
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.spec import ModelSpec
@@ -334,9 +336,11 @@ def description(
     parallel: TensorParallel = ALONE,
     load_format: str = "auto",
     weights: str = "auto",
+    cache: str = "auto",
 ) -> Description:
     """A saved model before its weights are read; a copy of what is described once."""
-    spec = ModelSpec("target", str(folder), None, dtype, load_format, weights=weights)
+    spec = ModelSpec("target", str(folder), None, dtype, load_format)
+    spec = replace(spec, weights=weights, cache=cache)
     if parallel.size == 1:
         found = _description(saved(folder), spec, device)
         if not stored_parameters(found.module):  # a copy would lose how they are stored
@@ -359,18 +363,19 @@ def paged_model(
     fused: bool = False,
     parallel: TensorParallel = ALONE,
     hidden_layers: tuple[int, ...] = (),
-    weights: str = "auto",
+    **spec: str,
 ) -> PagedModel:
     """The checkpoint in our loader, over a cache poisoned with NaN.
 
     fused: use fused layers, as a built engine does, if the family has them. hidden_layers: layers
-    whose hidden states passes return too.
+    whose hidden states passes return too. spec: of `ModelSpec`.
     """
-    found = description(folder, device, dtype, parallel, weights=weights)
-    cache = KVCache(found.layers, num_blocks, block_size, found.dtype, device)
-    for pair in cache.layers:
-        for tensor in pair:
-            tensor.fill_(float("nan"))
+    found = description(folder, device, dtype, parallel, **spec)
+    kind, where = cache_dtype(found.spec, found.dtype), (found.layers, parallel, device)
+    scales = read_scales(found.spec, found.place, found.module.config, *where)
+    cache = KVCache(found.layers, num_blocks, block_size, kind, device, scales)
+    for tensor in cache.pools:
+        tensor.fill_(float("nan"))
     module = load(found, device)
     form = fuse(module, found.max_len, parallel) if fused else None
     return PagedModel(module, cache, foreign_ids, form, hidden_layers)
@@ -395,7 +400,7 @@ def make_engine(
     rule: AcceptanceRule | None = None,
     policy: LengthPolicy | None = None,
     ngram: tuple[int, int] | None = None,
-    weights: str = "auto",
+    **spec: str,
 ) -> Engine:
     """An engine over two saved checkpoints.
 
@@ -405,7 +410,7 @@ def make_engine(
     parallel = groups.target or ALONE
     target_model = paged_model(
         *(target, num_blocks, block_size, device, dtype),
-        **{"fused": fused, "parallel": parallel, "weights": weights},
+        **{"fused": fused, "parallel": parallel, **spec},
     )
     worker: Proposer | None = None
     if ngram is not None:
@@ -415,7 +420,7 @@ def make_engine(
     elif draft is not None and groups.draft is not None:
         draft_model = paged_model(
             *(draft, num_blocks, block_size, device, dtype),
-            **{"fused": fused, "parallel": groups.draft, "weights": weights},
+            **{"fused": fused, "parallel": groups.draft, **spec},
         )
         draft_model.foreign_ids = draft_model.vocab_size < target_model.vocab_size
         worker = DraftModel(draft_model, draft_max_len)

@@ -8,7 +8,7 @@ on any device.
 Row starts `[B + 1]` are the running sum of per-row counts, beginning at 0.
 """
 
-from specdec_kernels.attention.call import AttentionCall
+from specdec_kernels.attention.call import FP8, AttentionCall, LayerCache
 from specdec_kernels.attention.chunks import ChunkPlan, bound_of, plan_chunks
 from specdec_kernels.attention.cpu import GatherPlan, gather_attention, gather_plan
 from specdec_kernels.attention.reference import (

@@ -24,7 +24,7 @@ from statistics import median
 import torch
 from graph_times import alternated_times
 from kernel_times import BLOCK_SIZE, Batch, error_of
-from specdec_kernels.attention.call import AttentionCall
+from specdec_kernels.attention.call import AttentionCall, LayerCache
 from specdec_kernels.attention.dense_triton import TILES, DenseTiles, dense_attention_triton
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from specdec_kernels.attention.reference import gather_kv
@@ -48,7 +48,8 @@ def steps_of(batch: Batch, dim: int) -> dict[str, Step]:
         return torch.randn(size, device="cuda").bfloat16()
 
     sequences, queries, context = batch.sequences, batch.queries, batch.context
-    caches = [normal(batch.num_blocks, BLOCK_SIZE, KV_HEADS, dim) for _ in range(2)]
+    pools = [normal(batch.num_blocks, BLOCK_SIZE, KV_HEADS, dim) for _ in range(2)]
+    cache = LayerCache(*pools)
     query = normal(batch.rows, HEADS, dim)
     keys, values = (normal(sequences * context, KV_HEADS, dim) for _ in range(2))
     scale = dim**-0.5
@@ -57,12 +58,12 @@ def steps_of(batch: Batch, dim: int) -> dict[str, Step]:
 
     def ours(_: int, tiles: tuple[int, int] | None = None) -> Tensor:
         where = batch.block_tables, batch.query_start, batch.context_lens
-        return paged_attention_triton(query, *caches, *where, queries, call, tiles=tiles)
+        return paged_attention_triton(query, cache, *where, queries, call, tiles=tiles)
 
     def dense(_: int, tiles: DenseTiles) -> Tensor:
         out = torch.empty_like(query)
         for b in range(sequences):
-            kv = gather_kv(*caches, batch.block_tables[b], context)
+            kv = gather_kv(cache, batch.block_tables[b], context, query.dtype)
             rows = slice(b * queries, (b + 1) * queries)
             dense_attention_triton(query[rows], *kv, scale, out[rows], tiles)
         return out

@@ -169,7 +169,7 @@ class Bench:
     def attention(self, name: str, model: Model, batch: "Batch") -> None:
         size = batch.cache_bytes(model, self.dtype)
         copies = max(2, min(16, int(4 * L2_BYTES / size) + 1))
-        caches = [self.caches(model, batch) for _ in range(copies)]
+        caches = [self.cache(model, batch) for _ in range(copies)]
         width = (model.heads + 2 * model.kv_heads) * model.head_dim
         qkv = self.normal(batch.rows, width)
         cos, sin = self.rotation(model, batch)
@@ -181,7 +181,7 @@ class Bench:
         def library(number: int) -> Tensor:
             return ops.paged_attention(
                 query,
-                *caches[number % copies],
+                caches[number % copies],
                 batch.block_tables,
                 batch.query_start,
                 batch.context_lens,
@@ -196,9 +196,9 @@ class Bench:
         label = f"{name} attention {batch.sequences}x{batch.queries}"
         self.rows.append(Row(label, batch.rows, batch.context, times[0], size, times[1], error))
 
-    def caches(self, model: Model, batch: "Batch") -> tuple[Tensor, Tensor]:
+    def cache(self, model: Model, batch: "Batch") -> ops.LayerCache:
         shape = (batch.num_blocks, BLOCK_SIZE, model.kv_heads, model.head_dim)
-        return self.normal(*shape), self.normal(*shape)
+        return ops.LayerCache(self.normal(*shape), self.normal(*shape))
 
     def rotation(self, model: Model, batch: "Batch") -> tuple[Tensor, Tensor]:
         power = torch.arange(0, model.head_dim, 2, device="cuda") / model.head_dim
@@ -226,7 +226,7 @@ class Bench:
         weight_bytes = sum(w.numel() for layer in layers for w in layer) + head.numel()
         weight_bytes *= self.dtype.itemsize
         for batch in batches:
-            caches = [self.caches(model, batch) for _ in layers]
+            caches = [self.cache(model, batch) for _ in layers]
             weights = list(zip(layers, caches, strict=True))
             hidden = self.normal(batch.rows, width)
             rotation = self.rotation(model, batch)
@@ -281,14 +281,12 @@ class Batch:
         tokens = self.sequences * self.context
         return tokens * 2 * model.kv_heads * model.head_dim * dtype.itemsize
 
-    def attend(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, caches: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: ops.LayerCache) -> Tensor:
         return ops.rope_attention(
             qkv,
             cos,
             sin,
-            *caches,
+            cache,
             self.slots,
             self.block_tables,
             self.query_start,
@@ -297,14 +295,13 @@ class Batch:
             ops.AttentionCall(cos.shape[1] ** -0.5),
         )
 
-    def expected(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, caches: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def expected(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: ops.LayerCache) -> Tensor:
         """The result of the function's reference on the CPU, in fp64."""
-        tensors = [t.cpu().double() for t in (qkv, cos, sin, *caches)]
+        tensors = [t.cpu().double() for t in (qkv, cos, sin)]
+        wide = ops.LayerCache(cache.keys.cpu().double(), cache.values.cpu().double())
         indices = (self.slots, self.block_tables, self.query_start, self.context_lens)
         call = ops.AttentionCall(cos.shape[1] ** -0.5)
-        out = ops.rope_attention(*tensors, *(t.cpu() for t in indices), self.queries, call)
+        out = ops.rope_attention(*tensors, wide, *(t.cpu() for t in indices), self.queries, call)
         return out.cuda()
 
 

@@ -31,7 +31,7 @@ from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.products_triton import kernel_for
 from specdec_kernels.linear.stored import Storage, Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
-from specdec_kernels.linear.stored_tiles import fitted_to
+from specdec_kernels.linear.stored_tiles import slices_for
 from specdec_kernels.linear.tile_tables import Tiles
 from torch import Tensor
 
@@ -126,9 +126,9 @@ def product(name: str, x: Tensor, weights: dict[str, Any], tries: Try) -> partia
     if (tiles := tries.get(name)) is not None:
         weight = weights[name]
         if isinstance(weight, Stored):
-            fitted = fitted_to(weight, tiles)
-            assert fitted is not None, "no slices fit its groups"
-            return partial(stored_rows_linear, x, weight, fitted)
+            slices = slices_for(weight, tiles)
+            assert slices is not None, "no slices fit its groups"
+            return partial(stored_rows_linear, x, weight, tiles._replace(slices=slices))
         return partial(few_rows_linear, x, weight, tiles)
     chosen = kernel_for(KINDS[name], x, weights[name])
     assert chosen is not None, "so many rows are cuBLAS'"

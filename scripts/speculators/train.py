@@ -36,6 +36,18 @@ _SIZES = {
     "length": (1792, 256), "rows": (14, 2), "often": (16384, 2048), "drawn": (4096, 512),
     "held_rows": (24, 4),
 }  # fmt: skip
+# Of some kinds, which name those that they read in `OPTIONS`. Defaults are those of `Options`.
+_OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "links": (f"chained steps of a head; default: {Options.links}", {"type": int}),
+    "layers": ("of the target, whose inputs a head reads", {"type": int, "nargs": "+"}),
+    "inner": ("width of a head's MLP; default: the target's", {"type": int}),
+    "depth": (f"layers; default: {Options.depth}", {"type": int}),
+    "block": (f"rows of a block's pass; default: {Options.block}", {"type": int}),
+    "anchors": ("blocks of a row; default: one for 4 tokens", {"type": int}),
+    "rank": (f"of a Markov head; default: {Options.rank}", {"type": int}),
+    "vocabulary": ("ids of a head that stores its own rows", {"type": int}),
+    "blank": ("begin at random", {"action": "store_true"}),
+}
 
 
 def parse() -> argparse.Namespace:
@@ -57,22 +69,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drawn", type=int, help=f"ids drawn for a step's loss; {told('drawn')}")
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--warmup", type=int, default=200, help="steps; a tenth at most")
-    parser.add_argument("--links", type=int, default=6, help="chained steps of a head")
-    parser.add_argument("--layers", type=int, nargs="+", default=[], help="that a head reads")
-    parser.add_argument("--inner", type=int, help="width of a head's MLP")
-    parser.add_argument("--depth", type=int, default=2, help="layers of a draft")
-    parser.add_argument("--block", type=int, default=8, help="rows of a block's pass")
-    parser.add_argument("--rank", type=int, default=32, help="of a Markov head")
-    parser.add_argument("--anchors", type=int, help="blocks of a row; default: one for 4 tokens")
-    parser.add_argument("--vocabulary", type=int, help="ids of a head that stores its own rows")
-    parser.add_argument("--blank", action="store_true", help="begin at random")
+    own = parser.add_argument_group("options of some kinds")
+    for name, (about, settings) in _OWN.items():
+        own.add_argument(f"--{name}", help=about, **settings)
     parser.add_argument("--held-rows", type=int, help=f"of held-out texts; {told('held_rows')}")
     parser.add_argument("--every", type=float, default=1.0, help="minutes between evaluations")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     commands.by_device(args, _SIZES, args.device)
-    args.anchors = args.anchors or max(1, args.length // 4)
+    args.reads = importlib.import_module(f"scripts.speculators.kinds.{args.kind}").OPTIONS
+    for name in _OWN:
+        if getattr(args, name) and name not in args.reads:
+            read = ", ".join(f"--{other}" for other in args.reads)
+            raise ValueError(f"--{name}: the kind {args.kind} does not read it, but {read}")
+    defaults = Options(anchors=max(1, args.length // 4))
+    for name in args.reads:
+        setattr(args, name, getattr(args, name) or getattr(defaults, name))
     return args
 
 
@@ -113,10 +126,8 @@ class Trainer:
             f"packed in {time.perf_counter() - began:.1f} s",
             flush=True,
         )
-        options = Options(
-            args.links, tuple(args.layers), args.inner, args.depth, args.vocabulary, args.blank,
-            args.block, args.anchors, int(ranked[-1]), args.rank,
-        )  # fmt: skip
+        own = {name: getattr(args, name) for name in args.reads}
+        options = Options(mask=int(ranked[-1]), **own)
         module = importlib.import_module(f"scripts.speculators.kinds.{args.kind}")
         self.kind: Kind = module.make(self.target, options)
         self.kind.module.to(self.device, torch.float32).train()

@@ -13,7 +13,7 @@ import numpy as np
 from specdec_cli.core.detokenize import Tokenizer
 from specdec_cli.core.figures import Counted, EngineFacts, Metrics
 from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.types import FinishReason, Permissions, Request, SamplingParams
+from specdec_cli.core.types import Arrivals, FinishReason, Permissions, Request, SamplingParams
 from specdec_cli.recipe import Recipe
 
 
@@ -24,6 +24,7 @@ class Served:
     engine: EngineFacts
     num_retries: int = 0
     e2el_ms: float | None = None
+    send_lag_ms: float | None = None
     acceptance_histogram: list[int] | None = None
     counted: Counted | None = None
     num_tokens: int | None = None
@@ -166,8 +167,22 @@ class Session(Protocol):
         """
         ...
 
+    def arrive(
+        self,
+        arrivals: Arrivals,
+        k: int,
+        params: SamplingParams,
+        on_sign: Callable[[], None],
+    ) -> list[Finished]:
+        """Answer requests as they arrive, until they are over. Each is told to `arrivals` as it
+        ends. on_sign: called now and then, also while nothing is due.
+
+        Times of answers are on `time.perf_counter`, and `arrived_at` is the due time.
+        """
+        ...
+
     def resized(self, batch_size: int) -> "Session":
-        """The same models with another number of requests at a time."""
+        """The same models with another number of requests at a time; 0 is no limit."""
         ...
 
     def forget_rounds(self) -> None:

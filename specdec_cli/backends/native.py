@@ -17,7 +17,7 @@ from specdec_cli.acceptance.registry import for_k
 from specdec_cli.backends.base import Finished, OnRound, Prepared, Session
 from specdec_cli.core.figures import Metrics
 from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.types import Emission, Permissions, Request, SamplingParams
+from specdec_cli.core.types import Arrivals, Emission, Permissions, Request, SamplingParams
 from specdec_cli.core.types import Sequence as Seq
 from specdec_cli.engine.build import build, build_beside
 from specdec_cli.engine.loop import Engine
@@ -64,6 +64,18 @@ class NativeSession:
             on_round(emissions, [finished(seq) for seq in ended])
 
         return self.engine.run(requests, k, params, on_emit).metrics
+
+    def arrive(
+        self, arrivals: Arrivals, k: int, params: SamplingParams, on_sign: Callable[[], None]
+    ) -> list[Finished]:
+        def on_emit(emissions: list[Emission]) -> None:
+            on_sign()
+            for one in emissions:
+                if one.seq.finish_reason is not None:
+                    arrivals.answered(one.index)
+
+        found = self.engine.run((), k, params, on_emit, arrivals).seqs
+        return [finished(seq) for seq in found if seq.finish_reason is not None]
 
     def resized(self, batch_size: int) -> "NativeSession":
         if batch_size == self.batch_size:

@@ -198,6 +198,11 @@ _KEYS: Final[Mapping[str, str]] = {
     "dataset_split": "data.split",
     "dataset_column": "data.column",
     "serve": "engine.kind",
+    "request_rate": "load.request_rate",
+    "arrivals": "load.arrivals",
+    "max_concurrency": "load.max_concurrency",
+    "duration": "load.duration_s",
+    "slo": "load.slo",
     "synthetic_acceptance_rates": "speculation.synthetic_acceptance_rates",
     "synthetic_acceptance_length": "speculation.synthetic_acceptance_length",
 }
@@ -300,6 +305,9 @@ class Asked:
 
         all_sets, options = [*(self.sets or ()), *sets], {**self.given, **own}
         found = resolve(self.recipe, all_sets, options)
+        if found.load.request_rate is not None and "request_rate" not in own:
+            told = "load.request_rate: requests arrive at a rate in sweep-k alone"
+            raise UsageError(told, "pass --set load.request_rate=null")
         # An option overrides the recipe, so the method of a draft named by one does so too.
         is_free = options.get("draft") is not None
         names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None

@@ -47,6 +47,24 @@ Serve = Annotated[str | None, option("--serve", "ENGINE", _SERVE)]
 _SERVE_ARGS = "Further words for the servers that --serve starts."
 ServeArgs = Annotated[str | None, option("--serve-args", "WORDS", _SERVE_ARGS)]
 
+_LOAD = "Requests that arrive"
+_RATE = "Requests a second, such as 1,4,16,inf, each measured; inf is all at once."
+RequestRate = Annotated[str | None, option("--request-rate", "LIST", _RATE, _LOAD)]
+_ARRIVALS = "poisson (the default), constant, gamma:SHAPE or a file of due times."
+Arrivals = Annotated[str | None, option("--arrivals", "KIND", _ARRIVALS, _LOAD, show_default=False)]
+_CONCURRENCY = "Most requests under way. Default: the batch size, or no limit for servers."
+Concurrency = Annotated[
+    int | None,
+    option(
+        *("--max-concurrency", "N", _CONCURRENCY, _LOAD),
+        **{"min": 1, "max": 2**16, "show_default": False},
+    ),
+]
+_DURATION = "Measure arrivals over S seconds, if the prompts and repeats are fewer."
+Duration = Annotated[float | None, option("--duration", "S", _DURATION, _LOAD)]
+_SLO = "Objective of a latency, ttft, tpot or e2el, such as ttft:500ms; may be repeated."
+Slo = Annotated[list[str] | None, option("--slo", "NAME:VALUE", _SLO, _LOAD)]
+
 _ENGINES = ("vllm", "sglang")
 _MINUTES = "Choose prompts, tokens and repeats that fit into about M minutes."
 Minutes = Annotated[float | None, option("--minutes", "M", _MINUTES, min=0.1)]
@@ -54,6 +72,7 @@ _PAIRS = "Compare arms by category of prompt too."
 Pairs = Annotated[bool, option("--pairs", None, _PAIRS)]
 _DEFAULT_KS = "0-8"
 _LARGEST = 1024
+_FASTEST = 1e6  # requests a second, as in the recipe
 
 
 @shared("num_speculative_tokens")
@@ -79,6 +98,11 @@ def sweep_k(
     serve_args: ServeArgs = None,
     baseline_server: BaselineServer = None,
     baseline: Baseline = None,
+    request_rate: RequestRate = None,
+    arrivals: Arrivals = None,
+    max_concurrency: Concurrency = None,
+    duration: Duration = None,
+    slo: Slo = None,
 ) -> None:
     """Find the fastest proposal length, and the best draft, on a dataset, with error bars.
 
@@ -115,6 +139,13 @@ def sweep_k(
         told = "--minutes chooses anew, and --resume goes on with what was chosen"
         raise UsageError(told, "leave --minutes out, and pass what it chose")
     own, sets = recipe_options(source) | {"repeats": repeats, "serve": serve}, list[str]()
+    own |= {
+        "request_rate": parse_rates(request_rate),
+        "arrivals": arrivals,
+        "max_concurrency": max_concurrency,
+        "duration": duration,
+        "slo": parse_slo(slo),
+    }
     rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
@@ -132,7 +163,19 @@ def sweep_k(
         sets.append(f"speculation.synthetic_acceptance_{other}=null")
     drafts: Sequence[str | None] = draft or [None]
     recipes = [asked.resolve(own | {"draft": name}, sets) for name in drafts]
+    load = recipes[0].load
     sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
+    if load.request_rate is not None:
+        is_native = recipes[0].engine.kind == "native" and not server
+        refuse_at_a_rate(
+            batch_size=batch_size if load.max_concurrency or not is_native or sizes[1:] else None,
+            predict_only=predict_only,
+            check_lossless=check_lossless,
+            minutes=minutes,
+            baseline=baseline,
+        )
+        sizes = sizes if is_native else [0]
+        sizes = sizes if load.max_concurrency is None else [load.max_concurrency]
     asked.warn_of_unused(recipes[0], has_draft=bool(draft))
     serves = recipes[0].engine.kind != "native" and not server
     if serve_args is not None and not serves:
@@ -346,6 +389,48 @@ def _parsed(text: str) -> list[int]:
             raise UsageError(f"--k: {part.strip()} {why}")
         found |= set(range(low, high + 1))
     return sorted(found)
+
+
+def parse_rates(text: str | None) -> list[float | str] | None:
+    """Parse `1,4,inf`; an option that was not given has none."""
+    if text is None:
+        return None
+    found = list[float | str]()
+    for part in (part.strip().lower() for part in text.split(",")):
+        is_number = re.fullmatch(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?", part)
+        if part != "inf" and not (is_number and 0.0 < float(part) <= _FASTEST):
+            raise UsageError(
+                f"--request-rate: expected numbers above 0, or inf, such as 1,4,inf, got {text!r}"
+            )
+        found.append("inf" if part == "inf" else float(part))
+    return found
+
+
+def parse_slo(given: Sequence[str] | None) -> dict[str, str] | None:
+    """Parse `ttft:500ms`; an option that was not given has none."""
+    from specdec_cli.recipe.objectives import objective
+
+    found = {}
+    for one in given or ():
+        name, _, time = (part.strip() for part in one.partition(":"))
+        try:
+            objective(name, time)
+        except ValueError as problem:
+            raise UsageError(f"--slo {one}: {problem}", "such as --slo ttft:500ms") from None
+        if name in found:
+            raise UsageError(f"--slo {one}: {name} is there twice")
+        found[name] = time
+    return found or None
+
+
+def refuse_at_a_rate(**unfit: object) -> None:
+    """Raise `UsageError` for options that do not go with requests that arrive."""
+    for name, value in unfit.items():
+        if value:
+            flag = f"--{name.replace('_', '-')}"
+            hint = "say the most under way with --max-concurrency" if name == "batch_size" else None
+            told = f"{flag} and --request-rate exclude each other"
+            raise UsageError(told, hint or f"leave {flag} out")
 
 
 def shard_of(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | None:

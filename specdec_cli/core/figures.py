@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, Self
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from specdec_cli.core import types
@@ -37,6 +45,12 @@ def _none_if_infinite(value: Any) -> Any:
 Name = InstanceOf[str]  # unlike `str`, also text that is not valid Unicode
 Count = Annotated[int, Field(ge=0, lt=_MOST)]
 Whole = Annotated[int, Field(gt=-_MOST, lt=_MOST)]
+# Requests at a time; 0 is no limit, and null in files.
+Slots = Annotated[
+    Count, BeforeValidator(lambda value: value or 0), PlainSerializer(lambda value: value or None)
+]
+# Requests a second; inf is all at once.
+Rate = Annotated[float, Field(gt=0)] | Literal["inf"]
 _Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
 # NaN and infinity are None in memory already, as they are null in every file.
 Figure = Annotated[float | None, BeforeValidator(_none_if_infinite)]
@@ -199,7 +213,7 @@ def stages_in(found: Iterable[StageTimes | None]) -> list[str]:
 
 class _RunCounts(Record):
     k: Count
-    batch_size: Count
+    batch_size: Slots
     num_prompts: Count
     num_output_tokens: Count
     num_rounds: Count | None
@@ -237,8 +251,9 @@ class Metrics(Acceptance, Times):
     num_tokens_from_prefill: output tokens that prefill decided, at k = 0. They count as rounds
     without proposals, but not as engine rounds, and decode_tokens_per_second leaves them out;
     absent if there are none. ttft_parts_ms: means of what the time to the first token was spent on,
-    see `core.types.Sequence`; absent where a prompt has no first token. Of servers only: e2el_ms,
-    from sending a request to its last token; in_text. A server has no times of stages and of
+    see `core.types.Sequence`; absent where a prompt has no first token. e2el_ms: from sending a
+    request to its last token; of servers, and at a rate, where all latencies run from the due time.
+    in_text: of servers only. A server has no times of stages and of
     prefill; num_rounds and round_ms are None where its rounds are not known.
     """
 

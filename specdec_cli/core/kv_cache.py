@@ -7,6 +7,7 @@ the trash block: padding is written there, and nothing reads it.
 from dataclasses import dataclass
 
 import torch
+from specdec_kernels import ops
 
 TRASH_BLOCK = 0
 
@@ -27,7 +28,10 @@ def block_bytes(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -
 
 
 class KVCache:
-    """One model's keys and values: per layer [num_blocks, block_size, kv heads, head dim]."""
+    """One model's keys and values: per layer [num_blocks, block_size, kv heads, head dim].
+
+    scales: of a cache in fp8 and on its device, for each layer as in `ops.LayerCache`; None for 1.
+    """
 
     def __init__(
         self,
@@ -36,7 +40,12 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: list[torch.Tensor] | None = None,
     ) -> None:
+        self._shapes, self._dtype = layers, dtype
+        if scales is None and dtype == ops.FP8:
+            scales = [torch.ones(2, s.num_kv_heads, device=device) for s in layers]
+        self._scales = scales
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
@@ -45,19 +54,34 @@ class KVCache:
             return torch.zeros((num_blocks, block_size, heads, dim), dtype=dtype, device=device)
 
         self.layers = [
-            (pool(s.num_kv_heads, s.key_dim), pool(s.num_kv_heads, s.value_dim)) for s in layers
+            ops.LayerCache(
+                pool(s.num_kv_heads, s.key_dim),
+                pool(s.num_kv_heads, s.value_dim),
+                None if scales is None else scales[index],
+            )
+            for index, s in enumerate(layers)
         ]
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pair in self.layers for t in pair)
+        """Bytes of keys and values."""
+        return sum(pool.nbytes for pool in self.pools)
+
+    @property
+    def pools(self) -> list[torch.Tensor]:
+        """Keys and values of every layer."""
+        return [pool for layer in self.layers for pool in (layer.keys, layer.values)]
+
+    def resized(self, num_blocks: int) -> "KVCache":
+        """Another cache of the same form, also of one whose `layers` are given up."""
+        sizes = num_blocks, self.block_size
+        return KVCache(self._shapes, *sizes, self._dtype, self.device, self._scales)
 
     @torch.inference_mode()
     def clear(self) -> None:
         """Set all keys and values to zero."""
-        for pair in self.layers:
-            for pool in pair:
-                pool.zero_()
+        for pool in self.pools:
+            pool.zero_()
 
 
 class BlockAllocator:

@@ -4,9 +4,9 @@ Knows no text: a sequence is token ids. The types on the device are in `core.can
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from specdec_cli.core.detokenize import StopFinder
 
@@ -64,6 +64,19 @@ class Request:
     token_ids: tuple[int, ...]
     stop_finder: Callable[[], StopFinder] | None = None
     arrives_at: float = 0.0
+
+
+class Arrivals(Protocol):
+    """Requests that arrive during a run, in the order of their times; the next may depend on which
+    have been answered. is_over: whether the others need not be answered."""
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def answered(self, index: int) -> None:
+        """The request of this index has ended, by an error too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from specdec_cli.acceptance.registry import rule_of
-from specdec_cli.core.kv_cache import BlockAllocator, KVCache
+from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.parallel import found_alike, local_world_size
 from specdec_cli.core.types import Request
 from specdec_cli.engine.loop import Engine
@@ -190,8 +190,8 @@ def wire(
     first = 1 if keeps_target_cache else 0
     for model in models.held[first:]:
         model.cache.layers.clear()
-    for held, model in zip(plan.held[first:], models.held[first:], strict=True):
-        model.use(KVCache(held.layers, num_blocks, block_size, held.dtype, device))
+    for model in models.held[first:]:
+        model.use(model.cache.resized(num_blocks))
     prompts = None
     if plan.captures_prompts:
         prompts = _prompt_graphs(plan, num_blocks)

@@ -7,10 +7,9 @@ are rank 0's, and everything else follows from them.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import torch
 from specdec_kernels.compile_ahead import compile_ahead
@@ -23,7 +22,7 @@ from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.logits_processors import LogitsProcessors
 from specdec_cli.core.parallel import ALONE, HostMessages, TensorParallel
-from specdec_cli.core.types import Emission, Request, SamplingParams, Sequence
+from specdec_cli.core.types import Arrivals, Emission, Request, SamplingParams, Sequence
 from specdec_cli.engine.graphs import Outcome, RoundCache, Rounds
 from specdec_cli.engine.prefill import Moments, Prefill
 from specdec_cli.engine.round import RoundParts
@@ -47,6 +46,8 @@ class Run:
     """The state of one pass over a list of prompts; `Engine.step` advances it.
 
     k: the longest proposal. by_slots: rounds by number of slots, rising. rounds: the ones in use.
+    to_come: requests in the order of their arrivals, taken one at a time. refused: sequences that
+    cannot run, until they are told.
     """
 
     k: int
@@ -60,6 +61,8 @@ class Run:
     last: LastRounds = field(default_factory=LastRounds)
     seqs: list[Sequence] = field(default_factory=list)
     stop_finders: dict[int, StopFinder] = field(default_factory=dict)
+    to_come: Iterator[Request] = field(default_factory=lambda: iter(()))
+    refused: list[Sequence] = field(default_factory=list)
 
     def rounds_for(self, count: int) -> Rounds:
         """The rounds with the fewest slots that hold `count` sequences."""
@@ -133,22 +136,31 @@ class Engine:
         k: int,
         params: SamplingParams,
         on_emit: Callable[[list[Emission]], None] | None = None,
+        arrivals: Arrivals | None = None,
     ) -> RunResult:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
+
+        arrivals: further requests, each looked at only once the one before is due. The run ends
+        with what it has when they are over.
 
         A request that cannot run ends with finish_reason "error" and the others go on. `on_emit`
         is called with such requests at once, and with tokens as they are read; while requests are
         still to arrive also with nothing, as a sign of life.
         """
         run = self.start(requests, k, params)
-        refused = [Emission(s, [], 0) for s in run.seqs if s.finish_reason is not None]
-        if refused and on_emit is not None:
-            on_emit(refused)
+        if arrivals is not None:
+            run.to_come = iter(arrivals)
+            self._look_ahead(run, 0)
+        emissions: list[Emission] = []
         try:
-            while not run.scheduler.is_done:
-                emissions = self.step(run)
+            while True:
+                emissions += [Emission(seq, [], 0) for seq in run.refused]
+                run.refused.clear()
                 if on_emit is not None and (emissions or run.scheduler.pending):
                     on_emit(emissions)
+                if run.scheduler.is_done or (arrivals is not None and arrivals.is_over):
+                    break
+                emissions = self.step(run)
         except RunError:
             self._clear_caches()
             raise
@@ -237,7 +249,7 @@ class Engine:
         )
         run = Run(k, params, scheduler, clock, prefill, by_slots, by_slots[-1], time.perf_counter())
         for request in requests:
-            self._add(run, request)
+            self._add(run, request, is_here=request.arrives_at <= 0.0)
         scheduler.pending = deque(sorted(scheduler.pending, key=lambda seq: seq.arrived_at))
         return run
 
@@ -286,9 +298,19 @@ class Engine:
                 left = scheduler.pending[0].arrived_at - time.perf_counter()
                 time.sleep(min(max(left, 0.0), _LONGEST_SLEEP_S))
             now = time.perf_counter()
-            count = sum(1 for _ in takewhile(lambda s: s.arrived_at <= now, scheduler.pending))
-        scheduler.arrive(self._arrivals.told(count))
+            while self._look_ahead(run, count) and scheduler.pending[count].arrived_at <= now:
+                count += 1
+        count = self._arrivals.told(count)
+        self._look_ahead(run, count)  # as rank 0 has done
+        scheduler.arrive(count)
         return not scheduler.is_idle or run.rounds.in_flight > 0
+
+    def _look_ahead(self, run: Run, place: int) -> bool:
+        """Whether a pending request has this place; one is taken from those to come if needed."""
+        pending = run.scheduler.pending
+        while len(pending) <= place and (request := next(run.to_come, None)) is not None:
+            self._add(run, request, is_here=False)
+        return len(pending) > place
 
     @staticmethod
     def _admit(run: Run, now: float) -> None:
@@ -451,7 +473,7 @@ class Engine:
             seq.finish_reason = "length"
         return keep
 
-    def _add(self, run: Run, request: Request) -> None:
+    def _add(self, run: Run, request: Request, *, is_here: bool) -> None:
         length = len(request.token_ids)
         seq = Sequence(
             index=request.index,
@@ -469,9 +491,10 @@ class Engine:
                     f"the prompt has {length} tokens; with at least one new token it exceeds "
                     f"the model length of {self.max_model_len}"
                 )
-            run.scheduler.add(seq, is_here=request.arrives_at <= 0.0)
+            run.scheduler.add(seq, is_here=is_here)
         except ValueError as problem:
             seq.finish_reason, seq.error = "error", str(problem)
+            run.refused.append(seq)
             return
         if request.stop_finder is not None:
             run.stop_finders[request.index] = request.stop_finder()

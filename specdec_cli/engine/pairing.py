@@ -57,7 +57,7 @@ def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
         draft = describe(place.spec, place.device, place.parallel)
         _check_is_model(draft)
         if method.check is not None:
-            method.check(draft)
+            draft = method.check(draft)
         names = tuple(dict.fromkeys(place.share)) or not_held(draft)
         saved = check_shared(place.target, draft, names)
         return replace(draft, reach=place.max_model_len, shared=names, shared_bytes=saved)

@@ -40,6 +40,7 @@ from specdec_cli.recipe.choices.registry import weights_from, without_draft
 from specdec_cli.stages import begin_stage
 
 _NONE = Permissions()
+FP8_CAPABILITY = (8, 9)  # the first whose GPUs convert to fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +284,19 @@ def _plan_on(
     describe: Describe,
 ) -> Plan:
     """`plan` for a rank at its place."""
+    if recipe.cache.dtype == "fp8" and device.type == "cuda" and torch.cuda.is_available():
+        if (found_here := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+            needed, has = (".".join(map(str, c)) for c in (FP8_CAPABILITY, found_here))
+            raise UsageError(
+                f"cache.dtype: fp8 needs a GPU of compute capability {needed}, and this one has "
+                f"{has}",
+                "leave it at auto",
+            )
     recipe = with_sampling(with_method(recipe))
     k = recipe.speculation.num_speculative_tokens
     begin_stage("describing the target")
-    target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
+    spec = _spec("target", recipe.target, recipe.cache.dtype, permissions)
+    target = describe(spec, device, groups.target or ALONE)
     if (asked := recipe.cache.max_model_len) is not None and asked > target.max_len:
         raise UsageError(
             f"cache.max_model_len: {asked} is more than the {target.max_len} tokens of the target",
@@ -307,11 +317,11 @@ def _plan_on(
         max_model_len=recipe.cache.max_model_len or target.max_len,
         groups=groups,
     )
-    if k and (spec := _draft_spec(recipe, target.spec, permissions)) is not None:
+    if k and (of_draft := _draft_spec(recipe, target.spec, permissions)) is not None:
         # Ranks that hold no part of the draft check it too, so that all of them refuse it, or none.
         part = groups.draft or TensorParallel(size=draft_degree(recipe))
         begin_stage("describing the draft")
-        draft = _draft_of(found, spec, part, describe)
+        draft = _draft_of(found, of_draft, part, describe)
         check_k(draft, k)
         check_vocabulary(target, draft, found.tokenizer)
         found = replace(found, draft=draft)
@@ -351,7 +361,7 @@ def _draft_spec(recipe: Recipe, target: ModelSpec, permissions: Permissions) -> 
     """The model that holds the draft's weights; None for a method without weights."""
     match weights_from(recipe.speculation.method):
         case "draft" if recipe.draft is not None:
-            return _spec("draft", recipe.draft, permissions)
+            return _spec("draft", recipe.draft, recipe.cache.dtype, permissions)
         case "target":
             return replace(target, role="draft")
     return None
@@ -371,10 +381,11 @@ def compiled_roles(plan: Plan) -> tuple[str, ...]:
         return ()
     able = [m for m in plan.models if m.can_compile]
     for model in able if wanted == "on" else ():
-        if model.spec.weights == "stored":
+        if model.keeps_stored:
             raise UsageError(
-                f"{model.spec.role}.weights: stored does not suit run.compile: on, since compiled "
-                "passes read plain weights"
+                f"{model.spec.role}.weights: {model.spec.weights} does not suit run.compile: on, "
+                "since compiled passes read plain weights",
+                "weights: dequantise makes them plain",
             )
     return tuple(m.spec.role for m in able if wanted == "on" or not m.captured_width)
 
@@ -394,12 +405,13 @@ def cache_need(plan: Plan, longest: int) -> CacheNeed:
     return CacheNeed(recipe.run.batch_size, longest, k, recipe.cache.block_size)
 
 
-def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSpec:
+def _spec(role: str, section: ModelSection, cache: str, permissions: Permissions) -> ModelSpec:
     kept = ("revision", "file", "dtype", "load_format", "weights")
     return ModelSpec(
         **{key: getattr(section, key) for key in kept},
         role=role,
         name=section.model,
+        cache=cache,
         trust_remote_code=permissions.trust_remote_code,
         allow_pickle=permissions.allow_pickle,
     )

@@ -78,7 +78,7 @@ class MeasuringLoop:
         most_tokens: limit on new tokens; None for the recipe's.
         """
         for key, job in jobs.items():
-            first, params = job.part(0, key.batch_size), job.plan.params
+            first, params = job.part(0, key.batch_size or 1), job.plan.params
             if most_tokens is not None:
                 params = replace(params, max_new_tokens=min(most_tokens, params.max_new_tokens))
             for _ in range(job.plan.recipe.run.warmup):

@@ -74,6 +74,7 @@ def arm_points(
         own = {} if key in failures else samples.get(key, {})
         point = Point(
             **key.as_dict(),
+            request_rate=None,
             predicted_speedup=None,
             **measured(key, own, baseline, failures.get(key), seed),
         )

@@ -7,9 +7,11 @@ from specdec_cli.backends.base import Prepared
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.results import Output
 from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.models.generation_config import in_words, recommended, unsupported
 from specdec_cli.recipe import Recipe
+from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
 
@@ -28,6 +30,10 @@ def common_settings(
     del values["data"], values["run"]["batch_size"], values["run"]["device"]
     if recipe.engine.kind == "native":
         del values["engine"]
+    if recipe.load.request_rate is None:
+        del values["load"]
+    elif times := process_of(recipe.load.arrivals).times:
+        values["load"]["times"] = digest(times)
     for role in roles:
         if values[role] is not None:
             values[role] = with_weights(values[role], job.plan, role)
@@ -40,12 +46,19 @@ def common_settings(
 
 
 def warnings_of_texts(job: Job, chat: str) -> list[Notice]:
-    """Warnings about the target's own sampling, and about texts that go to it as they are.
+    """Warnings about a cache that changes the text, the target's own sampling, and texts that go to
+    it as they are.
 
     That they have its first token already, which comes twice then; or that the model has a chat
     template, and nobody chose to leave it out. chat: `data.chat`, of which `auto` is no choice.
     """
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
+    if (kind := job.plan.recipe.cache.dtype) != "auto":
+        told = (
+            f"keys and values are held in {kind} (cache.dtype), which changes the text: the same "
+            "as without proposals, and not the same as with cache.dtype: auto"
+        )
+        found.append(Notice("rounded_cache", told, {"dtype": kind}))
     first = tuple(tokenizer.encode("")[:1])
     pairs = zip(job.prompts, job.token_ids, strict=True)
     texts = [ids for prompt, ids in pairs if prompt.token_ids is None and prompt.messages is None]

@@ -21,6 +21,8 @@ _REMARKS = {
     "usage_differs": "the server counts other tokens than the ids that it sent; ids count",
     "prefix_cache_hits": "the server found parts of prompts in its prefix cache, so that first "
     "tokens came early: start it without prefix caching",
+    "max_tokens_cut": "the server ended texts as too long before max_new_tokens: its own limit is "
+    "lower, so that texts are shorter than asked",
     "counters_reset": "the server's counters were reset, so that acceptance is not known",
     "other_traffic": "the server answered others too: acceptance is not known, and times are not "
     "those of these requests alone",
@@ -57,7 +59,8 @@ def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
     counted = [s.counted for s in samples if s.counted is not None]
     if source is None or (source == "counters" and not counted):
         return Acceptance.unknown()
-    if source == "per_request" and all(s.acceptance_histogram is None for s in samples):
+    is_whole = source == "per_request" and all(s.acceptance_histogram is None for s in samples)
+    if is_whole or (source == "chunks" and not counted):  # as at a rate
         return acceptance_of(samples, k)
     histogram = [0] * (k + 1)
     proposed = 0

@@ -160,10 +160,10 @@ class PagedAttention:
     ) -> Tensor:
         batch = self.batch
         assert batch is not None, "attention called outside a pass"
-        caches = self.cache.layers[layer]
-        ops.write_kv(key.transpose(0, 1), value.transpose(0, 1), *caches, batch.slots)
+        cache = self.cache.layers[layer]
+        ops.write_kv(key.transpose(0, 1), value.transpose(0, 1), cache, batch.slots)
         query = query.transpose(0, 1)
         if batch.plan is not None:
-            return ops.gather_attention(query, *caches, batch.plan, call)
+            return ops.gather_attention(query, cache, batch.plan, call)
         lengths = batch.block_tables, batch.query_start, batch.context_lens
-        return ops.paged_attention(query, *caches, *lengths, batch.max_query_len, call, batch.slots)
+        return ops.paged_attention(query, cache, *lengths, batch.max_query_len, call, batch.slots)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.config_file import config_file
+from specdec_cli.models.config_file import config_file, separate_quantisation
 from specdec_cli.models.generation_config import FILE as GENERATION
 from specdec_cli.models.generation_config import generation_config
 from specdec_cli.models.gguf.config import gguf_config
@@ -27,7 +27,7 @@ def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
         return gguf_config(name, read_model(place))
     kind = config_file(name, place).get("model_type")
     try:
-        return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as problem:
         if "trust_remote_code" in str(problem):
             raise SetupError(
@@ -40,6 +40,10 @@ def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
             f"cannot read config.json of {name}: {reason_of(problem)}",
             "it is damaged or was edited, or this is no model folder",
         ) from None
+    apart = separate_quantisation(name, place)
+    if apart is not None and getattr(config, "quantization_config", None) is None:
+        config.quantization_config = apart
+    return config
 
 
 def dtype_of(wanted: str, config: Any, device: torch.device) -> torch.dtype:

@@ -37,7 +37,21 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
     """
     if is_gguf(place):
         return _of_header(place)
-    file = place / "config.json"
+    config = _json_object(name, place / "config.json")
+    check_numbers(name, config, "config.json")
+    return config
+
+
+def separate_quantisation(name: str, place: Path) -> dict[str, Any] | None:
+    """The settings in Model-Optimizer's own file of a folder, as config.json would have them; None
+    where there is no such file. Raises `SetupError` for one that is damaged."""
+    file = place / "hf_quant_config.json"
+    if not file.is_file():
+        return None
+    return {"quant_method": "modelopt"} | _json_object(name, file)
+
+
+def _json_object(name: str, file: Path) -> dict[str, Any]:
     try:
         if not file.is_file():
             raise ValueError("it is no regular file")
@@ -48,10 +62,9 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
             raise ValueError("it is no JSON object")
     except (OSError, ValueError, RecursionError) as problem:
         raise SetupError(
-            f"cannot read config.json of {name}: {first_line(problem)}",
+            f"cannot read {file.name} of {name}: {first_line(problem)}",
             "it is damaged or was edited, or this is no model folder",
         ) from None
-    check_numbers(name, config, "config.json")
     return config
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from specdec_kernels.linear.stored import FP8
 from transformers import AutoModelForCausalLM
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
@@ -25,6 +26,7 @@ from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kinds_of
 from specdec_cli.models.held import borrowed_weights, held_bytes
+from specdec_cli.models.kv_scales import cache_dtype, cache_note, read_scales
 from specdec_cli.models.loader import Unfilled, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.pass_bytes import PassShapes, peak_bytes
@@ -46,7 +48,8 @@ class Description(Unfilled):
     With several ranks, module and layers are those of this rank: its part of the matrices and its
     heads. device: that it will be loaded on. hidden_layers: those whose hidden states the run
     needs, see `PagedModel`. reach: tokens of the longest text, which rotary tables hold. shared,
-    shared_bytes: see `models.draft.Draft`, which it is too.
+    shared_bytes: see `models.draft.Draft`, which it is too. drafts_at_once: as a draft, whether one
+    pass over masks gives all tokens.
     """
 
     layers: list[LayerShape]
@@ -58,6 +61,7 @@ class Description(Unfilled):
     reach: int = 0
     shared: tuple[str, ...] = ()
     shared_bytes: int = 0
+    drafts_at_once: bool = False
 
     feature_layers: ClassVar[tuple[int, ...]] = ()
     max_k: ClassVar[int | None] = None
@@ -79,14 +83,23 @@ class Description(Unfilled):
         stored = quantisation(self.module.config)
         if is_gguf(self.place):
             stored = f"GGUF ({kinds_of(read_model(self.place))})"
-        if stored is None:
-            return {}
-        is_kept = bool(stored_parameters(self.module))
-        return {"weights": f"{stored}, as stored" if is_kept else f"dequantised from {stored}"}
+        found = cache_note(self.spec, self.place)
+        if stored is not None:
+            some = "Q4_0 and Q8_0 " if is_gguf(self.place) else ""
+            is_kept = self.keeps_stored and self.spec.weights != FP8
+            how = f"{stored}, {some}as stored" if is_kept else f"dequantised from {stored}"
+            found["weights"] = f"{how}, quantised to fp8" if self.spec.weights == FP8 else how
+        elif self.keeps_stored:
+            found["weights"] = "quantised to fp8 while loading"
+        return found
+
+    @property
+    def keeps_stored(self) -> bool:
+        return bool(stored_parameters(self.module))
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of its cache on this rank."""
-        return block_bytes(self.layers, block_size, self.dtype)
+        return block_bytes(self.layers, block_size, cache_dtype(self.spec, self.dtype))
 
     @property
     def weight_bytes(self) -> int:
@@ -113,7 +126,7 @@ class Description(Unfilled):
         return replace(self, reach=reach)
 
     def passes(self, k: int) -> Passes:
-        return Passes(k)
+        return Passes(1, k + 1) if self.drafts_at_once else Passes(k)
 
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
@@ -162,7 +175,9 @@ class Description(Unfilled):
         if on_compile is None:
             begin_stage(f"fusing the {self.spec.role}")
             fused = fuse(module, self.reach, self.parallel)
-        cache = KVCache(self.layers, 0, block_size, self.dtype, self.device)
+        kind, where = cache_dtype(self.spec, self.dtype), (self.parallel, self.device)
+        scales = read_scales(self.spec, self.place, module.config, self.layers, *where)
+        cache = KVCache(self.layers, 0, block_size, kind, self.device, scales)
         model = PagedModel(module, cache, foreign_ids, fused, self.hidden_layers)
         if on_compile is not None:
             model.compiled = CompiledForward(module, self.spec.role, on_compile=on_compile)
@@ -226,7 +241,7 @@ def describe_config(
         if is_own:
             reason = f"{config.model_type} has attention code of its own"
         raise Unsupported(spec.name, reason) from problem
-    choose_form(module, spec, place, shards)
+    choose_form(module, spec, place, shards, device)
     return Description(
         spec=spec,
         place=place,

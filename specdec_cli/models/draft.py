@@ -65,7 +65,8 @@ class Draft(Protocol):
     `draft.share` lends it, and the bytes that it need not load. target_tensors: names of tensors in
     the target's files that it reads itself; None if there are none. captured_width: tokens of the
     largest prefill pass that is captured; 0 if its passes have no fused form. can_compile: whether
-    its padded passes can be compiled.
+    its padded passes can be compiled. keeps_stored: whether any weight is held in other bits than
+    the model's dtype.
     """
 
     @property
@@ -104,6 +105,8 @@ class Draft(Protocol):
     def captured_width(self) -> int: ...
     @property
     def can_compile(self) -> bool: ...
+    @property
+    def keeps_stored(self) -> bool: ...
 
     def within(self, reach: int) -> "Draft":
         """The draft for texts of at most `reach` tokens, with tables no longer than that."""

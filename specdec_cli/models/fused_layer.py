@@ -159,8 +159,10 @@ def _clamped_experts(router: Any, experts: Any, config: Any, read: Tensor | None
     )
 
 
-def _transposed(parameter: torch.nn.Parameter) -> Tensor:
+def _transposed(parameter: torch.nn.Parameter) -> Tensor | ops.Stored:
     """The weights [E, N, K] of a parameter [E, K, N], which becomes a view of them."""
+    if isinstance(parameter, StoredParameter):
+        return weight_of(parameter)
     whole = parameter.data.transpose(1, 2).contiguous()
     parameter.data = whole.transpose(1, 2)
     return whole

@@ -111,7 +111,7 @@ def _attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int)
     def attend(layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch) -> Tensor:
         lengths = batch.block_tables, batch.query_start, batch.context_lens, batch.max_query_len
         return ops.rope_attention(
-            *(qkv, *turns[layer.turn], *cache.layers[layer.index], batch.slots, *lengths),
+            *(qkv, *turns[layer.turn], cache.layers[layer.index], batch.slots, *lengths),
             *(layer.call, layer.query_norm, layer.key_norm, layer.eps, batch.chunks),
         )
 
@@ -122,13 +122,13 @@ def _attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int)
     def attend_by_plan(
         layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch
     ) -> Tensor:
-        caches = key_cache, _ = cache.layers[layer.index]
-        _, _, kv_heads, head_dim = key_cache.shape
+        own = cache.layers[layer.index]
+        _, _, kv_heads, head_dim = own.keys.shape
         norms = layer.query_norm, layer.key_norm, layer.eps
         query, key, value = split_heads_reference(
             qkv, rotations[layer.turn], kv_heads, head_dim, *norms
         )
-        ops.write_kv(key, value, *caches, batch.slots)
-        return ops.gather_attention(query, *caches, plan, layer.call).view(qkv.shape[0], -1)
+        ops.write_kv(key, value, own, batch.slots)
+        return ops.gather_attention(query, own, plan, layer.call).view(qkv.shape[0], -1)
 
     return attend_by_plan

@@ -13,7 +13,7 @@ import torch
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import NotPlainAttention, Recorder, attach
-from specdec_cli.models.quantised import FORMATS
+from specdec_cli.models.formats import FORMATS
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import reason_of
 
@@ -48,7 +48,7 @@ def check_config(config: Any, name: str) -> None:
             name,
             f"its weights are quantised ({method})",
             "take the checkpoint that it was made from; of quantised ones, those stored as "
-            f"{' or '.join(sorted(FORMATS))} work, and run in the model's dtype",
+            f"{' or '.join(sorted(FORMATS))} work",
         )
 
 

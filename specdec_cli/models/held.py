@@ -12,18 +12,32 @@ from torch import Tensor, nn
 
 class StoredParameter(nn.Parameter):
     """A parameter that a module has the shape and dtype of, and no numbers: they are in `value`,
-    which is None on meta."""
+    which is None on meta. is_transposed: the module's last two dimensions are exchanged."""
 
     stored_as: Storage
     value: Stored | None
+    is_transposed: bool
 
     @classmethod
-    def like(cls, parameter: Tensor, storage: Storage, value: Stored | None = None) -> Self:
+    def like(
+        cls,
+        parameter: Tensor,
+        storage: Storage,
+        value: Stored | None = None,
+        *,
+        is_transposed: bool = False,
+    ) -> Self:
         device = "meta" if value is None else value.codes.device
         none = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
         found = cls(none.expand(parameter.shape), requires_grad=False)
-        found.stored_as, found.value = storage, value
+        found.stored_as, found.value, found.is_transposed = storage, value, is_transposed
         return found
+
+    @property
+    def shape_written(self) -> tuple[int, ...]:
+        """[..., features written, features read]."""
+        *outer, rows, columns = self.shape
+        return (*outer, columns, rows) if self.is_transposed else (*outer, rows, columns)
 
 
 def weight_of(parameter: Tensor) -> Tensor | Stored:
@@ -37,7 +51,7 @@ def weight_of(parameter: Tensor) -> Tensor | Stored:
 def held_bytes(parameter: Tensor) -> int:
     """Bytes that a module's parameter, which may be on meta, takes on a device."""
     if isinstance(parameter, StoredParameter):
-        return parameter.stored_as.num_bytes(parameter.shape)
+        return parameter.stored_as.num_bytes(parameter.shape_written)
     return parameter.numel() * parameter.element_size()
 
 
@@ -45,7 +59,9 @@ def plain_weight(parameter: Tensor) -> Tensor:
     """The numbers of a module's parameter; on meta, the parameter."""
     if isinstance(parameter, StoredParameter) and parameter.value is None:
         return parameter.data
-    return plain_of(weight_of(parameter), parameter.dtype)
+    found = plain_of(weight_of(parameter), parameter.dtype)
+    is_transposed = isinstance(parameter, StoredParameter) and parameter.is_transposed
+    return found.transpose(-1, -2) if is_transposed else found
 
 
 def borrowed_weights(

@@ -16,19 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from specdec_kernels.linear.stored import Stored
+from specdec_kernels.linear.stored import FP8, Stored
 from transformers import initialization
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.conversion import converted
+from specdec_cli.models.formats import scheme_of
 from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.gguf.tensors import kept_readers
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
 from specdec_cli.models.held import StoredParameter
-from specdec_cli.models.quantised import dequantised, fields_of, no_scales, scheme_of
+from specdec_cli.models.quantised import dequantised, fields_of, no_scales, read_stored
 from specdec_cli.models.spec import ModelSpec
-from specdec_cli.models.stored import part_of, stored_parameters, stored_reader
+from specdec_cli.models.stored import (
+    plain_reader,
+    quantised,
+    storages_of,
+    stored_parameters,
+    stored_reader,
+)
 from specdec_cli.models.tp import WHOLE, Shards
 from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_checkpoint, same
 from specdec_cli.text import one_line, reason_of
@@ -72,7 +80,7 @@ def load(
         _fill(description, device, _dummy_source(module, device), borrowed)
     else:
         with _opened(description) as (tensors, unused):
-            source = _checkpoint_source(description, tensors, unused, borrowed.keys())
+            source = _checkpoint_source(description, tensors, unused, borrowed.keys(), device)
             _fill(description, device, source, borrowed)
     _restore_buffers(module, device)
     return module
@@ -115,34 +123,47 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
     """
     module, spec, place = description.module, description.spec, description.place
     if is_gguf(place):
-        readers, unused = gguf_readers(module, read_model(place), description.dtype)
-        yield dict(readers), unused
+        header, held = read_model(place), stored_parameters(module)
+        plain, unused = gguf_readers(module, header, description.dtype)
+        as_stored = kept_readers(module, header) if spec.weights != FP8 else {}
+        kept: dict[str, ReadWeight] = {
+            name: stored_reader(read, held[name])
+            for name, (_, read) in as_stored.items()
+            if name in held
+        }
+        yield {**plain, **kept}, unused
         return
     with open_checkpoint(place, spec.allow_pickle) as found:
         tensors = _by_own_names(description, found)
-        stored, fields = stored_parameters(module), Fields(tensors, {}, {})
+        stored, fields = stored_parameters(module), Fields(tensors, {}, {}, {})
         if quantisation(module.config) is not None:
             settings = module.config.quantization_config
-            scheme = scheme_of(settings, spec.name)
-            if scheme is not None and stored:
-                fields = fields_of(tensors, scheme)
+            if stored:
+                fields = fields_of(tensors, scheme_of(settings, spec.name), spec.name)
             else:
-                plain = dequantised(tensors, settings, description.dtype, spec.name)
-                fields = Fields(plain, {}, {})
+                numbers = dequantised(tensors, settings, description.dtype, spec.name)
+                fields = Fields(numbers, {}, {}, {})
         try:
-            (readers, unused), *others = [converted(module, f) if f else ({}, []) for f in fields]
+            of_fields = fields.codes, fields.scales, fields.zeros
+            (readers, unused), *others = [
+                converted(module, f) if f else ({}, []) for f in of_fields
+            ]
         except Exception as problem:
             raise SetupError(
                 f"the weights of {spec.name} cannot be read as config.json describes them "
                 f"({reason_of(problem)})",
                 "config.json and the weights do not belong together",
             ) from problem
-        own = Fields(readers, *(found for found, _ in others))
+        storages = storages_of(module, fields, spec.name) if fields.storages else {}
+        (scales, _), (zeros, _) = others
+        own = Fields(readers, scales, zeros, storages)
         kept = {
-            name: stored_reader(name, own, parameter.stored_as, spec.name)
-            for name, parameter in stored.items()
-            if name in readers
+            name: stored_reader(partial(read_stored, name, own, storages[name], spec.name), held)
+            for name, held in stored.items()
+            if name in storages
         }
+        for name in storages.keys() - stored.keys():
+            kept[name] = plain_reader(module, name, own, description.dtype, spec.name)
         yield {**readers, **kept}, unused
 
 
@@ -181,7 +202,10 @@ def _fill(
                 kind = torch.float32 if exact is not None and exact.search(name) else meta.dtype
                 filled: torch.Tensor
                 if isinstance(value, Stored):
-                    filled = StoredParameter.like(meta, value.storage, value.copied(device))
+                    assert isinstance(meta, StoredParameter)
+                    copy = value.copied(device)
+                    how = {"is_transposed": meta.is_transposed}
+                    filled = StoredParameter.like(meta, value.storage, copy, **how)
                 else:
                     filled = _placed(value, meta.shape, kind, device)
                     if leaf in owner._parameters:
@@ -238,7 +262,11 @@ def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 
 
 def _checkpoint_source(
-    description: Unfilled, readers: dict[str, ReadWeight], unused: list[str], borrowed: Set[str]
+    description: Unfilled,
+    readers: dict[str, ReadWeight],
+    unused: list[str],
+    borrowed: Set[str],
+    device: torch.device,
 ) -> Source:
     """Tensors from a checkpoint. Raises `SetupError` where it lacks some of the module's."""
     module, spec, tied = description.module, description.spec, description.shards.tied
@@ -271,8 +299,10 @@ def _checkpoint_source(
 
     def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor | Stored:
         shape = list(meta.shape if part is None else part.shape)
+        # Quantised here, its columns share scales with those of other ranks.
+        is_whole = isinstance(meta, StoredParameter) and spec.weights == FP8
         try:
-            value = found[name](part)
+            value = found[name](None if is_whole else part)
         except WrongShape as problem:
             raise _wrong_shape(name, spec, list(problem.found), shape) from None
         except ValueError as problem:
@@ -291,7 +321,11 @@ def _checkpoint_source(
                 f"{name} of {spec.name} is quantised, and {lacks}",
                 "take the checkpoint that it was made from",
             )
-        if value.shape != meta.shape:
+        if is_whole and isinstance(value, torch.Tensor) and list(value.shape) == shape:
+            assert isinstance(meta, StoredParameter)
+            value = quantised(meta, value.to(device), part)
+        wanted = meta.shape_written if isinstance(meta, StoredParameter) else meta.shape
+        if tuple(value.shape) != tuple(wanted):
             raise _wrong_shape(name, spec, list(value.shape), shape)
         return value
 
@@ -355,8 +389,7 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
             value = torch.empty(shape, dtype=meta.dtype, device=device)
             value.normal_(0.0, std, generator=generator)
         if isinstance(meta, StoredParameter):
-            stored = meta.stored_as.quantised(value)
-            return stored if part is None else part_of(stored, part)
+            return quantised(meta, value, part)
         return value if part is None else part.of(value)
 
     return source

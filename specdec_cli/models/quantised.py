@@ -1,23 +1,34 @@
-"""Quantised checkpoints: what their config says of them, and readers. Does not know modules.
+"""Quantised checkpoints: readers of their matrices in one layout a kind. Does not know modules.
 
-float8: a matrix of codes, and scales for it, for each of its rows or for each of its blocks; the
-last blocks of a row or column may be smaller. mxfp4 (https://arxiv.org/abs/2310.10537): blocks of
-32 four-bit codes along the input dimension, each with a power of two.
+The orders of the formats end here: float8, int8 and mxfp4 along a row; GPTQ's words along a column
+(https://github.com/AutoGPTQ/AutoGPTQ), AWQ's across columns in an order of their own
+(https://github.com/casper-hansen/AutoAWQ), compressed-tensors' along a row.
 
-transformers derives the size of a block from the shape of the scales, which is wrong where the last
-block is smaller, and does not notice scales that lack rows.
+transformers derives the size of a block of float8 from the shape of the scales, which is wrong
+where the last block is smaller, and does not notice scales that lack rows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
-from specdec_kernels.linear.stored import FP8, KINDS, Storage, Stored
+from specdec_kernels.linear.stored import FP8, INT4, INT8, KINDS, Storage, Stored, packed
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.formats import (
+    AWQ,
+    BLOCKS,
+    GPTQ,
+    NIBBLES,
+    PACKED,
+    PLAIN,
+    Matrices,
+    Scheme,
+    Settings,
+    scheme_of,
+)
 from specdec_cli.models.weights import Fields, Part, Read, WrongShape, same
 from specdec_cli.text import one_line
 
@@ -25,29 +36,24 @@ from specdec_cli.text import one_line
 _SCALES = {".weight_scale_inv": ".weight", ".scale": ".weight", ".qscale_weight": ".weight"}
 _SCALES |= {".weight_scale": ".weight"}
 _SCALES |= {"_scale_inv": ""}  # of experts that the file stacks
+# Endings of what else a file has of a matrix, by a word for each; the codes' is first.
+_COMPRESSED = {"codes": ".weight_packed", "scales": ".weight_scale", "zeros": ".weight_zero_point"}
+_COMPRESSED |= {"shape": ".weight_shape", "order": ".weight_g_idx"}
+_PARTS = {
+    PACKED: _COMPRESSED,
+    NIBBLES: _COMPRESSED,
+    GPTQ: {"codes": ".qweight", "scales": ".scales", "zeros": ".qzeros", "order": ".g_idx"},
+    AWQ: {"codes": ".qweight", "scales": ".scales", "zeros": ".qzeros"},
+    BLOCKS: {"codes": "_blocks", "scales": "_scales"},
+}
+# Of activations, which stay in the run's dtype, and of caches, which `kv_scales` reads.
+_OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
+_OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight columns in a word
 _BLOCK = 32  # codes of mxfp4, two in a byte
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-Settings = dict[str, Any]  # a config's `quantization_config`
-
-
-class Scheme(NamedTuple):
-    """The storage of the matrices of a checkpoint that have scales.
-
-    one_scale: the file has one for a matrix, which becomes that of each row.
-    """
-
-    storage: Storage
-    one_scale: bool = False
-
-
-def scheme_of(settings: Settings, model: str) -> Scheme | None:
-    """The scheme of a checkpoint, of a method in `FORMATS`; None for mxfp4, which is dequantised.
-
-    model: its name in messages. Raises `SetupError`, which names the key, for what is not
-    understood.
-    """
-    return FORMATS[settings["quant_method"]](settings, model)
+Names = dict[str, str]  # the file's names of what it has of one matrix, by words of `_PARTS`
 
 
 def scaled(names: Iterable[str]) -> dict[str, str]:
@@ -60,33 +66,234 @@ def scaled(names: Iterable[str]) -> dict[str, str]:
     return {scales: matrix for scales, matrix in found.items() if matrix in held}
 
 
-def fields_of(tensors: dict[str, Read], scheme: Scheme) -> Fields:
-    """Readers of codes and scales, by the matrices' names, and of plain tensors."""
-    of_scales = scaled(tensors)
-    codes = {name: read for name, read in tensors.items() if name not in of_scales}
-    scales: dict[str, Read] = {
-        matrix: partial(_scales, tensors[name], tensors[matrix], scheme)
-        for name, matrix in of_scales.items()
-    }
-    return Fields(codes, scales, {})
+def _matrices(
+    names: Collection[str], scheme: Scheme, model: str
+) -> dict[str, tuple[Matrices, Names]]:
+    """The stored matrices of a file, by the names of their plain forms.
+
+    Raises `SetupError`, which names the tensor, for one that the config does not describe.
+    """
+    found: dict[str, tuple[Matrices, Names]] = {}
+    held = {matrix: (PLAIN, scales) for scales, matrix in scaled(names).items()}
+    endings = {parts["codes"]: form for form, parts in _PARTS.items()}
+    for name in names:
+        for ending in endings:
+            if name.endswith(ending):
+                stem = name.removesuffix(ending)
+                held[stem if ending == "_blocks" else f"{stem}.weight"] = (ending, name)
+    for matrix, (how, name) in held.items():
+        path = matrix.removesuffix(".weight")
+        group = scheme.of(path)
+        form = None if group is None else group.form
+        if group is None or how != (PLAIN if form == PLAIN else _PARTS[group.form]["codes"]):
+            raise SetupError(
+                f"{name} of {model} belongs to a quantised matrix that quantization_config does "
+                "not describe",
+                _DAMAGED,
+            )
+        if scheme.leaves(path):
+            raise SetupError(
+                f"{name} of {model} is quantised, and quantization_config.{scheme.left_key} says "
+                "that it is not",
+                _DAMAGED,
+            )
+        if group.form == PLAIN:
+            own = {"codes": matrix, "scales": name, "zeros": f"{matrix}_zero_point"}
+        else:
+            stem = name.removesuffix(how)
+            own = {word: stem + ending for word, ending in _PARTS[group.form].items()}
+        found[matrix] = group, {word: part for word, part in own.items() if part in names}
+    _check_rest(names, found, model)
+    return found
 
 
-def _scales(scales: Read, codes: Read, scheme: Scheme, part: Part | None = None) -> torch.Tensor:
-    found = scales()
-    # Bytes are the exponents of powers of two.
-    found = (found.float() - 127).exp2() if found.dtype == torch.uint8 else found.float()
-    if scheme.one_scale or found.dim() == 1:
-        *stacked, rows, _ = codes().shape or (1, 1)
-        count = 1 if scheme.one_scale else rows
+def _check_rest(
+    names: Collection[str], found: dict[str, tuple[Matrices, Names]], model: str
+) -> None:
+    """Raise `SetupError` for a tensor of a stored matrix that is not understood."""
+    used = {part for _, own in found.values() for part in own.values()}
+    paths = {matrix.rpartition(".")[0] for matrix in found if matrix.endswith(".weight")}
+    rest = [n for n in names if n not in used and not n.endswith(".bias")]
+    known = _OF_ACTIVATIONS + _OF_CACHES
+    unknown = [n for n in rest if not n.endswith(known) and n.rpartition(".")[0] in paths]
+    if unknown:
+        raise SetupError(
+            f"{one_line(min(unknown))} of {model} belongs to a quantised matrix and is not "
+            "understood",
+            "take the checkpoint that it was made from",
+        )
+
+
+def fields_of(tensors: dict[str, Read], scheme: Scheme, model: str) -> Fields:
+    """Readers of codes, scales and zeros in their kind's layout, by the matrices' plain names, and
+    of plain tensors. They raise `SetupError`, which names the tensor, for what does not fit."""
+    found = _matrices(tensors.keys(), scheme, model)
+    used = {part for _, own in found.values() for part in own.values()}
+    fields = Fields({n: read for n, read in tensors.items() if n not in used}, {}, {}, {})
+    kinds: dict[Matrices, torch.dtype] = {}
+    for matrix, (group, names) in found.items():
+        own = {word: tensors[name] for word, name in names.items()}
+        storage = group.storage
+        if storage.kind in (INT4, INT8) and "scales" in own:
+            if group not in kinds:
+                kinds[group] = own["scales"]().dtype
+            is_kept = kinds[group] in (torch.float16, torch.bfloat16) and not group.one_scale
+            storage = replace(storage, scales=kinds[group] if is_kept else torch.float32)
+        told = f"{matrix} of {model}"
+        fields.storages[matrix] = storage
+        fields.codes[matrix] = partial(_codes, own, group, told)
+        if "scales" in own:
+            fields.scales[matrix] = partial(_scales, own, group, storage.scales, told)
+        if storage.has_zeros:
+            fields.zeros[matrix] = partial(_zeros, own, group, told)
+    return fields
+
+
+Parts = dict[str, Read]
+
+
+def _codes(own: Parts, group: Matrices, told: str, part: Part | None = None) -> torch.Tensor:
+    found, bits = own["codes"](), 4 if group.storage.kind == INT4 else 8
+    match group.form:
+        case "plain":
+            return same(found, part)
+        case "packed":
+            numbers = _numbers(found, bits, told)
+            _check_order(own, group, numbers.shape[1], told)
+            if "shape" in own:
+                rows, columns = _shape(own["shape"](), numbers, told)
+                numbers = numbers[:rows, :columns]
+        case "gptq":
+            numbers = _numbers(found.T, bits, told)
+            _check_order(own, group, numbers.shape[1], told)
+            if not group.storage.has_zeros and "zeros" in own:
+                zeros = _numbers(own["zeros"](), bits, told)
+                if bool((zeros + group.zeros_less_one != 1 << bits - 1).any()):
+                    raise SetupError(
+                        f"{told} has zeros, and quantization_config.sym says that it has none",
+                        _DAMAGED,
+                    )
+        case "awq":
+            numbers = _ordered(_numbers(found, bits, told)).T
+        case _:  # neighbours lie in one byte
+            if found.dtype != torch.uint8 or found.dim() < 2:
+                raise SetupError(f"{told} has codes that are {_said(found)}, not uint8", _DAMAGED)
+            found = found.flatten(-2) if group.form == BLOCKS else found
+            numbers = torch.stack((found & 15, found >> 4), -1).flatten(-2)
+    if numbers.shape[-1] % 2:
+        raise SetupError(f"{told} has {numbers.shape[-1]} columns, and 2 of them share a code")
+    return same(_coded(numbers, bits if group.storage.kind == INT8 else 4), part)
+
+
+def _scales(
+    own: Parts, group: Matrices, dtype: torch.dtype, told: str, part: Part | None = None
+) -> torch.Tensor:
+    found = own["scales"]()
+    if group.form in (GPTQ, AWQ):
+        found = found.T
+    if dtype == torch.uint8:
+        if found.dtype != torch.uint8:
+            raise SetupError(f"{told} has scales that are {_said(found)}, not uint8", _DAMAGED)
+        return same(found, part)
+    if found.dtype == torch.uint8:  # exponents of powers of two
+        found = (found.float() - 127).exp2()
+    if not found.is_floating_point() or (dtype != torch.float32 and found.dtype != dtype):
+        raise SetupError(f"{told} has scales that are {_said(found)}, and others {dtype}", _DAMAGED)
+    found = found.to(dtype)
+    if group.one_scale or found.dim() == 1:
+        *stacked, rows, _ = own["codes"]().shape or (1, 1)
+        count = 1 if group.one_scale else rows
         if found.numel() == torch.Size(stacked).numel() * count:
             found = found.reshape(*stacked, count, 1).expand(*stacked, rows, 1)
-    return same(found, part)
+    return same(_of_columns(found, own, group, told), part)
+
+
+def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> torch.Tensor:
+    if "zeros" not in own:
+        raise SetupError(f"{told} lacks its zeros, which quantization_config promises", _DAMAGED)
+    found, bits = own["zeros"](), 4 if group.storage.kind == INT4 else 8
+    if group.form == PLAIN:
+        if found.dtype != torch.int8:
+            raise SetupError(f"{told} has zeros that are {_said(found)}, not int8", _DAMAGED)
+        if found.numel() == 1 or found.dim() == 1:
+            found = found.reshape(-1, 1).expand(own["codes"]().shape[0], 1)
+        return same(found, part)
+    if group.form == PACKED:
+        zeros = _numbers(found.T, bits, told).T
+    elif group.form == AWQ:
+        zeros = _ordered(_numbers(found, bits, told)).T
+    else:
+        zeros = _numbers(found, bits, told).T
+        # What its packer wrote for a zero of 0 is all ones.
+        zeros = zeros + group.zeros_less_one & (1 << bits) - 1
+    zeros = _of_columns(zeros, own, group, told)
+    return same(zeros if bits == 4 else _signed(zeros), part)
+
+
+def _numbers(words: torch.Tensor, bits: int, told: str) -> torch.Tensor:
+    """Numbers uint8 [R, W * 32 / bits] of int32 [R, W]; the first is in a word's lowest bits."""
+    if words.dtype != torch.int32 or words.dim() != 2:
+        raise SetupError(f"{told} has words that are {_said(words)}, not int32 of two", _DAMAGED)
+    found = words.contiguous().view(torch.uint8)
+    return found if bits == 8 else torch.stack((found & 15, found >> 4), -1).flatten(-2)
+
+
+def _ordered(numbers: torch.Tensor) -> torch.Tensor:
+    """Columns in their order, of words as AWQ fills them."""
+    return numbers.view(len(numbers), -1, 8)[..., _AWQ_PLACES].flatten(-2)
+
+
+def _coded(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    return packed(numbers) if bits == 4 else _signed(numbers)
+
+
+def _signed(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers 0..255 less 128, int8."""
+    return (numbers.short() - 128).to(torch.int8)
+
+
+def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, int]:
+    """The shape that a file says, of which words may hold a little more."""
+    rows, columns = found.tolist() if found.shape == (2,) else (0, 0)
+    if rows != len(numbers) or not 0 <= numbers.shape[1] - columns < 8:
+        raise SetupError(
+            f"{told} has shape {found.tolist()} by its weight_shape, and words for "
+            f"{list(numbers.shape)}",
+            _DAMAGED,
+        )
+    return rows, columns
+
+
+def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
+    """Raise for columns that belong to groups in another order than the config says."""
+    wide = group.storage.group[1]
+    if "order" not in own or group.ordered:
+        return
+    places = torch.arange(columns) // (wide or columns)
+    if not torch.equal(own["order"]().long(), places):
+        raise SetupError(
+            f"{told} has an order of columns (g_idx), and quantization_config.desc_act says that "
+            "it has none",
+            _DAMAGED,
+        )
+
+
+def _of_columns(found: torch.Tensor, own: Parts, group: Matrices, told: str) -> torch.Tensor:
+    """What groups share, for each column where these have an order of their own."""
+    if not group.ordered:
+        return found
+    if "order" not in own:
+        raise SetupError(f"{told} lacks the order of its columns (g_idx)", _DAMAGED)
+    order = own["order"]().long()
+    if order.dim() != 1 or int(order.min()) < 0 or int(order.max()) >= found.shape[1]:
+        raise SetupError(f"{told} has columns in groups that have no scale (g_idx)", _DAMAGED)
+    return found[:, order]
 
 
 def read_stored(name: str, fields: Fields, storage: Storage, model: str) -> Stored:
     """A matrix as it is stored.
 
-    Raises `SetupError`, which names it, for scales that are missing or do not fit.
+    Raises `SetupError`, which names it, for scales or zeros that are missing or do not fit.
     """
     codes, told = fields.codes[name](), f"{name} of {model}"
     if name not in fields.scales:
@@ -97,13 +304,20 @@ def read_stored(name: str, fields: Fields, storage: Storage, model: str) -> Stor
         raise SetupError(f"{told} is {_said(codes)}, and has {theirs}", _DAMAGED)
     scales = fields.scales[name]()
     found = Stored(codes, scales, fields.zeros[name]() if storage.has_zeros else None, storage)
-    if list(scales.shape) != (shape := list(storage.scales_shape(found.shape))):
-        high, wide = storage.group
-        groups = f"blocks of {high} x {wide}" if wide else "a scale for each row"
+    high, wide = storage.group
+    shape = list(storage.scales_shape(found.shape))
+    for noun, field in (("scales", scales), ("zeros", found.zeros)):
+        if field is not None and list(field.shape) != shape:
+            groups = f"blocks of {high} x {wide}" if wide else "a scale for each row"
+            raise SetupError(
+                f"{told} has shape {list(found.shape)} and {noun} of shape {list(field.shape)}; "
+                f"with {groups} they are {shape}",
+                _ONE_SCALE if storage.kind == FP8 and wide and scales.numel() == 1 else _DAMAGED,
+            )
+    if storage.kind != FP8 and wide and found.shape[-1] % wide:
         raise SetupError(
-            f"{told} has shape {list(found.shape)} and scales of shape {list(scales.shape)}; with "
-            f"{groups} they are {shape}",
-            _ONE_SCALE if wide and scales.numel() == 1 else _DAMAGED,
+            f"{told} has shape {list(found.shape)}, and groups of {wide} do not divide its columns",
+            _DAMAGED,
         )
     return found
 
@@ -122,18 +336,18 @@ def dequantised(
 ) -> dict[str, Read]:
     """Readers of plain tensors in `dtype` for the tensors of a quantised checkpoint.
 
-    Raises as `scheme_of` does. So does a reader, with the tensor's name, when its scales do not fit
-    it.
+    Raises as `scheme_of` and `fields_of` do. So does a reader, with the tensor's name, when its
+    scales do not fit it.
     """
     scheme = scheme_of(settings, model)
-    if scheme is None:
+    if any(group.form == BLOCKS for group in scheme.groups):
         return _dequantised_mxfp4(tensors, dtype, model)
-    fields, storage = fields_of(tensors, scheme), scheme.storage
+    fields = fields_of(tensors, scheme, model)
 
-    def reader(name: str) -> Read:
+    def reader(name: str, storage: Storage) -> Read:
         return lambda part=None: same(read_stored(name, fields, storage, model).plain(dtype), part)
 
-    return fields.codes | {name: reader(name) for name in fields.scales}
+    return fields.codes | {name: reader(name, s) for name, s in fields.storages.items()}
 
 
 _ONE_SCALE = (
@@ -141,52 +355,6 @@ _ONE_SCALE = (
     "config.json"
 )
 _DAMAGED = "the weights are damaged, or do not belong to this config.json; download them again"
-
-
-def _fp8(settings: Settings, model: str) -> Scheme:
-    """transformers' own format."""
-    block = settings.get("weight_block_size", (128, 128))
-    if block is None:
-        return Scheme(Storage(FP8), one_scale=True)
-    return Scheme(Storage(FP8, _block(block, "weight_block_size", model)))
-
-
-def _block(block: Any, key: str, model: str) -> tuple[int, int]:
-    sizes = list(block) if isinstance(block, list | tuple) else []
-    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
-        raise _refused(key, block, model, "two numbers, or null for one scale a matrix")
-    return sizes[0], sizes[1]
-
-
-def _compressed_tensors(settings: Settings, model: str) -> Scheme:
-    """The format of llm-compressor and vLLM."""
-    if (form := settings.get("format")) != "float-quantized":
-        raise _refused("format", form, model, "float-quantized")
-    groups = settings.get("config_groups")
-    parts = list(groups.values()) if isinstance(groups, dict) else []
-    weights = [part.get("weights") if isinstance(part, dict) else None for part in parts]
-    first = weights[0] if weights else None
-    if not isinstance(first, dict) or any(other != first for other in weights):
-        raise _refused("config_groups", groups, model, "groups whose weights are stored alike")
-    for key, known in (
-        ("num_bits", (8,)),
-        ("type", ("float",)),
-        ("symmetric", (True,)),
-        ("strategy", ("tensor", "channel", "block")),
-    ):
-        if first.get(key) not in known:
-            told = " or ".join(map(str, known))
-            raise _refused(f"config_groups.weights.{key}", first.get(key), model, told)
-    if first["strategy"] != "block":
-        return Scheme(Storage(FP8), one_scale=first["strategy"] == "tensor")
-    return Scheme(Storage(FP8, _block(first.get("block_structure"), "block_structure", model)))
-
-
-def _refused(key: str, found: object, model: str, wanted: str) -> SetupError:
-    return SetupError(
-        f"config.json of {model}: quantization_config.{key} is {one_line(repr(found))}",
-        f"it has to be {wanted}; or take the checkpoint that it was made from",
-    )
 
 
 def _dequantised_mxfp4(tensors: dict[str, Read], dtype: torch.dtype, model: str) -> dict[str, Read]:
@@ -255,11 +423,3 @@ def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
 
 def _said(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of {list(tensor.shape)}"
-
-
-# By the `quant_method` of a config.
-FORMATS: dict[str, Callable[[Settings, str], Scheme | None]] = {
-    "fp8": _fp8,
-    "compressed-tensors": _compressed_tensors,
-    "mxfp4": lambda _, __: None,
-}

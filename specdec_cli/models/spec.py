@@ -15,4 +15,5 @@ class ModelSpec:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     file: str | None = None  # of several GGUF files
-    weights: str = "auto"  # auto | stored | dequantise
+    weights: str = "auto"  # auto | stored | dequantise | fp8
+    cache: str = "auto"  # auto | fp8, of keys and values

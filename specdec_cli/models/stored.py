@@ -4,26 +4,33 @@
 other families are dequantised while loading.
 """
 
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from specdec_kernels.linear.stored import KINDS, Storage, Stored
+from specdec_kernels.linear.stored import FP8, KINDS, Storage, Stored
 from torch import Tensor, nn
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.conversion import converted
+from specdec_cli.models.formats import Scheme, scheme_of
 from specdec_cli.models.fused_layer import family_of, matrices
 from specdec_cli.models.gate import quantisation
+from specdec_cli.models.gguf import tensors as gguf
+from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.held import StoredParameter
-from specdec_cli.models.quantised import read_stored, scaled, scheme_of
+from specdec_cli.models.quantised import fields_of, read_stored
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tp import Shards
-from specdec_cli.models.weights import Fields, Part, WrongShape, tensor_names
+from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_checkpoint, same
 
+_log = logging.getLogger("specdec")
 ReadStored = Callable[[Part | None], Stored]
 
 
@@ -31,72 +38,180 @@ def _unread(part: Part | None = None) -> torch.Tensor:
     raise AssertionError("only its name is used")
 
 
-def choose_form(module: Any, spec: ModelSpec, place: Path, shards: Shards) -> None:
-    """Mark the matrices that are to be held as stored. Raises `SetupError` for a quantisation that
-    is not understood, and `UsageError` where weights cannot stay as they are."""
-    scheme = None
-    if not is_gguf(place) and quantisation(module.config) is not None:
-        scheme = scheme_of(module.config.quantization_config, spec.name)
-    if spec.weights != "stored":
-        return
-    if scheme is None or family_of(module) is None:
-        reason = "its weights are not float8"
-        if scheme is not None:
-            reason = f"layers of {module.config.model_type} read plain weights"
-        raise UsageError(f"{spec.role}.weights: stored does not suit {spec.name}: {reason}")
-    names = None
-    if spec.load_format != "dummy":
-        held = scaled(tensor_names(place)).values()
-        names = converted(module, dict.fromkeys(held, _unread))[0].keys()
-    _hold_as_stored(module, scheme.storage, names, shards, spec.name)
-
-
-def _hold_as_stored(
-    module: Any, storage: Storage, names: Collection[str] | None, shards: Shards, model: str
+def choose_form(
+    module: Any, spec: ModelSpec, place: Path, shards: Shards, device: torch.device
 ) -> None:
-    """Mark the matrices of a module on meta, which has a fused form, that are held as stored.
+    """Mark the matrices that are to be held as stored, or quantised while they are loaded.
 
-    names: the module's names of matrices that the checkpoint has scales of; without a checkpoint
-    None, for all but the head. shards: this rank's parts. model: its name in messages. A tied head
-    stays plain, as the embedding does.
-
-    Raises `Unsupported`, which names the tensor, for groups that a part would cut, and for products
-    of which only a part is stored.
+    Raises `SetupError` for a quantisation that is not understood, and where `weights` asks for a
+    form that a matrix, by its name, or a model cannot have. With `auto` such matrices are
+    dequantised, and the log says so.
     """
-    embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings()
+    header = read_model(place) if is_gguf(place) else None
+    scheme, is_plain = None, header is None or gguf.is_plain(header)
+    if header is None and quantisation(module.config) is not None:
+        scheme, is_plain = scheme_of(module.config.quantization_config, spec.name), False
+        if scheme.unused:
+            _log.warning(
+                "%s is made for %s, and activations stay in the run's dtype: tools that quantise "
+                "them write other texts",
+                *(spec.name, " and ".join(scheme.unused)),
+            )
+    wanted, is_asked = spec.weights, spec.weights in ("stored", FP8)
+    if wanted == "auto":
+        wanted = "stored" if device.type == "cuda" and not is_plain else "dequantise"
+    if wanted == "dequantise":
+        return
+    reason = None
+    if wanted == FP8 and not is_plain:
+        reason = "its weights are quantised already"
+    elif wanted == "stored" and is_plain:
+        reason = "its weights are not quantised"
+    elif family_of(module) is None:
+        reason = f"layers of {module.config.model_type} read plain weights"
+    elif scheme is not None and (ordered := {g.ordered for g in scheme.groups} - {None}):
+        key = f"quantization_config.{ordered.pop()}"
+        reason = f"{key} orders the columns of groups, and products read them as they lie"
+    if reason is None:
+        if header is not None and wanted != FP8:
+            storages = {n: own for n, (own, _) in gguf.kept_readers(module, header).items()}
+        else:
+            storages = dict(_asked_storages(module, spec, place, scheme))
+        problems = _hold_as_stored(module, storages, shards, spec.name)
+        if header is not None and not (problems or stored_parameters(module)):
+            reason = "none of its matrices is Q4_0 or Q8_0, and others are dequantised"
+        elif not problems:
+            return
+    if reason is None:
+        if is_asked:
+            raise next(iter(problems.values()))
+        first = next(iter(problems.values())).message
+        reason = f"{len(problems)} matrices, of which the first is one: {first}"
+    if is_asked:
+        raise UsageError(f"{spec.role}.weights: {wanted} does not suit {spec.name}: {reason}")
+    _log.warning("weights of %s are dequantised: %s", spec.name, reason)
+
+
+def _asked_storages(
+    module: Any, spec: ModelSpec, place: Path, scheme: Scheme | None
+) -> Mapping[str, Storage]:
+    """The storage that each matrix of a module is to have, by its name; a tied head's too."""
+    if scheme is not None and spec.load_format != "dummy":
+        fields = Fields({}, {}, {}, {})
+        # Loading tells of files that are missing or damaged.
+        with suppress(SetupError), open_checkpoint(place, spec.allow_pickle) as tensors:
+            fields = fields_of(tensors, scheme, spec.name)
+        return storages_of(module, fields, spec.name)
+    head, found = module.get_output_embeddings(), dict[str, Storage]()
+    for name, owner, _, _ in _matrices(module):
+        path = name.removesuffix(".weight")
+        if owner is head or (scheme is not None and scheme.leaves(path)):
+            continue
+        group = None if scheme is None else scheme.of(path)
+        if scheme is None:
+            found[name] = Storage(FP8)
+        elif group is not None:
+            found[name] = group.storage
+    return found
+
+
+def storages_of(module: Any, fields: Fields, model: str) -> dict[str, Storage]:
+    """The storages of a module's matrices by its own names.
+
+    fields: by the file's. Raises `Unsupported` where matrices that the module stacks differ.
+    """
+    found: dict[str, Storage | None] = {}
+    plain: dict[str, Any] = {n: _unread for n in fields.codes if n not in fields.storages}
+    groups: list[tuple[Storage | None, dict[str, Any]]] = [(None, plain)]
+    for storage in dict.fromkeys(fields.storages.values()):
+        alike = [name for name, own in fields.storages.items() if own == storage]
+        groups.append((storage, dict.fromkeys(alike, _unread)))
+    for own, names in groups:
+        for name in converted(module, names)[0]:
+            if found.setdefault(name, own) != own:
+                raise Unsupported(model, f"parts of {name} are stored in different ways")
+    return {name: storage for name, storage in found.items() if storage is not None}
+
+
+def _matrices(module: Any) -> Iterator[tuple[str, Any, str, nn.Parameter]]:
+    """A module's matrices of products and stacked experts: name, owner, name there, parameter."""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        is_matrix = isinstance(owner, nn.Linear) and leaf == "weight"
-        is_stacked = parameter.dim() == 3 and not getattr(owner, "is_transposed", True)
+        is_stacked = parameter.dim() == 3 and hasattr(owner, "is_transposed")
+        if is_stacked or (isinstance(owner, nn.Linear) and leaf == "weight"):
+            yield name, owner, leaf, parameter
+
+
+def _hold_as_stored(
+    module: Any, storages: Mapping[str, Storage], shards: Shards, model: str
+) -> dict[str, SetupError]:
+    """Mark the matrices of a module on meta, which has a fused form, that are held as stored.
+
+    shards: this rank's parts. model: its name in messages. A tied head stays plain, as the
+    embedding does. Returns errors, by the names of the matrices that stay plain for them: groups
+    that a part would cut, and products of which only a part is stored.
+    """
+    embedding = module.get_input_embeddings().weight
+    problems: dict[str, SetupError] = {}
+    chosen: dict[str, tuple[Any, str, StoredParameter]] = {}
+    for name, owner, leaf, parameter in _matrices(module):
         is_tied = parameter is embedding or name in shards.tied
-        if is_tied or not (is_matrix or is_stacked):
+        if is_tied or (storage := storages.get(name)) is None:
             continue
-        if name in names if names is not None else owner is not head:
-            _check_edges(storage, parameter, shards.parts.get(name), f"{name} of {model}")
-            setattr(owner, leaf, StoredParameter.like(parameter, storage))
+        is_transposed = bool(getattr(owner, "is_transposed", False))
+        held = StoredParameter.like(parameter, storage, is_transposed=is_transposed)
+        if (problem := _edges(held, shards.parts.get(name), f"{name} of {model}")) is None:
+            chosen[name] = owner, leaf, held
+        else:
+            problems[name] = problem
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     for group in (group for layer in module.model.layers for group in matrices(layer)):
-        if len({getattr(parameter, "stored_as", None) for parameter in group}) > 1:
-            told = " and ".join(name_of[id(parameter)] for parameter in group)
-            raise Unsupported(model, f"{told} are one product, and stored in different ways")
+        names = [name_of[id(parameter)] for parameter in group]
+        if len({chosen[n][2].stored_as if n in chosen else None for n in names}) > 1:
+            told = f"{' and '.join(names)} are one product, and stored in different ways"
+            for name in names:
+                problems.setdefault(name, Unsupported(model, told))
+                chosen.pop(name, None)
+    for owner, leaf, held in chosen.values():
+        setattr(owner, leaf, held)
+    return problems
 
 
-def _check_edges(storage: Storage, parameter: Tensor, part: Part | None, told: str) -> None:
-    """Raise `SetupError` for a code or a group that the matrix or this rank's part would cut."""
-    width = parameter.shape[-1]
+def _edges(held: StoredParameter, part: Part | None, told: str) -> SetupError | None:
+    """The error of a code or a group that the matrix or this rank's part would cut."""
+    storage, width = held.stored_as, held.shape_written[-1]
     if width % (per_code := KINDS[storage.kind].per_code):
-        raise SetupError(f"{told} has {width} columns, and {per_code} of them share a code")
+        return SetupError(f"{told} has {width} columns, and {per_code} of them share a code")
     if part is None:
-        return
+        return None
+    part = stored_part(held, part)
     dim, size = part.dim - len(part.shape), part.shape[part.dim] // part.blocks
-    if not all(storage.can_cut(dim, place, size) for place in (part.start, part.stop)):
-        shared = "columns" if dim == -1 else "rows"
-        raise SetupError(
-            f"{told} cannot be split over ranks at {shared} {part.start} and {part.stop} of "
-            f"{size}: {storage.group[dim]} {shared} share a scale",
-            "take fewer ranks",
-        )
+    if all(storage.can_cut(dim, place, size) for place in (part.start, part.stop)):
+        return None
+    shared = "columns" if dim == -1 else "rows"
+    return SetupError(
+        f"{told} cannot be split over ranks at {shared} {part.start} and {part.stop} of "
+        f"{size}: {storage.group[dim]} {shared} share a scale",
+        "take fewer ranks, or weights: dequantise",
+    )
+
+
+def stored_part(held: StoredParameter, part: Part) -> Part:
+    """A rank's part of a parameter as that of its stored weight."""
+    if not held.is_transposed:
+        return part
+    experts, columns, rows = part.shape
+    return replace(part, dim=(0, 2, 1)[part.dim], shape=(experts, rows, columns))
+
+
+def quantised(held: StoredParameter, numbers: Tensor, part: Part | None) -> Stored:
+    """This rank's part of a plain weight in the form in which it is held.
+
+    numbers: the whole, on any device, since columns that a scale belongs to may be on other ranks.
+    """
+    whole = held.stored_as.quantised(numbers.transpose(1, 2) if held.is_transposed else numbers)
+    return whole if part is None else part_of(whole, stored_part(held, part))
 
 
 def stored_parameters(module: Any) -> dict[str, StoredParameter]:
@@ -115,13 +230,27 @@ def part_of(whole: Stored, part: Part) -> Stored:
     return found[0] if part.blocks == 1 else Stored.joined(found)
 
 
-def stored_reader(name: str, fields: Fields, storage: Storage, model: str) -> ReadStored:
-    """A reader of one weight, or of this rank's part; it raises as `read_stored` does."""
+def stored_reader(read_whole: Callable[[], Stored], held: StoredParameter) -> ReadStored:
+    """A reader of one weight, or of this rank's part; it raises as `read_whole` does."""
 
     def read(part: Part | None = None) -> Stored:
-        whole = read_stored(name, fields, storage, model)
-        if part is not None and whole.shape != part.shape:
+        whole = read_whole()
+        if part is None:
+            return whole
+        part = stored_part(held, part)
+        if whole.shape != part.shape:
             raise WrongShape(whole.shape)
-        return whole if part is None else part_of(whole, part)
+        return part_of(whole, part)
+
+    return read
+
+
+def plain_reader(module: Any, name: str, fields: Fields, dtype: torch.dtype, model: str) -> Read:
+    """A reader of a stored weight's numbers, for a parameter that holds them."""
+    is_transposed = getattr(module.get_submodule(name.rpartition(".")[0]), "is_transposed", False)
+
+    def read(part: Part | None = None) -> Tensor:
+        numbers = read_stored(name, fields, fields.storages[name], model).plain(dtype)
+        return same(numbers.transpose(1, 2) if is_transposed else numbers, part)
 
     return read

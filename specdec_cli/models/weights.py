@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from specdec_kernels.linear.stored import Storage
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.config_file import LFS_HINT, is_lfs_pointer
@@ -77,12 +78,14 @@ class Read(Protocol):
 class Fields(NamedTuple):
     """Readers of what a checkpoint holds of its weights, by the weights' names.
 
-    codes: of plain tensors too. scales, zeros: of those that are stored, as in `ops.Stored`.
+    codes: of plain tensors too. scales, zeros: of those that are stored, as in `ops.Stored`, with
+    their storages.
     """
 
     codes: dict[str, Read]
     scales: dict[str, Read]
     zeros: dict[str, Read]
+    storages: dict[str, Storage]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.text import is_unicode, parse_bytes
+from specdec_cli.text import is_unicode, parse_bytes, shown
 
 _YES = frozenset({"yes", "on", "y", "true"})
 _NO = frozenset({"no", "off", "n", "false"})
@@ -81,6 +81,7 @@ MAX_BATCH = 2**16  # far above what any device decodes together
 MAX_BYTES = 2**63 - 1
 # torch counts a timeout's nanoseconds in 64 bits: ten times as many seconds overflow.
 MAX_SECONDS = 1e9
+MAX_RATE = 1e6
 
 Text = Annotated[StrictStr, _ENCODED, _NO_NUL]
 Words = Annotated[StrictStr, Field(min_length=1), _ENCODED, _NO_NUL]
@@ -95,6 +96,33 @@ Truth = Annotated[StrictBool, BeforeValidator(_yes_or_no)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_word)]
 NUMBER = BeforeValidator(_number)  # behind limits, which JSON Schema has no names for before it
 Probability = Annotated[float, Field(ge=0.0, le=1.0), NUMBER]
+
+
+def _rates(value: object) -> object:
+    """A single rate as a list; YAML reads `.inf` as a number."""
+    each = list(value) if isinstance(value, list | tuple) else [value]
+    return None if value is None else tuple("inf" if one == float("inf") else one for one in each)
+
+
+def _rate(value: object) -> object:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value != "inf" and not (is_number and 0.0 < float(str(value)) <= MAX_RATE):
+        told = "should be a number of requests a second above 0, or inf, not {value}"
+        raise PydanticCustomError("rate", told, {"value": shown(value)})
+    return value
+
+
+def _rising(rates: tuple[float | str, ...]) -> tuple[float | str, ...]:
+    return tuple(sorted(set(rates), key=float))
+
+
+_Rate = Annotated[float | Literal["inf"], BeforeValidator(_rate)]
+Rates = Annotated[
+    tuple[_Rate, ...],
+    Field(min_length=1),
+    AfterValidator(_rising),
+    BeforeValidator(_rates, json_schema_input_type=tuple[_Rate, ...] | _Rate | None),
+]
 
 
 class Section(BaseModel):

@@ -46,12 +46,14 @@ from specdec_cli.recipe.fields import (
     GgufName,
     Name,
     Place,
+    Rates,
     Section,
     Switch,
     Text,
     Truth,
     Words,
 )
+from specdec_cli.recipe.objectives import objective
 
 
 class ModelSection(Section):
@@ -76,9 +78,10 @@ class ModelSection(Section):
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="dummy draws random weights of the model's shape (for timing)"
     )
-    weights: Literal["auto", "stored", "dequantise"] = Field(
+    weights: Literal["auto", "stored", "dequantise", "fp8"] = Field(
         default="auto",
-        description="of fp8 checkpoints: stored keeps codes, dequantise (auto) makes plain ones",
+        description="of quantised checkpoints: stored (auto on CUDA) keeps codes, dequantise (auto "
+        "on CPU) makes plain ones; fp8 quantises plain weights while loading",
     )
 
 
@@ -195,6 +198,10 @@ class CacheSection(Section):
     """The KV cache that both models' blocks come from."""
 
     block_size: Count = Field(default=16, description="tokens a block")
+    dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="of keys and values; auto is the models', and fp8 (e4m3) changes the text",
+    )
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0), NUMBER] = Field(
         default=0.9, description="part of the device's memory that may be used in all"
     )
@@ -264,6 +271,48 @@ class EngineSection(Section):
     retries: CountOrZero = Field(
         default=2, description="further attempts at a request that failed in passing"
     )
+
+
+class LoadSection(Section):
+    """Requests that arrive at a rate, in a sweep. See docs/load.md."""
+
+    request_rate: Rates | None = Field(
+        default=None,
+        description="requests a second, each rate a point of its own, and inf for all at once; "
+        "null measures a closed batch",
+    )
+    arrivals: Place = Field(
+        default="poisson",
+        description="poisson, constant, gamma:SHAPE or a file of due times, in seconds, one a line",
+    )
+    max_concurrency: Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)] | None = Field(
+        default=None,
+        description="most requests under way; null is run.batch_size, or no limit for servers",
+    )
+    duration_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] | None = Field(
+        default=None, description="seconds over which arrivals are measured, if prompts are too few"
+    )
+    slo: dict[Name, StrictStr] = Field(
+        default={}, description="objectives: ttft, tpot or e2el, each with a time such as 500ms"
+    )
+
+    @field_validator("slo")
+    @classmethod
+    def _times_have_units(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, text in value.items():
+            try:
+                objective(name, text)
+            except ValueError as problem:
+                raise PydanticCustomError("slo", "{told}", {"told": str(problem)}) from None
+        return value
+
+    @model_validator(mode="after")
+    def _counts_at_rates(self) -> Self:
+        for key, info in type(self).model_fields.items() if self.request_rate is None else ():
+            if getattr(self, key) != info.default:
+                told = "needs load.request_rate (--request-rate)"
+                raise PydanticCustomError("load", "{told}", {"key": key, "told": told})
+        return self
 
 
 class DataSection(Section):
@@ -347,6 +396,7 @@ class Recipe(Section):
     cache: CacheSection = CacheSection()
     run: RunSection = RunSection()
     engine: EngineSection = EngineSection()
+    load: LoadSection = LoadSection()
     data: DataSection | None = None
 
     @model_validator(mode="before")
@@ -420,7 +470,7 @@ def section_models() -> dict[str, type[BaseModel]]:
 
 
 # Sections whose keys plugins know, or chat templates, or servers.
-OPEN_SECTIONS = ("speculation.options.", "data.template.", "engine.env.")
+OPEN_SECTIONS = ("speculation.options.", "data.template.", "engine.env.", "load.slo.")
 INNER_SECTIONS: dict[str, type[BaseModel]] = {"speculation.length": LengthSection}
 
 

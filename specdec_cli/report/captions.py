@@ -40,7 +40,7 @@ def break_even(content: Content) -> str:
         return ""
     ratio, point, even = max(found, key=lambda item: item[0])
     rate = point.number("draft_acceptance_rate")
-    name = f"{setting_in_words(run, point)} at batch size {point.batch_size}"
+    name = f"{setting_in_words(run, point)} at {point.level_in_words}"
     if ratio <= 1:
         return f" No point does; {name} comes closest, {100 * (1 - ratio):.0f} % below."
     needs = even.draft_acceptance_rate
@@ -95,7 +95,7 @@ def latencies(content: Content) -> str:
 
 
 def _is_its_baseline(plain: Point, point: Point) -> bool:
-    same = (plain.batch_size, plain.target_tp) == (point.batch_size, point.target_tp)
+    same = (plain.level, plain.target_tp) == (point.level, point.target_tp)
     return plain.is_baseline and same and plain.draft in (None, point.draft)
 
 

@@ -32,7 +32,7 @@ def card(
     shown = leader if point.is_baseline or best.is_open else point
     name = "Recommended" if best.verdict == "use" else "Fastest with proposals"
     if shown is not None:
-        found.append((name, f"{setting_in_words(run, shown)}, batch size {shown.batch_size}"))
+        found.append((name, f"{setting_in_words(run, shown)}, {shown.level_in_words}"))
         if (gain := shown.speedup or shown.predicted_speedup) is not None:
             found.append(("Gain", f"{times(gain)}{interval_in_words(shown.speedup_ci)}"))
         found += [("Memory", told) for told in _memory(run, shown)]
@@ -45,7 +45,7 @@ def card(
 
 def _with_proposals(run: ReportedRun, best: Finding) -> Point | None:
     """The fastest point with proposals at the finding's batch size."""
-    points = [p for p in run.points if p.batch_size == best.batch_size and not p.is_baseline]
+    points = [p for p in run.points if p.level == best.level and not p.is_baseline]
     known = [p for p in points if (p.speedup or p.predicted_speedup) is not None]
     return max(known, key=lambda p: p.speedup or p.predicted_speedup or 0.0, default=None)
 
@@ -100,4 +100,6 @@ def _would_change(best: Finding, shown: Point | None) -> list[str]:
             f"prompts or a draft with {way} than {100 * needs:.0f} % of proposals accepted "
             f"({100 * rate:.0f} % here)"
         )
+    if best.rate is not None:
+        return [*found, f"another load than {best.level_in_words}: a round's cost grows with it"]
     return [*found, f"another batch size than {best.batch_size}: a round's cost grows with it"]

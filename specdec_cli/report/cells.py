@@ -7,7 +7,12 @@ from functools import partial
 from typing import Any
 
 from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.folders.records import CategoryMetrics, Point, blocks_in_words
+from specdec_cli.experiment.folders.records import (
+    CategoryMetrics,
+    Point,
+    blocks_in_words,
+    rate_name,
+)
 from specdec_cli.experiment.statistics.stats import FEWEST, proposing_rate
 from specdec_cli.report.folder import ReportedRun
 
@@ -79,7 +84,8 @@ def _proposing(point: Point) -> float | None:
 
 TARGET_TP = Cell("target TP", lambda p: p.target_tp)
 DRAFT_TP = Cell("draft TP", lambda p: None if p.is_baseline else p.draft_tp)
-BATCH = Cell("batch", lambda p: p.batch_size)
+BATCH = Cell("batch", lambda p: p.batch_size or None)
+RATE = Cell("requests/s", lambda p: None if p.request_rate is None else rate_name(p.request_rate))
 K = Cell("k", lambda p: p.k)
 PROMPTS = Cell("prompts", number("num_prompts"))
 SPEEDUP = Cell(*("speed-up", speedup, "×", 2, "x k = 0"), interval=lambda p: p.speedup_ci)
@@ -96,6 +102,26 @@ ACCEPTED = Cell(
 EQUAL = Cell("against equal TP", number("speedup_vs_equal_tp"), "×", 2, "x equal TP")
 BLOCKS = Cell("blocks", lambda p: blocks_in_words(p.blocks_per_rank) or None)
 PREDICTED = Cell("predicted", lambda p: p.predicted_speedup or None, "×", 3)
+LOAD = [
+    Cell("offered", lambda p: p.load.offered_rate, "/s", 2, "offered/s"),
+    Cell("answered", lambda p: p.load.achieved_rate, "/s", 2, "answered/s"),
+    Cell("under way", lambda p: p.load.max_in_flight),
+    Cell(
+        *("good", lambda p: percent(p.load.slo_attainment), "%", 1),
+        places=0,
+    ),
+    Cell(
+        *("goodput", lambda p: p.load.goodput, "/s", 2, "goodput/s"),
+        interval=lambda p: p.load.goodput_ci,
+    ),
+    *(
+        Cell(f"{title} {p}", number(name, p), "ms", 1, f"{title} {p} ms", 0)
+        for title, name in (("first token", "ttft_ms"), ("whole", "e2el_ms"))
+        for p in ("p50", "p99")
+    ),
+    SPEEDUP,
+    Cell("state", lambda p: "overloaded" if p.load.overloaded else None),
+]
 TIMES = {
     part: Cell(part, number(f"{part}_ms"), "ms", 3, f"{part} ms") for part in (*STAGES, "round")
 }
@@ -191,4 +217,5 @@ def by_point(
     """A table with a row for each point. Its first cells name the point."""
     draft = Cell("draft", lambda p: run.labels[p.draft])
     setting = (TARGET_TP, DRAFT_TP) if run.is_comparison else (draft,)
-    return table_of(texts, points, (*setting, BATCH, K, *cells), strong)
+    rate = (RATE,) if any(p.request_rate is not None for p in run.points) else ()
+    return table_of(texts, points, (*rate, *setting, BATCH, K, *cells), strong)

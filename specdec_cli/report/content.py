@@ -36,9 +36,10 @@ class Content:
         self.lossless = lossless_in_words(run.summary)
         self.setup = _setup(run)
         shown = _point_for_categories(run, self.bests)
-        of_shown = next((b for b in self.bests if shown and b.batch_size == shown.batch_size), None)
+        of_shown = next((b for b in self.bests if shown and b.level == shown.level), None)
         self.tables: Mapping[str, Table | None] = {
             "results": tables.results(run, self.bests),
+            "load": tables.load(run, self.bests),
             "degrees": tables.degrees(run),
             "break_even": tables.break_even(run),
             "comparisons": tables.comparisons(run),
@@ -51,8 +52,8 @@ class Content:
         }
         self.category_point, self.shown = "", shown
         if shown is not None:
-            place = f"batch size {shown.batch_size}"
-            self.category_point = f"{findings.setting_in_words(run, shown)}, {place}."
+            setting = findings.setting_in_words(run, shown)
+            self.category_point = f"{setting}, {shown.level_in_words}."
         self.deployment = deployment(run, self.bests)
         self.card = card(run, self.bests, self.deployment)
 

@@ -36,6 +36,7 @@ def csv_tables(run: ReportedRun) -> dict[str, str]:
 LATEX = (
     *(
         "results",
+        "load",
         "break_even",
         "comparisons",
         "category_pairs",
@@ -121,6 +122,7 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     order = {
         "degrees": "speeds",
         "results": "speedup",
+        "load": "load",
         "break_even": "break_even",
         "comparisons": "comparisons",
         "rounds": "rounds",

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from specdec_cli.core.figures import Rate
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.folders.conclusions import Best, BestPair, Fastest
-from specdec_cli.experiment.folders.records import Point
+from specdec_cli.experiment.folders.conclusions import Best, BestPair, Fastest, SweepSummary
+from specdec_cli.experiment.folders.records import Point, rate_in_words, rate_name
 from specdec_cli.experiment.statistics.noise import disturbances, off_points
 from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
@@ -20,7 +21,7 @@ _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding at a batch size.
+    """The finding at a batch size, or at a rate of requests.
 
     point: the best; None if nothing could be measured; k = 0 means no speculation. recorded: the
     run's own record of it; without one it is the fastest of the points there are. tied: other
@@ -35,6 +36,16 @@ class Finding:
     tied: tuple[str, ...] = ()
     is_disturbed: bool = False
     fastest: Point | None = None
+    rate: Rate | None = None
+
+    @property
+    def level(self) -> tuple[float, int]:
+        """As `Point.level`."""
+        return float(self.rate or 0.0), self.batch_size
+
+    @property
+    def level_in_words(self) -> str:
+        return f"batch size {self.batch_size}" if self.rate is None else rate_in_words(self.rate)
 
     @property
     def reason(self) -> str:
@@ -103,17 +114,27 @@ def residuals_in_words(run: ReportedRun) -> str:
 
 
 def best_by_batch_size(run: ReportedRun) -> list[Finding]:
-    """The best point at each batch size, in order."""
+    """The best point at each batch size or rate, in order."""
     found = []
-    for size in sorted({p.batch_size for p in run.points}):
-        best = run.summary.best_by_batch_size.get(str(size)) if run.summary is not None else None
-        named = _recorded(run, size, best) if best is not None else None
-        found.append(named or _fastest(run, size))
+    for level in sorted({p.level for p in run.points}):
+        at = [p for p in run.points if p.level == level]
+        best = _best_at(run, at[0])
+        named = _recorded(run, at, best) if best is not None else None
+        found.append(named or _fastest(run, at))
     return found
 
 
-def _recorded(run: ReportedRun, size: int, best: Best | BestPair) -> Finding | None:
-    points = [p for p in run.points if (p.is_ok or p.is_predicted) and p.batch_size == size]
+def _best_at(run: ReportedRun, point: Point) -> Best | BestPair | None:
+    """The run's own record of the best at the level of a point."""
+    if run.summary is None:
+        return None
+    if point.request_rate is not None and isinstance(run.summary, SweepSummary):
+        return run.summary.best_by_request_rate.get(rate_name(point.request_rate))
+    return run.summary.best_by_batch_size.get(str(point.batch_size))
+
+
+def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -> Finding | None:
+    points = [p for p in every if p.is_ok or p.is_predicted]
     chosen = next((p for p in points if _is_named(p, best)), None)
     if run.summary is None or chosen is None:
         return None
@@ -130,12 +151,13 @@ def _recorded(run: ReportedRun, size: int, best: Best | BestPair) -> Finding | N
         fastest = fastest or max(points, key=_gain)
     own = (f"k = {chosen.k}", _named(chosen.k, chosen.draft))
     return Finding(
-        size,
+        chosen.batch_size,
         chosen,
         best,
         tuple(one for one in dict.fromkeys(tied) if one not in own),
         bool(disturbances(run.summary.warnings)),
         fastest,
+        chosen.request_rate,
     )
 
 
@@ -157,15 +179,16 @@ def _named(k: int, draft: str | None) -> str:
     return f"k = {k} with draft {draft}" if k and draft is not None else f"k = {k}"
 
 
-def _fastest(run: ReportedRun, size: int) -> Finding:
-    points = [p for p in run.points if p.is_ok and p.batch_size == size]
+def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:
+    points = [p for p in every if p.is_ok]
     # Speed-ups at different target TPs have different baselines.
     name = "decode_tokens_per_second"
     by_speed = run.is_comparison
     speeds = [
         (s, -p.k, p) for p in points if (s := p.number(name) if by_speed else p.speedup) is not None
     ]
-    return Finding(size, max(speeds, key=lambda item: item[:2])[2] if speeds else None)
+    fastest = max(speeds, key=lambda item: item[:2])[2] if speeds else None
+    return Finding(every[0].batch_size, fastest, rate=every[0].request_rate)
 
 
 def setting_in_words(run: ReportedRun, point: Point) -> str:
@@ -191,7 +214,7 @@ def interval_in_words(interval: Sequence[float] | None) -> str:
 def answer(run: ReportedRun, best: Finding) -> str:
     """The finding at one batch size, a sentence or two."""
     point = best.point
-    at = f"at batch size {best.batch_size}"
+    at = f"at {best.level_in_words}"
     if point is None:
         return f"Nothing was measured {at}."
     if best.is_open:
@@ -253,7 +276,7 @@ def _with_proposals(run: ReportedRun, best: Finding) -> list[tuple[float, Point]
     return [
         (s, p)
         for p in run.points
-        if p.batch_size == best.batch_size and not p.is_baseline and (s := p.speedup) is not None
+        if p.level == best.level and not p.is_baseline and (s := p.speedup) is not None
     ]
 
 
@@ -286,19 +309,26 @@ def headline(run: ReportedRun, bests: list[Finding]) -> str:
     if all(b.point is not None and b.point.is_baseline for b in found):
         if any(_is_within_chance(run, best) for best in found):
             return "No speculation: nothing is faster than plain decoding beyond chance."
-        return "No speculation: plain decoding is fastest at every batch size."
+        return f"No speculation: plain decoding is fastest at every {_levels(found)}."
     settings = {setting_in_words(run, b.point) for b in found if b.point is not None}
     if len(settings) == 1:
         speeds = [s for b in found if b.point and (s := b.point.speedup) is not None]
         span = f", {times(min(speeds))} to {times(max(speeds))}" if speeds else ""
         (what,) = settings
         word = "Best" if run.is_comparison else "Recommended"
-        return f"{word} at every batch size: {what}{span} the speed of plain decoding."
+        return f"{word} at every {_levels(found)}: {what}{span} the speed of plain decoding."
     parts = [
-        f"at {b.batch_size}: {setting_in_words(run, b.point)}" for b in found if b.point is not None
+        f"at {b.batch_size if b.rate is None else rate_name(b.rate)}: "
+        f"{setting_in_words(run, b.point)}"
+        for b in found
+        if b.point is not None
     ]
     which = "best" if run.is_comparison else "recommended k"
-    return f"The {which} depends on batch size. A{'; '.join(parts)[1:]}."
+    return f"The {which} depends on {_levels(found)}. A{'; '.join(parts)[1:]}."
+
+
+def _levels(found: Sequence[Finding]) -> str:
+    return "batch size" if found[0].rate is None else "request rate"
 
 
 def warnings(run: ReportedRun) -> list[Notice]:

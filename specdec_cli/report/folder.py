@@ -161,7 +161,7 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
     """The last record of each setting, since a resumed run retries failed points."""
 
     def place(p: Point) -> tuple[Any, ...]:
-        return (p.draft or "", p.target_tp or 0, p.batch_size, p.draft_tp or 0, p.k)
+        return (p.draft or "", p.target_tp or 0, *p.level, p.draft_tp or 0, p.k)
 
     last = {place(point): point for point in records}
     found = [last[at] for at in sorted(last)]
@@ -170,7 +170,12 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
 
 def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
     """The point with its speed-up, from decoding speeds if the run ended before computing it."""
-    if point.metrics is None or point.speedup is not None or point.impossible_speedup is not None:
+    if (
+        point.load is not None
+        or point.metrics is None
+        or point.speedup is not None
+        or point.impossible_speedup is not None
+    ):
         return point
     base = baseline_of(points, point)
     plain = base.number("decode_tokens_per_second") if base is not None else None
@@ -179,9 +184,9 @@ def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
 
 
 def baseline_of(points: Sequence[Point], point: Point) -> Point | None:
-    """The baseline of a point: plain decoding at its batch size and target TP."""
-    place = (point.batch_size, point.target_tp)
-    same = [p for p in points if p.is_ok and p.is_baseline and (p.batch_size, p.target_tp) == place]
+    """The baseline of a point: plain decoding at its batch size or rate and target TP."""
+    place = (point.level, point.target_tp)
+    same = [p for p in points if p.is_ok and p.is_baseline and (p.level, p.target_tp) == place]
     return next(iter([p for p in same if p.draft == point.draft] or same), None)
 
 

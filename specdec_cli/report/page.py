@@ -20,6 +20,7 @@ _MOST_ROWS = 12  # of a table that is not folded
 _SECTIONS = (
     ("The best draft TP", "speeds", "degrees"),
     ("Speed", "speedup", "results"),
+    ("Under load", "load", "load"),
     ("Break-even", "break_even", "break_even"),
     ("Arm against arm", "comparisons", "comparisons"),
     ("Arm against arm, by category", "", "category_pairs"),

@@ -21,6 +21,7 @@ from specdec_cli.report.drawings.canvas import (
 from specdec_cli.report.drawings.categories import draw_categories
 from specdec_cli.report.drawings.comparisons import draw_comparisons
 from specdec_cli.report.drawings.experts import draw_experts
+from specdec_cli.report.drawings.load import draw_load
 from specdec_cli.report.drawings.panels import axis_of
 from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
@@ -100,6 +101,13 @@ def plots(
             f"Speed-up over plain decoding by {axis_of(run)}, with 95 % intervals; a ring marks "
             "the recommended point, a square the fastest where that is another.",
             lambda figure: draw_speedup(figure, run, content.bests),
+        ),
+        (
+            "load",
+            "Under load",
+            "Goodput, mean time of a request from the time at which it is due, and the recommended "
+            "k, by rate of requests; overloaded points are left out.",
+            lambda figure: draw_load(figure, run, content.bests),
         ),
         (
             "speeds",

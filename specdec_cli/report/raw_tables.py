@@ -10,6 +10,10 @@ from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.tables import counts_experts
 
 _SETTING = ("draft", "target_tp", "draft_tp", "k", "batch_size")
+_LOAD = (
+    *("offered_rate", "achieved_rate", "window_seconds", "num_requests", "num_failed"),
+    *("num_unmeasured", "max_in_flight", "overloaded", "slo_attainment", "goodput"),
+)
 _FIGURES = (
     *("decode_tokens_per_second", "output_tokens_per_second", "mean_acceptance_length"),
     *("tokens_per_round", "draft_acceptance_rate", "num_drafts", "num_draft_tokens"),
@@ -36,12 +40,14 @@ def raw_points(run: ReportedRun) -> Table:
     if run.is_comparison:
         setting = ("target_tp", "draft_tp", "batch_size", "k")
         names = (*names, "num_blocks", "speedup_vs_equal_tp")
+    has_rates = any(point.load is not None for point in run.points)
     parts = [name for name in TTFT_PARTS if any(_part(p, name) is not None for p in run.points)]
 
     def row(point: Point) -> dict[str, Value]:
         even = point.break_even
         return (
-            {name: getattr(point, name) for name in (*setting, "status", "reason", "speedup")}
+            _rated(point, has_rates=has_rates)
+            | {name: getattr(point, name) for name in (*setting, "status", "reason", "speedup")}
             | _ends("speedup", point)
             | _ends("mean_acceptance_length", point)
             | {
@@ -56,9 +62,26 @@ def raw_points(run: ReportedRun) -> Table:
                 for part in ("mean", *PERCENTILES)
             }
             | {f"ttft_{name}_ms": _part(point, name) for name in parts}
+            | (_of_load(point) if has_rates else {})
         )
 
     return _table("points", [row(point) for point in run.points])
+
+
+def _rated(point: Point, *, has_rates: bool) -> dict[str, Value]:
+    return {"request_rate": point.request_rate} if has_rates else {}
+
+
+def _of_load(point: Point) -> dict[str, Value]:
+    """The columns of a point's load, empty without one."""
+    load = point.load
+    found = {name: getattr(load, name, None) for name in _LOAD}
+    found |= _ends("slo_attainment", load) | _ends("goodput", load)
+    late = load.send_lag_ms if load is not None else None
+    for part in ("mean", *PERCENTILES):
+        found[f"e2el_{part}_ms"] = point.number("e2el_ms", part)
+        found[f"send_lag_{part}_ms"] = getattr(late, part, None)
+    return found
 
 
 def _table(name: str, rows: Sequence[Mapping[str, Value]]) -> Table:
@@ -97,7 +120,7 @@ def raw_acceptance(run: ReportedRun) -> Table:
         for point in run.points
         if point.metrics is not None
         for position, pair in enumerate(
-            zip(*(getattr(point.metrics, f"{rate}_per_pos") for rate in rates), strict=True),
+            zip(*(getattr(point.metrics, f"{rate}_per_pos") or () for rate in rates), strict=True),
             start=1,
         )
     ]

@@ -48,6 +48,20 @@ def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
     return by_point(("results", "Every point", note), run, shown, cells, strong)
 
 
+def load(run: ReportedRun, bests: Sequence[Finding]) -> Table | None:
+    """Requests that arrive at rates, by point; None without."""
+    points = [p for p in run.points if p.load is not None]
+    if not points:
+        return None
+    best = {id(b.point) for b in bests if b.point is not None}
+    strong = frozenset(i for i, p in enumerate(points) if id(p) in best)
+    note = (
+        "Latencies run from the time at which a request is due. Good: the share of requests that "
+        "meet every objective. An overloaded point has no latencies: they grow as long as it lasts."
+    )
+    return by_point(("load", "Under load", note), run, points, cell.LOAD, strong)
+
+
 def break_even(run: ReportedRun) -> Table | None:
     """The acceptance at which each point is as fast as plain decoding; None without one."""
     points = [p for p in run.points if p.break_even is not None]

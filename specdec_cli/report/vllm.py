@@ -151,6 +151,8 @@ def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
         and best.batch_size is not None
         and (best.point.is_baseline or best.point.draft == draft)
     ]
+    if any(best.rate is not None for best in bests):
+        return []
     changes = [(size, k) for i, (size, k) in enumerate(ks) if i == 0 or k != ks[i - 1][1]]
     if len(changes) < 2:
         return []
@@ -184,9 +186,15 @@ def _command(
     parts = ["vllm", "serve", target]
     if isinstance(tp, int) and tp > 1:
         parts += ["--tensor-parallel-size", str(tp)]
+    parts += _cache_flag(run)
     if config is not None:
         parts += ["--speculative-config", json.dumps(config)]
     return shlex.join(parts)
+
+
+def _cache_flag(run: ReportedRun) -> list[str]:
+    """The flag of both engines for a cache in fp8."""
+    return ["--kv-cache-dtype", "fp8_e4m3"] if run.setting("cache", "dtype") == "fp8" else []
 
 
 def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
@@ -195,6 +203,7 @@ def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
     parts = ["python", "-m", "sglang.launch_server", "--model-path", target]
     if isinstance(tp, int) and tp > 1:
         parts += ["--tp-size", str(tp)]
+    parts += _cache_flag(run)
     if point is None:
         return shlex.join(parts)
     own = point.draft if without_draft(point.draft) else run.method_of(point.draft)

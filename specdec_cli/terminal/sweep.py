@@ -185,13 +185,16 @@ def failure_line(pair: Pair, batch_size: int, failure: Failure) -> str:
 
 def point_line(point: Point) -> str:
     """A point in one line for logs."""
-    name = f"{point.draft or 'no draft'}, batch {point.batch_size}, k={point.k}"
+    at = f"batch {point.batch_size}" if point.request_rate is None else point.level_in_words
+    name = f"{point.draft or 'no draft'}, {at}, k={point.k}"
     metrics = point.metrics
     if metrics is None:
         predicted = point.predicted_speedup
         about = f", predicted {predicted:.2f}x" if predicted is not None else ""
         return f"{name}: {point.status}: {point.reason or ''}{about}"
     line = f"{name}: {metrics.decode_tokens_per_second:.1f} tokens/s"
+    if point.load is not None and point.load.overloaded:
+        line += f", overloaded at {point.load.achieved_rate or 0:.2f} answers/s"
     if point.impossible_speedup is not None:
         line += ", an impossible speed-up"
     elif point.speedup is not None:
@@ -210,6 +213,9 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
     out.print(table, soft_wrap=False)
     if left_out:
         render.say(f"left out on this narrow terminal: {', '.join(left_out)}", out)
+    if loads := load_table(document["points"], out.width):
+        out.print()
+        out.print(loads, soft_wrap=False)
     categories = _category_table(document, out.width)
     if categories is not None:
         out.print()
@@ -223,6 +229,8 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
         if with_pairs and by_category:
             render.say(_MANY, out)
     out.print()
+    for told in load_lines(document):
+        render.say(told, out)
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
         tied = _tied(best, with_draft=with_draft)
@@ -237,6 +245,30 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
         render.say(about_tokens, out)
     if (check := document.get("lossless_check")) is not None:
         render.say(check_line(check), out)
+
+
+def load_table(points: Sequence[Point], width: int) -> Table | None:
+    """The table of points at rates; None without."""
+    shown = [p for p in points if p.load is not None]
+    if not shown:
+        return None
+    named = [cell.RATE, cell.K]
+    if has_several_drafts(points):
+        named.append(Cell("draft", lambda p: one_line(p.draft or _NO_DRAFT)))
+    columns = cell.columns_of([*named, *cell.LOAD], shown)
+    columns = {title: of for title, of in columns.items() if any(of)}
+    spare = ["first token p50 ms", "first token p99 ms", "whole p99 ms", "offered/s", "under way"]
+    return render.table_within(width, columns, spare=spare, names=["draft"])[0]
+
+
+def load_lines(document: Mapping[str, Any]) -> list[str]:
+    """The recommendation at each rate, and where it changes."""
+    best: Mapping[str, Best] = document.get("best_by_request_rate", {})
+    words = {"use": "recommended: ", "inconclusive": "inconclusive: "}
+    found = [f"{words.get(one.verdict or '', '')}{one.reason}" for one in best.values()]
+    if (at := document.get("crossover")) is not None and at.below and at.above:
+        found.append(f"speculation pays up to {at.below:g} requests/s, none from {at.above:g} on")
+    return found
 
 
 def _first_token_line(
@@ -264,6 +296,8 @@ def results_table(points: Sequence[Point], width: int) -> tuple[Table, list[str]
     columns: dict[str, list[str]] = {}
     if has_several_drafts(points):
         columns["draft"] = [one_line(p.draft or _NO_DRAFT) for p in points]
+    if any(p.request_rate is not None for p in points):
+        columns |= cell.columns_of([cell.RATE], points)
     if len({p.batch_size for p in points}) > 1:
         columns |= cell.columns_of([cell.BATCH], points)
     speeds = [cell.K, cell.LENGTH, cell.PROPOSING, cell.OVERALL, cell.ACCEPTED, cell.SPEED]

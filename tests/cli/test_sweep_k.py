@@ -714,6 +714,21 @@ def test_several_drafts_load_the_target_once(
     assert (check["num_prompts"], check["num_compared"], check["passed"]) == (4, 8, True)
 
 
+def test_a_cache_in_fp8(capsys: Capture, whole: tuple[Path, dict[str, Any]]) -> None:
+    """It changes the text, which is told once, and is the same with every draft and without."""
+    options = [*ONCE, "--draft", "demo:draft", "--draft", "demo:eagle3", "--k", "2"]
+    options += ["--limit", "2", "--check-lossless", "--set", "cache.dtype=fp8", "--json"]
+    result = specdec(capsys, "sweep-k", "demo", *QUICK, *options)
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    check = document["lossless_check"]
+    assert (check["num_compared"], check["passed"]) == (4, True)
+    assert [w["code"] for w in document["warnings"]].count("rounded_cache") == 1
+    assert result.err.count("keys and values are held in fp8") == 1
+    assert document["environment"]["target_kv_cache"] == "float8_e4m3fn, scales of 1"
+    assert "target_kv_cache" not in whole[1]["environment"]
+
+
 def test_predict_only(capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     result = specdec(capsys, *SWEEP, "--predict-only", "--json", "-o", tmp_path / "run")
     points = json.loads(result.out)["points"]

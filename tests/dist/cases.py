@@ -162,9 +162,8 @@ def told(
     if isinstance(engine.proposer, DraftModel) and engine.proposer.model is not None:
         models.append(engine.proposer.model)
     for model in models:
-        for layer in model.cache.layers:
-            for tensor in layer:
-                tensor.fill_(POISON)
+        for tensor in model.cache.pools:
+            tensor.fill_(POISON)
     requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
     results = [engine.run(requests, k, SamplingParams(**params)) for k, params in runs]
     assert engine.allocator.num_used == 0

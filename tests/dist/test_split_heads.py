@@ -185,3 +185,21 @@ def test_ranks_share_a_block_drafter(
     from tests.block_pair import save_pair as save_block_pair
 
     checked(two, save_block_pair(tmp_path), params, draft_tp)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "peagle", "pard"])
+def test_ranks_share_a_drafter_of_another_kind(two: World, tmp_path: Path, kind: str) -> None:
+    if kind == "dspark":
+        pytest.importorskip("transformers", minversion="5.23")
+        from tests.block_pair import save_pair as save_block_pair
+
+        pair: Any = save_block_pair(tmp_path, "deepspec", anchor=True, markov="gated")
+    elif kind == "peagle":
+        from tests.engine.test_peagle import save_pair as save_masked_head
+
+        pair = save_masked_head(tmp_path, draft_vocab=80)
+    else:
+        from tests.engine.test_pard import save_pair as save_masked_draft
+
+        pair = save_masked_draft(tmp_path)
+    checked(two, pair, SAMPLED, draft_tp=2)

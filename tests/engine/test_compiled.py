@@ -39,9 +39,8 @@ def compiled_engine(target: Path, draft: Path, backend: str, **settings: Any) ->
     worker: Any = engine.proposer
     worker.model.compiled = CompiledForward(worker.model.module, "draft", backend)
     for model in (engine.target, worker.model):
-        for layer in model.cache.layers:
-            for tensor in layer:
-                tensor.zero_()  # padding reads unwritten memory with weight zero
+        for tensor in model.cache.pools:
+            tensor.zero_()  # padding reads unwritten memory with weight zero
     return engine
 
 

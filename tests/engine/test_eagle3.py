@@ -85,9 +85,8 @@ def paged_head(
     config = changed(read_head_config("head", folder), **changes)
     weights = read_weights(config, folder, dtype, device)
     cache = KVCache(config.cache_layers(), 80, BLOCK, dtype, device)
-    for pair in cache.layers:
-        for tensor in pair:
-            tensor.fill_(POISON)
+    for tensor in cache.pools:
+        tensor.fill_(POISON)
     head = PagedHead(Eagle3Head(config, weights, MAX_LEN), cache)
     head.carry.fill_(POISON)
     return head

@@ -22,6 +22,12 @@ from tests.support import (
 # which test_families.py compares, not in the engine's use of passes.
 THOROUGH = ["llama", "llama-tied", "llama3-rope", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 OTHERS = [family for family in FAMILIES if family not in THOROUGH]
+# CI leaves out families whose passes read and write the cache as llama's do: the other layers are
+# test_families.py's. `pytest tests` runs them too.
+LIKE_LLAMA_OTHERS = {
+    *("apertus", "arcee", "cohere", "ernie4_5", "gemma", "glm", "glm4", "gpt_bigcode", "granite"),
+    *("helium", "hunyuan", "ministral3", "nemotron", "olmo", "olmo2", "phi", "phi3", "seed_oss"),
+}
 
 
 def prompts(count: int, seed: int = 1) -> list[list[int]]:
@@ -67,10 +73,13 @@ def test_family(family: str, batch_size: int, device: torch.device, known: Known
     compare(engine, (0, 1, 3, 6), want)
     # The same model as draft accepts everything, which catches cache bugs cheaply.
     engine = make_engine(target, target, batch_size=batch_size, device=device)
-    compare(engine, (0, 1, 3, 6), want, accepts_all=True)
+    compare(engine, (1, 6), want, accepts_all=True)
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[pytest.mark.slow] * (f in LIKE_LLAMA_OTHERS)) for f in OTHERS],
+)
 def test_other_families(family: str, device: torch.device, known: Known) -> None:
     target, unrelated, want = known(family, 3, 10, device)
     compare(make_engine(target, unrelated, batch_size=2, device=device), (3,), want)

@@ -253,9 +253,8 @@ def both_engines(folder: Path, device: torch.device, **settings: Any) -> list[An
     """Engines with the oracle's rounds, and with ours one ahead over unwritten memory."""
     both = [ngram_engine(folder, device=device, runs_ahead=p, **settings) for p in (False, True)]
     both[0] = with_oracle(both[0])
-    for layer in both[1].target.cache.layers:
-        for tensor in layer:
-            tensor.fill_(1e4)
+    for tensor in both[1].target.cache.pools:
+        tensor.fill_(1e4)
     return both
 
 
@@ -287,6 +286,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("ngram"), "llama")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("settings", ROUNDS)
 @pytest.mark.parametrize(
     ("k", "longest", "shortest", "batch_size"), [(1, 3, 1, 5), (4, 2, 2, 3), (6, 4, 1, 1)]

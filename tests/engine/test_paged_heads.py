@@ -23,6 +23,7 @@ from specdec_cli.models.heads.description import HeadDescription
 from specdec_cli.models.heads.layers import fused_layers, rotary_table
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.prompt_passes import PromptGraphs
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.split_products import SplitProducts
 from tests.support import CPU
 
@@ -148,7 +149,7 @@ def test_a_head_that_carries_nothing_keeps_no_vectors(config: OwnRowConfig) -> N
     head = paged(config)
     assert not head.carry.numel()
     told = HeadDescription(
-        spec=None,  # type: ignore[arg-type]
+        spec=ModelSpec("draft", "", None, "float32", "dummy"),
         place=Path(),
         config=config,
         make=OwnRowHead,

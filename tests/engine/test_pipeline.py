@@ -48,9 +48,8 @@ def engines(pair: tuple[Path, Path], device: torch.device, **settings: Any) -> l
     for runs_ahead in (False, True, False):
         engine = make_engine(*pair, device=device, runs_ahead=runs_ahead, **settings)
         for model in (engine.target, engine.proposer.model):  # type: ignore[union-attr]
-            for layer in model.cache.layers:
-                for tensor in layer:
-                    tensor.fill_(POISON)
+            for tensor in model.cache.pools:
+                tensor.fill_(POISON)
         made.append(engine)
     return [with_oracle(made[0]), *made[1:]]
 
@@ -216,7 +215,7 @@ def test_logits_that_are_not_finite(
         run(engine, 3, max_new_tokens=10)
     assert engine.allocator.num_used == 0
     caches = [model.cache for model in (engine.target, engine.proposer.model)]  # type: ignore[union-attr]
-    assert all(t.isfinite().all() for c in caches for pools in c.layers for t in pools)
+    assert all(t.isfinite().all() for c in caches for t in c.pools)
 
 
 @pytest.mark.parametrize("way", [1, 2], ids=["ahead", "at-once"])
@@ -234,7 +233,7 @@ def test_a_run_that_was_not_finite_leaves_nothing_to_the_next(
         embeddings[PROMPTS[0][-1]] = float("nan")
     with pytest.raises(RunError, match="the target produced logits that are not finite"):
         run(engine, 3, max_new_tokens=6)
-    assert all(t.isfinite().all() for c in caches for pools in c.layers for t in pools)
+    assert all(t.isfinite().all() for c in caches for t in c.pools)
     with torch.no_grad():
         embeddings[PROMPTS[0][-1]] = row
     assert told(run(engine, 3, max_new_tokens=6)) == before

@@ -245,7 +245,7 @@ def unrelated_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("unrelated"), "llama", seed=1)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("k", [1, 2, 5, *(pytest.param(k, marks=pytest.mark.slow) for k in (3, 4))])
 def test_rounds_equal_transformers_assisted_generation(
     k: int, target_folder: Path, noised_folder: Path, unrelated_folder: Path
 ) -> None:

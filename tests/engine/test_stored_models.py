@@ -18,6 +18,7 @@ from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.experiment.duration import _shape_of
 from specdec_cli.models.description import Description, describe
 from specdec_cli.models.fused import bytes_held_twice
+from specdec_cli.models.held import plain_weight
 from specdec_cli.models.loader import load
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import part_of, stored_parameters
@@ -251,7 +252,7 @@ def test_what_cannot_stay_stored_is_dequantised_or_refused(tmp_path: Path) -> No
     store(other, (1, 0))
     plain = save_tiny(tmp_path / "llama", "llama")
     assert not stored_parameters(description(other).module)
-    for folder, reason in ((other, "layers of phi3 read plain"), (plain, "are not float8")):
+    for folder, reason in ((other, "layers of phi3 read plain"), (plain, "are not quantised")):
         with pytest.raises(UsageError, match=rf"target\.weights: stored does not suit .*{reason}"):
             described(folder)
 
@@ -347,7 +348,11 @@ def test_float8_equals_transformers_on_its_products(
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (compressed("channel") | {"format": "pack-quantized"}, "format is 'pack-quantized'"),
+        (compressed("channel") | {"format": "nvfp4-pack"}, "format is 'nvfp4-pack'"),
+        (
+            compressed("channel") | {"format": "pack-quantized"},
+            "config_groups.weights.type is 'float'",
+        ),
         (compressed("channel", num_bits=4), "config_groups.weights.num_bits is 4"),
         (compressed("channel", type="int"), "config_groups.weights.type is 'int'"),
         (compressed("group"), "config_groups.weights.strategy is 'group'"),
@@ -383,3 +388,43 @@ def test_a_tied_head_that_is_stored_apart_is_refused(weights: str, tmp_path: Pat
     with pytest.raises(SetupError) as caught:
         load(described(folder, weights=weights), CPU)
     assert "lm_head.weight" in caught.value.message and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_plain_weights_are_quantised_while_loading(
+    family: str, load_format: str, tmp_path: Path
+) -> None:
+    """By row, on every rank as in the whole model."""
+    folder = save_tiny(tmp_path, family)
+    plain = dict(
+        load(described(folder, weights="auto", load_format=load_format), CPU).named_parameters()
+    )
+    about = described(folder, weights="fp8", load_format=load_format)
+    assert about.notes == {"weights": "quantised to fp8 while loading"}
+    whole = stored_parameters(load(about, CPU))
+    assert len(whole) >= 10 and "lm_head.weight" not in whole
+    for name, parameter in whole.items():
+        ours, numbers = plain_weight(parameter), plain[name]
+        read = 1 if parameter.is_transposed else -1
+        most = numbers.abs().amax(read, keepdim=True)
+        assert ((ours - numbers).abs() <= most / 25).all() and not torch.equal(ours, numbers), name
+        assert parameter.value is not None
+        assert parameter.value.scales.unique().numel() > 1
+    for rank in range(2):
+        part = described(
+            folder, TensorParallel(rank, 2, None, CPU), weights="fp8", load_format=load_format
+        )
+        for name, parameter in stored_parameters(load(part, CPU)).items():
+            wanted = plain_weight(whole[name])
+            if name in part.shards.parts:
+                wanted = part.shards.parts[name].of(wanted)
+            assert torch.equal(plain_weight(parameter), wanted), name
+    if (family, load_format) == ("llama", "auto"):
+        other = Path(shutil.copytree(folder, tmp_path / "plain"))
+        tensors = load_file(other / "model.safetensors")
+        tensors |= {name: plain_weight(held).contiguous() for name, held in whole.items()}
+        save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+        want = greedy_reference(reference(other), PROMPT, 16)
+        [seq] = decode(make_engine(folder, None, weights="fp8"), [PROMPT], 0, max_new_tokens=16)
+        assert seq.tokens[len(PROMPT) :] == want and len(set(want)) > 3

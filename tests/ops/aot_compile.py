@@ -24,6 +24,7 @@ from specdec_kernels.attention.tiles import PagedTiles, choose_cut, paged_tiles
 from specdec_kernels.experts.down_triton import down_constants
 from specdec_kernels.experts.gate_up_triton import gate_up_constants
 from specdec_kernels.experts.grouped_triton import grouped_constants
+from specdec_kernels.experts.mixture_triton import fitted
 from specdec_kernels.experts.reference import CLAMPED, Experts, Routing
 from specdec_kernels.experts.route_triton import router_constants
 from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
@@ -60,7 +61,7 @@ def attention(
     form = {name: extra.pop(name) for name in Form._fields if name in extra}
     tiles = PagedTiles(block_m, block_n, dim, dim, splits, extra.pop("packed", False), 4)
     constants = {"FORM": FORM._replace(dim=dim, value_dim=dim, **form), "TILES": tiles}
-    constants |= {"num_stages": 3} | absent("sinks", "slots") | extra
+    constants |= {"num_stages": 3} | absent("sinks", "slots", "scales") | extra
     return {name: value for name, value in constants.items() if value != PRESENT}
 
 
@@ -111,26 +112,33 @@ def one_row(
     return {"TILES": tiles} | options_of(tiles) | around(kind, width)
 
 
+def on_meta(storage: Storage, size: tuple[int, ...]) -> Stored:
+    """A stored weight without numbers."""
+    codes = torch.empty(storage.codes_shape(size), dtype=KINDS[storage.kind].codes, device="meta")
+    scales = torch.empty(storage.scales_shape(size), dtype=storage.scales, device="meta")
+    return Stored(codes, scales, scales.to(torch.uint8) if storage.has_zeros else None, storage)
+
+
+def stored_types(storage: Storage) -> dict[str, str]:
+    scale = {torch.float32: "fp32", torch.uint8: "u8", torch.float16: "fp16"}
+    names = dict.fromkeys(
+        ("codes_ptr", "zeros_ptr", "gate_up_ptr", "down_ptr", "weight_ptr"), "*u8"
+    )
+    return names | {"scales_ptr": f"*{scale.get(storage.scales, 'bf16')}"}
+
+
 def stored(
     kind: str, rows: int, width: int, features: int, storage: Storage, **more: Any
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Constants of a product with a stored weight, as the launcher chooses them, and types."""
-    meta = torch.device("meta")
-    size = features, width
-    codes = torch.empty(storage.codes_shape(size), dtype=KINDS[storage.kind].codes, device=meta)
-    scales = torch.empty(storage.scales_shape(size), dtype=storage.scales, device=meta)
-    zeros = scales.to(torch.uint8) if storage.has_zeros else None
-    weight = Stored(codes, scales, zeros, storage)
-    dtype = more.pop("dtype", torch.bfloat16)
-    tiles = choose_stored_tiles(kind, torch.empty(rows, width, dtype=dtype, device=meta), weight)
+    weight, dtype = on_meta(storage, (features, width)), more.pop("dtype", torch.bfloat16)
+    tiles = choose_stored_tiles(kind, torch.empty(rows, width, dtype=dtype, device="meta"), weight)
     assert tiles is not None
     constants = {"TILES": tiles, "FORM": StoredForm.of(weight)} | options_of(tiles)
     constants |= around(kind, width) | more
-    constants |= absent(*([] if zeros is not None else ["zeros"]))
+    constants |= absent(*([] if storage.has_zeros else ["zeros"]))
     constants |= absent(*([] if tiles.splits > 1 else ["partial", "counters"]))
-    scale = {torch.float32: "fp32", torch.uint8: "u8", torch.float16: "fp16"}
-    types = {"codes_ptr": "*u8", "zeros_ptr": "*u8", "counters_ptr": "*i32", "partial_ptr": "*fp32"}
-    return constants, SQUARES | types | {"scales_ptr": f"*{scale.get(storage.scales, 'bf16')}"}
+    return constants, SQUARES | stored_types(storage)
 
 
 def around(kind: str, width: int) -> dict[str, Any]:
@@ -157,7 +165,7 @@ def rope_attention(
     form = {name: extra.pop(name) for name in Form._fields if name in extra}
     constants = {"CUT": cut, "FORM": FORM._replace(dim=dim, value_dim=dim, **form)}
     constants |= {"num_warps": cut.num_warps, "num_stages": cut.num_stages, "maxnreg": cut.maxnreg}
-    constants |= absent("sinks", "query_norm", "key_norm")
+    constants |= absent("sinks", "query_norm", "key_norm", "scales")
     if cut.splits == 1:
         constants |= absent("partial", "stats", "epochs")
     constants |= {"DEPENDENT": True, **extra}
@@ -179,6 +187,7 @@ def mixture(
 ) -> dict[str, Any]:
     """Constants of a kernel of experts as its launcher chooses them. sizes: E, K and F."""
     num_experts, width, features = sizes
+    storage = more.pop("storage", None)
     router, gate_up, down = (
         torch.empty(size, dtype=dtype, device="meta")
         for size in (
@@ -188,9 +197,15 @@ def mixture(
         )
     )
     experts = Experts(router, gate_up, down, routing, **more)
+    if storage is not None:
+        held = [on_meta(storage, tuple(weight.shape)) for weight in (gate_up, down)]
+        experts = experts._replace(gate_up=held[0], down=held[1])
+    fields = absent("scales", "zeros") if storage is None else absent("zeros")
     if "group" in name:
-        return grouped(name, rows, experts, room)
-    gate_tiles, down_tiles = choose_expert_tiles(rows, dtype.itemsize)
+        return grouped(name, rows, experts, room) | fields
+    gate_tiles, down_tiles = choose_expert_tiles(rows, dtype.itemsize, storage is not None)
+    gate_tiles = fitted(experts.gate_up, gate_tiles, dtype)[1]
+    down_tiles = fitted(experts.down, down_tiles, dtype)[1]
     if name == "route":
         found: dict[str, Any] = router_constants(128, experts, dtype.itemsize)
         found |= {"BLOCK_T": power_of_2_from(rows)}
@@ -198,8 +213,8 @@ def mixture(
     elif name == "gate_up":
         found = gate_up_constants(width, True, experts, gate_tiles)
     else:
-        found = down_constants(features, dtype.itemsize, down_tiles, True)
-    found |= {"DEPENDENT": True}
+        found = down_constants(features, experts, down_tiles, True)
+    found |= {"DEPENDENT": True} | fields
     return found if "activation" in more else found | absent("bias")
 
 
@@ -213,16 +228,23 @@ def grouped(name: str, rows: int, experts: Experts, room: int) -> dict[str, Any]
     tiles = choose_group_tiles(rows, num_chosen, experts.num_experts, dtype.itemsize, room)
     assert tiles is not None
     is_gate = name == "grouped_gate_up"
+    weight, chosen = (experts.gate_up, tiles[0]) if is_gate else (experts.down, tiles[1])
     found = grouped_constants(
         *(width if is_gate else experts.num_features, False, experts),
-        *(tiles[0 if is_gate else 1], is_gate),
+        *(fitted(weight, chosen, dtype)[1], is_gate),
     )
     return (
         found | {"DEPENDENT": True} | absent("factors", *([] if experts.interleaved else ["bias"]))
     )
 
 
+FP16 = torch.float16
+GPTQ = Storage("int4", (1, 128), scales=torch.bfloat16)
+AWQ = Storage("int4", (1, 32), True, torch.float16)
+MX = Storage("mxfp4", (1, 32), scales=torch.uint8)
+
 OSS = {"activation": CLAMPED, "interleaved": True}
+OSS_SIZES = {"sizes": (32, 2880, 2880), "routing": Routing(4, False), **OSS}
 MIXTURE = {
     **{"count_ptr": "*i32", "experts_ptr": "*i32", "chosen_ptr": "*i64", "weights_ptr": "*fp32"},
     **{"factors_ptr": "*fp32", "slope": "fp32", "limit": "fp32", **SQUARES},
@@ -231,15 +253,15 @@ GROUPS = {**MIXTURE, **dict.fromkeys(("sizes_ptr", "pairs_ptr", "read_ptr"), "*i
 EVERYTHING = {"window": 512, "has_softcap": True}
 EVERYTHING |= dict.fromkeys(("sinks_ptr", "query_norm_ptr", "key_norm_ptr"), PRESENT)
 
+WRITE_KV = {"HEADS": 8, "DK": 128, "DV": 128, "BLOCK_K": 1024, "BLOCK_V": 1024}
+GATHER_KV = {"KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 16, "BLOCK_ROWS": 8, "BLOCK": 1024}
 ROPE_KV = {"KV_HEADS": 8, "D": 128, "BLOCK_HALF": 64, "BLOCK_HEADS": 8}
 ROPE_KV |= {"DEPENDENT": True, "num_warps": 4, "num_stages": 3}
 
-PEERS = {"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"}
+IN_FP8 = {"scales_ptr": PRESENT}  # a case with a cache in fp8
+FP8 = {**dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), "*fp8e4nv"), "scales_ptr": "*fp32"}
 
-FP16 = torch.float16
-GPTQ = Storage("int4", (1, 128), scales=torch.bfloat16)
-AWQ = Storage("int4", (1, 32), True, torch.float16)
-MX = Storage("mxfp4", (1, 32), scales=torch.uint8)
+PEERS = {"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"}
 
 # Case: module, kernel, type of its other pointers, constants, and unusual types of arguments.
 CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
@@ -250,18 +272,19 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"BLOCK_SIZE": 16, "STEPS": 3, "BLOCK": 256},
         {},
     ),
-    "write_kv": (
-        "attention.cache_triton",
-        "write_kv_kernel",
-        "*bf16",
-        {"HEADS": 8, "DK": 128, "DV": 128, "BLOCK_K": 1024, "BLOCK_V": 1024},
-        {},
-    ),
-    "gather_kv": (
-        *("attention.chunks_triton", "gather_kv_kernel", "*bf16"),
-        {"KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 16, "BLOCK_ROWS": 8, "BLOCK": 1024},
-        {},
-    ),
+    **{
+        f"{name}{'-fp8' * bool(types)}": (
+            *(f"attention.{module}_triton", f"{name}_kernel", "*bf16"),
+            constants if types else constants | absent("scales"),
+            types,
+        )
+        for module, name, constants in (
+            ("cache", "write_kv", WRITE_KV),
+            ("chunks", "gather_kv", GATHER_KV),
+            ("rope", "rope_kv", ROPE_KV | {"HEADS": 32}),
+        )
+        for types in ({}, FP8)
+    },
     **{
         f"dense_attention-D{dim}": (
             *("attention.dense_triton", "dense_attention_kernel", "*bf16"),
@@ -392,6 +415,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("decode", "*bf16", attention(1, splits=8), {"out_ptr": "*fp32"}),
             ("verify", "*bf16", attention(6, splits=8), {"out_ptr": "*fp32"}),
             ("prefill", "*bf16", attention(4096), {}),
+            ("prefill-fp8", "*bf16", attention(4096, **IN_FP8), FP8),
+            ("decode-fp8", "*bf16", attention(1, splits=8, **IN_FP8), {"out_ptr": "*fp32", **FP8}),
             ("prefill-D256", "*bf16", attention(4096, 256, packed=True), {}),
             ("fp32-D256", "*fp32", attention(4096, 256, 4), {}),
             (
@@ -547,6 +572,23 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("fp32", "*fp32", 128, {"dtype": torch.float32}),
         )
     },
+    **{
+        f"{name}-{kind}": (
+            f"experts.{'grouped' if 'group' in name else name}_triton",
+            f"{'grouped_linear' if 'group' in name else name}_kernel",
+            "*bf16",
+            mixture(name, rows, storage=storage, **sizes),
+            GROUPS | stored_types(storage),
+        )
+        for name, kind, rows, storage, sizes in (
+            ("gate_up", "mxfp4", 2, MX, OSS_SIZES),
+            ("down", "mxfp4", 2, MX, OSS_SIZES),
+            ("gate_up", "fp8", 8, Storage("fp8"), {}),
+            ("down", "fp8", 8, Storage("fp8"), {}),
+            ("grouped_gate_up", "mxfp4", 128, MX, OSS_SIZES),
+            ("grouped_down", "fp8", 128, Storage("fp8", (128, 128)), {}),
+        )
+    },
     "combine": (
         *("experts.sorted_triton", "combine_kernel", "*bf16"),
         {"K": 2048, "NUM_CHOSEN": 8, "BLOCK": 2048, "num_warps": 4, "DEPENDENT": True},
@@ -648,6 +690,9 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("verify-D64", "*bf16", rope_attention(6, 8, dim=64), {}),
             ("verify-long", "*bf16", rope_attention(32, 4), {}),
             ("batch-16", "*bf16", rope_attention(6, 16), {}),
+            ("decode-fp8", "*bf16", rope_attention(1, **IN_FP8), FP8),
+            ("verify-fp8", "*bf16", rope_attention(6, **IN_FP8), FP8),
+            ("batch-32-fp8", "*bf16", rope_attention(1, 32, **IN_FP8), FP8),
             ("batch-32", "*bf16", rope_attention(1, 32), {}),
             ("D256", "*bf16", rope_attention(6, 8, dim=256), {}),
             ("fp32-D128", "*fp32", rope_attention(1, 8, itemsize=4), {}),
@@ -658,16 +703,9 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ),
         ]
     },
-    "rope_kv": (
-        "attention.rope_triton",
-        "rope_kv_kernel",
-        "*bf16",
-        ROPE_KV | {"HEADS": 32},
-        {},
-    ),
     "rope_kv-without-queries": (
         *("attention.rope_triton", "rope_kv_kernel", "*bf16"),
-        ROPE_KV | {"HEADS": 0} | absent("query_norm"),
+        ROPE_KV | {"HEADS": 0} | absent("query_norm", "scales"),
         {},
     ),
     "greedy_argmax": (

@@ -1,5 +1,6 @@
 """The device of the kernels: CUDA if there is one, else the CPU with Triton's interpreter."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,11 +12,23 @@ from torch import Tensor
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let `-m gpu` run every kernel test on a CUDA machine, since all use the device there."""
+    """Let `-m gpu` run every kernel test on a CUDA machine, since all use the device there.
+
+    The interpreter computes in fp32, and half precision differs in loads and stores alone. So of a
+    test's cases in fp16 every third runs there, the first among them; the others are slow.
+    """
+    seen: dict[str, int] = defaultdict(int)
     for item in items:
-        here = Path(__file__).parent in item.path.parents
-        if here and torch.cuda.is_available() and "device" in getattr(item, "fixturenames", ()):
-            item.add_marker("gpu")
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        if torch.cuda.is_available():
+            if "device" in getattr(item, "fixturenames", ()):
+                item.add_marker("gpu")
+        elif hasattr(item, "callspec") and item.callspec.params.get("dtype") == torch.float16:
+            test = item.nodeid.split("[")[0]
+            if seen[test] % 3:
+                item.add_marker("slow")
+            seen[test] += 1
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""Triton's interpreter in less than half the time, with the same results.
+"""Triton's interpreter in less than half the time, with the same results, and right for fp8.
 
 It spends nearly all of its time on objects that describe types. Each patch keeps what a function
-returns for the same arguments, or leaves out what nothing reads.
+returns for the same arguments, or leaves out what nothing reads. Its conversions to fp8 round ties
+away from zero, lose the carry of a mantissa, truncate denormal numbers and know no NaN.
 """
 
 import inspect
@@ -9,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -19,6 +22,7 @@ Key = tuple[Any, ...]
 
 def make_faster(patch: pytest.MonkeyPatch) -> None:
     """Patch the interpreter, if this release of Triton has the functions that are known here."""
+    patch.setattr(interpreter, "_convert_float", converted(interpreter._convert_float))
     names = ("_LangPatchScope", "_patch_attr", "_patch_builtin", "_patch_lang", "_get_np_dtype")
     if not all(hasattr(interpreter, name) for name in names):
         return
@@ -34,6 +38,22 @@ def make_faster(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "_patch_attr", patch_without_wrapper)
     patch.setattr(interpreter, "_patch_builtin", kept_builtins())
     patch.setattr(interpreter, "_patch_lang", once_a_launch(interpreter._patch_lang))
+
+
+def converted(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Conversions as torch makes them where one side is fp8. Numbers out of its range become NaN,
+    as the format's conversions without saturation do: kernels have to clamp."""
+    kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    kinds["fp8e4nv"] = torch.float8_e4m3fn
+
+    def convert_fp8(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if tl.float8e4nv not in (source, target):
+            return convert(data, source, target, rounding)
+        numbers = torch.from_numpy(np.array(data)).view(kinds[source.name]).float()
+        found = numbers.masked_fill(numbers.abs() > 464, float("nan")).to(kinds[target.name])
+        return found.view(getattr(torch, f"uint{target.primitive_bitwidth}")).numpy()
+
+    return convert_fp8
 
 
 def kept_dtypes(numpy_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from specdec_kernels.attention.call import AttentionCall
+from specdec_kernels.attention.call import FP8, AttentionCall, LayerCache
 from torch import Tensor
 
 CUDA = torch.cuda.is_available()
@@ -75,8 +75,7 @@ class Problem:
     """Tensors of one attention problem, named like the arguments of `ops.paged_attention`."""
 
     query: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
+    cache: LayerCache
     block_tables: Tensor
     query_start: Tensor
     context_lens: Tensor
@@ -86,10 +85,35 @@ class Problem:
 
     def double(self) -> "Problem":
         """The same values in fp64, for a reference without rounding."""
-        caches = {"key_cache": self.key_cache.double(), "value_cache": self.value_cache.double()}
+        cache = plain(self.cache)
         sinks = None if self.call.sinks is None else self.call.sinks.double()
         call = self.call._replace(sinks=sinks)
-        return replace(self, query=self.query.double(), call=call, **caches)
+        return replace(self, query=self.query.double(), call=call, cache=cache)
+
+
+def plain(cache: LayerCache) -> LayerCache:
+    """The numbers of a cache in fp64."""
+    keys, values = cache.keys.double(), cache.values.double()
+    if cache.scales is not None:
+        keys, values = (x * s[:, None] for x, s in zip((keys, values), cache.scales, strict=True))
+    return LayerCache(keys, values)
+
+
+def rounded(x: Tensor, scales: Tensor) -> Tensor:
+    """Heads [..., Hkv, D] as numbers of a cache in fp8 with scales [Hkv], in fp64."""
+    return (x / scales[:, None]).clamp(-448, 448).to(FP8).double() * scales[:, None]
+
+
+def in_fp8(cache: LayerCache) -> LayerCache:
+    """A cache in fp8 of about the same numbers, with scales of every order."""
+    heads = cache.keys.shape[2]
+    powers = torch.rand(2, heads, generator=torch.Generator().manual_seed(heads)) * 5 - 4
+    scales = (10**powers).to(cache.keys.device)
+    keys, values = (
+        (x.double() / s[:, None]).clamp(-448, 448).to(FP8)
+        for x, s in zip(cache[:2], scales, strict=True)
+    )
+    return LayerCache(keys, values, scales)
 
 
 def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
@@ -135,8 +159,7 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Prob
         slots[begin : begin + len(new)] = tables[b, new // bs].long() * bs + new % bs
     return Problem(
         query=normal(tokens, shape.heads, shape.dk).to(device, dtype),
-        key_cache=caches[0].to(device, dtype),
-        value_cache=caches[1].to(device, dtype),
+        cache=LayerCache(*(cache.to(device, dtype) for cache in caches)),
         block_tables=tables.to(device),
         query_start=starts_of(list(shape.queries), device),
         context_lens=torch.tensor(shape.contexts, dtype=torch.int32, device=device),
@@ -155,13 +178,12 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Prob
 def with_meaning(problem: Problem) -> Tensor:
     """bool [T]: tokens that are no padding, and those past the last sequence, which give zeros."""
     place = torch.arange(len(problem.slots), device=problem.slots.device)
-    return (problem.slots >= problem.key_cache.shape[1]) | (place >= problem.query_start[-1])
+    return (problem.slots >= problem.cache.keys.shape[1]) | (place >= problem.query_start[-1])
 
 
 def paged_attention_reference(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
@@ -170,6 +192,7 @@ def paged_attention_reference(
 ) -> Tensor:
     """`ops.paged_attention`, one dot product at a time, in fp64; zeros for padding."""
     scale, window, softcap, sinks, causal = call
+    key_cache, value_cache, _ = cache
     num_heads, block_size = query.shape[1], key_cache.shape[1]
     group = num_heads // key_cache.shape[2]
     out = query.new_zeros((query.shape[0], num_heads, value_cache.shape[3]))

@@ -38,7 +38,8 @@ class Faults:
     chunks, by a reset or (clean) in order. usage: added to the count, or None for none. pieces:
     bytes of each write, with CRLF and comments. merge: rounds a chunk. reset_after: requests after
     which counters begin anew. foreign: tokens of others beside each request. bos: tokens put
-    before each prompt. other_text: of prompts whose first id is this. hits: prefix cache hits.
+    before each prompt. most: tokens of a text, whatever is asked for. other_text: whether the last
+    token is another. hits: prefix cache hits.
     """
 
     statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
@@ -58,6 +59,7 @@ class Faults:
     other_text: bool = False
     hits: bool = False
     late_s: float = 0.0
+    most: int | None = None
 
 
 @dataclass
@@ -187,6 +189,7 @@ class FakeServer:
         else:
             sent, params = list(body["prompt"]), body
             most, salt = body["max_tokens"], body.get("cache_salt")
+        most = min(most, self.faults.most or most)
         prompt = [1] * self.faults.bos + sent
         tokens, is_eos = self.truth(sent, most, ignore_eos=params.get("ignore_eos", False))
         if self.faults.other_text:

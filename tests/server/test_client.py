@@ -306,6 +306,27 @@ def test_counters_that_lag_are_waited_for() -> None:
     assert source(answers) == "chunks"
 
 
+def test_more_requests_than_counters_keep_up_with() -> None:
+    """Above 128 under way a server may count after it has answered: counters are read until they
+    rest, also where those read first would do for another number of rounds."""
+    server = FakeServer(faults=Faults(late_s=0.08))
+    with session_of(server, 140) as ask:
+        answers = ask(140)
+    rounds = [w.rounds for w in server.written]
+    assert len(rounds) == 140 and source(answers) == "chunks"
+    served = [one.served for one in answers if one.served is not None and one.served.counted]
+    assert served[0].counted is not None
+    assert served[0].counted.num_drafts == sum(map(len, rounds))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_text_that_is_cut_before_its_length_is_told(dialect: str) -> None:
+    server = FakeServer(dialect, faults=Faults(most=5))
+    with session_of(server) as ask:
+        answers = ask(2)
+    assert remarks(answers) == {"max_tokens_cut"} and len(answers[0].token_ids) == 5
+
+
 @pytest.mark.parametrize("kind", ["sum", "beyond_k", "few"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_details_that_contradict_themselves_are_dropped(dialect: str, kind: str) -> None:

@@ -16,6 +16,7 @@ from specdec_cli.backends.server.flags import Command, command_of
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import load_recipe
+from specdec_cli.recipe.choices.registry import METHODS
 from tests.cli.sweep_helpers import gain, samples, specdec, stopped_sweep
 
 FAKE = Path(__file__).with_name("fake_process.py")
@@ -122,6 +123,25 @@ def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
     assert len(pids(file)) == 2 and not [pid for pid in pids(file) if is_alive(pid)]
 
 
+def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:
+    """In the middle of answers, which a slow server gives; the exit code is that of other runs."""
+    file, run = tmp_path / "pids", tmp_path / "run"
+    wrong = {"child": str(file), "round_s": 0.03}
+    arguments: list[str | Path] = [*words("sglang", "0", wrong), "-o", run]
+    end, told = stopped_sweep(arguments, 0.1, signal.SIGINT, after=1)
+    assert end == 130 and 1 <= len(samples(run)) < 3 and len(told) <= len(samples(run))
+    assert len(pids(file)) == 2 and not [pid for pid in pids(file) if is_alive(pid)]
+
+
+def test_texts_that_differ_in_float32_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype, code in (("float32", 4), ("bfloat16", 0)):
+        more = ("--json", "--set", f"target.dtype={dtype}")
+        found = specdec(capsys, *words("sglang", "2", {"other": 2}), *more)
+        assert found.code == code, found.err
+        tokens = json.loads(found.out)["tokens"]
+        assert not tokens["identical"] and tokens["must_be_identical"] == (code == 4)
+
+
 def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for more, names in (
         (["--serve", "native"], "native"),
@@ -163,6 +183,9 @@ def test_commands() -> None:
     assert value(sglang, "--speculative-algorithm") == "STANDALONE"
     assert value(sglang, "--speculative-num-draft-tokens") == "4"
     assert value(sglang, "--speculative-eagle-topk") == "1"
+    for kind in ("vllm", "sglang"):
+        assert "--kv-cache-dtype" not in commanded(kind, 3)
+        assert value(commanded(kind, 3, "cache.dtype=fp8"), "--kv-cache-dtype") == "fp8_e4m3"
 
 
 def test_launch_words_are_replaced_and_nothing_else() -> None:
@@ -175,7 +198,25 @@ def test_launch_words_are_replaced_and_nothing_else() -> None:
 
 
 def test_methods_that_a_server_has_not() -> None:
+    for name in ("peagle", "pard"):
+        with pytest.raises(UsageError, match=f"SGLang has no method {name}: k = 2 has no server"):
+            commanded("sglang", 2, f"speculation.method={name}")
     recipe = load_recipe("demo", {"speculation.method": "none"})
     for kind in ("vllm", "sglang"):
         with pytest.raises(UsageError, match="no method none"):
             command_of(kind, recipe, 2, Permissions())
+    unknown = [name for name, method in METHODS.items() if method.to_sglang is None]
+    assert "pard" in unknown
+    for name in unknown:
+        recipe = load_recipe("demo", {"speculation.method": name})
+        with pytest.raises(UsageError, match=f"SGLang has no method {name}"):
+            command_of("sglang", recipe, 2, Permissions())
+
+
+def test_a_rule_that_sglang_has_not_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    started = words("sglang", "0,2", {"child": str(tmp_path / "pids")})
+    found = specdec(capsys, *started, "--set", "speculation.acceptance=block")
+    assert found.code == 2 and "SGLang has no rule block" in found.err
+    assert not (tmp_path / "pids").exists(), "not even for k = 0"

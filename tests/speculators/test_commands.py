@@ -51,6 +51,7 @@ def test_sizes_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         (texts, ("--target", "demo:nothing", "--waves", 1), "no bundled model demo:nothing"),
         (train, ("draft", "--target", "demo:target", "--texts", "nowhere"), "has no texts"),
         (train, ("draft", "--target", "nowhere/at/all", "--texts", "x"), "no such model"),
+        (train, ("mtp", "--target", "t", "--texts", "x", "--rank", 2), "--rank: the kind mtp does"),
     ],
 )
 def test_errors_are_one_line(

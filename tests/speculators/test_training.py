@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.speculators import attention
 from scripts.speculators.attention import Layout, chained
+from scripts.speculators.blocks import attend, drawn
 from scripts.speculators.corpus import Frame, Rows, Text, joined, packed
 from scripts.speculators.kinds import dflash, draft, dspark, eagle3, mtp, pard, peagle
 from scripts.speculators.kinds.base import Options
@@ -126,6 +128,27 @@ def test_attention_of_chains_and_its_gradients() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_flash_attention_gives_the_numbers_of_dense_scores() -> None:
     assert attention.flash_is_right(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_attention_of_blocks_and_its_gradients_on_a_gpu(target: Target) -> None:
+    rows, _ = random_rows(LENGTHS, 100, target.vocab_size)
+    reading = target.read(rows)
+    seen = {"is_causal": False, "sees_anchor": False}
+    made = drawn(reading, [9] * 4, 0, torch.Generator().manual_seed(2), **seen)
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((36, 6), (136, 2), (136, 2))
+    inputs = [torch.randn(len(rows), n, heads, 64, generator=generator) for n, heads in shapes]
+    found = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        there = [x.to(device, dtype).requires_grad_() for x in inputs]
+        out = attend(replace(made, sees=made.sees.to(device)), *there, 0.125)
+        grads = torch.autograd.grad((out.float() ** 2).sum(), there)
+        found.append([out, *grads])
+    for wanted, got in zip(*found, strict=True):
+        reach = wanted.abs().max()
+        torch.testing.assert_close(got.float().cpu() / reach, wanted / reach, atol=2e-2, rtol=0)
 
 
 def test_the_loss_over_a_subset_and_its_gradient() -> None:

@@ -100,7 +100,10 @@ def test_what_to_put_in_place_of_a_model(target: str, told: str | None, tmp_path
     assert [told in note for note in said] == ([True] if told else [])
 
 
-@pytest.mark.parametrize(("method", "algorithm"), [("ngram", "NGRAM"), ("eagle3", "EAGLE3")])
+SGLANG = {"ngram": "NGRAM", "eagle3": "EAGLE3", "dflash": "DFLASH"}
+
+
+@pytest.mark.parametrize(("method", "algorithm"), [*SGLANG.items()])
 def test_methods_of_sglang(method: str, algorithm: str, tmp_path: Path) -> None:
     recipe = json.loads(json.dumps(RECIPE))
     recipe["speculation"]["method"] = method
@@ -108,7 +111,15 @@ def test_methods_of_sglang(method: str, algorithm: str, tmp_path: Path) -> None:
     assert found is not None and found.sglang_command is not None
     parts = shlex.split(found.sglang_command)
     assert parts[parts.index("--speculative-algorithm") + 1] == algorithm
-    assert ("--speculative-num-steps" in parts) == (method == "eagle3")
+    assert ("--speculative-num-steps" in parts) == (method != "ngram")
+
+
+@pytest.mark.parametrize("method", ["peagle", "pard"])
+def test_methods_that_sglang_lacks(method: str, tmp_path: Path) -> None:
+    recipe = json.loads(json.dumps(RECIPE))
+    recipe["speculation"]["method"] = method
+    found = content_of(tmp_path, "use", recipe=recipe).deployment
+    assert found is not None and found.sglang_command is None
 
 
 def test_sections_begin_with_their_conclusion_and_long_tables_are_folded(tmp_path: Path) -> None:

@@ -127,11 +127,12 @@ def test_cache_bytes_are_blocks_times_block_bytes(
     num_blocks, block_size = 7, 5
     cache = KVCache(shapes, num_blocks, block_size, dtype, CPU)
     assert cache.num_bytes == num_blocks * block_bytes(shapes, block_size, dtype)
-    stored = sum(t.untyped_storage().nbytes() for pair in cache.layers for t in pair)
+    stored = sum(t.untyped_storage().nbytes() for t in cache.pools)
     assert stored == cache.num_bytes
-    for shape, (keys, values) in zip(shapes, cache.layers, strict=True):
+    for shape, (keys, values, scales) in zip(shapes, cache.layers, strict=True):
         assert keys.shape == (num_blocks, block_size, shape.num_kv_heads, shape.key_dim)
         assert values.shape == (num_blocks, block_size, shape.num_kv_heads, shape.value_dim)
+        assert scales is None
 
 
 @settings(max_examples=30)

@@ -49,9 +49,12 @@ def test_contract_keys_and_defaults(write: Write) -> None:
     readings = {"fed_back": "normed", "first_embedding": "used", "copies": "ignored"}
     written["speculation"] |= {f"mtp_{key}": value for key, value in readings.items()}
     written["speculation"] |= {"block_width": "k"}
+    written["cache"] |= {"dtype": "auto"}
     written["engine"] = {"kind": "native", "launch": None, "args": [], "env": {}}
     written["engine"] |= {"served_model": None, "start_timeout_s": 900.0, "stop_timeout_s": 30.0}
     written["engine"] |= {"request_timeout_s": 600.0, "retries": 2}
+    written["load"] = {"request_rate": None, "arrivals": "poisson", "max_concurrency": None}
+    written["load"] |= {"duration_s": None, "slo": {}}
     recipe = load_recipe(write(CONTRACT))
     assert recipe.model_dump(mode="json") == written
     bare = {"target": {"model": "t", "tensor_parallel_size": 4}, "draft": {"model": "d"}}
@@ -77,8 +80,12 @@ def test_bundled_recipes_are_valid() -> None:
         "bench-30b-a3b-eagle3-dummy",
         "bench-70b-1b-dummy",
         "bench-70b-eagle3-dummy",
+        "bench-70b-fp8-1b-dummy",
+        "bench-70b-int4-eagle3-dummy",
         "bench-8b-1b-dummy",
         "bench-8b-eagle3-dummy",
+        "bench-8b-fp8-1b-dummy",
+        "bench-8b-int4-1b-dummy",
         "bench-glm-4.5-air-12-layers-mtp-dummy",
         "bench-glm-4.5-air-mtp-dummy",
         "bench-gpt-oss-20b-dummy",

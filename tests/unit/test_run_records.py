@@ -79,6 +79,7 @@ def test_a_folder_s_points_are_those_of_its_samples(tmp_path: Path) -> None:
     document, _ = merge_folders([RUNS / "sweep"], tmp_path / "new")
     old, new = json.loads((RUNS / "sweep" / "summary.json").read_text()), tmp_path / "new"
     found = json.loads(to_json(document))
+    old["points"] = [{**point, "request_rate": None} for point in old["points"]]  # came later
     for name in ("schema", "version", "points", "best", "best_by_batch_size", "tokens"):
         assert found[name] == old[name], name
     samples = (new / "samples.jsonl").read_text().splitlines()

@@ -5,9 +5,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.attention.call import LayerCache
 from specdec_kernels.launch_triton import launch_options
 
 BLOCK = 256
+FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def coded(x, scale, dtype: tl.constexpr):
+    """Numbers as an fp8 cache of `dtype` holds them; see `call.Side.coded`."""
+    x = tl.div_rn(x.to(tl.float32), scale)
+    return tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
@@ -73,6 +82,7 @@ def write_kv_kernel(
     value_ptr,  # [T, Hkv, DV]
     key_cache_ptr,  # [NB, BS, Hkv, DK]
     value_cache_ptr,  # [NB, BS, Hkv, DV]
+    scales_ptr,  # [2, Hkv] fp32, or None
     slots_ptr,  # [T] int64
     key_stride_t,
     key_stride_h,
@@ -92,6 +102,9 @@ def write_kv_kernel(
     key = tl.load(
         key_ptr + token * key_stride_t + head * key_stride_h + dim, mask=lane < HEADS * DK, other=0
     )
+    if scales_ptr is not None:
+        scale = tl.load(scales_ptr + head, mask=head < HEADS, other=1.0)
+        key = coded(key, scale, key_cache_ptr.dtype.element_ty)
     tl.store(key_cache_ptr + slot * (HEADS * DK) + lane, key, mask=lane < HEADS * DK)
     lane = tl.arange(0, BLOCK_V)
     head = lane // DV
@@ -101,25 +114,21 @@ def write_kv_kernel(
         mask=lane < HEADS * DV,
         other=0,
     )
+    if scales_ptr is not None:
+        scale = tl.load(scales_ptr + HEADS + head, mask=head < HEADS, other=1.0)
+        value = coded(value, scale, value_cache_ptr.dtype.element_ty)
     tl.store(value_cache_ptr + slot * (HEADS * DV) + lane, value, mask=lane < HEADS * DV)
 
 
-def write_kv_triton(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
-) -> None:
+def write_kv_triton(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """See `ops.write_kv`."""
     (num_tokens, heads, dk), dv = key.shape, value.shape[2]
     assert value.shape[:2] == key.shape[:2]
-    assert key_cache.shape[2:] == key.shape[1:] and value_cache.shape[2:] == value.shape[1:]
-    assert value_cache.shape[:2] == key_cache.shape[:2] and slots.shape == (num_tokens,)
+    assert cache.keys.shape[2:] == key.shape[1:] and cache.values.shape[2:] == value.shape[1:]
+    assert cache.is_sound and slots.shape == (num_tokens,)
     assert key.stride(-1) == value.stride(-1) == 1
-    assert key_cache.is_contiguous() and value_cache.is_contiguous()
     write_kv_kernel[(num_tokens,)](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slots,
+        *(key, value, *cache, slots),
         *key.stride()[:2],
         *value.stride()[:2],
         HEADS=heads,

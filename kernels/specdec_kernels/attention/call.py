@@ -1,8 +1,60 @@
-"""A layer's arguments to attention: one value, from the model to the kernels."""
+"""A layer's arguments to attention and its cache: a value each, from the model to the kernels."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+class LayerCache(NamedTuple):
+    """The keys and values of a layer, contiguous."""
+
+    keys: Tensor
+    """[NB, BS, Hkv, Dk]."""
+    values: Tensor
+    """[NB, BS, Hkv, Dv]."""
+    scales: Tensor | None = None
+    """[2, Hkv] fp32, contiguous, positive, of keys and of values: a cache in `FP8` holds numbers
+    divided by these, those beyond its range as its largest. None: numbers in the queries' dtype."""
+
+    @property
+    def sides(self) -> tuple["Side", "Side"]:
+        """Keys and values, each with their scales."""
+        keys, values = (None, None) if self.scales is None else self.scales
+        return Side(self.keys, keys), Side(self.values, values)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the shapes fit, and the elements are those that the scales say."""
+        keys, values, scales = self
+        is_alike = keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
+        has_scales = scales is None or (
+            scales.shape == (2, keys.shape[2])
+            and scales.dtype == torch.float32
+            and scales.is_contiguous()
+        )
+        is_flat = keys.is_contiguous() and values.is_contiguous()
+        return is_alike and is_flat and has_scales and (keys.dtype == FP8) == (scales is not None)
+
+
+class Side(NamedTuple):
+    """The keys or the values of a layer. pool: [..., Hkv, D]. scales: [Hkv], or None."""
+
+    pool: Tensor
+    scales: Tensor | None
+
+    def coded(self, x: Tensor) -> Tensor:
+        """Heads [..., Hkv, D] as the pool holds them."""
+        if self.scales is None:
+            return x
+        return (x.float() / self.scales[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+    def decoded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Heads [..., Hkv, D] of the pool as numbers in `dtype`."""
+        return x if self.scales is None else (x.float() * self.scales[:, None]).to(dtype)
 
 
 class AttentionCall(NamedTuple):
@@ -37,10 +89,10 @@ class Form(NamedTuple):
     causal: bool
 
 
-def form_of(call: AttentionCall, num_heads: int, key_cache: Tensor, value_cache: Tensor) -> Form:
-    """The form of a layer with caches [NB, BS, Hkv, Dk] and [NB, BS, Hkv, Dv]."""
-    _, block_size, kv_heads, dim = key_cache.shape
+def form_of(call: AttentionCall, num_heads: int, cache: LayerCache) -> Form:
+    """The form of a layer with `num_heads` heads of queries."""
+    _, block_size, kv_heads, dim = cache.keys.shape
     return Form(
-        *(kv_heads, num_heads // kv_heads, dim, value_cache.shape[3], block_size),
+        *(kv_heads, num_heads // kv_heads, dim, cache.values.shape[3], block_size),
         *(call.sliding_window, call.softcap > 0, call.causal),
     )

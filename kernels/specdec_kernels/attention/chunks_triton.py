@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.attention.call import AttentionCall
+from specdec_kernels.attention.call import AttentionCall, LayerCache
 from specdec_kernels.attention.chunks import HEAD_DIMS, ChunkPlan
 from specdec_kernels.attention.reference import dense_attention, gather_kv, paged_attention
 from specdec_kernels.launch_triton import launch_options
@@ -18,6 +18,7 @@ ROWS = 8  # positions of a program that gathers
 def gather_kv_kernel(
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D]
     value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D]
+    scales_ptr,  # [2, Hkv] fp32, or None
     block_tables_ptr,  # [MB] int32, of one sequence
     key_ptr,  # [C, Hkv, D], out
     value_ptr,  # [C, Hkv, D], out
@@ -37,24 +38,28 @@ def gather_kv_kernel(
     at = ((block * BLOCK_SIZE + inside) * (KV_HEADS * D))[:, None] + place[None, :]
     key = tl.load(key_cache_ptr + at, mask=mask)
     value = tl.load(value_cache_ptr + at, mask=mask)
+    if scales_ptr is not None:
+        head = place // D
+        key_scale = tl.load(scales_ptr + head, mask=head < KV_HEADS, other=1.0)
+        value_scale = tl.load(scales_ptr + KV_HEADS + head, mask=head < KV_HEADS, other=1.0)
+        key = (key.to(tl.float32) * key_scale[None, :]).to(key_ptr.dtype.element_ty)
+        value = (value.to(tl.float32) * value_scale[None, :]).to(value_ptr.dtype.element_ty)
     to = position.to(tl.int64)[:, None] * (KV_HEADS * D) + place[None, :]
     tl.store(key_ptr + to, key, mask=mask)
     tl.store(value_ptr + to, value, mask=mask)
 
 
 def gather_kv_triton(
-    key_cache: Tensor, value_cache: Tensor, table: Tensor, context: int
+    cache: LayerCache, table: Tensor, context: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """See `reference.gather_kv`."""
-    _, block_size, kv_heads, dim = key_cache.shape
-    assert value_cache.shape == key_cache.shape and table.dim() == 1
-    assert all(t.is_contiguous() for t in (key_cache, value_cache, table))
+    _, block_size, kv_heads, dim = cache.keys.shape
+    assert cache.is_sound and cache.values.shape == cache.keys.shape
+    assert table.dim() == 1 and table.is_contiguous()
     size = context, kv_heads, dim
-    key, value = (
-        torch.empty(size, dtype=c.dtype, device=c.device) for c in (key_cache, value_cache)
-    )
+    key, value = (torch.empty(size, dtype=dtype, device=table.device) for _ in range(2))
     gather_kv_kernel[(triton.cdiv(context, ROWS),)](
-        *(key_cache, value_cache, table, key, value, context),
+        *(*cache, table, key, value, context),
         KV_HEADS=kv_heads,
         D=dim,
         BLOCK_SIZE=block_size,
@@ -67,14 +72,14 @@ def gather_kv_triton(
 
 
 def takes_chunks(
-    plan: ChunkPlan | None, key_cache: Tensor, value_cache: Tensor, call: AttentionCall
+    plan: ChunkPlan | None, cache: LayerCache, call: AttentionCall, dtype: torch.dtype
 ) -> bool:
     """Whether a layer's chunks can be gathered: 16 bits, and no mask but the causal one."""
     return (
         plan is not None
-        and key_cache.dtype.itemsize == 2
-        and key_cache.shape[3] in HEAD_DIMS
-        and value_cache.shape == key_cache.shape
+        and dtype.itemsize == 2
+        and cache.keys.shape[3] in HEAD_DIMS
+        and cache.values.shape == cache.keys.shape
         and (call.sliding_window == 0 or call.sliding_window >= plan.longest)
         and call.causal
         and not call.softcap
@@ -84,8 +89,7 @@ def takes_chunks(
 
 def attend_chunks(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     block_tables: Tensor,
     context_lens: Tensor,
     plan: ChunkPlan,
@@ -95,7 +99,7 @@ def attend_chunks(
 
     Args:
         query: [T, H, D], heads and features contiguous.
-        key_cache, value_cache: [NB, BS, Hkv, D].
+        cache: The layer's.
         block_tables: [B, MB] int32.
         context_lens: [B] int32.
         plan: Of the pass; every token belongs to one of its sequences.
@@ -106,11 +110,12 @@ def attend_chunks(
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for run in plan.runs:
+        lengths = run.query_start, context_lens[run.sequences]
         out[run.tokens] = paged_attention(
-            *(query[run.tokens], key_cache, value_cache, block_tables[run.sequences]),
-            *(run.query_start, context_lens[run.sequences], run.max_query_len, call),
+            *(query[run.tokens], cache, block_tables[run.sequences], *lengths),
+            *(run.max_query_len, call),
         )
     for sequence, tokens, context in plan.chunks:
-        kv = gather_kv(key_cache, value_cache, block_tables[sequence], context)
+        kv = gather_kv(cache, block_tables[sequence], context, query.dtype)
         dense_attention(query[tokens], *kv, call.scale, out[tokens])
     return out

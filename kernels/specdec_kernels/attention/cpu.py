@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec_kernels.attention.call import AttentionCall
+from specdec_kernels.attention.call import AttentionCall, LayerCache, Side
 
 # A batch with at most this many queries a sequence (decoding, scoring) is padded and attended in
 # one call. Longer ones (prefill) go one sequence at a time, since padding would waste more.
@@ -219,8 +219,7 @@ def gather_plan(
 
 def gather_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     plan: GatherPlan,
     call: AttentionCall,
 ) -> Tensor:
@@ -228,10 +227,9 @@ def gather_attention(
 
     Query heads that share a key head become further query rows, so that no key is repeated.
     """
-    (num_tokens, num_heads, dk), (kv_heads, dv) = query.shape, value_cache.shape[2:]
+    (num_tokens, num_heads, dk), (kv_heads, dv) = query.shape, cache.values.shape[2:]
     group = num_heads // kv_heads
-    keys = key_cache.view(1, -1, kv_heads, dk)
-    values = value_cache.view(1, -1, kv_heads, dv)
+    sides = cache.sides
     outs = []
     done = 0
     view = View(call.sliding_window, call.causal)
@@ -246,7 +244,7 @@ def gather_attention(
         if q_len > 1:  # [n, Q, Hkv, G, Dk] -> [n, Hkv, G, Q, Dk]
             q = q.reshape(n, q_len, kv_heads, group, dk).permute(0, 2, 3, 1, 4)
         q = q.reshape(n, kv_heads, group * q_len, dk)
-        k, v = _visible(keys, part), _visible(values, part)
+        k, v = (_visible(side, part, q.dtype) for side in sides)
         if call.softcap or call.sinks is not None:
             mask = plan.mask(view, index, group, torch.float32)
             out = _explicit_attention(q, k, v, mask, call)
@@ -270,13 +268,15 @@ def gather_attention(
     return outs[0].contiguous() if len(outs) == 1 else torch.cat(outs)
 
 
-def _visible(pool: Tensor, part: GatherPart) -> Tensor:
-    """[n, Hkv, C, D] of the part's keys or values, from a cache [1, slots, Hkv, D]."""
-    slots = part.slots
+def _visible(side: Side, part: GatherPart, dtype: torch.dtype) -> Tensor:
+    """[n, Hkv, C, D] of the part's keys or values, in `dtype`."""
+    slots, sizes = part.slots, side.pool.shape[2:]
+    pool = side.pool.view(1, -1, *sizes)
     if isinstance(slots, slice):
-        return pool[:, slots].transpose(1, 2)
-    found = pool.index_select(1, slots)
-    return found.view(part.num_sequences, -1, *pool.shape[2:]).transpose(1, 2)
+        found = pool[:, slots]
+    else:
+        found = pool.index_select(1, slots).view(part.num_sequences, -1, *sizes)
+    return side.decoded(found, dtype).transpose(1, 2)
 
 
 def _explicit_attention(

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.attention.call import AttentionCall, form_of
+from specdec_kernels.attention.cache_triton import coded
+from specdec_kernels.attention.call import AttentionCall, LayerCache, form_of
 from specdec_kernels.attention.chunks import ChunkPlan
 from specdec_kernels.attention.chunks_triton import attend_chunks, takes_chunks
 from specdec_kernels.attention.paged_triton import paged_attention_triton
@@ -71,6 +72,24 @@ def zero_padding(
             tl.store(out_ptr + place + dim, zeros, mask=dim < FORM.dim)
 
 
+@triton.jit
+def anchored(tile):
+    """A tile in fp8, whose way to a product's layout begins here.
+
+    The compiler would move it to the loads, where it waits for them with barriers.
+    """
+    key, value, visible = tile
+    if not INTERPRETED:
+        key = (_moved(key[0]), _moved(key[1]))
+        value = _moved(value)
+    return key, value, visible
+
+
+@triton.jit
+def _moved(x):
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 4)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "alone", "min_keys", "table_stride"])
 def rope_attention_kernel(
     qkv_ptr,  # [T, (H + 2 Hkv) D]
@@ -80,6 +99,7 @@ def rope_attention_kernel(
     key_norm_ptr,  # [D], or None
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
     value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
+    scales_ptr,  # [2, Hkv] fp32, or None
     slots_ptr,  # [T] int64
     block_tables_ptr,  # [B, MB] int32
     query_start_ptr,  # [B + 1] int32
@@ -115,7 +135,12 @@ def rope_attention_kernel(
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     # A Python float reaches a kernel inside torch.compile as fp64.
-    scaling = (tl.full([], scale, tl.float32), tl.full([], softcap, tl.float32))
+    scale = tl.full([], scale, tl.float32)
+    if scales_ptr is not None:
+        key_scale = tl.load(scales_ptr + kv_head)
+        value_scale = tl.load(scales_ptr + FORM.kv_heads + kv_head)
+        scale *= key_scale
+    scaling = (scale, tl.full([], softcap, tl.float32))
     eps = tl.full([], eps, tl.float32)
 
     query_begin = tl.load(query_start_ptr + sequence)
@@ -175,6 +200,8 @@ def rope_attention_kernel(
     if not FORM.causal:  # rows do not see padding after them either
         fresh_live = fresh_live & (slot >= FORM.block_size)
     after_predecessor(DEPENDENT)
+    if scales_ptr is not None:
+        tile = anchored(tile)
 
     if split == 0:
         if sequence == 0:
@@ -204,8 +231,15 @@ def rope_attention_kernel(
     # rotated in a product's layout, in which every warp holds all of them.
     if num_fresh > 0:
         new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, FORM.dim)
-        store_heads(cache, new_key, new_value, slot, fresh_live, half, dim, FORM)
-        new = new_tile(new_key, new_value, fresh, fresh_live, token, early, FORM)
+        if scales_ptr is not None:
+            KIND: tl.constexpr = key_cache_ptr.dtype.element_ty
+            held_key = (coded(new_key[0], key_scale, KIND), coded(new_key[1], key_scale, KIND))
+            held_value = coded(new_value, value_scale, KIND)
+        else:
+            held_key = new_key
+            held_value = new_value
+        store_heads(cache, held_key, held_value, slot, fresh_live, half, dim, FORM)
+        new = new_tile(held_key, held_value, fresh, fresh_live, token, early, FORM)
         if first < high:
             row_max, sums, fresh_weights, acc = attend_both(query, tile, new, scaling, FORM)
         else:
@@ -221,6 +255,8 @@ def rope_attention_kernel(
         )
         row_sum *= tl.exp2(before - finite(row_max))
     row_sum += tl.sum(sums, axis=1)
+    if scales_ptr is not None:
+        acc *= value_scale
 
     out_mask = row_live[:, None] & (dim < FORM.dim)[None, :]
     if CUT.splits > 1:
@@ -265,8 +301,7 @@ def rope_attention_triton(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     slots: Tensor,
     block_tables: Tensor,
     query_start: Tensor,
@@ -285,24 +320,23 @@ def rope_attention_triton(
 ) -> Tensor:
     """See `ops.rope_attention`; the arguments after `chunks` override the launch configuration."""
     num_tokens, width = qkv.shape
-    _, block_size, kv_heads, head_dim = key_cache.shape
+    _, block_size, kv_heads, head_dim = cache.keys.shape
     num_sequences, num_columns = block_tables.shape
     heads = width // head_dim - 2 * kv_heads
     group = heads // kv_heads
     assert width == (heads + 2 * kv_heads) * head_dim and heads == group * kv_heads > 0
-    assert value_cache.shape == key_cache.shape and head_dim % 2 == 0
+    assert cache.is_sound and cache.values.shape == cache.keys.shape and head_dim % 2 == 0
     assert cos.shape == sin.shape and cos.stride() == sin.stride() and cos.shape[0] == num_tokens
     assert slots.shape == (num_tokens,) and cos.shape[1] == head_dim
     assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
     assert all(t is None or t.shape == (head_dim,) for t in (query_norm, key_norm))
     assert call.sinks is None or call.sinks.shape == (heads,)
     assert all(t.stride(-1) == 1 for t in (qkv, cos, sin, block_tables))
-    assert key_cache.is_contiguous() and value_cache.is_contiguous()
     # Wider heads leave space for fewer rows.
     if max_query_len * group > min(MAX_ROWS, 2**15 // (head_dim * qkv.element_size())):
-        query = rope_kv(qkv, cos, sin, key_cache, value_cache, slots, query_norm, key_norm, eps)
-        where = query, key_cache, value_cache, block_tables
-        if takes_chunks(chunks, key_cache, value_cache, call):
+        query = rope_kv(qkv, cos, sin, cache, slots, query_norm, key_norm, eps)
+        where = query, cache, block_tables
+        if takes_chunks(chunks, cache, call, qkv.dtype):
             assert chunks is not None
             out = attend_chunks(*where, context_lens, chunks, call)
         else:
@@ -335,7 +369,7 @@ def rope_attention_triton(
         stats = torch.empty((*size, cut.block_m), dtype=torch.int64, device=device)
         counts = epochs(device)
     rope_attention_kernel[(parts, kv_heads, num_sequences)](
-        *(qkv, cos, sin, query_norm, key_norm, key_cache, value_cache, slots),
+        *(qkv, cos, sin, query_norm, key_norm, *cache, slots),
         *(block_tables, query_start, context_lens, call.sinks, out, partial, stats, counts),
         float(call.scale),
         float(call.softcap),
@@ -347,7 +381,7 @@ def rope_attention_triton(
         qkv.stride(0),
         cos.stride(0),
         block_tables.stride(0),
-        FORM=form_of(call, heads, key_cache, value_cache),
+        FORM=form_of(call, heads, cache),
         CUT=cut,
         **options_of(cut),
         **dependence(qkv),

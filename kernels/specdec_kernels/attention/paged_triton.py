@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.attention.call import AttentionCall, form_of
+from specdec_kernels.attention.call import AttentionCall, LayerCache, form_of
 from specdec_kernels.attention.cpu import FEW_QUERIES
 from specdec_kernels.attention.softmax_triton import (
     LOG2E,
@@ -82,6 +82,7 @@ def joined(
         value = tl.load(
             value_at, mask=stored[:, None] & (dim_v < FORM.value_dim)[None, :], other=0.0
         )
+        value = value.to(query.dtype)
         # Padding among the queries counts as context, but its keys and values went elsewhere: what
         # its places hold may be NaN, which a weight of 0 would not hide from the queries before.
         value = tl.where((position < num_old)[:, None] | (value == value), value, 0.0)
@@ -94,9 +95,9 @@ def joined(
             value = tl.load(value_at)
         else:
             value = tl.load(value_at, mask=(dim_v < FORM.value_dim)[None, :], other=0.0)
-    if INTERPRETED:
-        key = key.to(tl.float32)
+        value = value.to(query.dtype)
 
+    key = key.to(query.dtype)
     scores, unit = capped(tl.dot(query, key, input_precision="ieee"), scaling, FORM)
     if MASKED:
         visible = stored[None, :]
@@ -124,6 +125,7 @@ def paged_attention_kernel(
     query_ptr,  # [T, H, DK]
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, DK]
     value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, DV]
+    scales_ptr,  # [2, Hkv] fp32, or None
     block_tables_ptr,  # [B, MB] int32
     query_start_ptr,  # [B + 1] int32
     context_lens_ptr,  # [B] int32
@@ -162,7 +164,10 @@ def paged_attention_kernel(
         tile_start = tile // num_sequences * TILE
     split = tl.program_id(2)
     # A Python float reaches a kernel inside torch.compile as fp64.
-    scaling = (tl.full([], scale, tl.float32), tl.full([], softcap, tl.float32))
+    scale = tl.full([], scale, tl.float32)
+    if scales_ptr is not None:
+        scale *= tl.load(scales_ptr + kv_head)
+    scaling = (scale, tl.full([], softcap, tl.float32))
 
     query_begin = tl.load(query_start_ptr + sequence)
     query_len = tl.load(query_start_ptr + sequence + 1) - query_begin
@@ -241,6 +246,8 @@ def paged_attention_kernel(
                 *(FORM, TILES, masked == 1),
             )
     row_max, row_sum, acc = softmax
+    if scales_ptr is not None:
+        acc *= tl.load(scales_ptr + FORM.kv_heads + kv_head)
 
     out_row = packed * num_heads + head
     if SPLITS > 1:
@@ -310,8 +317,7 @@ def combine_splits_kernel(
 
 def paged_attention_triton(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
@@ -326,15 +332,14 @@ def paged_attention_triton(
     splits: a power of two, overrides `paged_splits`. tiles: overrides `paged_tiles`.
     """
     num_tokens, num_heads, dk = query.shape
-    _, block_size, kv_heads, dv = value_cache.shape
+    _, block_size, kv_heads, dv = cache.values.shape
     num_sequences, num_columns = block_tables.shape
     sinks = call.sinks
-    assert key_cache.shape == (*value_cache.shape[:3], dk) and num_heads % kv_heads == 0
+    assert cache.is_sound and cache.keys.shape[3] == dk and num_heads % kv_heads == 0
     assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
     assert slots is None or slots.shape == (num_tokens,)
     assert sinks is None or sinks.shape == (num_heads,)
     assert query.stride(-1) == block_tables.stride(-1) == 1
-    assert key_cache.is_contiguous() and value_cache.is_contiguous()
 
     group = num_heads // kv_heads
     block_dk = max(16, triton.next_power_of_2(dk))
@@ -354,7 +359,7 @@ def paged_attention_triton(
     num_warps = 8 if block_m * max(block_dk, block_dv) > 64 * 128 else 4
     packed = by_token < by_sequence
     cut = PagedTiles(block_m, block_n, block_dk, block_dv, splits, packed, num_warps)
-    form = form_of(call, num_heads, key_cache, value_cache)
+    form = form_of(call, num_heads, cache)
     device = query.device
     # Rows past the last sequence are written too, by the combine step if there is one.
     out = torch.empty((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
@@ -364,7 +369,7 @@ def paged_attention_triton(
     else:
         partial, row_stats = out, out.new_empty((2, 0))
     paged_attention_kernel[(kv_heads, min(by_sequence, by_token), splits)](
-        *(query, key_cache, value_cache, block_tables, query_start, context_lens),
+        *(query, *cache, block_tables, query_start, context_lens),
         *(None if call.causal else slots, sinks),
         *(partial, row_stats[0], row_stats[1]),
         float(call.scale),

@@ -3,14 +3,14 @@
 Rotary embedding (Su et al., arXiv 2104.09864) uses the layout of transformers' Llama: the first and
 the second half of a head form the pairs that are rotated. Per-head norms are those of Qwen 3.
 
-Does not know layers or models. Caches are contiguous, and block 0 of a cache is the trash block.
+Does not know layers or models. Block 0 of a cache is the trash block.
 Legend: T packed tokens, B sequences, H query heads, Hkv key heads, D features of a head, NB blocks
-of BS slots, MB block-table columns. The paged arguments are key_cache and value_cache
-[NB, BS, Hkv, D]; block_tables [B, MB] int32; query_start [B + 1] int32, where each sequence begins
-among the tokens; context_lens [B] int32, tokens in the cache, those of this pass included;
-max_query_len, at least the longest sequence's number of queries, known on the host; and slots [T]
-int64, as from `slot_mapping`. cos and sin are [T, D], in the layout of transformers' Llama. Norms
-of query and key, [D], are weights of per-head RMS norms before the rotation, and eps is theirs.
+of BS slots, MB block-table columns. The paged arguments are cache, the layer's; block_tables
+[B, MB] int32; query_start [B + 1] int32, where each sequence begins among the tokens; context_lens
+[B] int32, tokens in the cache, those of this pass included; max_query_len, at least the longest
+sequence's number of queries, known on the host; and slots [T] int64, as from `slot_mapping`. cos
+and sin are [T, D], in the layout of transformers' Llama. Norms of query and key, [D], are weights
+of per-head RMS norms before the rotation, and eps is theirs.
 """
 
 from typing import NamedTuple, Self
@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from specdec_kernels.attention.call import AttentionCall
+from specdec_kernels.attention.call import AttentionCall, LayerCache
 from specdec_kernels.attention.chunks import ChunkPlan
 from specdec_kernels.attention.cpu import gather_attention, gather_plan
 from specdec_kernels.dispatch import kernel
@@ -49,21 +49,20 @@ def slot_mapping(
 
 
 @kernel("specdec_kernels.attention.cache_triton:write_kv_triton")
-def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
-) -> None:
+def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Store each token's key [T, Hkv, Dk] and value [T, Hkv, Dv] at its slot, in place.
 
     Only trash slots may occur twice; which of their tokens remains is not defined.
     """
-    keys = key_cache.view(-1, *key_cache.shape[2:])
-    values = value_cache.view(-1, *value_cache.shape[2:])
-    if (first := _first_of_run(slots)) is not None:
-        keys[first : first + len(key)].copy_(key)
-        values[first : first + len(value)].copy_(value)
-        return
-    keys.index_copy_(0, slots, key)
-    values.index_copy_(0, slots, value)
+    first = _first_of_run(slots)
+    for side, heads in zip(cache.sides, (key, value), strict=True):
+        pool, new = side.pool.view(-1, *side.pool.shape[2:]), side.coded(heads)
+        if side.scales is not None:  # on a CPU torch copies no fp8 by index
+            pool, new = pool.view(torch.uint8), new.view(torch.uint8)
+        if first is None:
+            pool.index_copy_(0, slots, new)
+        else:
+            pool[first : first + len(new)].copy_(new)
 
 
 def _first_of_run(slots: Tensor) -> int | None:
@@ -81,8 +80,7 @@ def _first_of_run(slots: Tensor) -> int | None:
 @kernel("specdec_kernels.attention.paged_triton:paged_attention_triton")
 def paged_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
@@ -106,8 +104,8 @@ def paged_attention(
     Returns:
         [T, H, Dv], contiguous.
     """
-    plan = gather_plan(block_tables, query_start, context_lens, key_cache.shape[1], slots)
-    return gather_attention(query, key_cache, value_cache, plan, call)
+    plan = gather_plan(block_tables, query_start, context_lens, cache.keys.shape[1], slots)
+    return gather_attention(query, cache, plan, call)
 
 
 class Rotation(NamedTuple):
@@ -157,8 +155,7 @@ def write_kv_turned(
     kv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     slots: Tensor,
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -167,11 +164,11 @@ def write_kv_turned(
 
     kv: [T, 2 Hkv D], rows contiguous: key and value heads of every token.
     """
-    _, _, kv_heads, head_dim = key_cache.shape
+    _, _, kv_heads, head_dim = cache.keys.shape
     _, key, value = split_heads_reference(
         kv, Rotation.of(cos, sin), kv_heads, head_dim, None, key_norm, eps
     )
-    write_kv.reference(key, value, key_cache, value_cache, slots)
+    write_kv.reference(key, value, cache, slots)
 
 
 @kernel("specdec_kernels.attention.decode_triton:rope_attention_triton")
@@ -179,8 +176,7 @@ def rope_attention(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     slots: Tensor,
     block_tables: Tensor,
     query_start: Tensor,
@@ -194,9 +190,10 @@ def rope_attention(
 ) -> Tensor:
     """Rotary embedding, storing the new keys and values, and `paged_attention` of one layer.
 
-    New tokens' keys and values are taken from `qkv`, older ones from the cache. On CUDA the block
-    tables, lengths, slots, cos and sin must be complete before the kernel that writes `qkv` starts:
-    they and the old cache are read while that kernel still runs.
+    New tokens' keys and values are taken from `qkv`, rounded as the cache holds them, older ones
+    from the cache. On CUDA the block tables, lengths, slots, cos and sin must be complete before
+    the kernel that writes `qkv` starts: they and the old cache are read while that kernel still
+    runs.
 
     Args:
         qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token. Tokens
@@ -210,27 +207,27 @@ def rope_attention(
     Returns:
         [T, H * D], contiguous.
     """
-    _, block_size, kv_heads, head_dim = key_cache.shape
+    _, block_size, kv_heads, head_dim = cache.keys.shape
     query, key, value = split_heads_reference(
         qkv, Rotation.of(cos, sin), kv_heads, head_dim, query_norm, key_norm, eps
     )
-    write_kv.reference(key, value, key_cache, value_cache, slots)
+    write_kv.reference(key, value, cache, slots)
     plan = gather_plan(block_tables, query_start, context_lens, block_size, slots)
-    return gather_attention(query, key_cache, value_cache, plan, call).view(qkv.shape[0], -1)
+    return gather_attention(query, cache, plan, call).view(qkv.shape[0], -1)
 
 
 @kernel("specdec_kernels.attention.chunks_triton:gather_kv_triton")
 def gather_kv(
-    key_cache: Tensor, value_cache: Tensor, table: Tensor, context: int
+    cache: LayerCache, table: Tensor, context: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of a sequence's positions, two of [C, Hkv, D], contiguous.
+    """Keys and values of a sequence's positions, two of [C, Hkv, D] in `dtype`, contiguous.
 
     table: [MB] int32, the sequence's blocks. context: C, tokens of the sequence in the cache.
     """
-    block_size = key_cache.shape[1]
+    block_size = cache.keys.shape[1]
     position = torch.arange(context, device=table.device)
     slots = table[position // block_size].long() * block_size + position % block_size
-    keys, values = (c.reshape(-1, *c.shape[2:])[slots] for c in (key_cache, value_cache))
+    keys, values = (side.decoded(side.pool.flatten(0, 1)[slots], dtype) for side in cache.sides)
     return keys, values
 
 

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.attention.cache_triton import coded
+from specdec_kernels.attention.call import LayerCache
 from specdec_kernels.launch_triton import after_predecessor, dependence
 
 
@@ -104,6 +106,7 @@ def rope_kv_kernel(
     query_ptr,  # [T, H, D], out
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], out
     value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], out
+    scales_ptr,  # [2, Hkv] fp32, or None
     slots_ptr,  # [T] int64
     eps,
     qkv_stride,
@@ -152,6 +155,10 @@ def rope_kv_kernel(
         to = query_ptr + (token * HEADS + head)[:, None] * D + half[None, :]
         tl.store(to, rotated, mask=mask & is_query[:, None])
         tl.store(to + HALF, turned, mask=mask & is_query[:, None])
+    if scales_ptr is not None:
+        scale = tl.load(scales_ptr + head - HEADS, mask=is_key | is_value, other=1.0)[:, None]
+        rotated = coded(rotated, scale, key_cache_ptr.dtype.element_ty)
+        turned = coded(turned, scale, key_cache_ptr.dtype.element_ty)
     to = key_cache_ptr + (slot * KV_HEADS + head - HEADS)[:, None] * D + half[None, :]
     tl.store(to, rotated, mask=mask & is_key[:, None])
     tl.store(to + HALF, turned, mask=mask & is_key[:, None])
@@ -164,8 +171,7 @@ def rope_kv(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     slots: Tensor,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
@@ -173,12 +179,13 @@ def rope_kv(
 ) -> Tensor:
     """Store every token's rotated key and its value; return the rotated query [T, H, D]."""
     num_tokens, width = qkv.shape
-    kv_heads, head_dim = key_cache.shape[2:]
+    kv_heads, head_dim = cache.keys.shape[2:]
+    assert cache.is_sound
     heads = width // head_dim - 2 * kv_heads
     query = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_heads = 8
     rope_kv_kernel[(num_tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
-        *(qkv, cos, sin, query_norm, key_norm, query, key_cache, value_cache, slots),
+        *(qkv, cos, sin, query_norm, key_norm, query, *cache, slots),
         float(eps),
         qkv.stride(0),
         cos.stride(0),
@@ -197,14 +204,13 @@ def write_kv_turned_triton(
     kv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     slots: Tensor,
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
     """See `ops.write_kv_turned`."""
     num_tokens, head_dim = cos.shape
-    assert kv.shape == (num_tokens, 2 * key_cache.shape[2] * head_dim)
+    assert kv.shape == (num_tokens, 2 * cache.keys.shape[2] * head_dim)
     assert slots.shape == (num_tokens,)
-    rope_kv(kv, cos, sin, key_cache, value_cache, slots, None, key_norm, eps)
+    rope_kv(kv, cos, sin, cache, slots, None, key_norm, eps)

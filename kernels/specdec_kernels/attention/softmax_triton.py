@@ -1,8 +1,9 @@
 """Tiles of keys and values, and an online softmax over them.
 
 Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Maxima are in units of log2. A tile is
-keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that each query sees. Scores
-are scaled by a positive factor and a softcap, `scaling`.
+keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that each query sees. Both
+are as the cache holds them, in the queries' dtype or in fp8. Scores are scaled by a positive factor
+and a softcap, `scaling`.
 """
 
 import triton
@@ -28,6 +29,7 @@ def attend(
     still to be summed, and the new `acc`.
     """
     key, value, visible = tile
+    value = value.to(query[0].dtype)
     scores, unit = scored(query, key, visible, scaling, FORM)
     new_max, keep, weights = weighed(row_max, scores, unit)
     acc = weighted(weights, value, acc * keep[:, None])
@@ -53,6 +55,8 @@ def attend_both(query, tile, fresh_tile, scaling, FORM: tl.constexpr):
     """
     key, value, visible = tile
     fresh_key, fresh_value, seen = fresh_tile
+    value = value.to(query[0].dtype)
+    fresh_value = fresh_value.to(query[0].dtype)
     scores, unit = scored(query, key, visible, scaling, FORM)
     fresh, _ = scored(query, fresh_key, seen, scaling, FORM)
     row_max = tl.maximum(tl.max(scores, axis=1), tl.max(fresh, axis=1)) * unit
@@ -73,8 +77,8 @@ def scored(query, key, visible, scaling, FORM: tl.constexpr):
     if INTERPRETED:
         query_first = query_first.to(tl.float32)
         query_second = query_second.to(tl.float32)
-        key_first = key_first.to(tl.float32)
-        key_second = key_second.to(tl.float32)
+    key_first = key_first.to(query_first.dtype)
+    key_second = key_second.to(query_first.dtype)
     scores = tl.dot(query_first, key_first, input_precision="ieee")
     scores = tl.dot(query_second, key_second, scores, input_precision="ieee")
     scores, unit = capped(scores, scaling, FORM)

@@ -40,6 +40,15 @@ from specdec_kernels.linear.few_rows_triton import (
     zero_sums,
 )
 from specdec_kernels.linear.reference import Normed
+from specdec_kernels.linear.stored_rows_triton import (
+    along_features,
+    form_of,
+    operands_of,
+    row_scaled,
+    row_scales,
+    rows_of,
+    stored_sums,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -49,7 +58,9 @@ def down_kernel(
     experts_ptr,
     chosen_ptr,
     weights_ptr,
-    down_ptr,  # [E, N, F]
+    down_ptr,  # [E, N, F], or its codes [E, N, bytes]
+    scales_ptr,  # [E, N / FORM.high, FORM.groups], or None
+    zeros_ptr,  # the same shape, or None
     bias_ptr,  # [E, N], or None
     residual_ptr,  # [T, N]
     norm_ptr,  # [N]
@@ -62,26 +73,29 @@ def down_kernel(
     num_features,  # N
     residual_stride,
     F: tl.constexpr,
+    FORM: tl.constexpr,  # of a stored weight, else None
     TILES: tl.constexpr,
-    PREFETCH: tl.constexpr,  # numbers of each of their rows
+    PREFETCH: tl.constexpr,  # numbers, or bytes, of each of their rows
     DEPENDENT: tl.constexpr,
 ):
-    SWAP: tl.constexpr = TILES.block_m < 16
+    SWAP: tl.constexpr = TILES.block_m < 16 or FORM is not None
+    ROW: tl.constexpr = F if FORM is None else F // FORM.per_code
     CHUNKS: tl.constexpr = (F + TILES.block_k - 1) // TILES.block_k
     EVEN: tl.constexpr = F % TILES.block_k == 0
     split = tl.program_id(1)
     column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
     column_live = column < num_features
-    down_ptr += tl.minimum(column, num_features - 1).to(tl.int64) * F
+    feature = tl.minimum(column, num_features - 1).to(tl.int64)
+    rows_ptr = down_ptr + feature * ROW
     # The router finished before the predecessor began, so its plan may be read before the wait.
     count = tl.load(count_ptr)
     first = count * split // TILES.splits
     last = count * (split + 1) // TILES.splits
-    size = num_features.to(tl.int64) * F
+    size = num_features.to(tl.int64) * ROW
     if TILES.ahead > 0:
         for slot in range(first, tl.minimum(first + TILES.ahead, last)):
             expert = tl.load(experts_ptr + slot).to(tl.int64)
-            prefetch_rows(down_ptr + expert * size, 0, PREFETCH)
+            prefetch_rows(rows_ptr + expert * size, 0, PREFETCH)
     row = tl.arange(0, TILES.block_m)
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
@@ -91,25 +105,42 @@ def down_kernel(
     residual = tl.load(at, mask=mask, other=0.0)
     after_predecessor(DEPENDENT)
 
-    inside = depth_of(0, TILES.block_k, TILES.slices)
     sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
-    # The next expert is read a step ahead: a load of weights whose address was loaded in the same
-    # step would get half of the pipeline's buffers.
-    expert = tl.load(experts_ptr + first, mask=first < last, other=0)
-    bits = tl.load(chosen_ptr + first, mask=first < last, other=0)
-    for step in range(first * CHUNKS, last * CHUNKS):
-        slot = step // CHUNKS
-        k = step % CHUNKS * TILES.block_k + inside
-        chose = has_chosen(bits, row)
-        x_rows = x_ptr + (slot * num_rows + row).to(tl.int64) * F
-        x_mask = along_rows(chose, TILES.slices) & along_depth(k < F, TILES.slices)
-        x = tl.load(tile_at(x_rows, k, TILES.slices), mask=x_mask, other=0.0)
-        rows = down_ptr + expert.to(tl.int64) * size
-        weight = load_weight(tile_at(rows, k, TILES.slices), along_depth(k < F, TILES.slices), EVEN)
-        sums = add_product(x, weight, sums, TILES.slices, SWAP)
-        following = tl.minimum((step + 1) // CHUNKS, last - 1)
-        expert = tl.load(experts_ptr + following)
-        bits = tl.load(chosen_ptr + following)
+    if FORM is None:
+        inside = depth_of(0, TILES.block_k, TILES.slices)
+        # The next expert is read a step ahead: a load of weights whose address was loaded in the
+        # same step would get half of the pipeline's buffers.
+        expert = tl.load(experts_ptr + first, mask=first < last, other=0)
+        bits = tl.load(chosen_ptr + first, mask=first < last, other=0)
+        for step in range(first * CHUNKS, last * CHUNKS):
+            slot = step // CHUNKS
+            k = step % CHUNKS * TILES.block_k + inside
+            chose = has_chosen(bits, row)
+            x_rows = x_ptr + (slot * num_rows + row).to(tl.int64) * F
+            x_mask = along_rows(chose, TILES.slices) & along_depth(k < F, TILES.slices)
+            x = tl.load(tile_at(x_rows, k, TILES.slices), mask=x_mask, other=0.0)
+            rows = rows_ptr + expert.to(tl.int64) * size
+            weight = load_weight(
+                tile_at(rows, k, TILES.slices), along_depth(k < F, TILES.slices), EVEN
+            )
+            sums = add_product(x, weight, sums, TILES.slices, SWAP)
+            following = tl.minimum((step + 1) // CHUNKS, last - 1)
+            expert = tl.load(experts_ptr + following)
+            bits = tl.load(chosen_ptr + following)
+    else:
+        for slot in range(first, last):
+            expert = tl.load(experts_ptr + slot).to(tl.int64)
+            chose = has_chosen(tl.load(chosen_ptr + slot), row)
+            x_rows = x_ptr + (slot * num_rows + row).to(tl.int64) * F
+            down_row = expert * num_features + feature
+            codes, scales, zeros = rows_of(down_ptr, scales_ptr, zeros_ptr, down_row, F, FORM)
+            none = tl.zeros(sums.shape, tl.float32)
+            found, _ = stored_sums(
+                *(x_rows, chose, codes, scales, zeros, codes, scales, zeros, column_live),
+                *(0, ROW, none, none, F, FORM, TILES, False, 1),
+            )
+            scale = along_features(row_scales(scales, column_live, FORM), FORM, TILES.slices)
+            sums += row_scaled(found, scale, FORM, x_ptr.dtype.element_ty)
     sums, _ = whole_sums(sums, sums, TILES.slices, SWAP)
     if bias_ptr is not None:
         for slot in range(first, last):
@@ -148,7 +179,7 @@ def down_add_norm_triton(
     width = experts.num_features
     assert x.shape == (len(plan.experts), num_rows, width) and x.is_contiguous()
     assert experts.down.shape == (experts.num_experts, num_features, width)
-    assert isinstance(experts.down, Tensor) and experts.down.is_contiguous()
+    held = operands_of(experts.down)
     assert norm_weight.shape == (num_features,)
     assert num_rows <= tiles.block_m and residual.stride(1) == 1
     blocks = triton.cdiv(num_features, tiles.block_n)
@@ -163,19 +194,20 @@ def down_add_norm_triton(
     )
     squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=x.device)
     dependent = dependence(x)
-    constants = down_constants(width, x.element_size(), tiles, dependent["DEPENDENT"])
+    constants = down_constants(width, experts, tiles, dependent["DEPENDENT"])
     down_kernel[(blocks, tiles.splits)](
-        *(x, *plan[:4], experts.down, experts.down_bias, residual, norm_weight),
+        *(x, *plan[:4], *held, experts.down_bias, residual, norm_weight),
         *(hidden, scaled, squares, partial, counts, num_rows, num_features, residual.stride(0)),
         **constants | dependent,
     )
     return Normed(hidden, scaled, squares, eps)
 
 
-def down_constants(width: int, itemsize: int, tiles: ExpertTiles, early: bool) -> dict[str, Any]:
+def down_constants(width: int, experts: Experts, tiles: ExpertTiles, early: bool) -> dict[str, Any]:
     """Constants of the kernel and Triton's own options; early: it starts before its predecessor
     ends."""
-    prefetch = power_of_2_to(width)  # must not reach past the end of the weight
-    ahead = tiles.ahead if early and prefetch * itemsize >= CACHE_LINE else 0
-    tiles = tiles._replace(ahead=ahead)
-    return options_of(tiles) | {"F": width, "PREFETCH": prefetch, "TILES": tiles}
+    held = operands_of(experts.down)[0]
+    prefetch = power_of_2_to(held.shape[-1])  # must not reach past the end of the weight
+    ahead = tiles.ahead if early and prefetch * held.element_size() >= CACHE_LINE else 0
+    constants = {"F": width, "FORM": form_of(experts.down), "PREFETCH": prefetch}
+    return options_of(tiles) | constants | {"TILES": tiles._replace(ahead=ahead)}

@@ -28,6 +28,14 @@ from specdec_kernels.linear.few_rows_triton import (
     zero_sums,
 )
 from specdec_kernels.linear.norm_triton import activate
+from specdec_kernels.linear.stored_rows_triton import (
+    form_of,
+    operands_of,
+    row_scaled,
+    row_scales,
+    rows_of,
+    stored_sums,
+)
 
 CLAMPED_KIND = tl.constexpr(CLAMPED)
 
@@ -58,7 +66,9 @@ def gate_up_kernel(
     chosen_ptr,
     weights_ptr,
     factors_ptr,
-    gate_up_ptr,  # [E, 2 F, K]
+    gate_up_ptr,  # [E, 2 F, K], or its codes [E, 2 F, bytes]
+    scales_ptr,  # [E, 2 F / FORM.high, FORM.groups], or None
+    zeros_ptr,  # the same shape, or None
     bias_ptr,  # [E, 2 F], or None
     out_ptr,  # [P, T, F], rows of tokens that chose the slot's expert, out
     num_rows,
@@ -70,10 +80,11 @@ def gate_up_kernel(
     SCALED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    FORM: tl.constexpr,  # of a stored weight, else None
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    SWAP: tl.constexpr = TILES.block_m < 16
+    SWAP: tl.constexpr = TILES.block_m < 16 or FORM is not None
     EVEN: tl.constexpr = K % TILES.block_k == 0
     slope = tl.full([], slope, tl.float32)
     limit = tl.full([], limit, tl.float32)
@@ -94,9 +105,8 @@ def gate_up_kernel(
         return
     expert = tl.load(experts_ptr + slot).to(tl.int64)
     row_live = has_chosen(tl.load(chosen_ptr + slot), row)
-    gate_up_ptr += expert * 2 * num_features * K
-    gate_ptr = gate_up_ptr + gate_row.to(tl.int64) * K
-    up_ptr = gate_up_ptr + up_row.to(tl.int64) * K
+    gate_at = expert * 2 * num_features + gate_row
+    up_at = expert * 2 * num_features + up_row
     # Operands of the epilogue are loaded before the loop, so that it does not wait for them.
     weight = tl.load(weights_ptr + slot * num_rows + row, mask=row_live, other=0.0)
     if SCALED:
@@ -107,19 +117,33 @@ def gate_up_kernel(
         up_bias = tl.load(bias_ptr + up_row)
 
     x_ptr += row.to(tl.int64) * x_stride
-    inside = depth_of(0, TILES.block_k, TILES.slices)
     sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
     sums_up = sums
-    for start in range(0, K, TILES.block_k):
-        k = start + inside
-        x_mask = along_rows(row_live, TILES.slices) & along_depth(k < K, TILES.slices)
-        mask = along_depth(k < K, TILES.slices)
-        x = tl.load(tile_at(x_ptr, k, TILES.slices), mask=x_mask, other=0.0)
-        gate = load_weight(tile_at(gate_ptr, k, TILES.slices), mask, EVEN)
-        sums = add_product(x, gate, sums, TILES.slices, SWAP)
-        up = load_weight(tile_at(up_ptr, k, TILES.slices), mask, EVEN)
-        sums_up = add_product(x, up, sums_up, TILES.slices, SWAP)
-    sums, sums_up = whole_sums(sums, sums_up, TILES.slices, SWAP)
+    if FORM is None:
+        gate_ptr, up_ptr = gate_up_ptr + gate_at * K, gate_up_ptr + up_at * K
+        inside = depth_of(0, TILES.block_k, TILES.slices)
+        for start in range(0, K, TILES.block_k):
+            k = start + inside
+            x_mask = along_rows(row_live, TILES.slices) & along_depth(k < K, TILES.slices)
+            mask = along_depth(k < K, TILES.slices)
+            x = tl.load(tile_at(x_ptr, k, TILES.slices), mask=x_mask, other=0.0)
+            gate = load_weight(tile_at(gate_ptr, k, TILES.slices), mask, EVEN)
+            sums = add_product(x, gate, sums, TILES.slices, SWAP)
+            up = load_weight(tile_at(up_ptr, k, TILES.slices), mask, EVEN)
+            sums_up = add_product(x, up, sums_up, TILES.slices, SWAP)
+        sums, sums_up = whole_sums(sums, sums_up, TILES.slices, SWAP)
+    else:
+        codes, scales, zeros = rows_of(gate_up_ptr, scales_ptr, zeros_ptr, gate_at, K, FORM)
+        codes_up, scales_up, zeros_up = rows_of(gate_up_ptr, scales_ptr, zeros_ptr, up_at, K, FORM)
+        gate_scale = row_scales(scales, column_live, FORM)
+        up_scale = row_scales(scales_up, column_live, FORM)
+        sums, sums_up = stored_sums(
+            *(x_ptr, row_live, codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
+            *(0, K // FORM.per_code, sums, sums_up, K, FORM, TILES, True, 1),
+        )
+        sums, sums_up = whole_sums(sums, sums_up, TILES.slices, SWAP)
+        sums = row_scaled(sums, gate_scale, FORM, x_ptr.dtype.element_ty)
+        sums_up = row_scaled(sums_up, up_scale, FORM, x_ptr.dtype.element_ty)
 
     if SCALED:
         sums *= factor[:, None]
@@ -144,11 +168,11 @@ def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertT
     (num_rows, width), num_features = x.shape, experts.num_features
     slots = len(plan.experts)
     assert num_rows <= tiles.block_m and x.stride(1) == 1 and tiles.splits == 1
-    assert isinstance(experts.gate_up, Tensor) and experts.gate_up.is_contiguous()
     assert experts.gate_up.shape == (experts.num_experts, 2 * num_features, width)
+    held = operands_of(experts.gate_up)
     out = torch.empty((slots, num_rows, num_features), dtype=x.dtype, device=x.device)
     gate_up_kernel[(triton.cdiv(num_features, tiles.block_n), slots)](
-        *(x, *plan, experts.gate_up, experts.gate_up_bias, out),
+        *(x, *plan, *held, experts.gate_up_bias, out),
         *(num_rows, num_features, x.stride(0), float(experts.slope), float(experts.limit)),
         **gate_up_constants(width, plan.factors is not None, experts, tiles),
         **dependence(x),
@@ -165,5 +189,6 @@ def gate_up_constants(
         "SCALED": scaled,
         "ACTIVATION": experts.activation,
         "INTERLEAVED": experts.interleaved,
+        "FORM": form_of(experts.gate_up),
         "TILES": tiles,
     }

@@ -28,6 +28,14 @@ from specdec_kernels.linear.few_rows_triton import (
     zero_sums,
 )
 from specdec_kernels.linear.reference import Normed
+from specdec_kernels.linear.stored_rows_triton import (
+    form_of,
+    operands_of,
+    row_scaled,
+    row_scales,
+    rows_of,
+    stored_sums,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -36,7 +44,9 @@ def grouped_linear_kernel(
     sizes_ptr,  # the groups' tensors; factors only with SCALED
     pairs_ptr,
     factors_ptr,
-    weight_ptr,  # [E, N, K]; with ACTIVATION [E, 2 N, K]
+    weight_ptr,  # [E, N, K], or its codes as bytes; with ACTIVATION [E, 2 N, K]
+    scales_ptr,  # [E, N / FORM.high, FORM.groups], or [E, 2 N / FORM.high, ...], or None
+    zeros_ptr,  # the same shape, or None
     bias_ptr,  # [E, N], or [E, 2 N], or None
     out_ptr,  # [T * C, N], out
     num_rows,  # T
@@ -49,6 +59,7 @@ def grouped_linear_kernel(
     SCALED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "" for a plain product
     INTERLEAVED: tl.constexpr,
+    FORM: tl.constexpr,  # of a stored weight, else None
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -66,10 +77,17 @@ def grouped_linear_kernel(
         if INTERLEAVED:
             feature *= 2
     weight_row = first_row + feature
-    weight_rows = weight_ptr + weight_row.to(tl.int64) * K
+    up_row = weight_row
     if GATED:
         up_row = weight_row + (1 if INTERLEAVED else num_features)
+    if FORM is None:
+        weight_rows = weight_ptr + weight_row.to(tl.int64) * K
         up_rows = weight_ptr + up_row.to(tl.int64) * K
+    else:
+        codes, scales, zeros = rows_of(weight_ptr, scales_ptr, zeros_ptr, weight_row, K, FORM)
+        codes_up, scales_up, zeros_up = rows_of(weight_ptr, scales_ptr, zeros_ptr, up_row, K, FORM)
+        row_scale = row_scales(scales, column_live, FORM)
+        row_scale_up = row_scales(scales_up, column_live, FORM)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + weight_row).to(tl.float32)
         if GATED:
@@ -80,23 +98,32 @@ def grouped_linear_kernel(
     pairs_ptr += expert * num_rows
     place = tl.arange(0, TILES.block_m)
     pair = tl.load(pairs_ptr + place, mask=place < num_rows, other=0)
-    inside = depth_of(0, TILES.block_k, 1)
     for first in range(0, size, TILES.block_m):
         live = first + place < size
         x_row = tl.where(live, pair // PAIRS, 0)
         x_rows = x_ptr + x_row.to(tl.int64) * x_stride
-        sums = zero_sums(TILES.block_m, TILES.block_n, 1, True)
+        sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, True)
         sums_up = sums
-        for start in range(0, K, TILES.block_k):
-            k = start + inside
-            mask = (k < K)[None, :]
-            x = tl.load(tile_at(x_rows, k, 1), mask=live[:, None] & mask, other=0.0)
-            weight = load_weight(tile_at(weight_rows, k, 1), mask, EVEN)
-            sums = add_product(x, weight, sums, 1, True)
-            if GATED:
-                up = load_weight(tile_at(up_rows, k, 1), mask, EVEN)
-                sums_up = add_product(x, up, sums_up, 1, True)
-        sums, sums_up = whole_sums(sums, sums_up, 1, True)
+        if FORM is None:
+            inside = depth_of(0, TILES.block_k, 1)
+            for start in range(0, K, TILES.block_k):
+                k = start + inside
+                mask = (k < K)[None, :]
+                x = tl.load(tile_at(x_rows, k, 1), mask=live[:, None] & mask, other=0.0)
+                weight = load_weight(tile_at(weight_rows, k, 1), mask, EVEN)
+                sums = add_product(x, weight, sums, 1, True)
+                if GATED:
+                    up = load_weight(tile_at(up_rows, k, 1), mask, EVEN)
+                    sums_up = add_product(x, up, sums_up, 1, True)
+        else:
+            sums, sums_up = stored_sums(
+                *(x_rows, live, codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
+                *(0, K // FORM.per_code, sums, sums_up, K, FORM, TILES, GATED, 1),
+            )
+        sums, sums_up = whole_sums(sums, sums_up, TILES.slices, True)
+        if FORM is not None:
+            sums = row_scaled(sums, row_scale, FORM, x_ptr.dtype.element_ty)
+            sums_up = row_scaled(sums_up, row_scale_up, FORM, x_ptr.dtype.element_ty)
         if SCALED:
             factor = tl.load(factors_ptr + x_row, mask=live, other=0.0)[:, None]
             sums *= factor
@@ -132,10 +159,10 @@ def grouped_product(
         weight, bias = experts.gate_up, experts.gate_up_bias
     num_features = experts.num_features if is_gate else weight.shape[1]
     assert weight.shape == (experts.num_experts, num_features * (1 + is_gate), width)
-    assert isinstance(weight, Tensor) and weight.is_contiguous() and x.stride(1) == 1
+    assert x.stride(1) == 1
     out = torch.empty((num_rows * num_chosen, num_features), dtype=x.dtype, device=x.device)
     grouped_linear_kernel[(triton.cdiv(num_features, tiles.block_n), experts.num_experts)](
-        *(x, groups.sizes, groups.pairs, groups.factors, weight, bias, out),
+        *(x, groups.sizes, groups.pairs, groups.factors, *operands_of(weight), bias, out),
         *(num_rows, num_features, x.stride(0), float(experts.slope), float(experts.limit)),
         **grouped_constants(width, groups.factors is not None, experts, tiles, is_gate),
         **dependence(x),
@@ -148,6 +175,7 @@ def grouped_constants(
 ) -> dict[str, Any]:
     """Constants of the kernel and Triton's own options."""
     return options_of(tiles) | {
+        "FORM": form_of(experts.gate_up if is_gate else experts.down),
         "TILES": tiles,
         "K": width,
         "PAIRS": experts.routing.num_chosen if is_gate else 1,

@@ -3,6 +3,9 @@
 Three kernels for few, four for more, and the library's products for many.
 """
 
+from typing import TypeVar
+
+import torch
 from torch import Tensor
 
 from specdec_kernels.experts.down_triton import down_add_norm_triton
@@ -13,27 +16,54 @@ from specdec_kernels.experts.plan import are_few
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
-from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
+from specdec_kernels.experts.tiles import (
+    ExpertTiles,
+    GroupTiles,
+    choose_expert_tiles,
+    choose_group_tiles,
+)
 from specdec_kernels.gpu import gpu_of
 from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.reference import Normed
-from specdec_kernels.linear.stored import Stored
+from specdec_kernels.linear.stored import BLOCK, Stored
+from specdec_kernels.linear.stored_tiles import slices_for
+
+AnyTiles = TypeVar("AnyTiles", ExpertTiles, GroupTiles)
 
 
 def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
     """See `ops.mixture_add_norm`."""
-    if isinstance(experts.gate_up, Stored) or isinstance(experts.down, Stored):
-        plain = [plain_triton(weight, x.hidden.dtype) for weight in (experts.gate_up, experts.down)]
-        experts = experts._replace(gate_up=plain[0], down=plain[1])
-    num_rows, itemsize = len(x.hidden), x.hidden.element_size()
+    num_rows, dtype = len(x.hidden), x.hidden.dtype
     sizes = num_rows, experts.routing.num_chosen, experts.num_experts
     if are_few(*sizes):
-        gate_up, down = choose_expert_tiles(num_rows, itemsize)
+        is_stored = isinstance(experts.gate_up, Stored)
+        first, second = choose_expert_tiles(num_rows, dtype.itemsize, is_stored)
+        gate_up, first = fitted(experts.gate_up, first, dtype)
+        down, second = fitted(experts.down, second, dtype)
+        experts = experts._replace(gate_up=gate_up, down=down)
         plan = route_triton(x, experts)
-        inner = gate_up_triton(x.scaled, plan, experts, gate_up)
-        return down_add_norm_triton(inner, plan, experts, down, x.hidden, norm_weight, eps)
-    tiles = choose_group_tiles(*sizes, itemsize, gpu_of(x.hidden.device).shared_memory)
+        inner = gate_up_triton(x.scaled, plan, experts, first)
+        return down_add_norm_triton(inner, plan, experts, second, x.hidden, norm_weight, eps)
+    tiles = choose_group_tiles(*sizes, dtype.itemsize, gpu_of(x.hidden.device).shared_memory)
     if tiles is None:
+        gate_up, down = (plain_triton(w, dtype) for w in (experts.gate_up, experts.down))
+        experts = experts._replace(gate_up=gate_up, down=down)
         return sorted_mixture_add_norm(x, experts, norm_weight, eps)
+    gate_up, of_gate = fitted(experts.gate_up, tiles[0], dtype)
+    down, of_down = fitted(experts.down, tiles[1], dtype)
+    experts = experts._replace(gate_up=gate_up, down=down)
     groups = group_triton(x, experts)
-    return grouped_mixture_add_norm(x, groups, experts, tiles, norm_weight, eps)
+    return grouped_mixture_add_norm(x, groups, experts, (of_gate, of_down), norm_weight, eps)
+
+
+def fitted(
+    weight: Tensor | Stored, tiles: AnyTiles, dtype: torch.dtype
+) -> tuple[Tensor | Stored, AnyTiles]:
+    """A weight as the kernels read it, and tiles for it: stored where slices fit its groups."""
+    if isinstance(weight, Tensor):
+        return weight, tiles
+    deep = tiles._replace(block_k=max(tiles.block_k, BLOCK))
+    slices = slices_for(weight, deep)
+    if slices is None:
+        return plain_triton(weight, dtype), tiles
+    return weight, deep._replace(slices=slices)

@@ -30,12 +30,20 @@ H200 = (
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (8,)),
     Case((ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)), (16,)),
 )
+# Of stored weights, whose tiles are the left operand whatever the number of tokens.
+STORED = (
+    Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 4)), (8,)),
+    Case((ExpertTiles(16, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(16, 16, 256, 4, 8, 2, 4, 4)), (16,)),
+)
 PARTIAL_SUMS = max(down.splits for (_, down), *_ in H200)
 
 
-def choose_expert_tiles(num_rows: int, itemsize: int) -> tuple[ExpertTiles, ExpertTiles]:
-    """Tiles of gate and up, and of down, for T = `num_rows` tokens."""
-    found = first_fit(H200, (num_rows,))
+def choose_expert_tiles(
+    num_rows: int, itemsize: int, stored: bool = False
+) -> tuple[ExpertTiles, ExpertTiles]:
+    """Tiles of gate and up, and of down, for T = `num_rows` tokens. stored: of stored weights,
+    which `fitted_to` fits to their groups."""
+    found = first_fit(STORED if stored else H200, (num_rows,))
     assert found is not None
     gate_up, down = found
     if itemsize > 2:
@@ -67,6 +75,7 @@ class GroupTiles(NamedTuple):
     block_k: int  # numbers of the sum at a time
     num_warps: int
     num_stages: int
+    slices: int = 1  # parts of block_k, of stored weights alone
 
 
 # Of gate and up, and of down, by the most pairs of an expert on average. Some have three times the

@@ -69,6 +69,45 @@ class Form(NamedTuple):
         )
 
 
+def form_of(weight: Tensor | Stored) -> Form | None:
+    """The constants of a stored weight, which may be on meta; None for a plain one."""
+    return None if isinstance(weight, Tensor) else Form.of(weight)
+
+
+def operands_of(weight: Tensor | Stored) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A weight, or a stored one's codes as bytes, its scales and its zeros, all contiguous."""
+    if isinstance(weight, Tensor):
+        assert weight.is_contiguous()
+        return weight, None, None
+    assert all(field.is_contiguous() for field in weight.tensors)
+    return weight.codes.view(torch.uint8), weight.scales, weight.zeros
+
+
+@triton.jit
+def rows_of(codes_ptr, scales_ptr, zeros_ptr, row, K: tl.constexpr, FORM: tl.constexpr):
+    """Pointers to the codes, scales and zeros of rows [N] of a weight of K numbers each.
+
+    Rows of experts are counted through all of them, and groups do not cross their borders.
+    """
+    row = row.to(tl.int64)
+    place = row // FORM.high * FORM.groups
+    scales = scales_ptr + place
+    zeros = scales  # in place of None, which no function returns among others
+    if FORM.has_zeros:
+        zeros = zeros_ptr + place
+    return codes_ptr + row * (K // FORM.per_code), scales, zeros
+
+
+@triton.jit
+def along_features(scale, FORM: tl.constexpr, SLICES: tl.constexpr):
+    """A result of `row_scales` in a shape that broadcasts over sums [N, M] or [SLICES, N, M]."""
+    if FORM.wide == 0:
+        scale = tl.trans(scale)
+        if SLICES > 1:
+            scale = scale[None, :, :]
+    return scale
+
+
 @triton.jit
 def bytes_of(start, WIDTH: tl.constexpr, SLICES: tl.constexpr):
     """The first byte of each slice of a tile that begins at byte `start`: [], or [SLICES]."""
@@ -198,6 +237,88 @@ def load_codes(at, live, EVEN: tl.constexpr):
         return tl.load(at, mask=live, other=0)
 
 
+@triton.jit
+def stored_sums(
+    x_rows,  # [M] pointers to rows of x
+    row_live,  # [M]
+    codes,  # [N] pointers to the codes, scales and zeros of rows of the weight
+    scales,
+    zeros,
+    codes_up,  # the same of other rows, read only with GATED
+    scales_up,
+    zeros_up,
+    live,  # [N]
+    first,  # byte of each row of the weight
+    stop,
+    sums,  # [N, M] or [SLICES, N, M] fp32
+    sums_up,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,  # of a row, among which `first` and `stop` lie
+):
+    """sums and sums_up plus the products of x with rows of the weight, from byte to byte.
+
+    Scales of whole rows are left out: see `row_scaled`.
+    """
+    SLICES: tl.constexpr = TILES.slices
+    PAIRED: tl.constexpr = FORM.per_code == 2
+    ROW: tl.constexpr = K // FORM.per_code
+    TILE: tl.constexpr = TILES.block_k // FORM.per_code
+    WIDTH: tl.constexpr = TILE // SLICES
+    EVEN: tl.constexpr = ROW % (SPLITS * TILE) == 0
+    begin = bytes_of(0, WIDTH, SLICES)
+    begin_low = begin
+    if PAIRED:
+        begin_low += begin // HALF * HALF
+    groups = tile_groups(scales, zeros, first, begin_low, live, FORM, SLICES)
+    groups_up = groups
+    if GATED:
+        groups_up = tile_groups(scales_up, zeros_up, first, begin_low, live, FORM, SLICES)
+    for start in range(first, stop, TILE):
+        # Scales are loaded one tile ahead, since no pipeline holds what is no operand of a product.
+        next_groups = tile_groups(scales, zeros, start + TILE, begin_low, live, FORM, SLICES)
+        byte = in_slices(bytes_of(start, WIDTH, SLICES), WIDTH, SLICES)
+        low = first_columns(start, begin_low, FORM)
+        inside = along_depth(byte < ROW, SLICES)
+        x_live = along_rows(row_live, SLICES) & inside
+        x = tl.load(tile_at(x_rows, in_slices(low, WIDTH, SLICES), SLICES), mask=x_live, other=0.0)
+        x_high = x
+        if PAIRED:
+            k = in_slices(high_columns(low, FORM), WIDTH, SLICES)
+            x_high = tl.load(tile_at(x_rows, k, SLICES), mask=x_live, other=0.0)
+        tile = load_codes(tile_at(codes, byte, SLICES), inside, EVEN)
+        sums = add_stored(x, x_high, tile, groups, sums, FORM, SLICES)
+        groups = next_groups
+        if GATED:
+            next_groups = tile_groups(
+                scales_up, zeros_up, start + TILE, begin_low, live, FORM, SLICES
+            )
+            tile = load_codes(tile_at(codes_up, byte, SLICES), inside, EVEN)
+            sums_up = add_stored(x, x_high, tile, groups_up, sums_up, FORM, SLICES)
+            groups_up = next_groups
+    return sums, sums_up
+
+
+@triton.jit
+def row_scales(scales, live, FORM: tl.constexpr):
+    """[1, N] fp32 scales of whole rows, from pointers [N]; 1 where groups have them."""
+    scale = 1.0
+    if FORM.wide == 0:
+        scale = scale_of(tl.load(scales, mask=live, other=0))[None, :]
+    return scale
+
+
+@triton.jit
+def row_scaled(sums, scale, FORM: tl.constexpr, dtype: tl.constexpr):
+    """fp32 sums as of `stored_sums`, of x of `dtype`, times a result of `row_scales` that
+    broadcasts over them."""
+    if FORM.wide == 0:
+        sums = corrected(sums, FORM, dtype) * scale
+    return sums
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def stored_rows_kernel(
     x_ptr,  # [T, K]
@@ -229,30 +350,23 @@ def stored_rows_kernel(
     SLICES: tl.constexpr = TILES.slices
     SPLITS: tl.constexpr = TILES.splits
     GATED: tl.constexpr = ACTIVATION != ""
-    PAIRED: tl.constexpr = FORM.per_code == 2
     ROW: tl.constexpr = K // FORM.per_code  # bytes of a row of the weight, and below of a tile
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
-    WIDTH: tl.constexpr = TILE // SLICES
     SHARE: tl.constexpr = (ROW + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
-    EVEN: tl.constexpr = ROW % (SPLITS * TILE) == 0
     eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
 
     split = tl.program_id(1)
     first = split * SHARE
     column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
     column_live = column < num_features
-    feature = tl.minimum(column, num_features - 1).to(tl.int64)
+    feature = tl.minimum(column, num_features - 1)
     up = feature + num_features
-    codes, codes_up = codes_ptr + feature * ROW, codes_ptr + up * ROW
+    codes, scales, zeros = rows_of(codes_ptr, scales_ptr, zeros_ptr, feature, K, FORM)
+    codes_up, scales_up, zeros_up = rows_of(codes_ptr, scales_ptr, zeros_ptr, up, K, FORM)
     if TILES.prefetch > 0:
         prefetch_rows(codes, first, TILES.prefetch)
         if GATED:
             prefetch_rows(codes_up, first, TILES.prefetch)
-    place, place_up = feature // FORM.high * FORM.groups, up // FORM.high * FORM.groups
-    scales, scales_up = scales_ptr + place, scales_ptr + place_up
-    zeros, zeros_up = zeros_ptr, zeros_ptr
-    if FORM.has_zeros:
-        zeros, zeros_up = zeros_ptr + place, zeros_ptr + place_up
     row = tl.program_id(2) * TILES.block_m + tl.arange(0, TILES.block_m)
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
@@ -261,19 +375,10 @@ def stored_rows_kernel(
         bias = tl.load(bias_ptr + column, mask=column_live, other=0.0)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=column_live, other=0.0)
-    if FORM.wide == 0:
-        row_scale = scale_of(tl.load(scales))
-        row_scale_up = row_scale
-        if GATED:
-            row_scale_up = scale_of(tl.load(scales_up))
-    begin = bytes_of(0, WIDTH, SLICES)
-    begin_low = begin
-    if PAIRED:
-        begin_low += begin // HALF * HALF
-    groups = tile_groups(scales, zeros, first, begin_low, column_live, FORM, SLICES)
-    groups_up = groups
+    row_scale = row_scales(scales, column_live, FORM)
+    row_scale_up = row_scale
     if GATED:
-        groups_up = tile_groups(scales_up, zeros_up, first, begin_low, column_live, FORM, SLICES)
+        row_scale_up = row_scales(scales_up, column_live, FORM)
     after_predecessor(DEPENDENT)
 
     # Operands of the epilogue are loaded before the loop, so that it does not wait for them.
@@ -285,33 +390,14 @@ def stored_rows_kernel(
 
     x_ptr += row.to(tl.int64) * x_stride
     acc = zero_sums(TILES.block_m, TILES.block_n, SLICES, True)
-    acc_up = acc
-    for start in range(first, first + SHARE, TILE):
-        # Scales are loaded one tile ahead, since no pipeline holds what is no operand of a product.
-        next_groups = tile_groups(scales, zeros, start + TILE, begin_low, column_live, FORM, SLICES)
-        byte = in_slices(bytes_of(start, WIDTH, SLICES), WIDTH, SLICES)
-        low = first_columns(start, begin_low, FORM)
-        live = along_depth(byte < ROW, SLICES)
-        x_live = along_rows(row_live, SLICES) & live
-        x = tl.load(tile_at(x_ptr, in_slices(low, WIDTH, SLICES), SLICES), mask=x_live, other=0.0)
-        x_high = x
-        if PAIRED:
-            k = in_slices(high_columns(low, FORM), WIDTH, SLICES)
-            x_high = tl.load(tile_at(x_ptr, k, SLICES), mask=x_live, other=0.0)
-        tile = load_codes(tile_at(codes, byte, SLICES), live, EVEN)
-        acc = add_stored(x, x_high, tile, groups, acc, FORM, SLICES)
-        groups = next_groups
-        if GATED:
-            next_groups = tile_groups(
-                scales_up, zeros_up, start + TILE, begin_low, column_live, FORM, SLICES
-            )
-            tile = load_codes(tile_at(codes_up, byte, SLICES), live, EVEN)
-            acc_up = add_stored(x, x_high, tile, groups_up, acc_up, FORM, SLICES)
-            groups_up = next_groups
+    acc, acc_up = stored_sums(
+        *(x_ptr, row_live, codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
+        *(first, first + SHARE, acc, acc, K, FORM, TILES, GATED, SPLITS),
+    )
     acc, acc_up = whole_sums(acc, acc_up, SLICES, True)
-    if FORM.wide == 0:
-        acc = corrected(acc, FORM, out_ptr.dtype.element_ty) * row_scale[None, :]
-        acc_up = corrected(acc_up, FORM, out_ptr.dtype.element_ty) * row_scale_up[None, :]
+    acc = row_scaled(acc, row_scale, FORM, out_ptr.dtype.element_ty)
+    if GATED:
+        acc_up = row_scaled(acc_up, row_scale_up, FORM, out_ptr.dtype.element_ty)
 
     if SPLITS > 1:
         size = num_rows.to(tl.int64) * num_features

@@ -4,6 +4,7 @@
 """
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +22,11 @@ SLICE = 16  # least bytes of a slice, a product of tensor cores
 def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     """Tiles for a product of `kind` "norm", "gate" or "add" of x [T, K] and a stored weight.
 
-    None where the weight is made plain for cuBLAS: more rows than the table has, experts, kinds and
-    groups that the kernel does not read.
+    None where the weight is made plain for cuBLAS: more rows than the table has, kinds and groups
+    that the kernel does not read.
     """
     kinds = STORED.get(weight.storage.kind)
-    if kinds is None or len(weight.shape) != 2:
+    if kinds is None:
         return None
     features = weight.shape[0] // (2 if kind == "gate" else 1)
     tiles = first_fit(kinds[kind], (x.shape[0], features), (weight.shape[1],))
@@ -38,16 +39,31 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
         blocks = -(-features // tiles.block_n)
         most = max(1, power_of_2_to(weight.shape[1] // LEAST))
         tiles = tiles._replace(splits=min(SPLITS, most, power_of_2_from(-(-wanted // blocks))))
-    return fitted_to(weight, tiles)
+    slices = slices_for(weight, tiles)
+    return None if slices is None else tiles._replace(slices=slices)
 
 
-def fitted_to(weight: Stored, tiles: Tiles) -> Tiles | None:
-    """The tiles with slices that lie in one group of columns each; None if no slices do."""
-    kind, (_, wide) = KINDS[weight.storage.kind], weight.storage.group
-    width, tile = weight.shape[1], tiles.block_k // kind.per_code
-    slice_ = math.gcd(tile, wide)  # gcd(n, 0) is n
-    if kind.per_code == 2:
-        slice_ = math.gcd(slice_, BLOCK // 2, width % BLOCK // 2)
-    if slice_ & (slice_ - 1) or slice_ < SLICE or (kind.per_code == 1 and weight.zeros is not None):
+class Depth(Protocol):
+    """Tiles of any kernel that reads stored weights."""
+
+    @property
+    def block_k(self) -> int: ...
+
+    @property
+    def slices(self) -> int: ...
+
+
+def slices_for(weight: Stored, tiles: Depth) -> int | None:
+    """At least as many slices as the tiles have, so that each lies in one group of columns; None
+    for weights that the kernels do not read so."""
+    if weight.storage.kind not in STORED:
         return None
-    return tiles._replace(slices=max(tiles.slices, tile // slice_))
+    kind, (_, wide) = KINDS[weight.storage.kind], weight.storage.group
+    width, tile = weight.shape[-1], tiles.block_k // kind.per_code
+    size = math.gcd(tile, wide)  # bytes of a slice; gcd(n, 0) is n
+    if kind.per_code == 2:
+        size = math.gcd(size, BLOCK // 2, width % BLOCK // 2)
+        assert tiles.block_k % BLOCK == 0
+    if size & (size - 1) or size < SLICE or (kind.per_code == 1 and weight.zeros is not None):
+        return None
+    return max(tiles.slices, tile // size)

@@ -1,9 +1,10 @@
 """A kind of speculator as training sees it: a module, its proposals, and a folder.
 
-A kind is a file beside this one, with a function `make`. Legend: B rows, N tokens a row, H width,
-R rows of proposals, V ids.
+A kind is a file beside this one, with a function `make` and the names of the `OPTIONS` that it
+reads. Legend: B rows, N tokens a row, H width, R rows of proposals, V ids.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,14 +18,15 @@ from scripts.speculators.target import Reading, Target
 
 @dataclass(frozen=True)
 class Options:
-    """The command line's settings of all kinds; each kind reads its own. mask: the id of masks."""
+    """The command line's settings of some kinds. layers: without any, the usual ones. mask: the id
+    of masks."""
 
     links: int = 6
-    layers: tuple[int, ...] = ()
+    layers: Sequence[int] = ()
     inner: int | None = None
     depth: int = 2
     vocabulary: int | None = None
-    is_blank: bool = False
+    blank: bool = False
     block: int = 8
     anchors: int = 32
     mask: int = 0

@@ -22,6 +22,8 @@ from scripts.speculators.layer import Layer, Norm, Shape, settings_of, turned
 from scripts.speculators.markov import Heads
 from scripts.speculators.target import Reading, Target
 
+OPTIONS = ("layers", "inner", "depth", "block", "anchors", "blank")
+
 
 class Backbone(nn.Module):
     """The drafter's weights, under published names."""
@@ -72,7 +74,7 @@ class DFlash:
     fade = math.exp(-1 / 4)
 
     def __init__(self, target: Target, options: Options, heads: Heads | None = None) -> None:
-        read = options.layers or usual(target.num_layers)
+        read = tuple(options.layers) or usual(target.num_layers)
         if min(read) < 1:
             raise ValueError("--layers: a drafter of this form reads outputs of layers, 1 at least")
         inner = options.inner or target.config.intermediate_size
@@ -84,7 +86,7 @@ class DFlash:
         self.num_links = options.block - self.first
         self.target = target
         self.module: Backbone = Backbone(self.shape, options.depth)
-        if not options.is_blank:
+        if not options.blank:
             self.module.start_from(target.module.get_decoder())
         if heads is not None:
             heads.add_to(self.module, self.shape)

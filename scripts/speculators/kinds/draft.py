@@ -18,6 +18,8 @@ from scripts.speculators.target import Reading, Target, forward, smaller_model
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
              "special_tokens_map.json", "generation_config.json")  # fmt: skip
 
+OPTIONS = ("depth", "blank")
+
 
 class Draft:
     """A draft in training."""
@@ -30,7 +32,7 @@ class Draft:
     def __init__(self, target: Target, options: Options) -> None:
         self.whole = smaller_model(target.config, options.depth)
         decoder = self.whole.get_decoder()
-        if not options.is_blank:
+        if not options.blank:
             source = target.module.get_decoder()
             # The first layers begin at a lower loss than the first and the last, and learn faster.
             for layer, theirs in zip(decoder.layers, source.layers, strict=False):

@@ -3,11 +3,13 @@
 The row at an anchor decides the token after it, so that a block of B rows proposes B tokens.
 """
 
+from scripts.speculators.kinds import dflash
 from scripts.speculators.kinds.base import Options
-from scripts.speculators.kinds.dflash import DFlash
 from scripts.speculators.markov import Heads
 from scripts.speculators.target import Target
 
+OPTIONS = (*dflash.OPTIONS, "rank")
 
-def make(target: Target, options: Options) -> DFlash:
-    return DFlash(target, options, Heads(options.rank))
+
+def make(target: Target, options: Options) -> dflash.DFlash:
+    return dflash.DFlash(target, options, Heads(options.rank))

@@ -21,6 +21,8 @@ from scripts.speculators.kinds.base import Link, Options, chained
 from scripts.speculators.layer import Layer, Norm, Shape
 from scripts.speculators.target import Reading, Target
 
+OPTIONS = ("links", "layers", "inner", "vocabulary", "blank")
+
 
 class Head(nn.Module):
     """The head's weights: fc, one layer, and the norm before the target's head."""
@@ -71,7 +73,7 @@ class Eagle3:
 
     def __init__(self, target: Target, options: Options) -> None:
         config = target.config
-        read = options.layers or usual(target.num_layers)
+        read = tuple(options.layers) or usual(target.num_layers)
         inner = options.inner or config.intermediate_size
         self.shape = Shape.of(config, inner=inner, vocab=target.vocab_size, layers=read)
         self.feature_layers = read
@@ -80,7 +82,7 @@ class Eagle3:
         self.target = target
         self.module: Head = Head(self.shape)
         decoder = target.module.get_decoder()
-        if not options.is_blank:
+        if not options.blank:
             decoder_cpu = [decoder.layers[-1], decoder.norm]
             self.module.start_from(*decoder_cpu)
         self.scales = [1.0] * len(read)

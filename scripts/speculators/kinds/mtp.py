@@ -19,6 +19,8 @@ from scripts.speculators.kinds.base import Link, Options, chained
 from scripts.speculators.layer import Layer, Norm, Shape, config_of
 from scripts.speculators.target import Reading, Target
 
+OPTIONS = ("links", "blank")
+
 
 class Module(nn.Module):
     """The module's weights, under the names of speculators."""
@@ -75,7 +77,7 @@ class Mtp:
         self.target = target
         self.module: Module = Module(self.shape)
         decoder = target.module.get_decoder()
-        if not options.is_blank:
+        if not options.blank:
             self.module.start_from(decoder.layers[-1], decoder.norm)
 
     def prepare(self, reading: Reading) -> None:

@@ -18,6 +18,8 @@ from scripts.speculators.kinds.base import Link, Options, chained
 from scripts.speculators.kinds.draft import Draft
 from scripts.speculators.target import Reading, Target, forward
 
+OPTIONS = ("depth", "block", "anchors", "blank")
+
 
 class Pard:
     """A draft in training."""

@@ -19,6 +19,8 @@ from scripts.speculators.kinds.base import Link, Options, chained
 from scripts.speculators.layer import Layer, Norm, Shape, config_of, turned
 from scripts.speculators.target import Reading, Target
 
+OPTIONS = ("layers", "inner", "depth", "block", "anchors", "blank")
+
 
 class Head(nn.Module):
     """The head's weights, under the names of speculators. The first layer reads the embedding."""
@@ -71,7 +73,7 @@ class PEagle:
     fade = 0.9
 
     def __init__(self, target: Target, options: Options) -> None:
-        read = options.layers or usual(target.num_layers)
+        read = tuple(options.layers) or usual(target.num_layers)
         inner = options.inner or target.config.intermediate_size
         sizes = {"inner": inner, "vocab": target.vocab_size, "layers": read}
         self.shape = Shape.turning(target.config, **sizes)
@@ -79,7 +81,7 @@ class PEagle:
         self.num_links, self.anchors, self.mask = options.block, options.anchors, options.mask
         self.target = target
         self.module: Head = Head(self.shape, options.depth)
-        if not options.is_blank:
+        if not options.blank:
             self.module.start_from(target.module.get_decoder())
         self.scales = [1.0] * len(read)
 

@@ -126,6 +126,7 @@ def finished(
     served = Served(
         EngineFacts(kind=facts.kind, version=facts.version, acceptance_source=source),
         num_retries=answer.num_retries,
+        send_lag_ms=(answer.sent - answer.due) * 1e3 if answer.sent else None,
     )
     if answer.error is not None:
         return Finished(
@@ -135,6 +136,7 @@ def finished(
             finish_reason="error",
             max_output_tokens=most,
             error=answer.error,
+            arrived_at=answer.due,
             served=served,
         )
     assert reading.finish_reason is not None
@@ -151,6 +153,8 @@ def finished(
         remarks.append("usage_differs")
     if reading.cached_tokens:
         remarks.append("prefix_cache_hits")
+    if reading.finish_reason == "length" and tokens < most:
+        remarks.append("max_tokens_cut")
     order = rounds.order or ([], [])
     return Finished(
         index=request.index,

@@ -26,7 +26,7 @@ from specdec_cli.backends.server.dialects import (
     words_of,
 )
 from specdec_cli.backends.server.stream import Events
-from specdec_cli.core.types import Request, SamplingParams
+from specdec_cli.core.types import Arrivals, Request, SamplingParams
 
 _AGAIN = (429, 500, 502, 503, 504)
 _KEY = "OPENAI_API_KEY"
@@ -35,12 +35,13 @@ _KEY = "OPENAI_API_KEY"
 @dataclass(slots=True)
 class Answer:
     """The outcome of one request. chunks: the time and the number of new tokens of each chunk that
-    holds some. began: of the attempt that was answered. error: set if none was. lost_tokens: that
-    attempts before it may have made.
+    holds some. sent: when it was there to be sent. began: of the attempt that was answered. error:
+    set if none was. lost_tokens: that attempts before it may have made.
     """
 
     request: Request
     due: float
+    sent: float = 0.0
     began: float = 0.0
     reading: Reading = field(default_factory=Reading)
     chunks: list[tuple[float, int]] = field(default_factory=list)
@@ -93,6 +94,48 @@ async def ask_all(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(request)) for request in requests]
     return [task.result() for task in tasks]
+
+
+async def ask_arrivals(
+    session: aiohttp.ClientSession,
+    dialect: Dialect,
+    facts: ServerFacts,
+    arrivals: Arrivals,
+    params: SamplingParams,
+    limits: Limits,
+    most: int | None,
+) -> list[Answer]:
+    """Ask each when it is due and there is room, until they are over; then those that were sent are
+    waited for, since the server counts their tokens."""
+    room = asyncio.Semaphore(most) if most is not None else None
+    start, answers = time.perf_counter(), list[Answer]()
+
+    async def ask(answer: Answer) -> None:
+        answers.append(answer)
+        await _ask(session, dialect, facts, answer, params, limits)
+        arrivals.answered(answer.request.index)
+        if arrivals.is_over:
+            sender.cancel()
+
+    async def one(answer: Answer) -> None:
+        if room is None:
+            return await ask(answer)
+        async with room:
+            if not arrivals.is_over:
+                await ask(answer)
+
+    async def send(group: asyncio.TaskGroup) -> None:
+        for request in arrivals:
+            answer = Answer(request, start + request.arrives_at)
+            if (wait := answer.due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            answer.sent = time.perf_counter()
+            group.create_task(one(answer))
+            await asyncio.sleep(0)  # late requests too leave room for answers
+
+    async with asyncio.TaskGroup() as group:
+        sender = group.create_task(send(group))
+    return answers
 
 
 async def _ask(

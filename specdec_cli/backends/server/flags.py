@@ -71,6 +71,8 @@ def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> C
         flags.append(("--revision", target.revision))
     if target.load_format != "auto":
         flags.append(("--load-format", target.load_format))
+    if recipe.cache.dtype == "fp8":
+        flags.append(("--kv-cache-dtype", "fp8_e4m3"))
     if permissions.trust_remote_code:
         flags.append(("--trust-remote-code",))
     if (most := recipe.cache.max_model_len) is not None:

@@ -18,7 +18,13 @@ from specdec_cli.backends.server.answers import (
     num_tokens,
     shares,
 )
-from specdec_cli.backends.server.client import Answer, Limits, ask_all, new_session
+from specdec_cli.backends.server.client import (
+    Answer,
+    Limits,
+    ask_all,
+    ask_arrivals,
+    new_session,
+)
 from specdec_cli.backends.server.counters import LATE, OTHERS, RESET, Scrape, difference
 from specdec_cli.backends.server.dialects import Dialect, ServerFacts
 from specdec_cli.backends.server.openai import OpenAI
@@ -26,7 +32,7 @@ from specdec_cli.backends.server.sglang import Sglang
 from specdec_cli.backends.server.vllm import Vllm
 from specdec_cli.core.figures import Counted
 from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.types import Request, SamplingParams
+from specdec_cli.core.types import Arrivals, Request, SamplingParams
 
 DIALECTS: Mapping[str, Dialect] = {one.kind: one for one in (Vllm(), Sglang(), OpenAI())}
 _SCRAPES = 20
@@ -43,6 +49,8 @@ class AllTokens:
 
 
 T = TypeVar("T")
+_Asking = Awaitable[list[Answer]]
+_Ask = Callable[[aiohttp.ClientSession, Dialect, ServerFacts], _Asking]
 
 
 class Line:
@@ -81,8 +89,9 @@ async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
 class ServerSession:
     """Servers that answer requests, one of them at a time.
 
-    servers: by k. may_skip: whether the method may propose nothing in a round, as n-grams do.
-    check: raises `RunError` if the server is one that we started, and has ended.
+    servers: by k. batch_size: 0 for no limit. may_skip: whether the method may propose nothing in a
+    round, as n-grams do. check: raises `RunError` if the server is one that we started and has
+    ended.
     """
 
     servers: Mapping[int, ServerFacts]
@@ -122,18 +131,36 @@ class ServerSession:
     ) -> None:
         """Answers with their rounds are handed over when all have come, since counters tell the
         rounds of all requests together."""
+        most = self.batch_size or None
+
+        def ask(http: aiohttp.ClientSession, of: Dialect, facts: ServerFacts) -> _Asking:
+            return ask_all(http, of, facts, requests, params, self.limits, most, lambda _: None)
+
+        done = self._asked(ask, k, params)
+        on_round([AllTokens(one.index, one.token_ids) for one in done], done)
+
+    def arrive(
+        self, arrivals: Arrivals, k: int, params: SamplingParams, on_sign: Callable[[], None]
+    ) -> list[Finished]:
+        most = self.batch_size or None
+
+        def ask(http: aiohttp.ClientSession, of: Dialect, facts: ServerFacts) -> _Asking:
+            return ask_arrivals(http, of, facts, arrivals, params, self.limits, most)
+
+        return self._asked(ask, k, params)
+
+    def _asked(self, ask: _Ask, k: int, params: SamplingParams) -> list[Finished]:
         self.check()
         answers, counted = self.line.run(
-            lambda http: self._answers(http, requests, self.servers[k], k, params)
+            lambda http: self._answers(http, ask, self.servers[k], k, params)
         )
         self.check()
-        done = self._finished(answers, counted, k, params)
-        on_round([AllTokens(one.index, one.token_ids) for one in done], done)
+        return self._finished(answers, counted, k, params)
 
     async def _answers(
         self,
         http: aiohttp.ClientSession,
-        requests: Sequence[Request],
+        ask: _Ask,
         facts: ServerFacts,
         k: int,
         params: SamplingParams,
@@ -141,16 +168,14 @@ class ServerSession:
         """The answers, and what the server's counters say of them all; see `difference`."""
         dialect = DIALECTS[facts.kind]
         before = await scrape(http, facts.url) if dialect.counts else None
-        answers = await ask_all(
-            *(http, dialect, facts, requests, params, self.limits, self.batch_size), lambda _: None
-        )
+        answers = await ask(http, dialect, facts)
         if before is None:
             return answers, None
         tokens = sum(num_tokens(a) for a in answers if answered(a))
         # A text that a stop string ended may have been longer, and attempts that failed wrote too.
         beyond = len(answers) * (k + 1) if params.stop else 0
         more = sum(a.lost_tokens for a in answers) + beyond
-        lags = min(self.batch_size, len(requests)) > _LAGGING
+        lags = min(self.batch_size or len(answers), len(answers)) > _LAGGING
         after, found = before, None
         for _ in range(_SCRAPES):
             last, now = after, await scrape(http, facts.url)

@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, InstanceOf, model_validator
 
-from specdec_cli.core.figures import Count, Figure, Interval, Name, Record, impossible
+from specdec_cli.core.figures import (
+    Count,
+    Figure,
+    Interval,
+    Name,
+    Rate,
+    Record,
+    Slots,
+    impossible,
+)
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.text import one_line
@@ -62,13 +71,14 @@ class Best(Record):
     significant: whether it is faster than k = 0 beyond chance, in a run that nothing disturbed.
     verdict: "use" if it is significant; "none" if no point is worth a draft beyond chance; over
     "inconclusive" evidence k is a guess and no advice. None in runs of earlier versions. needed:
-    what would decide.
+    what would decide. by: what decided, at a rate.
     """
 
     k: Count | None
     draft: Name | None
     tied: list[Count]
     reason: Name
+    by: Literal["goodput", "latency"] | None = None
     speedup: Figure = None
     fastest: Fastest | None = None
     tied_points: list[Arm] = Field(default_factory=list)
@@ -76,6 +86,14 @@ class Best(Record):
     verdict: Verdict | None = None
     needed: Needed | None = None
     per_category: dict[Name, "Best"] = Field(default_factory=dict)
+
+
+class Crossover(Record):
+    """The largest rate at which some k > 0 is recommended, and the smallest at which k = 0 is; None
+    where there is none."""
+
+    below: Rate | None
+    above: Rate | None
 
 
 class Degrees(Record):
@@ -160,7 +178,8 @@ class Diverging(Record):
     target_tp: Count | None = None
     draft_tp: Count | None = None
     draft: Name | None = None
-    batch_size: Count
+    batch_size: Slots
+    request_rate: Rate | None = None
     k: Count
     num_prompts: Annotated[int, Field(ge=1)]
     num_diverging: Count
@@ -238,10 +257,12 @@ class _SweepSection(Record):
 
 
 class SweepSummary(Summary):
-    """summary.json of a sweep. best_by_batch_size: by batch size as text."""
+    """summary.json of a sweep. best_by_batch_size, best_by_request_rate: by these as text."""
 
     sweep: _SweepSection = Field(default_factory=_SweepSection)
     best_by_batch_size: dict[Name, Best] = Field(default_factory=dict)
+    best_by_request_rate: dict[Name, Best] = Field(default_factory=dict)
+    crossover: Crossover | None = None
     comparisons: list[Comparison] = Field(default_factory=list)
     memory: list[MemoryCost] = Field(default_factory=list)
 

@@ -21,7 +21,10 @@ from specdec_cli.core.figures import (
     Interval,
     Metrics,
     Name,
+    Rate,
     Record,
+    Slots,
+    Spread,
     StageTimes,
     Whole,
     impossible,
@@ -56,24 +59,28 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The point that a record belongs to. target_tp, draft_tp: in comparisons only, whose points of
-    k = 0 have no draft TP."""
+    """The point that a record belongs to. batch_size: 0 for no limit. target_tp, draft_tp: in
+    comparisons only, whose points of k = 0 have no draft TP. request_rate: None without arrivals.
+    """
 
     draft: str | None
     batch_size: int
     k: int
     target_tp: int | None = None
     draft_tp: int | None = None
+    request_rate: Rate | None = None
 
     @classmethod
-    def of(cls, record: "Sample | Point | CurvePart") -> "Key":
-        degrees = (getattr(record, name, None) for name in ("target_tp", "draft_tp"))
-        return cls(record.draft, record.batch_size, record.k, *degrees)
+    def of(cls, record: "Sample | Point | CurvePart | Stretch") -> "Key":
+        names = ("target_tp", "draft_tp", "request_rate")
+        others = (getattr(record, name, None) for name in names)
+        return cls(record.draft, record.batch_size, record.k, *others)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields of its records."""
         point = {"draft": self.draft, "batch_size": self.batch_size, "k": self.k}
-        return point | given(target_tp=self.target_tp, draft_tp=self.draft_tp)
+        degrees = given(target_tp=self.target_tp, draft_tp=self.draft_tp)
+        return point | degrees | given(request_rate=self.request_rate)
 
 
 class Sample(Record):
@@ -91,13 +98,18 @@ class Sample(Record):
     proposals accepted, where their order is not known. counted: by the counters, of all requests
     that ran together, with one of them. num_tokens, text: where no ids came. remarks: codes of
     warnings.
+
+    At a rate each request has a sample, and one number in each list: request, counted from 0. due:
+    seconds after the first request was. send_lag_ms: how late it left, of servers.
     """
 
     target_tp: Count | None = None
     draft_tp: Count | None = None
     draft: Name | None
     k: Count
-    batch_size: Count
+    batch_size: Slots
+    request_rate: Rate | None = None
+    request: Count | None = None
     index: Count
     category: Name | None
     prompt_token_ids: list[Count]
@@ -127,6 +139,13 @@ class Sample(Record):
     num_tokens: Count | None = None
     text: Name | None = None
     remarks: list[Name] = Field(default_factory=list)
+    due: Time | None = None
+    send_lag_ms: Figure = None
+
+    @property
+    def place(self) -> int:
+        """Its number among the samples of its point."""
+        return self.index if self.request is None else self.request
 
     @property
     def could_run(self) -> bool:
@@ -186,7 +205,7 @@ class Sample(Record):
         return self
 
 
-Samples = Mapping[int, Sample]  # of one point, by prompt index
+Samples = Mapping[int, Sample]  # of one point, by `Sample.place`: prompt index, or request
 
 
 def without_errors(samples: Samples) -> dict[int, Sample]:
@@ -205,11 +224,17 @@ def could_run_no_prompt(reason: str | None) -> bool:
     return (reason or "").startswith("no prompt could run")
 
 
-def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
-    """The samples at k = 0 of an arm's own, else those that all arms share; none without."""
-    return samples.get(Key(key.draft, key.batch_size, 0)) or samples.get(
-        Key(None, key.batch_size, 0), {}
+def baseline_key(samples: Mapping[Key, Samples], key: Key) -> Key:
+    """The point of k = 0 of an arm's own, if it has samples, else the one that all arms share."""
+    own, shared = (
+        Key(draft, key.batch_size, 0, request_rate=key.request_rate) for draft in (key.draft, None)
     )
+    return own if samples.get(own) else shared
+
+
+def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
+    """The samples of `baseline_key`; none without."""
+    return samples.get(baseline_key(samples, key), {})
 
 
 def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, list[int]]:
@@ -301,8 +326,62 @@ class Prediction(Record):
     drafts_of_k: int | None = None
 
 
+class Stretch(Record):
+    """A line of load.jsonl: a point at a rate, whose samples are whole with it.
+
+    window_seconds: from the first measured due time to the last, and one mean gap; of requests all
+    at once until the last answer. num_requests: measured. num_answered: answers in the window, also
+    to others than the measured. num_unmeasured: those others that were due. max_in_flight: due and
+    not answered. shard: its place among merged ones.
+    """
+
+    draft: Name | None
+    batch_size: Slots
+    k: Count
+    request_rate: Rate
+    window_seconds: Time
+    num_requests: Count
+    num_answered: Count
+    num_unmeasured: Count
+    max_in_flight: Count
+    overloaded: bool
+    shard: Count = 0
+
+
+class Load(Record):
+    """What a point at a rate has beside its metrics; see docs/load.md. offered_rate, goodput: None
+    for requests all at once. slo: objectives in milliseconds, by name."""
+
+    arrivals: Name
+    seed: Count
+    offered_rate: Figure
+    achieved_rate: Figure
+    window_seconds: float
+    num_requests: Count
+    num_failed: Count
+    num_unmeasured: Count
+    max_in_flight: Count
+    send_lag_ms: Spread
+    overloaded: bool
+    slo: dict[Name, float]
+    slo_attainment: Figure
+    slo_attainment_ci: Interval
+    goodput: Figure
+    goodput_ci: Interval
+
+
+def rate_name(rate: Rate) -> str:
+    return f"{float(rate):g}"
+
+
+def rate_in_words(rate: Rate) -> str:
+    return "all requests at once" if rate == "inf" else f"{rate_name(rate)} requests/s"
+
+
 class Point(Record):
     """A line of points.jsonl, and an entry of a document's `points`.
+
+    request_rate, load: at a rate.
 
     Sweeps have `draft`, predictions and no degrees; comparisons have degrees, `draft_tp` None at k
     = 0, and what follows `prediction`. engine, num_retries: of servers only. *_ci: 95 % intervals
@@ -314,7 +393,8 @@ class Point(Record):
     target_tp: Count | None = None
     draft_tp: Count | None = None
     k: Count
-    batch_size: Count
+    batch_size: Slots
+    request_rate: Rate | None = None
     draft: Name | None = None
     status: Literal["ok", "failed", "oom", "skipped"]
     metrics: Metrics | None = None
@@ -341,6 +421,7 @@ class Point(Record):
     impossible_speedup: Figure = None
     engine: EngineFacts | None = None
     num_retries: Count = 0
+    load: Load | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As written: k = 0 is of no draft, whatever arm it was measured with."""
@@ -350,6 +431,17 @@ class Point(Record):
     @property
     def is_ok(self) -> bool:
         return self.status == "ok"
+
+    @property
+    def level(self) -> tuple[float, int]:
+        """What points are compared within, for sorting: its rate and its batch size."""
+        return float(self.request_rate or 0.0), self.batch_size
+
+    @property
+    def level_in_words(self) -> str:
+        if self.request_rate is None:
+            return f"batch size {self.batch_size}"
+        return rate_in_words(self.request_rate)
 
     @property
     def is_baseline(self) -> bool:
@@ -511,6 +603,7 @@ def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
     """The reason that a run with these numbers cannot have the sample, or None."""
     if sample.index >= num_prompts:
         return f"its index is {sample.index}, of {num_prompts} prompts"
+    repeats = repeats if sample.request is None else 1
     for name in ("seconds", "decode_seconds", "round_share", "distinct_experts"):
         found = getattr(sample, name)
         if found is not None and len(found) != repeats:

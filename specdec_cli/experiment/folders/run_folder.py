@@ -19,7 +19,14 @@ from specdec_cli.recipe import PROMPTS, Recipe, dump_recipe
 from specdec_cli.text import is_unicode, one_line
 
 _log = logging.getLogger("specdec")
-_RECORDS = ("samples.jsonl", "points.jsonl", "replay.jsonl", "curve.jsonl", "pairs.jsonl")
+_RECORDS = (
+    "samples.jsonl",
+    "points.jsonl",
+    "replay.jsonl",
+    "curve.jsonl",
+    "pairs.jsonl",
+    "load.jsonl",
+)
 
 
 class LostRecords(SetupError):

@@ -12,6 +12,7 @@ _LABELS = {
     "draft_tp": "draft TP {}",
     "draft": "draft {}",
     "batch_size": "batch size {}",
+    "request_rate": "{} requests/s",
     "k": "k = {}",
 }
 _EXACT = "with greedy decoding in float32, speculation writes the text of plain decoding"
@@ -32,7 +33,7 @@ def tokens_line(tokens: Tokens) -> str | None:
     place = ", ".join(
         text.format(value)
         for name, text in _LABELS.items()
-        if (value := getattr(worst, name)) is not None
+        if (value := getattr(worst, name)) not in (None, 0 if name == "batch_size" else None)
     )
     where = f"{worst.num_diverging} of {worst.num_prompts} prompts at {place}"
     if tokens.must_be_identical:
@@ -95,11 +96,10 @@ def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Toke
     diverging = []
     for key, whole in points.items() if is_comparable else ():
         samples = without_errors(whole)
-        for index, sample in samples.items():
-            reference.setdefault(index, sample.token_ids or sample.text)
-        differing = [
-            i for i, s in sorted(samples.items()) if (s.token_ids or s.text) != reference[i]
-        ]
+        for sample in samples.values():
+            reference.setdefault(sample.index, sample.token_ids or sample.text)
+        ordered = [sample for _, sample in sorted(samples.items())]
+        differing = [s.index for s in ordered if (s.token_ids or s.text) != reference[s.index]]
         if differing:
             labels = key.as_dict()
             if key.target_tp is not None:

@@ -6,10 +6,19 @@ Everything is computed from the run folder. Knows no engine.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from specdec_cli.core.figures import Rate
 from specdec_cli.errors import ExitCode, Notice
 from specdec_cli.experiment.folders.conclusions import VERSION, CheckResult, Tokens
-from specdec_cli.experiment.folders.records import Key, Point, Samples, could_run_no_prompt
+from specdec_cli.experiment.folders.records import (
+    Key,
+    Point,
+    Samples,
+    could_run_no_prompt,
+    rate_name,
+)
 from specdec_cli.experiment.forecasts import Forecasts
+from specdec_cli.experiment.load.choice import best_at_rate, crossover
+from specdec_cli.experiment.load.points import load_warnings, points_at_rate
 from specdec_cli.experiment.lossless_check import failed_check
 from specdec_cli.experiment.points import Failure, arm_points, error_of
 from specdec_cli.experiment.predict import Text, with_recorded
@@ -34,8 +43,12 @@ def points_at(
     records: SweepRecords,
     batch_size: int,
     failures: Mapping[Key, Failure],
+    rate: Rate | None = None,
 ) -> list[Point]:
-    """The points of one batch size, from the records: those that arms share once and first."""
+    """The points of one level, from the records: those that arms share once and first."""
+    if (offered := settings.offered) is not None:
+        keys = settings.keys(batch_size, settings.ks, rate)
+        return points_at_rate(offered, records.samples, records.stretches, keys, failures)
     found = dict[Key, Point]()
     for draft in settings.drafts:
         for point in _points_of_arm(settings, records, draft, batch_size, failures):
@@ -114,12 +127,11 @@ def sweep_document(
 
     failures: of this run of the command. check: of losslessness, if one was asked for.
     """
-    by_size = {b: [p for p in points if p.batch_size == b] for b in settings.batch_sizes}
-    gains = {b: gains_of(settings, records, found, b) for b, found in by_size.items()}
+    is_closed = settings.offered is None
     tokens = tokens_of(settings, records)
     told = [
         *warnings,
-        *noise_in(records.samples),
+        *(noise_in(records.samples) if is_closed else load_warnings(points)),
         *impossible_speeds(points),
         *predictions_off(points),
         *proposals_of_another_k(points),
@@ -127,7 +139,34 @@ def sweep_document(
         *failed_check(check),
         *remarks_of(records.samples.values()),
     ]
-    disturbed = disturbances(told)
+    concluded = (_of_batches if is_closed else _at_rates)(settings, records, points, told)
+    document: dict[str, Any] = {
+        "schema": "specdec.sweep-k/1",
+        "version": VERSION,
+        "recipe": recipe.model_dump(mode="json"),
+        "environment": where,
+        "sweep": settings.in_document(),
+        "points": list(points),
+        **concluded,
+        "tokens": tokens,
+        "lossless_check": check,
+        "warnings": told,
+        "measuring": clock.as_dict() if clock is not None else None,
+    }
+    code = exit_code(points, records.samples.values(), tokens, failures, check)
+    return document | error_of(points, code), code
+
+
+def _of_batches(
+    settings: SweepSettings,
+    records: SweepRecords,
+    points: Sequence[Point],
+    warnings: Sequence[Notice],
+) -> dict[str, Any]:
+    """The conclusions from points of closed batches."""
+    by_size = {b: [p for p in points if p.batch_size == b] for b in settings.batch_sizes}
+    gains = {b: gains_of(settings, records, found, b) for b, found in by_size.items()}
+    disturbed = disturbances(warnings)
     best = {
         b: recommend(found, gains[b], settings.seed, disturbed).model_copy(
             update={
@@ -138,13 +177,7 @@ def sweep_document(
         )
         for b, found in by_size.items()
     }
-    document: dict[str, Any] = {
-        "schema": "specdec.sweep-k/1",
-        "version": VERSION,
-        "recipe": recipe.model_dump(mode="json"),
-        "environment": where,
-        "sweep": settings.in_document(),
-        "points": list(points),
+    return {
         "best": best[settings.batch_sizes[0]],
         "best_by_batch_size": {str(b): found for b, found in best.items()},
         "comparisons": [
@@ -157,13 +190,26 @@ def sweep_document(
             for key in sorted(records.costs, key=order_of(settings))
             if (found := records.costs[key])
         ],
-        "tokens": tokens,
-        "lossless_check": check,
-        "warnings": told,
-        "measuring": clock.as_dict() if clock is not None else None,
     }
-    code = exit_code(points, records.samples.values(), tokens, failures, check)
-    return document | error_of(points, code), code
+
+
+def _at_rates(
+    settings: SweepSettings, records: SweepRecords, points: Sequence[Point], _: object
+) -> dict[str, Any]:
+    """The conclusions from points at rates."""
+    best = {
+        rate: best_at_rate([p for p in points if p.request_rate == rate], records.samples)
+        for _, rate in settings.levels
+        if rate is not None
+    }
+    return {
+        "best": next(iter(best.values())),
+        "best_by_batch_size": {},
+        "best_by_request_rate": {rate_name(rate): found for rate, found in best.items()},
+        "crossover": crossover(best),
+        "comparisons": [],
+        "time_curve": [],
+    }
 
 
 def gains_of(
@@ -182,18 +228,23 @@ def tokens_of(settings: SweepSettings, records: SweepRecords) -> Tokens:
     return compare_tokens(settings, {key: records.samples[key] for key in keys})
 
 
-def order_of(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:
-    """The sort key of points: batch sizes ascending, drafts as given, ks ascending."""
+def order_of(settings: SweepSettings) -> Callable[[Key], tuple[float, ...]]:
+    """The sort key of points: rates and batch sizes ascending, drafts as given, ks ascending."""
     places = {draft: place for place, draft in enumerate(settings.drafts)}
-    return lambda key: (key.batch_size, places.get(key.draft, -1), key.k)
+    return lambda key: (
+        float(key.request_rate or 0.0),
+        key.batch_size,
+        places.get(key.draft, -1),
+        key.k,
+    )
 
 
 def prompts_that_failed(samples: Iterable[Samples]) -> list[Notice]:
     """A warning if prompts could not run. samples: of each point, by prompt."""
     failed = {
-        index: sample.error or "no reason is known"
+        sample.index: sample.error or "no reason is known"
         for found in samples
-        for index, sample in found.items()
+        for sample in found.values()
         if not sample.could_run
     }
     if not failed:

@@ -8,7 +8,14 @@ from typing import Any, TypeVar
 
 from specdec_cli.errors import LOGGED, ExitCode, Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error
-from specdec_cli.experiment.folders.records import CurvePart, Key, Point, Sample, json_of
+from specdec_cli.experiment.folders.records import (
+    CurvePart,
+    Key,
+    Point,
+    Sample,
+    Stretch,
+    json_of,
+)
 from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import (
@@ -32,7 +39,7 @@ from specdec_cli.recipe import PROMPTS, Recipe, load_recipe
 
 _MAX_NAMED = 8
 
-R = TypeVar("R", Sample, ReplayText, CurvePart, Point)
+R = TypeVar("R", Sample, ReplayText, CurvePart, Point, Stretch)
 
 
 def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], ExitCode]:
@@ -58,7 +65,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
         _add(records, path, number, shards[number], whole)
         failures |= _failures(path, shards[number], whole)
     count = whole.prompts["count"]
-    failures = {k: why for k, why in failures.items() if len(records.samples[k]) < count}
+    failures = {k: why for k, why in failures.items() if _lacks(k, whole, records)}
     recipe, own_prompts = _recipe_for(output, paths[0])
     where = _environments(paths)
     folder = RunFolder.create(output, recipe, where, own_prompts)
@@ -69,7 +76,8 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     texts = (sorted(records.texts[draft].items()) for draft in whole.drafts)
     folder.append("replay.jsonl", *(text for found in texts for _, text in found))
     folder.append("curve.jsonl", *(p for parts in records.costs.values() for p in parts.values()))
-    points = [p for b in whole.batch_sizes for p in points_at(whole, records, b, failures)]
+    folder.append("load.jsonl", *(s for of in records.stretches.values() for s in of.values()))
+    points = [p for b, r in whole.levels for p in points_at(whole, records, b, failures, r)]
     folder.append("points.jsonl", *points)
     warnings = [
         *said,
@@ -137,6 +145,9 @@ def _read(path: Path, kind: type[R], settings: SweepSettings, whole: SweepSettin
 def _add(
     records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
 ) -> None:
+    if whole.offered is not None:
+        _add_stretches(records, path, number, settings, whole)
+        return
     for sample in _read(path, Sample, settings, whole):
         mine = records.samples[Key.of(sample)]
         if sample.index in mine:
@@ -154,6 +165,34 @@ def _add(
         parts[part] = cost.model_copy(update={"part": part, "shard": number})
 
 
+def _add_stretches(
+    records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
+) -> None:
+    """Add the whole points at rates: each shard's requests follow those of the shards before."""
+    own = SweepRecords()
+    for record in (*_read(path, Sample, settings, whole), *_read(path, Stretch, settings, whole)):
+        own.enter(record)
+    own.drop_parts()
+    for key, samples in own.samples.items():
+        mine, there = records.samples[key], {s.index for s in records.samples[key].values()}
+        if twice := sorted(there & {s.index for s in samples.values()}):
+            raise UsageError(
+                f"{path} has prompt {twice[0]} at k = {key.k}, and so has a folder before it",
+                "merge each shard once",
+            )
+        for place, (_, sample) in enumerate(sorted(samples.items()), start=len(mine)):
+            mine[place] = sample.model_copy(update={"request": place})
+        for stretch in own.stretches[key].values():
+            part = len(records.stretches[key])
+            records.stretches[key][part] = stretch.model_copy(update={"shard": part})
+
+
+def _lacks(key: Key, whole: SweepSettings, records: SweepRecords) -> bool:
+    """Whether a point lacks prompts."""
+    found = {sample.index for sample in records.samples[key].values()}
+    return len(found) < int(whole.prompts["count"])
+
+
 def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict[Key, Failure]:
     """Points that failed in a shard; other shards cannot make up for them."""
     last = {Key.of(point): point for point in _read(path, Point, settings, whole)}
@@ -166,9 +205,9 @@ def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict
 
 def _missing(whole: SweepSettings, records: SweepRecords) -> list[Notice]:
     """Warnings for points that lack prompts."""
-    most = max((len(found) for found in records.samples.values()), default=0)
-    count = whole.prompts["count"]
-    short = [key for key in whole.measured_keys if len(records.samples[key]) < count]
+    prompts = ({s.index for s in found.values()} for found in records.samples.values())
+    most, count = max(map(len, prompts), default=0), whole.prompts["count"]
+    short = [key for key in whole.measured_keys if _lacks(key, whole, records)]
     if not short:
         return []
     lack = "1 point lacks" if len(short) == 1 else f"{len(short)} points lack"

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from specdec_cli.backends.base import Session
-from specdec_cli.core.figures import STAGES
+from specdec_cli.core.figures import STAGES, Rate
 from specdec_cli.core.types import Request
 from specdec_cli.errors import ExitCode, Notice, RunError, SetupError, UsageError, is_out_of_memory
 from specdec_cli.experiment.folders.records import (
@@ -33,6 +33,7 @@ from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.statistics.noise import seams_in
 from specdec_cli.experiment.sweep.arms import Arms
 from specdec_cli.experiment.sweep.document import points_at
+from specdec_cli.experiment.sweep.rated import Rated
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_unit
@@ -98,6 +99,8 @@ class Sweep:
         failed points.
         """
         points: list[Point] = []
+        if self.plan.settings.offered is not None:
+            return self._run_at_rates()
         for batch_size in self.plan.settings.batch_sizes:
             if jobs := self._open_jobs(batch_size):
                 self._measure_all(jobs, batch_size)
@@ -106,8 +109,45 @@ class Sweep:
                 points += self._points(batch_size)
         return points
 
-    def _points(self, batch_size: int) -> list[Point]:
-        found = points_at(self.plan.settings, self.records, batch_size, self.failures)
+    def _run_at_rates(self) -> list[Point]:
+        """Each point at a rate is one stretch: the arms of a rate take turns by points."""
+        settings, jobs, points = self.plan.settings, self.plan.jobs, list[Point]()
+        size, loads = settings.batch_sizes[0], {job.plan.proposer: job for job in jobs}
+        keys = [key for key in settings.measured_keys if not self.records.stretches[key]]
+        groups: list[list[Job]] = []
+        if keys:
+            together = self._arms.together(jobs)
+            groups = [jobs] if together is not None else [[job] for job in jobs]
+        for group in groups:
+            sessions = self._arms.together(group)
+            if sessions is None:
+                alone = self._arms.alone(group[0])
+                sessions = {} if alone is None else {group[0].plan.proposer: alone}
+            if not sessions:
+                continue
+            first = next(job for job in group if job.plan.proposer in sessions)
+            hosts = {name: loads[name] for name in sessions} | {None: first}
+            here = {name: one.resized(size) for name, one in sessions.items()}
+            rated = Rated(
+                *(settings, self.world, self.records, self.watcher),
+                *(self._guarded, self._most_memory, self.clock),
+            )
+            own = [k for k in keys if k.draft in hosts and not self.records.stretches[k]]
+            for number, (_, rate) in enumerate(settings.levels):
+                at = [key for key in own if key.request_rate == rate]
+                for key in balanced(at, number, settings.seed):
+                    job = hosts[key.draft]
+                    rated.measure(key, job, here[job.plan.proposer])
+            for one in here.values():
+                one.forget_rounds()
+        if keys:
+            self._give_up_arms(size)
+        for size, rate in settings.levels if self.world.is_first else ():
+            points += self._points(size, rate)
+        return points
+
+    def _points(self, batch_size: int, rate: Rate | None = None) -> list[Point]:
+        found = points_at(self.plan.settings, self.records, batch_size, self.failures, rate)
         for point in found:
             self.records.add_point(point)
         with self.world.outside():
@@ -173,11 +213,13 @@ class Sweep:
         settings, failed = self.plan.settings, self._arms.failures
         for job in self.plan.jobs:
             if (failure := failed.get(job.plan.proposer)) is not None:
-                for key in self._keys_of(job, batch_size, settings.measured_ks):
-                    self.failures[key] = failure
+                for key in settings.measured_keys:
+                    if key.draft == job.plan.proposer and key.batch_size == batch_size:
+                        self.failures[key] = failure
         if len(failed) == len(self.plan.jobs):
-            for key in settings.keys(batch_size, [0]):
-                self.failures.setdefault(key, next(iter(failed.values())))
+            for key in settings.measured_keys:
+                if key.k == 0 and key.batch_size == batch_size:
+                    self.failures.setdefault(key, next(iter(failed.values())))
 
     def _measure(
         self,

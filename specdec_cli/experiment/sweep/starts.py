@@ -16,6 +16,7 @@ from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.measure import MeasuringLoop, Watcher, units_of
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.sweep.document import points_at
+from specdec_cli.experiment.sweep.rated import Rated
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.launch.world import World
@@ -66,12 +67,12 @@ class StartedSweep:
         jobs = {job.plan.proposer: job for job in self.plan.jobs}
         for first in settings.keys(settings.batch_sizes[0], settings.ks):
             job = jobs.get(first.draft, self.plan.jobs[0])
-            keys = [replace(first, batch_size=size) for size in settings.batch_sizes]
+            keys = [replace(first, batch_size=b, request_rate=r) for b, r in settings.levels]
             if missing := [key for key in keys if self._missing(key, job)]:
                 self._on_a_server(missing, job)
         points: list[Point] = []
-        for size in settings.batch_sizes:
-            found = points_at(settings, self.records, size, self.failures)
+        for size, rate in settings.levels:
+            found = points_at(settings, self.records, size, self.failures, rate)
             for point in found:
                 self.records.add_point(point)
             self.watcher.points(found)
@@ -79,10 +80,12 @@ class StartedSweep:
         return points
 
     def _missing(self, key: Key, job: Job) -> set[int]:
+        if key.request_rate is not None and self.records.stretches[key]:
+            return set()
         return {p.index for p in job.prompts} - self.records.samples[key].keys()
 
     def _on_a_server(self, keys: list[Key], job: Job) -> None:
-        """Start the server of these points, which differ in their batch sizes, and measure them."""
+        """Start the server of these points, of several batch sizes or rates, and measure them."""
         try:
             self.watcher.begin("starting a server")
             self._starter.start(job.plan, keys[0].k, self.watcher.told)
@@ -95,16 +98,24 @@ class StartedSweep:
                 lambda: 0,
                 self._guarded,
             )
+            rated = Rated(
+                *(self.plan.settings, self.world, self.records, self.watcher),
+                *(self._guarded, lambda: 0, self.clock),
+            )
             for key in keys:
+                if key.request_rate is not None:
+                    rated.measure(key, job, session.resized(key.batch_size))
+                    continue
                 self.watcher.begin("warming up")
                 loop.warm_up({key: job})
                 self.watcher.begin("measuring")
                 for number, unit in enumerate(units_of(job, key.batch_size)):
                     left = unit.only(self._missing(key, job).__contains__)
                     loop.measure({key: left} if left.prompts else {}, number)
-            self.clock.rounds += loop.seconds
-            self.clock.measuring += time.perf_counter() - began
-            self.clock.processor += time.process_time() - processor
+            if keys[0].request_rate is None:
+                self.clock.rounds += loop.seconds
+                self.clock.measuring += time.perf_counter() - began
+                self.clock.processor += time.process_time() - processor
         except RunError as problem:
             for key in keys:
                 self.failures.setdefault(key, Failure("failed", problem.message))

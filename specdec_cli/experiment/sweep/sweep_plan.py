@@ -1,5 +1,6 @@
 """The plan of a sweep: its settings, and a job for each draft. Loads no weights."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,13 +8,17 @@ from typing import Any
 from specdec_cli.backends.base import Backend
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, UsageError
+from specdec_cli.experiment.folders.records import rate_name
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
+from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.lossless_check import refuse_unfit
 from specdec_cli.experiment.preparing import common_settings, warnings_of_texts, with_weights
 from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, weights_from
+
+_OFF = 0.1  # of a rate
 
 
 @dataclass(slots=True)
@@ -39,7 +44,8 @@ class SweepPlan:
 
     @property
     def num_samples(self) -> int:
-        return self.num_prompts * len(self.settings.measured_keys)
+        keys, settings = self.settings.measured_keys, self.settings
+        return sum(settings.num_samples(key.request_rate, self.num_prompts) for key in keys)
 
     @property
     def random_tokens(self) -> bool:
@@ -88,12 +94,15 @@ def plan_sweep(
     ]
     if check_lossless:
         refuse_unfit(jobs[0].plan, ks)
+    recipe = _with_load(recipes[0])
     names = [job.plan.proposer for job in jobs]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"--draft: {twice} is there twice")
-    run = recipes[0].run.model_copy(update={"batch_size": batch_sizes[0]})
-    recipe = dated(recipes[0].model_copy(update={"run": run}), jobs[0])
+    if batch_sizes[0]:  # else there is no limit
+        run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
+        recipe = recipe.model_copy(update={"run": run})
+    recipe = dated(recipe, jobs[0])
     common = common_settings(recipe, jobs[0], ["target"])
     del common["recipe"]["draft"]
     common["recipe"]["drafts"] = [_draft_values(job, recipe.speculation.method) for job in jobs]
@@ -107,6 +116,7 @@ def plan_sweep(
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
     found = [*prompts.notices, *warnings_of_texts(jobs[0], prompts.chat), *_short_drafts(jobs)]
+    found += _other_rate(recipe)
     if shard is not None:
         place, count = shard
         jobs = [job.only(lambda index: index % count == place) for job in jobs]
@@ -115,6 +125,36 @@ def plan_sweep(
                 f"shard {place}/{count} has no prompts: there are {settings.prompts['count']}"
             )
     return SweepPlan(recipe, settings, jobs, found, prompts.own, check_lossless)
+
+
+def _with_load(recipe: Recipe) -> Recipe:
+    """The recipe with the whole path of a file of due times. Raises `UsageError` where its arrivals
+    are no process."""
+    load = recipe.load
+    if load.request_rate is None:
+        return recipe
+    try:
+        process = process_of(load.arrivals)
+    except ValueError as problem:
+        raise UsageError(f"--arrivals: {problem}") from None
+    if process.kind != "file":
+        return recipe
+    if len(load.request_rate) > 1 or load.request_rate == ("inf",):
+        given = ",".join(map(rate_name, load.request_rate))
+        told = f"--request-rate {given}: the file of --arrivals has one rate, {process.own_rate:g}"
+        raise UsageError(told, f"pass --request-rate {process.own_rate:g}")
+    path = os.path.abspath(load.arrivals)
+    return recipe.model_copy(update={"load": load.model_copy(update={"arrivals": path})})
+
+
+def _other_rate(recipe: Recipe) -> list[Notice]:
+    """A warning where the times of a file come at another rate than the one that is asked for."""
+    rates = recipe.load.request_rate
+    own = process_of(recipe.load.arrivals).own_rate if rates else None
+    if own is None or rates is None or abs(own / float(rates[0]) - 1) <= _OFF:
+        return []
+    told = f"the due times of {recipe.load.arrivals} come at {own:.3g} a second, not {rates[0]:g}"
+    return [Notice("other_rate", told, {"request_rate": rates[0], "file": own})]
 
 
 def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:

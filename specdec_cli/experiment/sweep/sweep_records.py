@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from specdec_cli.core.figures import Record
+from specdec_cli.core.figures import Rate, Record
 from specdec_cli.experiment.folders.records import (
     CurvePart,
     Key,
@@ -14,10 +14,12 @@ from specdec_cli.experiment.folders.records import (
     PairFacts,
     Point,
     Sample,
+    Stretch,
     read_records,
 )
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import RunSettings
+from specdec_cli.experiment.load.offered import Offered
 from specdec_cli.experiment.predict import ReplayText
 
 
@@ -42,29 +44,52 @@ class SweepSettings(RunSettings):
         return len(self.drafts) > 1
 
     @property
+    def offered(self) -> Offered | None:
+        """The load that requests arrive with; None for closed batches."""
+        found = self.recipe.get("load")
+        return Offered.of(found, self.seed) if found is not None else None
+
+    @property
+    def levels(self) -> list[tuple[int, Rate | None]]:
+        """What points are compared within: batch sizes, and rates where requests arrive."""
+        rates = self.offered.rates if self.offered is not None else (None,)
+        return [(size, rate) for rate in rates for size in self.batch_sizes]
+
+    def num_samples(self, rate: Rate | None, prompts: int) -> int:
+        """The samples of a point of so many prompts."""
+        offered = self.offered
+        if offered is None or rate is None:
+            return prompts
+        return offered.num_measured(prompts, self.repeats, rate)
+
+    @property
     def measured_ks(self) -> tuple[int, ...]:
         return (0, max(self.ks)) if self.predict_only and max(self.ks) else self.ks
 
-    def key(self, draft: str | None, batch_size: int, k: int) -> Key:
+    def key(self, draft: str | None, batch_size: int, k: int, rate: Rate | None = None) -> Key:
         """The point of an arm at a k."""
-        return Key(None if self.shares_baseline and k == 0 else draft, batch_size, k)
+        own = None if self.shares_baseline and k == 0 else draft
+        return Key(own, batch_size, k, request_rate=rate)
 
-    def keys(self, batch_size: int, ks: Iterable[int]) -> list[Key]:
-        """The points of one batch size: each arm's in turn, what all arms share once and first."""
+    def keys(self, batch_size: int, ks: Iterable[int], rate: Rate | None = None) -> list[Key]:
+        """The points of one level: each arm's in turn, what all arms share once and first."""
         chosen = list(ks)
-        found = (self.key(d, batch_size, k) for d in self.drafts for k in chosen)
+        found = (self.key(d, batch_size, k, rate) for d in self.drafts for k in chosen)
         return list(dict.fromkeys(found))
 
     @property
     def measured_keys(self) -> list[Key]:
         """All points that are measured, not predicted."""
-        return [key for b in self.batch_sizes for key in self.keys(b, self.measured_ks)]
+        return [key for b, rate in self.levels for key in self.keys(b, self.measured_ks, rate)]
 
     def misfit(self, record: Record) -> str | None:
         drafts: tuple[str | None, ...] = self.drafts
         if getattr(record, "k", None) == 0:
             drafts = (None,) if self.shares_baseline else (None, *drafts)
-        return self.misfit_in(record, draft=drafts, k=self.ks, batch_size=self.batch_sizes)
+        rates = {rate for _, rate in self.levels}
+        return self.misfit_in(
+            record, draft=drafts, k=self.ks, batch_size=self.batch_sizes, request_rate=rates
+        )
 
     @classmethod
     def of_dict(cls, found: Mapping[str, Any]) -> "SweepSettings":
@@ -102,10 +127,10 @@ class SweepClock:
 class SweepRecords:
     """The records of a sweep or a comparison, in memory and in its folder.
 
-    texts: by draft and prompt. costs: the time curves. facts: of the pairs of a comparison whose
-    models were loaded. earlier_clock, earlier_where: from the
-    summary of the last earlier process that measured anything; the summary itself is removed with
-    the first new record.
+    samples: those of a point at a rate only with its stretches, without which they are a part of
+    a window. texts: by draft and prompt. costs: the time curves. facts: of the pairs of a
+    comparison whose models were loaded. earlier_clock, earlier_where: from the summary of the last
+    earlier process that measured anything; the summary itself is removed with the first new record.
     """
 
     folder: RunFolder | None = None
@@ -114,6 +139,7 @@ class SweepRecords:
         default_factory=lambda: defaultdict(dict)
     )
     costs: dict[Key, dict[int, CurvePart]] = field(default_factory=lambda: defaultdict(dict))
+    stretches: dict[Key, dict[int, Stretch]] = field(default_factory=lambda: defaultdict(dict))
     points: dict[Key, Point] = field(default_factory=dict)
     facts: dict[Pair, PairFacts] = field(default_factory=dict)
     earlier_clock: SweepClock = field(default_factory=SweepClock)
@@ -127,14 +153,22 @@ class SweepRecords:
         """Read a folder. Of two records of one thing the last counts."""
         for kind in _FILES:
             for record in read_kept(folder, kind, settings):
-                self._enter(record)
+                self.enter(record)
+        self.drop_parts()
+
+    def drop_parts(self) -> None:
+        """Leave out samples of points at rates that are not whole."""
+        for key in [key for key in self.samples if key.request_rate is not None]:
+            whole = sum(one.num_requests for one in self.stretches[key].values())
+            if len(self.samples[key]) != whole:
+                del self.samples[key], self.stretches[key]
 
     def add(self, *records: Record) -> None:
         """Add new records of one kind in one write: a sync for each would delay the next round."""
         if self.folder is not None and records:
             self.folder.append(_FILES[type(records[0])], *records)
         for record in records:
-            self._enter(record)
+            self.enter(record)
 
     def add_point(self, point: Point) -> bool:
         """Add a point if it changed, and tell. A retried point has a second line."""
@@ -144,12 +178,15 @@ class SweepRecords:
             self.add(kept)
         return has_changed
 
-    def _enter(self, record: Record) -> None:
+    def enter(self, record: Record) -> None:
+        """Take a record into memory; of two of one thing the last counts."""
         match record:
             case Sample():
-                self.samples[Key.of(record)][record.index] = record
+                self.samples[Key.of(record)][record.place] = record
             case ReplayText():
                 self.texts[record.draft][record.index] = record
+            case Stretch():
+                self.stretches[Key.of(record)][record.shard] = record
             case CurvePart():
                 self.costs[Key.of(record)][record.part] = record
             case Point():
@@ -167,6 +204,7 @@ def _as_kept(point: Point) -> Point:
 _FILES: dict[type[Record], str] = {
     Sample: "samples.jsonl",
     ReplayText: "replay.jsonl",
+    Stretch: "load.jsonl",
     CurvePart: "curve.jsonl",
     Point: "points.jsonl",
     PairFacts: "pairs.jsonl",

@@ -100,6 +100,11 @@ class HeadConfig:
         return 0
 
     @property
+    def sizes_held(self) -> dict[str, int]:
+        """Numbers of weights that are held in another form, by name."""
+        return {}
+
+    @property
     def has_confidence(self) -> bool:
         """As in `models.draft.Draft`."""
         return False

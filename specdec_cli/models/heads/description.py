@@ -27,6 +27,7 @@ from specdec_cli.models.heads.checkpoint import (
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.held import plain_weight
 from specdec_cli.models.hidden import check_hidden_layers
+from specdec_cli.models.kv_scales import cache_dtype, cache_note
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.resolve import model_place
 from specdec_cli.models.spec import ModelSpec
@@ -66,6 +67,7 @@ class HeadDescription:
     target_tensors: ClassVar[re.Pattern[str] | None] = None
     captured_width: ClassVar[int] = sys.maxsize
     can_compile: ClassVar[bool] = False
+    keeps_stored: ClassVar[bool] = False
 
     @property
     def layers(self) -> list[LayerShape]:
@@ -94,6 +96,7 @@ class HeadDescription:
         config, is_cpu = self.config, self.device.type == "cpu"
         not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
         sizes = {name: math.prod(s) for name, s in config.shapes(self.parallel).items()}
+        sizes |= config.sizes_held
         numbers, packed_names = 2 * self.max_len * int(config.body.head_dim), set[str]()
         for names in config.products() if is_cpu else ():
             # It holds a product in one form or two, and none in the embedding's.
@@ -115,7 +118,7 @@ class HeadDescription:
             found["borrows"] = ", ".join(sorted(self.borrows))
         if self.gathers_head:
             found["borrows"] += " (a copy, since ranks of the target hold parts)"
-        found |= self.config.facts
+        found |= self.config.facts | cache_note(self.spec)
         if self.config.others:
             found["conventions"] = "; ".join(other.told for other in self.config.others)
         return found
@@ -139,7 +142,8 @@ class HeadDescription:
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of its cache, and of the vector [H] that may be carried with it."""
         carried = self.config.hidden_size * self.dtype.itemsize * self.config.carries
-        return block_bytes(self.layers, block_size, self.dtype) + carried
+        held = block_bytes(self.layers, block_size, cache_dtype(self.spec, self.dtype))
+        return held + carried
 
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
@@ -174,7 +178,8 @@ class HeadDescription:
             weights = read_weights(
                 config, self.place, self.dtype, device, lent, self.spec.allow_pickle, ranks
             )
-        cache = KVCache(self.layers, 0, block_size, self.dtype, device)
+        kind = cache_dtype(self.spec, self.dtype)
+        cache = KVCache(self.layers, 0, block_size, kind, device)
         return PagedHead(self.make(config, weights, self.max_len, ranks), cache)
 
 

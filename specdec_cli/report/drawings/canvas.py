@@ -105,12 +105,14 @@ def svg_of(figure: Any, name: str) -> str:
     )
 
 
-def make_axes(figure: Any, count: int, height: float, columns: int = 3) -> list[Any]:
-    """Axes side by side, in rows, sharing their y axis."""
+def make_axes(
+    figure: Any, count: int, height: float, columns: int = 3, *, shares_y: bool = True
+) -> list[Any]:
+    """Axes side by side, in rows."""
     columns = max(1, min(columns, count, 3))
     rows = -(-count // columns)
     figure.set_size_inches(_WIDTHS[columns], height * rows + 0.5)
-    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=shares_y).flat)
     for axis in axes[count:]:
         axis.set_visible(False)
     return axes[:count]

@@ -54,7 +54,7 @@ def placed(run: ReportedRun, keep: Callable[[Point], object] = lambda p: p.is_ok
     for point in run.points:
         if point.is_baseline or not keep(point) or (run.is_comparison and point.draft_tp is None):
             continue
-        panel, line, x = f"batch size {point.batch_size}", run.labels[point.draft], point.k
+        panel, line, x = point.level_in_words, run.labels[point.draft], point.k
         if run.is_comparison:
             panel, line, x = f"target TP {point.target_tp}", panel, point.draft_tp or 0
         found.setdefault(panel, {}).setdefault(line, {})[x] = point

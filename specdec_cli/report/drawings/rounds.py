@@ -29,9 +29,7 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
             base = baseline_of(run.points, next(iter(line.values())))
             groups[title] = {0: base, **line} if base is not None else line
     if not groups:
-        groups = {
-            f"batch size {p.batch_size}": {0: p} for p in run.points if p.is_ok and p.is_baseline
-        }
+        groups = {p.level_in_words: {0: p} for p in run.points if p.is_ok and p.is_baseline}
     groups = {
         title: group
         for title, group in groups.items()

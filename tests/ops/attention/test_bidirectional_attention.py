@@ -18,6 +18,7 @@ from ops_helpers import (
 )
 from specdec_kernels import ops
 from specdec_kernels.attention import chunks
+from specdec_kernels.attention.call import LayerCache
 from specdec_kernels.attention.chunks import ChunkPlan
 from specdec_kernels.attention.chunks_triton import takes_chunks
 from specdec_kernels.attention.cpu import View, gather_attention, gather_plan
@@ -89,7 +90,7 @@ def dense(problem: Problem, shape: Shape) -> Tensor:
             cache.flatten(0, 1)[slots]
             .nan_to_num()
             .repeat_interleave(shape.heads // shape.kv_heads, 1)
-            for cache in (p.key_cache, p.value_cache)
+            for cache in p.cache[:2]
         )
         mask = torch.tensor([[-near < i - j < near for j in range(live)] for i in own])
         states = (x.transpose(0, 1)[None] for x in (p.query[rows], keys, values))
@@ -158,7 +159,7 @@ def test_a_sequence_in_one_piece_of_the_cache(shape, window):
     p = problem
     plan = gather_plan(p.block_tables, p.query_start, p.context_lens, 64, p.slots)
     assert all(isinstance(part.slots, slice) for part in plan.parts(View(window, False)))
-    out = gather_attention(p.query, p.key_cache, p.value_cache, plan, p.call)
+    out = gather_attention(p.query, p.cache, plan, p.call)
     assert_close("out", expected_of(problem), out, 1e-12)
 
 
@@ -168,14 +169,14 @@ def test_one_plan_serves_causal_layers_and_others():
     plan = gather_plan(p.block_tables, p.query_start, p.context_lens, 8, p.slots)
     for shape in [*shapes, *shapes]:
         call = p.call._replace(sliding_window=shape.window, causal=bool(shape.causal))
-        out = gather_attention(p.query, p.key_cache, p.value_cache, plan, call)
+        out = gather_attention(p.query, p.cache, plan, call)
         assert_close(str(shape), expected_of(replace(p, call=call)), out, 1e-12)
 
 
 def poisoned(layer: Layer) -> Layer:
     """The layer with NaN as keys and values of padding."""
     qkv = layer.arguments["qkv"].clone()
-    _, block_size, kv_heads, dim = layer.arguments["key_cache"].shape
+    _, block_size, kv_heads, dim = layer.arguments["cache"].keys.shape
     padding = layer.arguments["slots"] < block_size
     qkv[padding, -2 * kv_heads * dim :] = torch.nan
     return replace(layer, arguments=layer.arguments | {"qkv": qkv})
@@ -247,10 +248,9 @@ def test_chunks_are_left_to_the_cache(device, monkeypatch):
     layer = make_layer(shape, torch.float16, device)
     plan = chunks.plan_chunks([70, 20], [79, 20], device, chunks.Bound(4, 0))
     assert isinstance(plan, ChunkPlan)
-    caches = layer.arguments["key_cache"], layer.arguments["value_cache"]
-    call = layer.arguments["call"]
-    assert takes_chunks(plan, *caches, call._replace(causal=True))
-    assert not takes_chunks(plan, *caches, call)
+    cache, call, kind = layer.arguments["cache"], layer.arguments["call"], torch.float16
+    assert takes_chunks(plan, cache, call._replace(causal=True), kind)
+    assert not takes_chunks(plan, cache, call, kind)
     assert_layer(layer, layer.run(chunks=plan))
 
 
@@ -297,10 +297,12 @@ def test_a_padded_pass_is_its_live_rows(heads, window, device):
 
     def run(attention: object, rows: Tensor, b: slice, *lengths: object) -> Tensor:
         given = [qkv[rows], angles.cos()[rows], angles.sin()[rows]]
-        given += [*(cache.clone() for cache in caches), slots[rows], tables[b], *lengths]
+        own = LayerCache(*(cache.clone() for cache in caches))
+        given += [slots[rows], tables[b], *lengths]
         if attention is ops.rope_attention.reference:
+            own = LayerCache(own.keys.cpu(), own.values.cpu())
             given = [x.cpu() if isinstance(x, Tensor) else x for x in given]
-        return attention(*given, call).to(device)
+        return attention(*given[:3], own, *given[3:], call).to(device)
 
     everything = torch.arange(5 * width, device=device)
     whole = {
@@ -354,7 +356,7 @@ def test_keys_and_values_without_queries(
         slots[[1, 3]] = 0  # the trash block; twice the same
     op = ops.write_kv_turned
     run = op.reference if write == "reference" else op.on_cuda
-    assert run(kv, cos, sin, *caches, slots, weight, 1e-5) is None
+    assert run(kv, cos, sin, LayerCache(*caches), slots, weight, 1e-5) is None
 
     key, value = kv.double().view(tokens, 2, kv_heads, dim).unbind(1)
     if weight is not None:
@@ -375,13 +377,11 @@ def test_keys_written_alone_are_those_of_a_pass(device):
     """A pass over rows leaves in the cache what writing their keys and values leaves there."""
     layer = make_layer(block((5, 3), (21, 8), dim=64), torch.float32, device, norms=True)
     given = layer.arguments
-    caches = given["key_cache"].clone(), given["value_cache"].clone()
+    caches = LayerCache(*(pool.clone() for pool in given["cache"][:2]))
     kv = given["qkv"][:, 4 * 64 :]
-    where = given["cos"], given["sin"], *caches, given["slots"], given["key_norm"], given["eps"]
+    where = given["cos"], given["sin"], caches, given["slots"], given["key_norm"], given["eps"]
     ops.write_kv_turned(kv, *where)
-    for actual, expected in zip(
-        caches, (layer.expected_key_cache, layer.expected_value_cache), strict=True
-    ):
+    for actual, expected in zip(caches[:2], layer.expected_cache[:2], strict=True):
         assert torch.equal(actual.isnan(), expected.isnan())
         assert_close("cache", expected.nan_to_num(), actual.nan_to_num(), 1e-5)
 

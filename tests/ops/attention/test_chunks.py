@@ -5,7 +5,7 @@ import torch
 from ops_helpers import TOLERANCE, Problem, Shape, assert_close, make_problem, needs_cuda
 from specdec_kernels import ops
 from specdec_kernels.attention import chunks, decode_triton
-from specdec_kernels.attention.call import AttentionCall
+from specdec_kernels.attention.call import AttentionCall, LayerCache
 from specdec_kernels.attention.chunks import (
     BOUNDS,
     Bound,
@@ -40,8 +40,7 @@ def plan_of(shape: Shape, device: torch.device, bound: Bound | None = SMALL) -> 
 
 def run(problem: Problem, plan: ChunkPlan) -> Tensor:
     lengths = problem.block_tables, problem.context_lens
-    caches = problem.key_cache, problem.value_cache
-    return attend_chunks(problem.query, *caches, *lengths, plan, problem.call)
+    return attend_chunks(problem.query, problem.cache, *lengths, plan, problem.call)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -72,21 +71,25 @@ def test_only_chunks_over_the_bound_are_planned():
     assert all(bound.queries >= 128 for bound in BOUNDS.values())
 
 
+def cache_of(dim: int) -> LayerCache:
+    return LayerCache(*torch.zeros(2, 4, 8, 2, dim, dtype=torch.bfloat16))
+
+
 def test_layers_that_need_more_than_a_causal_mask_are_left_alone():
     plan = plan_of(SHAPES[3], CPU)
-    cache = torch.zeros(4, 8, 2, 64, dtype=torch.bfloat16)
-    plain = AttentionCall(1.0)
-    assert takes_chunks(plan, cache, cache, plain)
-    assert takes_chunks(plan, cache, cache, plain._replace(sliding_window=21))
-    assert not takes_chunks(plan, cache, cache, plain._replace(sliding_window=20))
-    assert not takes_chunks(plan, cache, cache, plain._replace(softcap=30.0))
-    assert not takes_chunks(plan, cache, cache, plain._replace(sinks=torch.zeros(4)))
-    assert not takes_chunks(None, cache, cache, plain)
-    assert not takes_chunks(plan, cache.float(), cache.float(), plain)
+    cache = cache_of(64)
+    plain, kind = AttentionCall(1.0), torch.bfloat16
+    assert takes_chunks(plan, cache, plain, kind)
+    assert takes_chunks(plan, cache, plain._replace(sliding_window=21), kind)
+    assert not takes_chunks(plan, cache, plain._replace(sliding_window=20), kind)
+    assert not takes_chunks(plan, cache, plain._replace(softcap=30.0), kind)
+    assert not takes_chunks(plan, cache, plain._replace(sinks=torch.zeros(4)), kind)
+    assert not takes_chunks(None, cache, plain, kind)
+    assert not takes_chunks(plan, cache, plain, torch.float32)
     for dim in (80, 256):
-        other = torch.zeros(4, 8, 2, dim, dtype=torch.bfloat16)
-        assert not takes_chunks(plan, other, other, plain)
-        assert not takes_chunks(plan, cache, other, plain)
+        other = cache_of(dim)
+        assert not takes_chunks(plan, other, plain, kind)
+        assert not takes_chunks(plan, cache._replace(values=other.values), plain, kind)
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -119,11 +122,9 @@ def test_a_layer_s_attention_with_chunks(device, norms, monkeypatch):
 def test_gathering_keys_and_values(device, shape):
     problem = make_problem(shape, torch.float16, device)
     row = len(shape.contexts) - 1
-    arguments = problem.key_cache, problem.value_cache, problem.block_tables[row]
-    found = gather_kv_triton(*arguments, shape.contexts[row])
-    for actual, wanted in zip(
-        found, gather_kv.reference(*arguments, shape.contexts[row]), strict=True
-    ):
+    arguments = problem.cache, problem.block_tables[row], shape.contexts[row], torch.float16
+    found = gather_kv_triton(*arguments)
+    for actual, wanted in zip(found, gather_kv.reference(*arguments), strict=True):
         assert torch.equal(actual, wanted) and actual.is_contiguous()
 
 

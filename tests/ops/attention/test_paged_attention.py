@@ -12,6 +12,7 @@ from ops_helpers import (
     needs_cuda,
     paged_attention_reference,
 )
+from specdec_kernels.attention.call import LayerCache
 from specdec_kernels.attention.cpu import View, gather_attention, gather_plan
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from specdec_kernels.attention.tiles import paged_splits
@@ -98,12 +99,12 @@ def test_padding_that_was_never_written_leaves_its_neighbours_alone(shape, split
     """A padded pass counts its padding as context and writes its keys and values elsewhere."""
     problem = make_problem(shape, torch.float32, device)
     want = expected_of(problem)
-    block_size = problem.key_cache.shape[1]
+    block_size = problem.cache.keys.shape[1]
     ends = problem.query_start[1:].tolist()
     for row, context in enumerate(problem.context_lens.tolist()):
         for position in (context - 2, context - 1):
             block = problem.block_tables[row, position // block_size]
-            for cache in (problem.key_cache, problem.value_cache):
+            for cache in problem.cache[:2]:
                 cache[block, position % block_size] = torch.nan
     out = paged_attention_triton(**vars(problem), splits=splits)
     live = [place for place in range(ends[-1]) if place + 1 not in ends and place + 2 not in ends]
@@ -130,8 +131,8 @@ def test_number_of_splits_fills_the_device():
 
 def gathered(problem: Problem) -> Tensor:
     p = problem
-    plan = gather_plan(p.block_tables, p.query_start, p.context_lens, p.key_cache.shape[1])
-    return gather_attention(p.query, p.key_cache, p.value_cache, plan, p.call)
+    plan = gather_plan(p.block_tables, p.query_start, p.context_lens, p.cache.keys.shape[1])
+    return gather_attention(p.query, p.cache, plan, p.call)
 
 
 # Softcap and sinks are computed in fp32, so fp64 would show no more there.
@@ -162,12 +163,12 @@ def test_a_sequence_in_one_piece_of_the_cache(shape, window):
     used = problem.block_tables[0, : -(-context // 8)].long()
     run = torch.arange(1, 1 + len(used))
     caches = []
-    for cache in (problem.key_cache, problem.value_cache):
+    for cache in problem.cache[:2]:
         laid = torch.full_like(cache[:1], torch.nan).repeat(len(used) + 2, 1, 1, 1)
         laid[run] = cache[used]
         caches.append(laid)
     tables = run.to(torch.int32)[None]
-    moved = replace(problem, key_cache=caches[0], value_cache=caches[1], block_tables=tables)
+    moved = replace(problem, cache=LayerCache(*caches), block_tables=tables)
     plan = gather_plan(tables, problem.query_start, problem.context_lens, 8)
     assert all(isinstance(part.slots, slice) for part in plan.parts(View(window)))
     assert_close("out", expected_of(problem), gathered(moved), 1e-12)
@@ -176,11 +177,11 @@ def test_a_sequence_in_one_piece_of_the_cache(shape, window):
 def test_one_plan_serves_layers_of_several_kinds():
     problem = make_problem(Shape((2, 1), (40, 33)), torch.float32, torch.device("cpu"))
     p = problem
-    plan = gather_plan(p.block_tables, p.query_start, p.context_lens, p.key_cache.shape[1])
+    plan = gather_plan(p.block_tables, p.query_start, p.context_lens, p.cache.keys.shape[1])
     for window, heads in [(0, 4), (7, 4), (0, 2), (7, 4)]:
         call = p.call._replace(sliding_window=window)
         layer = replace(problem, call=call, query=p.query[:, :heads])
-        out = gather_attention(layer.query, p.key_cache, p.value_cache, plan, call)
+        out = gather_attention(layer.query, p.cache, plan, call)
         assert_close(f"window {window}, {heads} heads", expected_of(layer), out, 1e-5)
 
 
@@ -213,13 +214,13 @@ def test_cache_past_two_to_the_31_elements(device):
     used = problem.block_tables[0, :3].long()
     moved = torch.arange(blocks - 3, blocks, device=device)
     caches = []
-    for cache in (problem.key_cache, problem.value_cache):
+    for cache in problem.cache[:2]:
         pool = far.clone()
         pool[moved] = cache[used]
         caches.append(pool)
     tables = problem.block_tables.clone()
     tables[0, :3] = moved.int()
     out = paged_attention_triton(
-        **vars(replace(problem, key_cache=caches[0], value_cache=caches[1], block_tables=tables))
+        **vars(replace(problem, cache=LayerCache(*caches), block_tables=tables))
     )
     assert_close("out", expected_of(problem), out, 1e-2)

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -10,12 +10,16 @@ from ops_helpers import (
     TOLERANCE,
     Shape,
     assert_close,
+    in_fp8,
     make_problem,
     needs_cuda,
     paged_attention_reference,
+    plain,
+    rounded,
     with_meaning,
 )
 from specdec_kernels import ops
+from specdec_kernels.attention.call import LayerCache
 from specdec_kernels.attention.decode_triton import rope_attention_triton
 from specdec_kernels.attention.reference import Rotation, split_heads_reference
 from specdec_kernels.attention.split_triton import part_of
@@ -34,16 +38,16 @@ class Layer:
     compared: Tensor
     """bool [T], as from `with_meaning`."""
     expected: Tensor
-    expected_key_cache: Tensor
-    expected_value_cache: Tensor
+    expected_cache: LayerCache
 
     def run(self, **overrides: object) -> Tensor:
         """Run on fresh copies of the caches, and check these too; returns the result."""
-        caches = {name: self.arguments[name].clone() for name in ("key_cache", "value_cache")}
-        out = rope_attention_triton(**{**self.arguments, **caches, **overrides})
-        for name, actual in caches.items():
-            expected = getattr(self, f"expected_{name}")[1:].double()
-            actual = actual[1:].double()
+        given = self.arguments["cache"]
+        cache = given._replace(keys=given.keys.clone(), values=given.values.clone())
+        out = rope_attention_triton(**{**self.arguments, "cache": cache, **overrides})
+        for name in ("keys", "values"):
+            expected = getattr(self.expected_cache, name)[1:].double()
+            actual = getattr(plain(cache), name)[1:]
             assert torch.equal(actual.isnan(), expected.isnan()), f"{name}: other slots than ours"
             tolerance = TOLERANCE[self.arguments["qkv"].dtype]
             assert_close(name, expected.nan_to_num(), actual.nan_to_num(), tolerance)
@@ -51,7 +55,11 @@ class Layer:
 
 
 def make_layer(
-    shape: Shape, dtype: torch.dtype, device: torch.device, norms: bool = False
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    norms: bool = False,
+    fp8: bool = False,
 ) -> Layer:
     """A problem with NaN in the slots of new tokens; padding tokens write to the trash block."""
     problem = make_problem(shape, dtype, device)
@@ -68,8 +76,10 @@ def make_layer(
     for queries, context in zip(shape.queries, shape.contexts, strict=True):
         positions[done : done + queries] = torch.arange(context - queries, context).float()
         done += queries
-    for cache in (problem.key_cache, problem.value_cache):
+    for cache in problem.cache[:2]:
         cache.view(-1, *cache.shape[2:])[slots] = float("nan")
+    if fp8:
+        problem = replace(problem, cache=in_fp8(problem.cache))
     angles = positions[:, None] * 100 ** -(torch.arange(dim // 2) * 2 / dim)
     angles = torch.cat([angles, angles], 1).to(device)
     qkv = normal(tokens, heads * dim)
@@ -86,11 +96,12 @@ def make_layer(
         *doubled,
         EPS,
     )
-    ops.write_kv.reference(key, value, wide.key_cache, wide.value_cache, slots)
+    if problem.cache.scales is not None:
+        key, value = map(rounded, (key, value), problem.cache.scales)
+    ops.write_kv.reference(key, value, wide.cache, slots)
     expected = paged_attention_reference(
         query,
-        wide.key_cache,
-        wide.value_cache,
+        wide.cache,
         wide.block_tables,
         wide.query_start,
         wide.context_lens,
@@ -101,7 +112,7 @@ def make_layer(
     arguments |= {"query_norm": query_norm, "key_norm": key_norm}
     del arguments["query"]
     expected = expected.view(tokens, -1)
-    return Layer(arguments, with_meaning(problem), expected, wide.key_cache, wide.value_cache)
+    return Layer(arguments, with_meaning(problem), expected, wide.cache)
 
 
 SHAPES = [
@@ -124,6 +135,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -3,6 +3,7 @@ import torch
 from ops_helpers import DTYPES
 from specdec_kernels import ops
 from specdec_kernels.attention.cache_triton import write_kv_triton
+from specdec_kernels.attention.call import LayerCache
 from specdec_kernels.attention.reference import MANY
 
 
@@ -28,7 +29,7 @@ def test_tokens_land_in_their_slots(tokens, heads, dk, dv, block_size, dtype, wr
         usable = torch.cat([usable, torch.zeros(tokens - len(usable), dtype=torch.int64)])
     slots = usable[:tokens].to(device)
 
-    write(key, value, key_cache, value_cache, slots)
+    write(key, value, LayerCache(key_cache, value_cache), slots)
     written = slots[slots >= block_size]
     count = len(written)
     assert torch.equal(key_cache.view(-1, heads, dk)[written], key[:count])
@@ -44,7 +45,7 @@ def test_trash_slots_may_repeat(write, device):
     key = torch.randn(4, 1, 16, device=device)
     key_cache, value_cache = torch.zeros(2, 3, 4, 1, 16, device=device)
     slots = torch.tensor([1, 6, 1, 1], device=device)
-    write(key, key, key_cache, value_cache, slots)
+    write(key, key, LayerCache(key_cache, value_cache), slots)
     assert torch.equal(value_cache[1, 2], key[1])
     assert any(torch.equal(key_cache[0, 1], key[t]) for t in (0, 2, 3))
 
@@ -56,7 +57,7 @@ def test_many_slots_in_a_row(gap):
     key_cache, value_cache = torch.zeros(2, 12, 8, 2, 16)
     slots = torch.arange(9, 9 + MANY)
     slots[50:] += gap
-    ops.write_kv(key, key + 1, key_cache, value_cache, slots)
+    ops.write_kv(key, key + 1, LayerCache(key_cache, value_cache), slots)
     want = torch.zeros(96, 2, 16).index_copy_(0, slots, key)
     assert torch.equal(key_cache.view(-1, 2, 16), want)
     assert torch.equal(value_cache.view(-1, 2, 16)[slots], key + 1)

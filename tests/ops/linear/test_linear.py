@@ -42,6 +42,7 @@ def norm_of(x: Tensor, weight: Tensor) -> Tensor:
 SIZES = [(1, 64, 32), (3, 96, 50), (6, 200, 34), (16, 130, 48), (17, 72, 40), (70, 64, 20)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -116,6 +117,7 @@ TILES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("size", [(1, 192, 32), (7, 200, 50), (16, 72, 33)], ids=str)
@@ -169,6 +171,7 @@ ROW_TILES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tiles", ROW_TILES, ids=str)
 @pytest.mark.parametrize("activation", ["", "silu"])

@@ -4,11 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close
+from specdec_kernels import ops
+from specdec_kernels.experts.mixture_triton import mixture_add_norm_triton
+from specdec_kernels.experts.reference import CLAMPED
 from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.products_triton import kernel_for
 from specdec_kernels.linear.stored import KINDS, Storage, Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
-from specdec_kernels.linear.stored_tiles import choose_stored_tiles, fitted_to
+from specdec_kernels.linear.stored_tiles import choose_stored_tiles, slices_for
 from specdec_kernels.linear.tile_tables import Tiles
 from torch import Tensor
 
@@ -75,8 +78,8 @@ def test_products_are_those_with_the_plain_weight(name, rows, dtype, device) -> 
 def test_gates_and_sums_of_splits(name, splits, dtype, device) -> None:
     storage, width = FORMS[name]
     weight = filled(storage, 2 * 40, width, device)
-    tiles = fitted_to(weight, Tiles(8, 16, 128, 1, splits, 0, 4, 3))
-    assert tiles is not None
+    tiles = Tiles(8, 16, 128, 1, splits, 0, 4, 3)
+    tiles = tiles._replace(slices=slices_for(weight, tiles))
     x = normal(6, width, dtype=dtype, device=device) / 50
     out = stored_rows_linear(x, weight, tiles, activation="silu")[0]
     gate, up = (x.double() @ weight.plain(torch.float64).T).chunk(2, 1)
@@ -88,8 +91,8 @@ def test_the_next_norm_and_blocks_of_rows(dtype, device) -> None:
     weight = filled(FORMS["int4"][0], 50, 256, device)
     x, residual = (normal(n, w, dtype=dtype, device=device) for n, w in ((20, 256), (20, 50)))
     norm = normal(50, dtype=dtype, device=device).abs()
-    tiles = fitted_to(weight, Tiles(8, 16, 128, 1, 2, 0, 4, 3))
-    assert tiles is not None
+    tiles = Tiles(8, 16, 128, 1, 2, 0, 4, 3)
+    tiles = tiles._replace(slices=slices_for(weight, tiles))
     fused = {"residual": residual, "norm_weight": norm}
     out, scaled, squares = stored_rows_linear(x, weight, tiles, **fused)
     want = x.double() @ weight.plain(torch.float64).T + residual.double()
@@ -128,3 +131,38 @@ def test_forms_that_the_kernel_does_not_read_have_no_tiles() -> None:
         choose_stored_tiles("norm", torch.empty(300, 128), filled(Storage("fp8"), 8, 128, cpu))
         is None
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[::2])
+@pytest.mark.parametrize("name", ["fp8", "int4-zeros", "mxfp4"])
+@pytest.mark.parametrize("num_rows", [2, 13])
+def test_experts_are_those_with_plain_weights(name, num_rows, dtype, device) -> None:
+    """Few tokens and grouped ones; those of mxfp4 are gpt-oss's."""
+    storage, width = FORMS[name]
+    count, inner = 5, width
+    kept = {}
+    for field, rows in (("gate_up", 2 * inner), ("down", width)):
+        weight = filled(storage, count * rows, width, device)
+        if name == "fp8":
+            weight.scales.mul_(0.01)  # sums within the range of fp16
+        parts = [part.unflatten(0, (count, -1)) for part in weight.tensors]
+        kept[field] = Stored(parts[0], parts[1], parts[2] if parts[2:] else None, storage)
+    more: dict[str, object] = {}
+    if name == "mxfp4":
+        more = {"activation": CLAMPED, "interleaved": True, "slope": 1.7, "limit": 7.0}
+        biases = (2 * inner, width)
+        for field, size in zip(("gate_up_bias", "down_bias"), biases, strict=True):
+            more[field] = normal(count, size, dtype=dtype, device=device)
+    router = normal(count, width, dtype=dtype, device=device)
+    routing = ops.Routing(1 if num_rows < 10 else 2)
+    hidden = normal(num_rows, width, dtype=dtype, device=device)
+    x = ops.Normed(hidden, hidden / 50, None, EPS)
+    norm = torch.ones(width, dtype=dtype, device=device)
+    plain = {field: weight.plain(torch.float64) for field, weight in kept.items()}
+    experts = ops.Experts(router, routing=routing, **kept, **more)
+    got = mixture_add_norm_triton(x, experts, norm, EPS)
+    wide = [t.double() if isinstance(t, Tensor) else t for t in x]
+    double = {k: v.double() if isinstance(v, Tensor) else v for k, v in more.items()}
+    experts = ops.Experts(router.double(), routing=routing, **plain, **double)
+    want = ops.mixture_add_norm.reference(ops.Normed(*wide), experts, norm.double(), EPS)
+    assert_close("hidden", want.hidden, got.hidden, TOLERANCE[dtype])

@@ -90,6 +90,7 @@ def test_padding_past_the_table_reads_no_block(padded_pass, device):
     assert slots.tolist() == [3 * 9 + 8, 0] and contexts.tolist() == [10]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("accept", [ops.accept.reference, accept_triton])
 @pytest.mark.parametrize("with_rates", [False, True], ids=["greedy", "rates"])
 @pytest.mark.parametrize("width", [0, 1, 5, 8])
@@ -123,6 +124,7 @@ def test_accept_by_hand(accept, with_rates, width, batch, device):
             assert tokens[b, : count + 1].tolist() == want
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("advance", [ops.advance.reference, advance_triton])
 @pytest.mark.parametrize("eos", [[], [4], [4, 9, 2]], ids=len)
 @pytest.mark.parametrize("width", [1, 2, 6])

@@ -380,6 +380,7 @@ def check_block(
         check_cdf(weights, float(host["sample_noise"][b, count]), row[count], f"row {b}")
 
 
+@pytest.mark.pairwise
 @both
 @pytest.mark.parametrize(
     ("lens", "width", "vocabulary", "settings", "lens_dtype"),

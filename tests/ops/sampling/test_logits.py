@@ -152,6 +152,7 @@ def some_logits(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.de
     return wide.to(device, dtype)[::2, :vocabulary]
 
 
+@pytest.mark.pairwise
 @both
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize(
@@ -185,6 +186,7 @@ def test_cuts_of_the_vocabulary(settings, few, device, monkeypatch):
         check_draws(logits, settings, u, sample_logits_triton(logits, stats, *settings, u))
 
 
+@pytest.mark.pairwise
 @both
 @pytest.mark.parametrize(
     ("top_k", "top_p"),
@@ -396,6 +398,7 @@ def test_rejection_follows_the_rule(lens, width, vocabulary, settings, lens_dtyp
     check_round(made, settings, tokens, accepted)
 
 
+@pytest.mark.pairwise
 @both_rejections
 @pytest.mark.parametrize(
     ("lens", "width", "vocabulary", "settings"),

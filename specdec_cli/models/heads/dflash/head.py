@@ -106,8 +106,9 @@ class DFlashHead:
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
         for layer, (weight, bias) in zip(self.stack.layers, self.key_values, strict=True):
             kv = ops.linear(hidden, weight, bias)
-            caches = cache.layers[layer.index]
-            ops.write_kv_turned(kv, cos, sin, *caches, batch.slots, layer.key_norm, layer.eps)
+            ops.write_kv_turned(
+                *(kv, cos, sin, cache.layers[layer.index], batch.slots, layer.key_norm, layer.eps)
+            )
         return ops.Normed(hidden, hidden, None, 0.0)
 
     def normed(self, hidden: Tensor) -> ops.Normed:

@@ -133,6 +133,11 @@ class PEagleConfig(Eagle3Config):
         # zero-argument super() fails in a dataclass with slots
         return Eagle3Config.own_shapes(self) | {"mask_hidden": (1, 1, features)}
 
+    @property
+    def sizes_held(self) -> dict[str, int]:
+        """A row of masks, fused."""
+        return {"mask_hidden": self.hidden_size}
+
     def passes(self, k: int) -> Passes:
         return Passes(1 + (k > 1), k)
 

@@ -30,6 +30,7 @@ from specdec_cli.models.heads.mtp.head import MtpHead
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.held import StoredParameter, borrowed_weights, held_bytes
 from specdec_cli.models.hidden import check_hidden_layers
+from specdec_cli.models.kv_scales import cache_dtype, cache_note
 from specdec_cli.models.loader import load, open_tensors
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.resolve import model_place
@@ -56,6 +57,7 @@ class MtpDraft:
     shared: ClassVar[tuple[str, ...]] = ()
     shared_bytes: ClassVar[int] = 0
     can_compile: ClassVar[bool] = False
+    keeps_stored: ClassVar[bool] = False
 
     @property
     def body(self) -> Description:
@@ -134,6 +136,7 @@ class MtpDraft:
         told = f"hidden states fed back {keys.mtp_fed_back}; first embedding "
         told += f"{keys.mtp_first_embedding}; own embedding and head {keys.mtp_copies}"
         found = {"features": f"hidden state {self.num_layers} of the target", "conventions": told}
+        found |= cache_note(self.spec)
         return found | ({"borrows": borrowed} if borrowed else {})
 
     def within(self, reach: int) -> "MtpDraft":
@@ -178,7 +181,8 @@ class MtpDraft:
     ) -> PagedHead | MtpChain:
         assert groups.draft is not None, "every rank of the target holds a part"
         device, heads = self.body.device, list[PagedHead]()
-        cache = KVCache(self.layers, 0, block_size, self.dtype, device)
+        kind = cache_dtype(self.spec, self.dtype)
+        cache = KVCache(self.layers, 0, block_size, kind, device)
         for index, body in enumerate(self.bodies):
             module = load(body, device, borrowed_weights(body.module, target.module, body.shared))
             fused = body.paged(module, block_size).fused

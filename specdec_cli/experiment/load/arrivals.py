@@ -1,0 +1,108 @@
+"""Due times of requests: drawn from a seed, and never rescaled to the exact rate."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle, islice, pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from specdec_cli.core.figures import Rate
+
+KINDS = "poisson, constant, gamma:SHAPE or a file of due times"
+MEASURED, BEFORE = 0, 1  # streams of random numbers
+_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """The way in which requests arrive. shape: of the gamma distribution of gaps; 1 is Poisson's.
+    times: of a file, in seconds, rising; they are repeated after their end."""
+
+    kind: Literal["gamma", "constant", "file"]
+    shape: float = 1.0
+    times: tuple[float, ...] = ()
+
+    @property
+    def own_rate(self) -> float | None:
+        """The mean rate of a file's times."""
+        span = self.times[-1] - self.times[0] if self.times else 0.0
+        return (len(self.times) - 1) / span if span else None
+
+
+def process_of(text: str) -> Process:
+    """The process that a recipe names. Raises ValueError with the reason."""
+    if text in ("poisson", "constant"):
+        return Process("gamma" if text == "poisson" else "constant")
+    name, colon, number = text.partition(":")
+    if name == "gamma" and colon:
+        try:
+            shape = float(number)
+        except ValueError:
+            shape = 0.0
+        if not 0.001 <= shape <= 1e6:
+            raise ValueError(f"the shape of gamma is a number from 0.001 on, got {number!r}")
+        return Process("gamma", shape)
+    if not Path(text).is_file():
+        raise ValueError(f"expected {KINDS}, got {text!r}")
+    return Process("file", times=_times_in(Path(text)))
+
+
+def _times_in(path: Path) -> tuple[float, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        raise ValueError(f"{path} cannot be read as text") from None
+    times: list[float] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            due = float(line) if line.strip() else None
+        except ValueError:
+            due = math.nan
+        if due is None:
+            continue
+        if not (math.isfinite(due) and due >= (times[-1] if times else 0.0)):
+            raise ValueError(f"{path}:{number}: a time in seconds, not before the last, is due")
+        times.append(due)
+    if len(times) < 2 or times[0] == times[-1]:
+        raise ValueError(f"{path} has fewer than two times")
+    return tuple(times)
+
+
+def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float]:
+    """The seconds before each request, without end. stream: `MEASURED` or `BEFORE`.
+
+    PCG64 is keyed by seed, rate and stream, so that the numbers are the same at every k and for
+    every engine, and longer sequences begin like shorter ones.
+    """
+    if rate == "inf":
+        yield from cycle([0.0])
+    elif process.kind == "constant":
+        yield from cycle([1.0 / rate])
+    elif process.kind == "file":
+        times = process.times
+        mean = (times[-1] - times[0]) / (len(times) - 1)
+        yield times[0]
+        yield from cycle([*(after - before for before, after in pairwise(times)), mean])
+    else:
+        key = int(np.float64(rate).view(np.uint64))
+        rng = np.random.Generator(np.random.PCG64([seed, key, stream]))
+        while True:
+            drawn = rng.gamma(process.shape, 1.0 / (rate * process.shape), _CHUNK)
+            yield from map(float, drawn)
+
+
+def due_times(process: Process, rate: Rate, count: int, seed: int) -> list[float]:
+    """The due times of the measured requests, in seconds."""
+    taken = islice(gaps(process, rate, seed, MEASURED), count)
+    return [float(due) for due in np.cumsum(list(taken))]
+
+
+def num_measured(prompts: int, repeats: int, rate: Rate, duration_s: float | None) -> int:
+    """Requests to measure at a rate."""
+    fewest = prompts * repeats
+    if rate == "inf" or duration_s is None:
+        return fewest
+    return max(fewest, math.ceil(rate * duration_s))

@@ -1,0 +1,83 @@
+"""Shares of requests that meet objectives, with intervals over blocks of consecutive arrivals.
+
+Neighbours share a queue, so requests are no independent observations; long blocks nearly are.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from specdec_cli.experiment.statistics.stats import student
+
+FEWEST = 16  # requests with an interval
+_FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
+_LONG = 200  # requests of a block, above which there are more blocks
+_MOST_LIKENESS = 0.8
+
+
+def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]) -> bool:
+    """Whether an answered request meets every objective, both in milliseconds by name.
+
+    A text of one token has no `tpot_ms`, and meets that one; without another it meets none.
+    """
+    return all(
+        name == "tpot_ms" if (found := latencies.get(name)) is None else found <= most
+        for name, most in objectives.items()
+    )
+
+
+def blocks(count: int) -> list[slice]:
+    """8 to 20 blocks of consecutive requests, even to within one; none below 16 requests."""
+    if count < FEWEST:
+        return []
+    number = min(_MOST_BLOCKS, max(_FEWEST_BLOCKS, count // _LONG))
+    ends = [place * count // number for place in range(number + 1)]
+    return [slice(*pair) for pair in pairwise(ends)]
+
+
+def block_means(values: Sequence[float]) -> list[float]:
+    """The mean of each block; none for too few requests."""
+    return [float(np.mean(values[block])) for block in blocks(len(values))]
+
+
+def mean_interval(means: Sequence[float]) -> list[float] | None:
+    """Student's 95 % interval of the mean over blocks; None without blocks.
+
+    It is wider by the likeness of neighbouring blocks, as of an autoregressive process: the
+    correlation of each with the next, plus 1 / blocks, by which that is too low on average
+    (Kendall 1954). `scripts/proofs/load.py` has the coverage with queues.
+    """
+    if len(means) < _FEWEST_BLOCKS:
+        return None
+    middle, reach = float(np.mean(means)), _reach(means)
+    return [middle - reach, middle + reach]
+
+
+def _reach(means: Sequence[float]) -> float:
+    """Half the width of the interval."""
+    count, away = len(means), np.asarray(means, float) - np.mean(means)
+    if not (spread := float(away @ away)):
+        return 0.0
+    likeness = float(away[1:] @ away[:-1]) / spread + 1 / count
+    likeness = min(max(likeness, 0.0), _MOST_LIKENESS)
+    error = (spread / (count - 1) / count * (1 + likeness) / (1 - likeness)) ** 0.5
+    return float(student(count - 1) * error)
+
+
+def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] | None:
+    """The interval of a ratio of two means over the same requests, such as times at two k, by the
+    linearised difference of each block; None for too few requests."""
+    upper, lower = float(np.mean(one)), float(np.mean(other))
+    pairs = zip(block_means(one), block_means(other), strict=True)
+    away = [a / upper - b / lower for a, b in pairs]
+    if not away:
+        return None
+    reach = float(np.exp(_reach(away)))
+    return [upper / lower / reach, upper / lower * reach]
+
+
+def share_interval(met: Sequence[bool]) -> list[float] | None:
+    """The interval of a share, within 0 and 1."""
+    found = mean_interval(block_means([float(one) for one in met]))
+    return None if found is None else [max(0.0, found[0]), min(1.0, found[1])]

@@ -1,0 +1,255 @@
+"""Quantised checkpoints by their config: which matrices are stored, how, and under what names.
+
+A method is one entry of `FORMATS`. What a config says and is not understood is refused by its key.
+Does not know tensors, whose orders end in `quantised`.
+"""
+
+import re
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from specdec_kernels.linear.stored import FP8, INT4, INT8, MXFP4, Storage
+
+from specdec_cli.errors import SetupError
+from specdec_cli.text import one_line
+
+Settings = dict[str, Any]  # a config's `quantization_config`
+PLAIN, PACKED, NIBBLES, GPTQ, AWQ, BLOCKS = "plain", "packed", "nibbles", "gptq", "awq", "blocks"
+_LINEAR = "Linear"
+_KINDS_OF_BITS = {4: INT4, 8: INT8}
+
+
+class Matrices(NamedTuple):
+    """Matrices that a checkpoint stores alike.
+
+    form: the names and the order of their codes, see `quantised`. one_scale: the file has one for a
+    matrix, which becomes that of each row. ordered: columns belong to groups in an order that the
+    file has (`desc_act`, `actorder`), and so cannot be held as stored. zeros_less_one: zeros are
+    stored less one. targets: of modules, `Linear` for all, exact names, or `re:` and a pattern.
+    """
+
+    storage: Storage
+    form: str = PLAIN
+    one_scale: bool = False
+    ordered: str | None = None
+    zeros_less_one: bool = False
+    targets: tuple[str, ...] = (_LINEAR,)
+
+
+class Scheme(NamedTuple):
+    """The matrices of a checkpoint, and those that it leaves plain.
+
+    left: the value of the key `left_key`, whose modules are plain. unused: what the config says and
+    is not done here, which changes the text.
+    """
+
+    groups: tuple[Matrices, ...]
+    left: tuple[str, ...] = ()
+    left_key: str = ""
+    unused: tuple[str, ...] = ()
+
+    def of(self, path: str) -> Matrices | None:
+        """Those that a module, by its path, belongs to. Names count before patterns, and patterns
+        before all."""
+        for fits in (str.__eq__, _matches, lambda target, _: target == _LINEAR):
+            for group in self.groups:
+                if any(fits(target, path) for target in group.targets):
+                    return group
+        return None
+
+    def leaves(self, path: str) -> bool:
+        """Whether the config says that a module is plain."""
+        return any(
+            f".{entry}." in f".{path}." or fnmatchcase(path, entry) or _matches(entry, path)
+            for entry in self.left
+        )
+
+
+def _matches(target: str, path: str) -> bool:
+    if not target.startswith("re:"):
+        return False
+    try:
+        return re.match(target.removeprefix("re:"), path) is not None
+    except re.error:
+        return False
+
+
+def scheme_of(settings: Settings, model: str) -> Scheme:
+    """The scheme of a checkpoint, of a method in `FORMATS`.
+
+    model: its name in messages. Raises `SetupError`, which names the key, for what is not
+    understood.
+    """
+    return FORMATS[settings["quant_method"]](settings, model)
+
+
+def _names(settings: Settings, key: str, model: str) -> tuple[str, ...]:
+    found = settings.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise _refused(key, found, model, "a list of modules")
+    return tuple(found)
+
+
+def _known(
+    settings: Settings, key: str, wanted: tuple[object, ...], model: str, at: str = ""
+) -> Any:
+    found = settings.get(key)
+    if not any(found == one and type(found) is type(one) for one in wanted):
+        raise _refused(at + key, found, model, " or ".join(map(str, wanted)))
+    return found
+
+
+def _group_size(settings: Settings, model: str, at: str = "") -> int:
+    """Columns of a group, 0 for a whole row."""
+    found = settings.get("group_size")
+    if type(found) is not int or not (found > 0 or found == -1):
+        raise _refused(f"{at}group_size", found, model, "a number of columns, or -1 for a row")
+    return max(found, 0)
+
+
+def _fp8(settings: Settings, model: str) -> Scheme:
+    """transformers' own format."""
+    block = settings.get("weight_block_size", (128, 128))
+    storage = Storage(FP8) if block is None else Storage(FP8, _block(block, model))
+    left = _names(settings, "modules_to_not_convert", model)
+    group = Matrices(storage, one_scale=block is None)
+    return Scheme((group,), left, "modules_to_not_convert", ("activations in fp8",))
+
+
+def _block(block: Any, model: str, key: str = "weight_block_size") -> tuple[int, int]:
+    sizes = list(block) if isinstance(block, list | tuple) else []
+    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+        raise _refused(key, block, model, "two numbers, or null for one scale a matrix")
+    return sizes[0], sizes[1]
+
+
+def _gptq(settings: Settings, model: str) -> Scheme:
+    """GPTQ's format, https://github.com/AutoGPTQ/AutoGPTQ, and version 2 of GPTQModel."""
+    kind = _KINDS_OF_BITS[_known(settings, "bits", (4, 8), model)]
+    size, symmetric = _group_size(settings, model), _known(settings, "sym", (True, False), model)
+    version = settings.get("checkpoint_format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise _refused("checkpoint_format", version, model, "gptq or gptq_v2")
+    if settings.get("dynamic"):
+        raise _refused("dynamic", settings["dynamic"], model, "empty")
+    is_ordered = bool(settings.get("desc_act")) and size > 0
+    storage = Storage(kind, (1, 1 if is_ordered else size), not symmetric, torch.float16)
+    group = Matrices(storage, GPTQ, zeros_less_one=version == "gptq")
+    group = group._replace(ordered="desc_act" if is_ordered else None)
+    return Scheme((group,), _names(settings, "modules_to_not_convert", model))
+
+
+def _awq(settings: Settings, model: str) -> Scheme:
+    """AWQ's format, https://github.com/casper-hansen/AutoAWQ."""
+    _known(settings, "bits", (4,), model)
+    version = settings.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise _refused("version", version, model, "gemm")
+    has_zeros = _known(settings, "zero_point", (True, False), model)
+    storage = Storage(INT4, (1, _group_size(settings, model)), has_zeros, torch.float16)
+    left = _names(settings, "modules_to_not_convert", model)
+    return Scheme((Matrices(storage, AWQ),), left, "modules_to_not_convert")
+
+
+def _compressed_tensors(settings: Settings, model: str) -> Scheme:
+    """The format of llm-compressor and vLLM."""
+    groups = settings.get("config_groups")
+    parts = list(groups.values()) if isinstance(groups, dict) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        raise _refused("config_groups", groups, model, "groups of weights")
+    found, unused = [], []
+    for part in parts:
+        if part.get("weights") is not None:
+            form = part.get("format") or settings.get("format")
+            found.append(_compressed(part, form, model))
+        if part.get("input_activations") or part.get("output_activations"):
+            unused.append("activations in 8 bits")
+    if not found:
+        raise _refused("config_groups", groups, model, "groups of weights")
+    left = _names(settings, "ignore", model)
+    return Scheme(tuple(found), left, "ignore", tuple(dict.fromkeys(unused)))
+
+
+# By `format`: the kinds of numbers, their bits, and ways to share scales.
+_COMPRESSED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
+    "float-quantized": (("float",), (8,), ("tensor", "channel", "block")),
+    "int-quantized": (("int",), (8,), ("tensor", "channel", "group")),
+    "naive-quantized": (("float", "int"), (8,), ("tensor", "channel", "group", "block")),
+    "pack-quantized": (("int",), (4, 8), ("tensor", "channel", "group")),
+    "mxfp4-pack-quantized": (("float",), (4,), ("group",)),
+}
+
+
+def _compressed(part: Settings, form: object, model: str) -> Matrices:
+    """One group of a config."""
+    weights, at = part["weights"], "config_groups.weights."
+    if not isinstance(weights, dict):
+        raise _refused("config_groups.weights", weights, model, "a mapping")
+    if not isinstance(form, str) or form not in _COMPRESSED:
+        raise _refused("format", form, model, " or ".join(_COMPRESSED))
+    types, bits, strategies = _COMPRESSED[form]
+    kind = _known(weights, "type", types, model, at)
+    count = _known(weights, "num_bits", bits, model, at)
+    strategy = _known(weights, "strategy", strategies, model, at)
+    both = (True, False) if kind == "int" else (True,)
+    is_symmetric = _known(weights, "symmetric", both, model, at)
+    if weights.get("dynamic"):
+        raise _refused(f"{at}dynamic", weights["dynamic"], model, "false")
+    order = weights.get("actorder")
+    if order not in (None, False, "static", "weight", "group", "dynamic", True):
+        raise _refused(f"{at}actorder", order, model, "null, static, weight or group")
+    targets = _names(part, "targets", model)
+    one_scale, group = strategy == "tensor", (1, 0)
+    if strategy == "block":
+        group = _block(weights.get("block_structure"), model, "block_structure")
+    elif strategy == "group":
+        group = (1, _group_size(weights, model, at))
+    if form == "mxfp4-pack-quantized":
+        if group != (1, 32):
+            raise _refused(f"{at}group_size", group[1], model, "32")
+        return Matrices(Storage(MXFP4, group, scales=torch.uint8), NIBBLES, targets=targets)
+    if kind == "float":
+        return Matrices(Storage(FP8, group), one_scale=one_scale, targets=targets)
+    scales = torch.float32 if one_scale else torch.bfloat16
+    is_ordered = order in ("group", "dynamic", True) and group[1] > 0
+    group = (1, 1) if is_ordered else group
+    storage = Storage(_KINDS_OF_BITS[count], group, not is_symmetric, scales)
+    packing = PACKED if form == "pack-quantized" else PLAIN
+    ordered = "config_groups.weights.actorder" if is_ordered else None
+    return Matrices(storage, packing, one_scale, ordered, targets=targets)
+
+
+def _modelopt(settings: Settings, model: str) -> Scheme:
+    """NVIDIA's Model-Optimizer, whose settings may lie in hf_quant_config.json."""
+    inner = settings.get("quantization")
+    settings = settings | (inner if isinstance(inner, dict) else {})
+    _known(settings, "quant_algo", ("FP8",), model)
+    key = "exclude_modules" if "exclude_modules" in settings else "ignore"
+    group = Matrices(Storage(FP8), one_scale=True)
+    return Scheme((group,), _names(settings, key, model), key, ("activations in fp8",))
+
+
+def _mxfp4(settings: Settings, model: str) -> Scheme:
+    """gpt-oss's experts, which a file has as `_blocks` and `_scales`."""
+    group = Matrices(Storage(MXFP4, (1, 32), scales=torch.uint8), BLOCKS)
+    return Scheme((group._replace(targets=(r"re:.*\.experts\.",)),))
+
+
+def _refused(key: str, found: object, model: str, wanted: str) -> SetupError:
+    return SetupError(
+        f"config.json of {model}: quantization_config.{key} is {one_line(repr(found))}",
+        f"it has to be {wanted}; or take the checkpoint that it was made from",
+    )
+
+
+# By the `quant_method` of a config.
+FORMATS: dict[str, Callable[[Settings, str], Scheme]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
+}

@@ -1,0 +1,117 @@
+"""Scales of a cache in fp8: a checkpoint's own, or 1. Does not know passes.
+
+A checkpoint has one scale of keys and one of values a layer, or one a head, for numbers that are
+divided by them. The names are those of compressed-tensors (`self_attn.k_scale`), Model-Optimizer
+(`self_attn.k_proj.k_scale`) and AutoFP8 (`self_attn.k_proj.output_scale`, or `self_attn.kv_scale`
+for both).
+"""
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.core.kv_cache import LayerShape
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.errors import SetupError
+from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.spec import ModelSpec
+from specdec_cli.models.weights import open_checkpoint, tensor_names
+from specdec_cli.text import one_line
+
+_NAMES = re.compile(
+    r"(?:^|\.)layers\.(\d+)\.self_attn\."
+    r"(?:attn\.|[kv]_proj\.)?(?:(kv|k|v)_scale|(?<=[kv]_proj\.)output_scale)$"
+)
+_WITHOUT = "cache.dtype: auto needs no scales"
+
+
+def cache_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a cache's elements, of a model in `dtype`."""
+    return ops.FP8 if spec.cache == "fp8" else dtype
+
+
+def cache_note(spec: ModelSpec, place: Path | None = None) -> dict[str, str]:
+    """A fact for the record of a run. place: of a checkpoint whose scales are used."""
+    has_scales = place is not None and bool(_scales_in(spec, place))
+    if spec.cache == "fp8":
+        told = "the checkpoint's scales" if has_scales else "scales of 1"
+        return {"kv_cache": f"float8_e4m3fn, {told}"}
+    told = "the checkpoint's scales for a cache in fp8 are not used"
+    return {"kv_cache": told} if has_scales else {}
+
+
+def read_scales(
+    spec: ModelSpec,
+    place: Path,
+    config: Any,
+    layers: list[LayerShape],
+    parallel: TensorParallel,
+    device: torch.device,
+) -> list[torch.Tensor] | None:
+    """The scales of each layer's heads on this rank, as in `ops.LayerCache`; None where the cache
+    is not in fp8 or the checkpoint has none.
+
+    layers: this rank's. Raises `SetupError`, which names the tensor or the key, for scales that are
+    missing, do not fit, or are for other numbers than fp8.
+    """
+    names = _scales_in(spec, place) if spec.cache == "fp8" else {}
+    if not names:
+        return None
+    settings = getattr(config, "quantization_config", None) or {}
+    scheme = settings.get("kv_cache_scheme") or {}
+    if (scheme.get("num_bits", 8), scheme.get("type", "float")) != (8, "float"):
+        raise SetupError(
+            f"config.json of {spec.name}: quantization_config.kv_cache_scheme is "
+            f"{one_line(repr(scheme))}, and cache.dtype: fp8 takes floats of 8 bits",
+            _WITHOUT,
+        )
+    found = []
+    with open_checkpoint(place, spec.allow_pickle) as tensors:
+        for index, shape in enumerate(layers):
+            sides = []
+            for side in "kv":
+                if (name := names.get((index, side))) is None:
+                    raise SetupError(
+                        f"{spec.name} has scales for its KV cache, and layer {index} lacks "
+                        f"{side}_scale",
+                        _WITHOUT,
+                    )
+                told = f"{one_line(name)} of {spec.name}"
+                sides.append(_of_heads(tensors[name](), told, shape.num_kv_heads, parallel))
+            found.append(torch.stack(sides).to(device))
+    return found
+
+
+def _of_heads(
+    stored: torch.Tensor, told: str, heads: int, parallel: TensorParallel
+) -> torch.Tensor:
+    """This rank's part of a stored scale, fp32 [heads]."""
+    found, size = stored.float().flatten(), parallel.size
+    if not (count := len(found)) or not bool(((found > 0) & found.isfinite()).all()):
+        raise SetupError(f"{told} has a value that is no scale: {stored.tolist()}", _WITHOUT)
+    # Ranks hold heads of their own, or one that several share; some families cache all on each.
+    if count in (1, heads):
+        return found.expand(heads)
+    if count != heads * size and (heads != 1 or size % count):
+        whole = heads * size
+        told = f"{told} has shape {list(stored.shape)}, and the model {whole} heads of keys"
+        raise SetupError(told, _WITHOUT)
+    first = parallel.rank * count // size
+    return found[first : first + heads]
+
+
+def _scales_in(spec: ModelSpec, place: Path) -> dict[tuple[int, str], str]:
+    """The names of a checkpoint's scales by layer and side, k or v."""
+    if spec.load_format == "dummy" or is_gguf(place):
+        return {}
+    names: Collection[str] = tensor_names(place)
+    found: dict[tuple[int, str], str] = {}
+    for name in names:
+        if (match := _NAMES.search(name)) is not None:
+            sides = match[2] or name.removesuffix("_proj.output_scale")[-1]
+            found |= {(int(match[1]), side): name for side in sides}
+    return found

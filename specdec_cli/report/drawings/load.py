@@ -1,0 +1,56 @@
+"""Goodput and latency of each k over the rate of requests, and the k that is recommended there."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specdec_cli.experiment.folders.records import Point
+from specdec_cli.report.drawings import canvas
+from specdec_cli.report.findings import Finding
+from specdec_cli.report.folder import ReportedRun
+
+_Figure = Callable[[Point], float | None]
+
+
+def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
+    """Draw by rate, without requests all at once. Returns whether there are any rates."""
+    points = [p for p in run.points if p.load is not None and p.request_rate != "inf"]
+    if not points:
+        return False
+    goodput: _Figure = lambda p: p.load.goodput if p.load is not None else None  # noqa: E731
+    shown: list[tuple[str, _Figure]] = [("mean time of a request, ms", _mean)]
+    if any(goodput(p) is not None for p in points):
+        shown.insert(0, ("goodput, requests/s", goodput))
+    axes = canvas.make_axes(figure, len(shown) + 1, 3.1, shares_y=False)
+    lines: dict[tuple[str, int], list[Point]] = {}
+    for point in points:
+        lines.setdefault((run.labels[point.draft] if point.k else "", point.k), []).append(point)
+    several = len({name for name, k in lines if k}) > 1
+    for axis, (title, of) in zip(axes, shown, strict=False):
+        for index, ((name, k), own) in enumerate(sorted(lines.items())):
+            known = sorted(
+                (float(p.request_rate or 0), found) for p in own if (found := of(p)) is not None
+            )
+            label = canvas.safe(f"{name}, k = {k}" if several and k else f"k = {k}")
+            axis.plot(*zip(*known, strict=True) if known else ((), ()), label=label,
+                      **canvas.style_of(index))  # fmt: skip
+        axis.set_title(title)
+    best = [
+        (float(b.rate), b.point.k)
+        for b in bests
+        if b.rate not in (None, "inf") and b.rate is not None and b.point is not None
+    ]
+    axes[-1].plot(*zip(*best, strict=True) if best else ((), ()), "o-", color=canvas.FAINT)
+    axes[-1].set_title("recommended k")
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        ticks = sorted({float(p.request_rate or 0) for p in points})
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+    canvas.label_axes(axes, "requests a second", "")
+    canvas.add_legend(figure, axes)
+    return True
+
+
+def _mean(point: Point) -> float | None:
+    found = point.metrics.e2el_ms if point.metrics is not None else None
+    return None if found is None else found.mean

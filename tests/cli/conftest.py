@@ -1,0 +1,18 @@
+"""What the tests of commands share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from specdec_cli.experiment import machine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def calm_machine() -> Iterator[None]:
+    """Silence warnings about other work: tests count lines, and others may use the processor.
+
+    `unit/test_noise.py` tests these warnings.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine.MachineWatch, "notices", lambda _: [])
+        yield

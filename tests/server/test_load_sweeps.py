@@ -1,0 +1,275 @@
+"""`sweep-k --request-rate` over servers that are up, started and our own engine."""
+
+import csv
+import json
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_cli.backends.server import times
+from specdec_cli.experiment.load.arrivals import due_times, process_of
+from tests.cli.sweep_helpers import samples, specdec, stopped_sweep
+from tests.server.fake_server import FakeServer, Faults, running
+from tests.server.test_server_sweeps import codes, urls
+from tests.server.test_started_servers import words as serve_words
+
+COMMON = ("demo", "--limit", 4, "--max-new-tokens", 8, "--set", "run.repeats=1", "-q")
+POISSON = process_of("poisson")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RETRY_S", "SCRAPE_S", "LOOK_S"):
+        monkeypatch.setattr(times, name, 0.01)
+
+
+def swept(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> dict[str, Any]:
+    found = specdec(capsys, "sweep-k", *map(str, (*COMMON, "--json", *words)))
+    assert found.code == code, found.err
+    return dict(json.loads(found.out))
+
+
+def point(document: dict[str, Any], k: int, rate: Any) -> dict[str, Any]:
+    (found,) = [p for p in document["points"] if (p["k"], p["request_rate"]) == (k, rate)]
+    return dict(found)
+
+
+def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plain, fast = FakeServer(k=0, round_s=0.004), FakeServer(k=3, round_s=0.004)
+    run = tmp_path / "run"
+    with running(plain, fast):
+        words = (*urls(plain, fast), "--request-rate", "inf,80", "--duration", 0.5)
+        found = swept(capsys, *words, "--slo", "e2el:10s", "--slo", "ttft:1ms", "-o", run)
+    assert [(p["request_rate"], p["k"]) for p in found["points"]] == [
+        *((80.0, 0), (80.0, 3), ("inf", 0), ("inf", 3))
+    ]
+    due = due_times(POISSON, 80.0, 40, 0)
+    for p in found["points"]:
+        load, at_rate = p["load"], p["request_rate"] != "inf"
+        assert p["batch_size"] is None and p["metrics"]["batch_size"] is None
+        assert load["num_requests"] == (40 if at_rate else 4) == p["metrics"]["num_prompts"]
+        assert (load["arrivals"], load["seed"], load["num_failed"]) == ("poisson", 0, 0)
+        assert load["slo"] == {"e2el_ms": 10000.0, "ttft_ms": 1.0}
+        assert load["slo_attainment"] == 0.0 and not load["overloaded"], "no first token in 1 ms"
+        own = [
+            s for s in samples(run) if (s["k"], s["request_rate"]) == (p["k"], p["request_rate"])
+        ]
+        assert [s["request"] for s in own] == list(range(load["num_requests"]))
+        assert [s["index"] for s in own] == [i % 4 for i in range(len(own))]
+        mean = sum(s["e2el_ms"][0] for s in own) / len(own)
+        assert p["metrics"]["e2el_ms"]["mean"] == pytest.approx(mean)
+        if not at_rate:
+            assert load["offered_rate"] is None and load["goodput"] is None
+            assert load["num_unmeasured"] == 0 and load["window_seconds"] > 0
+            continue
+        assert load["num_unmeasured"] >= 4 and load["goodput"] == 0.0
+        assert load["goodput_ci"] == [0.0, 0.0] and load["send_lag_ms"]["p50"] >= 0
+        assert load["offered_rate"] == pytest.approx(39 / (due[-1] - due[0]))
+        assert [s["due"] for s in own] == pytest.approx([at - due[0] for at in due], abs=1e-6)
+        m, rounds = p["metrics"], [a for s in own for a in s["accepted_per_round"]]
+        if p["k"]:
+            assert p["engine"]["acceptance_source"] == "chunks", "those of the measured alone"
+            assert (m["num_drafts"], m["num_accepted_tokens"]) == (len(rounds), sum(rounds))
+            assert m["in_text"]["num_drafts"] <= len(rounds) and m["mean_acceptance_length"] > 1
+        # The server got them when they were due, and no earlier.
+    for server in (plain, fast):
+        arrived = sorted(w.arrived for w in server.written)
+        assert sum(b - a for a, b in pairwise(arrived)) > due[-1] - due[0]
+    assert point(found, 3, 80.0)["speedup"] > 1.2
+    assert point(found, 0, 80.0)["speedup"] == 1.0
+    best = found["best_by_request_rate"]
+    assert list(best) == ["80", "inf"] and best["80"]["by"] == "goodput"
+    assert best["80"]["k"] == 3 and best["inf"]["by"] == "latency"
+    assert found["crossover"] == {"below": 80.0, "above": None}
+    assert found["best"] == best["80"] and found["best_by_batch_size"] == {}
+    assert (run / "plots" / "load.png").exists()
+    assert specdec(capsys, "report", str(run), "--format", "csv").code == 0
+    rows = list(csv.DictReader((run / "points.csv").read_text().splitlines()))
+    assert [(r["request_rate"], r["k"]) for r in rows] == [
+        *(("80.0", "0"), ("80.0", "3"), ("inf", "0"), ("inf", "3"))
+    ]
+    assert float(rows[0]["offered_rate"]) == point(found, 0, 80.0)["load"]["offered_rate"]
+    merged = specdec(capsys, "merge", str(run), "-o", str(tmp_path / "whole"), "--json")
+    assert merged.code == 0, merged.err
+    assert json.loads(merged.out)["points"] == found["points"]
+    shown = specdec(capsys, "report", str(run))
+    assert shown.code == 0 and "80 requests/s" in shown.out
+    assert "Under load" in (run / "report.html").read_text()
+
+
+def test_counters_alone_are_of_all_requests(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Two rounds a chunk tell no rounds, so that counters stand for all requests of the stretch."""
+    server = FakeServer(k=3, faults=Faults(merge=2))
+    with running(server):
+        words = (*urls(server), "--request-rate", 60, "-o", tmp_path / "run")
+        found = swept(capsys, *words, "--set", "run.warmup=0")
+    (p,) = found["points"]
+    assert p["engine"]["acceptance_source"] == "counters"
+    assert p["metrics"]["num_drafts"] == sum(len(w.rounds) for w in server.written)
+    assert len(server.written) == 4 + p["load"]["num_unmeasured"]
+
+
+def test_a_slow_server_is_overloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two slots of some 9 rounds of 5 ms each: about 40 answers a second, and 200 are asked for."""
+    server = FakeServer(k=0, slots=2, round_s=0.005)
+    with running(server):
+        words = (*urls(server), "--request-rate", 200, "--duration", 0.3)
+        found = swept(capsys, *words, "--slo", "e2el:50ms")
+    p = point(found, 0, 200.0)
+    assert p["load"]["overloaded"] and "overloaded" in codes(found)
+    assert 5 < p["load"]["achieved_rate"] < 60
+    assert p["speedup"] is None and p["load"]["goodput"] is None
+    assert {p["metrics"][n]["p50"] for n in ("ttft_ms", "tpot_ms", "e2el_ms")} == {None}
+    best = found["best_by_request_rate"]["200"]
+    assert best["k"] is None and "overloaded" in best["reason"]
+    assert found["crossover"] == {"below": None, "above": None}
+
+
+def test_failures_count_and_waiting_at_the_client_does(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    server = FakeServer(k=0, round_s=0.003)
+    run = tmp_path / "run"
+    with running(server):
+        words = (*urls(server), "--request-rate", 100, "--duration", 0.2, "--arrivals", "constant")
+        alone = swept(capsys, *words, "--max-concurrency", 1, "-o", run)
+        server.faults.statuses = [(400, {})] * 8
+        words = (*urls(server), "--request-rate", 25, "--set", "run.repeats=3")
+        failed = swept(capsys, *words, "--slo", "e2el:20s", code=3)
+    p = point(alone, 0, 100.0)
+    assert p["batch_size"] == 1 and p["load"]["max_in_flight"] > 3
+    arrived = sorted(w.arrived for w in server.written[1:25])
+    apart = sorted(b - a for a, b in pairwise(arrived))
+    assert apart[0] > 0.01, "one at a time"
+    assert samples(run)[-1]["e2el_ms"][0] > 4e3 * apart[len(apart) // 2], "those behind waited"
+    load = point(failed, 0, 25.0)["load"]
+    assert 0 < load["num_failed"] < load["num_requests"] == 12
+    assert load["slo_attainment"] == pytest.approx(1 - load["num_failed"] / 12)
+
+
+def test_a_crowded_server_loses_by_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rounds take longer with each request beside them, where there is speculation."""
+    plain, fast = FakeServer(k=0, round_s=0.015), FakeServer(k=3, round_s=0.015, crowd=1.5)
+    with running(plain, fast):
+        words = (*urls(plain, fast), "--request-rate", "6,80", "--set", "run.repeats=4")
+        found = swept(capsys, *words)
+    best = found["best_by_request_rate"]
+    assert (best["6"]["k"], best["80"]["k"]) == (3, 0), best
+    assert found["crossover"] == {"below": 6.0, "above": 80.0}
+
+
+def test_all_rates_on_one_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [*serve_words("sglang", "2"), "--request-rate", "60,inf", "-o", str(tmp_path / "run")]
+    found = specdec(capsys, *words, "--json")
+    assert found.code == 0, found.err
+    document = json.loads(found.out)
+    assert [(p["request_rate"], p["k"]) for p in document["points"]] == [
+        *((60.0, 0), (60.0, 2), ("inf", 0), ("inf", 2))
+    ]
+    assert [s["k"] for s in document["environment"]["servers"]] == [0, 2], "each started once"
+    again = specdec(capsys, *words, "--json", "--resume")
+    assert again.code == 0 and json.loads(again.out)["points"] == document["points"]
+
+
+def test_kill_9_and_resume_ask_for_no_whole_point_twice(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plain, fast = FakeServer(k=0), FakeServer(k=2)
+    run = tmp_path / "run"
+    words = ["sweep-k", *map(str, COMMON), "-o", str(run), "--request-rate", "20,40"]
+    words += ["--duration", "1"]
+    with running(plain, fast):
+        end, _ = stopped_sweep([*words, *urls(plain, fast)], 0.0, signal.SIGKILL, after=21)
+        assert end == -signal.SIGKILL
+        asked = plain.asked + fast.asked
+        whole = [json.loads(one) for one in (run / "load.jsonl").read_text().splitlines()]
+        assert specdec(capsys, *words, *urls(plain, fast), "--resume").code == 0
+        again = plain.asked + fast.asked - asked
+    measured = {20.0: 20, 40.0: 40}
+    left = 120 - sum(measured[one["request_rate"]] for one in whole)
+    assert left < 120 and left <= again <= 2.4 * left
+    assert len((run / "load.jsonl").read_text().splitlines()) == 4
+
+
+def test_our_own_engine_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--k", "0,2", "--request-rate", "30", "--max-concurrency", 2, "--slo", "ttft:9s")
+    found = swept(capsys, *words, "--set", "run.repeats=4", "-o", tmp_path / "a")
+    assert found["tokens"]["identical"] and found["tokens"]["must_be_identical"]
+    for k in (0, 2):
+        p = point(found, k, 30.0)
+        assert p["batch_size"] == 2 and p["load"]["num_requests"] == 16
+        assert p["load"]["send_lag_ms"]["mean"] is None
+        assert p["metrics"]["verify_ms"] > 0 and p["metrics"]["round_ms"] > 0
+    ours = [s["due"] for s in samples(tmp_path / "a") if s["k"] == 2]
+    due = due_times(POISSON, 30.0, 16, 0)
+    assert ours == pytest.approx([at - due[0] for at in due], abs=1e-6), "as for servers"
+
+
+def test_shards_of_a_load_are_merged(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    server = FakeServer(k=0)
+    with running(server):
+        words = (*urls(server), "--request-rate", 100, "--set", "run.repeats=4")
+        parts = [
+            swept(capsys, *words, "--shard", f"{i}/2", "-o", tmp_path / str(i))["points"][0]
+            for i in (0, 1)
+        ]
+    folders = [str(tmp_path / "0"), str(tmp_path / "1")]
+    found = specdec(capsys, "merge", *folders, "-o", str(tmp_path / "whole"), "--json")
+    assert found.code == 0, found.err
+    (whole,) = json.loads(found.out)["points"]
+    assert whole["load"]["num_requests"] == 16
+    for name in ("window_seconds", "num_unmeasured"):
+        want = sum(one["load"][name] for one in parts)
+        assert whole["load"][name] == pytest.approx(want)
+    kept = samples(tmp_path / "whole")
+    assert [s["request"] for s in kept] == list(range(16))
+    assert {s["index"] for s in kept} == {0, 1, 2, 3}
+    twice = specdec(capsys, "merge", folders[0], folders[0], "-o", str(tmp_path / "x"))
+    assert twice.code == 2 and "has prompt" in twice.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--request-rate", "0"], "--request-rate: expected numbers above 0, or inf, such as"),
+        (["--request-rate", "-1"], "got '-1'"),
+        (["--request-rate", "1,fast"], "got '1,fast'"),
+        (["--request-rate", "nan"], "got 'nan'"),
+        (["--slo", "ttft:5ms"], "--slo"),
+        (["--max-concurrency", "4"], "--max-concurrency"),
+        (["--duration", "4"], "--duration"),
+        (["--arrivals", "constant"], "--arrivals"),
+        (["--request-rate", "1", "--slo", "ttft:500"], "--slo ttft:500: expected a time with"),
+        (["--request-rate", "1", "--slo", "itl:5ms"], "got 'itl'"),
+        (["--request-rate", "1", "--slo", "ttft:5ms", "--slo", "ttft:6ms"], "ttft is there twice"),
+        (["--request-rate", "1", "--arrivals", "uniform"], "--arrivals: expected poisson, const"),
+        (["--request-rate", "1", "--arrivals", "gamma:-1"], "--arrivals: the shape of gamma"),
+        (["--request-rate", "1", "--max-concurrency", "4", "--batch-size", "4"], "--batch-size"),
+        (["--request-rate", "1", "--batch-size", "1,4"], "--batch-size and --request-rate exclude"),
+        (["--request-rate", "1", "--predict-only"], "--predict-only and --request-rate exclude"),
+        (["--request-rate", "1", "--minutes", "2"], "--minutes and --request-rate exclude"),
+    ],
+)
+def test_refused(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    found = specdec(capsys, "sweep-k", *map(str, COMMON), *words)
+    assert found.code == 2 and told in found.err, found.err
+    assert len(found.err.strip().splitlines()) <= 2, "one line, and a hint"
+
+
+def test_other_commands_have_no_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
+    found = specdec(capsys, "generate", "demo", "--prompt", "x", "--set", "load.request_rate=4")
+    assert found.code == 2 and "load.request_rate" in found.err
+    told = specdec(capsys, "sweep-k", *map(str, COMMON), "--set", "load.request_rate=[4, 0]")
+    assert told.code == 2 and "load.request_rate" in told.err and "above 0" in told.err
+
+
+def test_a_dry_run_knows_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    found = swept(capsys, "--k", "0,2", "--request-rate", "4,inf", "--duration", 10, "--dry-run")
+    assert found["num_samples"] == 2 * (40 + 4)
+    rates = [(p["request_rate"], p["k"]) for p in found["points"]]
+    assert rates == [(4.0, 0), (4.0, 2), ("inf", 0), ("inf", 2)]

@@ -1,0 +1,345 @@
+"""Arrivals, windows, goodput, overload and choices at a rate: exact cases, and simulated queues."""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from itertools import islice, pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec_cli.core.types import Request
+from specdec_cli.experiment.folders.conclusions import Best
+from specdec_cli.experiment.folders.records import Key, Point, Sample, Stretch
+from specdec_cli.experiment.load.arrivals import (
+    BEFORE,
+    MEASURED,
+    due_times,
+    gaps,
+    num_measured,
+    process_of,
+)
+from specdec_cli.experiment.load.choice import best_at_rate, crossover
+from specdec_cli.experiment.load.goodput import blocks, meets, ratio_interval, share_interval
+from specdec_cli.experiment.load.offered import Offered
+from specdec_cli.experiment.load.overload import in_flight, is_overloaded
+from specdec_cli.experiment.load.points import points_at_rate
+from specdec_cli.experiment.load.stream import Stream
+from specdec_cli.experiment.load.window import stretch_of
+from specdec_cli.recipe.objectives import objective
+
+POISSON = process_of("poisson")
+
+
+@pytest.mark.parametrize("shape", [0.25, 1.0, 9.0])
+def test_gaps_have_the_mean_and_the_spread_of_their_distribution(shape: float) -> None:
+    process = POISSON if shape == 1.0 else process_of(f"gamma:{shape}")
+    drawn = np.array(list(islice(gaps(process, 4.0, 7, MEASURED), 40000)))
+    assert drawn.mean() == pytest.approx(0.25, rel=0.05)
+    assert drawn.std() / drawn.mean() == pytest.approx(shape**-0.5, rel=0.05)
+    assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 0.03
+    assert drawn.mean() != 0.25, "they are not rescaled"
+
+
+def test_due_times_follow_from_seed_and_rate_alone() -> None:
+    one = due_times(POISSON, 4.0, 50, 3)
+    assert one == due_times(POISSON, 4, 50, 3) == due_times(POISSON, 4.0, 80, 3)[:50]
+    assert all(a < b for a, b in pairwise(one))
+    assert one != due_times(POISSON, 4.0, 50, 4)
+    scaled = np.array(due_times(POISSON, 8.0, 50, 3)) * 2
+    assert not np.allclose(one, scaled), "another rate has other numbers"
+    assert one[0] != next(gaps(POISSON, 4.0, 3, BEFORE))
+    assert due_times(process_of("constant"), 4.0, 3, 0) == [0.25, 0.5, 0.75]
+    assert due_times(POISSON, "inf", 3, 0) == [0.0] * 3
+
+
+def test_due_times_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "times.txt"
+    file.write_text("0.5\n0.5\n\n2.5\n")
+    process = process_of(str(file))
+    assert process.own_rate == 1.0
+    # After its end the file begins again, a mean gap later.
+    assert due_times(process, 9.0, 6, 0) == [0.5, 0.5, 2.5, 3.5, 3.5, 5.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "uniform",
+            "expected poisson, constant, gamma:SHAPE or a file of due times, got 'uniform'",
+        ),
+        ("gamma:0", "the shape of gamma is a number from 0.001 on, got '0'"),
+        ("gamma:x", "got 'x'"),
+        ("one\n", ":1: a time in seconds, not before the last, is due"),
+        ("2\n1\n", ":2:"),
+        ("nan\n2\n", ":1:"),
+        ("1\n", "fewer than two times"),
+        ("1\n1\n", "fewer than two times"),
+    ],
+)
+def test_what_is_no_process(text: str, told: str, tmp_path: Path) -> None:
+    name = text
+    if "\n" in text:
+        (tmp_path / "times").write_text(text)
+        name = str(tmp_path / "times")
+    with pytest.raises(ValueError, match=r".") as caught:
+        process_of(name)
+    assert told in str(caught.value)
+
+
+def test_the_number_of_measured_requests() -> None:
+    assert num_measured(10, 3, 4.0, None) == num_measured(10, 3, 4.0, 5.0) == 30
+    assert num_measured(10, 3, 4.0, 7.6) == 31
+    assert num_measured(10, 3, "inf", 1e6) == 30
+
+
+def test_objectives() -> None:
+    assert objective("ttft", "500ms") == 500.0 and objective("e2el", "1.5 s") == 1500.0
+    for name, text, told in (
+        ("ttft", "500", "did you mean 500ms?"),
+        ("itl", "5ms", "expected ttft, tpot, e2el, got 'itl'"),
+        ("ttft", "0ms", "above 0"),
+        ("ttft", "xms", "above 0"),
+        ("ttft", "", "with its unit"),
+    ):
+        with pytest.raises(ValueError, match=r".") as caught:
+            objective(name, text)
+        assert told in str(caught.value)
+    slo = {"ttft_ms": 10.0, "tpot_ms": 2.0}
+    assert meets(slo, {"ttft_ms": 10.0, "tpot_ms": 2.0})
+    assert meets(slo, {"ttft_ms": 10.0, "tpot_ms": None}), "of one token"
+    assert not meets(slo, {"ttft_ms": 10.0, "tpot_ms": 2.1})
+    assert not meets(slo, {"ttft_ms": None, "tpot_ms": 1.0}), "without a first token"
+
+
+def test_blocks_are_8_to_20_and_even() -> None:
+    assert blocks(15) == []
+    for count in (16, 17, 199, 1999, 10**5):
+        sizes = [part.stop - part.start for part in blocks(count)]
+        assert 8 <= len(sizes) <= 20 and sum(sizes) == count and max(sizes) - min(sizes) <= 1
+    assert len(blocks(10**5)) == 20
+
+
+def test_an_interval_by_hand() -> None:
+    """Blocks of two requests: 8 means of 0, 0.5 or 1, without likeness of neighbours."""
+    met = [bool(x) for pair in ((1, 1), (0, 0)) * 4 for x in pair]
+    error = math.sqrt(8 * 0.25 / 7 / 8)
+    reach = 2.365 * error
+    assert share_interval(met) == pytest.approx([0.5 - reach, 0.5 + reach], abs=1e-3)
+    alike = [True] * 8 + [False] * 8  # the blocks of either half are alike
+    found = share_interval(alike)
+    assert found is not None and found[1] - found[0] > 2.2 * reach
+    assert share_interval([True] * 16) == [1.0, 1.0]
+    assert share_interval([True] * 15) is None
+
+
+def test_a_ratio_s_interval_is_paired() -> None:
+    """Times that differ by request, but by the same factor, have no doubt about it."""
+    one = [10.0 + i % 7 for i in range(64)]
+    assert ratio_interval(one, [x / 2 for x in one]) == pytest.approx([2.0, 2.0])
+    other = [x / 2 if i % 16 < 8 else x for i, x in enumerate(one)]
+    low, high = ratio_interval(one, other) or (0.0, 0.0)
+    assert low < sum(one) / sum(other) < high and low > 0.8
+    assert ratio_interval(one[:15], other[:15]) is None
+
+
+@pytest.fixture(scope="module")
+def proof() -> ModuleType:
+    file = Path(__file__).parents[2] / "scripts" / "proofs" / "load.py"
+    spec = importlib.util.spec_from_file_location("load_proof", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_interval_s_coverage_on_queues(proof: ModuleType) -> None:
+    """`scripts/proofs/load.py` has the whole table."""
+    rng = np.random.default_rng(5)
+    hits = [proof.coverage(rng, 0.5, 8, share, 300, 250) for share in (0.7, 0.9)]
+    assert 0.93 <= sum(hits) / 2 <= 0.97
+
+
+@pytest.mark.parametrize(
+    ("load", "count", "least", "most"),
+    [(0.5, 60, 0.0, 0.05), (0.8, 200, 0.0, 0.05), (1.5, 200, 0.98, 1.0), (3.0, 60, 0.98, 1.0)],
+)
+def test_overload_on_queues(
+    proof: ModuleType, load: float, count: int, least: float, most: float
+) -> None:
+    rng = np.random.default_rng(6)
+    assert least <= proof.overloaded(rng, load, 4, count, 100) <= most
+
+
+def test_requests_under_way() -> None:
+    due, done = [0.0, 1.0, 2.0], [1.5, math.inf, 2.0]
+    assert in_flight(due, done, [0.0, 1.0, 1.5, 2.0, 9.0]) == [1, 2, 1, 1, 1]
+
+
+def test_overload_needs_growth_and_lateness() -> None:
+    growing = list(range(0, 60))
+    assert is_overloaded(growing, 20)
+    assert not is_overloaded(growing, 58), "answers keep up"
+    assert not is_overloaded([30] * 60, 20), "nothing grows"
+    assert not is_overloaded(growing[:15], 2), "too few"
+
+
+def test_a_window() -> None:
+    key = Key("d", 0, 2, request_rate=1.0)
+    due = {0: 10.0, 1: 11.0, 2: 12.0, 6: 9.0, 3: 13.5, 4: 20.0}
+    done = {0: 10.5, 1: 15.0, 2: 13.0, 6: 10.2, 3: 14.0}
+    found = stretch_of(key, 3, due, done)
+    assert found.window_seconds == pytest.approx(3.0), "two gaps, and a mean one"
+    assert found.num_answered == 3, "between 10 and 13, the one before too"
+    assert found.num_unmeasured == 2, "the last was never sent"
+    assert found.max_in_flight == 2 and not found.overloaded
+    at_once = stretch_of(Key("d", 0, 2, request_rate="inf"), 2, {0: 1.0, 1: 1.0}, {0: 3.0, 1: 5.0})
+    assert at_once.window_seconds == 4.0 and at_once.num_answered == 2
+
+
+def stream(count: int = 20, rate: Any = 10.0, seed: int = 1) -> Stream:
+    return Stream([Request(5, (1,)), Request(7, (2,))], POISSON, rate, count, seed)
+
+
+def test_a_stream_warms_up_until_those_of_the_first_answer_are_answered() -> None:
+    one = stream()
+    before = [request.index for request in islice(one, 6)]
+    assert before == [40, 41, 42, 43, 44, 45], "nothing is answered"
+    one.answered(42)
+    more = [request.index for request in islice(one, 2)]
+    for index in before[:-1]:
+        one.answered(index)
+    first = next(iter(one))
+    assert more == [46, 47] and first.index == 0
+    # The measured due times are those of every stream, from where it begins.
+    rest = list(islice(one, 19))
+    dues = [r.arrives_at - one.due[47] for r in (first, *rest)]
+    assert dues == pytest.approx(due_times(POISSON, 10.0, 20, 1))
+    assert [r.token_ids for r in (first, *rest)] == [(1,), (2,)] * 10, "prompts in turn"
+
+
+def test_a_stream_goes_on_until_the_measured_are_answered() -> None:
+    one, seen = stream(10), []
+    for request in one:
+        seen.append(request.index)
+        one.answered(request.index)
+    assert seen == [20, *range(10)] and one.is_over
+    late = stream(10)
+    indices = [request.index for request in late]
+    assert indices == [*range(20, 30), *range(20)], "as many before and after at most"
+    assert [r.index for r in stream(10, "inf")] == list(range(10)), "nothing but the measured"
+
+
+def sample(k: int, number: int, e2el: float, *, due: float = 0.0, ok: bool = True) -> Sample:
+    names = ("token_ids", "accepted_per_round", "proposed_per_round", "tpot_ms")
+    empty: dict[str, Any] = {name: [] for name in names}
+    times = [e2el] if ok else []
+    return Sample(
+        draft="d", k=k, batch_size=0, request_rate=4.0, request=number, index=number % 3,
+        category=None, prompt_token_ids=[1], **empty, finish_reason="length" if ok else "error",
+        error=None if ok else "lost", seconds=[0.1], decode_seconds=[0.1], round_share=[1.0],
+        rounds_without_proposal=0, num_preemptions=0, stage_ms={}, ttft_ms=times, e2el_ms=times,
+        peak_memory_bytes=0, due=due,
+    )  # fmt: skip
+
+
+def points_of(
+    times: dict[int, Callable[[int], float]],
+    slo: dict[str, float],
+    *,
+    overloaded: tuple[int, ...] = (),
+    failed: tuple[int, ...] = (),
+) -> tuple[list[Point], dict[Key, dict[int, Sample]]]:
+    offered = Offered((4.0,), "poisson", 0, None, slo)
+    samples, stretches = {}, {}
+    for k, of in times.items():
+        key = Key("d", 0, k, request_rate=4.0)
+        samples[key] = {i: sample(k, i, of(i), ok=i not in failed) for i in range(160)}
+        stretches[key] = {
+            0: Stretch(
+                **key.as_dict(), window_seconds=40.0, num_requests=160, num_answered=120,
+                num_unmeasured=7, max_in_flight=9, overloaded=k in overloaded,
+            )
+        }  # fmt: skip
+    return points_at_rate(offered, samples, stretches, list(samples), {}), samples
+
+
+def wave(level: float) -> Callable[[int], float]:
+    """Times that differ by request, in the same way at every k."""
+    return lambda i: level * (1.0 + 0.2 * math.sin(0.7 * i) + 0.02 * ((i * 7919) % 13))
+
+
+def test_points_at_a_rate() -> None:
+    found, _ = points_of({0: wave(100.0), 2: wave(50.0)}, {"e2el_ms": 110.0}, failed=(3, 4))
+    plain, fast = found
+    assert plain.load is not None and fast.load is not None
+    assert fast.speedup == pytest.approx(2.0) and fast.speedup_ci == pytest.approx([2.0, 2.0])
+    good = sum(wave(100.0)(i) <= 110.0 for i in range(160) if i not in (3, 4))
+    assert plain.load.slo_attainment == pytest.approx(good / 160), "failed ones count"
+    assert plain.load.offered_rate == 4.0 and plain.load.achieved_rate == 3.0
+    assert plain.load.goodput == pytest.approx(good / 40)
+    assert plain.load.goodput_ci is not None and plain.load.slo_attainment_ci is not None
+    assert plain.load.goodput_ci[0] == pytest.approx(4 * plain.load.slo_attainment_ci[0])
+    assert (plain.load.num_failed, plain.load.num_unmeasured) == (2, 7)
+    assert plain.as_dict()["batch_size"] is None and plain.as_dict()["request_rate"] == 4.0
+
+
+def test_an_overloaded_point_has_no_latency() -> None:
+    found, _ = points_of({0: wave(100.0), 2: wave(50.0)}, {"e2el_ms": 110.0}, overloaded=(0,))
+    plain, fast = found
+    assert plain.metrics is not None and plain.load is not None and fast.load is not None
+    assert plain.speedup is None and fast.speedup is None, "there is nothing to compare with"
+    for spread in (plain.metrics.ttft_ms, plain.metrics.tpot_ms, plain.metrics.e2el_ms):
+        assert spread is not None and spread.mean is None
+    assert plain.load.goodput is None and plain.load.achieved_rate == 3.0
+    assert fast.load.goodput is not None
+
+
+@pytest.mark.parametrize(
+    ("levels", "slo", "overloaded", "k", "tied", "by"),
+    [
+        ((100, 70, 50), {}, (), 4, [4], "latency"),
+        ((100, 50, 50), {}, (), 2, [2, 4], "latency"),
+        ((100, 100, 100), {}, (), 0, [0, 2, 4], "latency"),
+        ((100, 140, 160), {}, (), 0, [0], "latency"),
+        # Goodput decides, and k = 2 and 4 have all of it: the faster one is better.
+        ((100, 70, 50), {"e2el_ms": 104.0}, (), 4, [4], "goodput"),
+        ((100, 100, 100), {"e2el_ms": 1e6}, (), 0, [0, 2, 4], "goodput"),
+        # The fastest is overloaded, and so never wins.
+        ((100, 70, 50), {}, (4,), 2, [2], "latency"),
+        ((100, 70, 50), {}, (0, 4), 2, [2], "latency"),
+        ((100, 70, 50), {"e2el_ms": 104.0}, (0, 2, 4), None, [], "goodput"),
+    ],
+)
+def test_the_best_at_a_rate(
+    levels: tuple[int, ...],
+    slo: dict[str, float],
+    overloaded: tuple[int, ...],
+    k: int | None,
+    tied: list[int],
+    by: str,
+) -> None:
+    times = {k: wave(float(level)) for k, level in zip((0, 2, 4), levels, strict=True)}
+    found = best_at_rate(*points_of(times, slo, overloaded=overloaded))
+    assert (found.k, found.tied, found.by) == (k, tied, by), found.reason
+    assert (found.draft is None) == (not k)
+    if k is None:
+        assert "overloaded" in found.reason and "3" in found.reason
+
+
+def test_crossover() -> None:
+    def of(**ks: int | None) -> tuple[Any, Any]:
+        best = {
+            ("inf" if name == "inf" else float(name[1:])): Best(k=k, draft=None, tied=[], reason="")
+            for name, k in ks.items()
+        }
+        found = crossover(best)  # type: ignore[arg-type]
+        return found.below, found.above
+
+    assert of(r1=3, r4=2, r16=0, inf=0) == (4.0, 16.0)
+    assert of(r1=3, r4=2, r16=None) == (4.0, None), "overloaded rates say nothing"
+    assert of(r1=0, r4=0, inf=5) == (None, 1.0)
