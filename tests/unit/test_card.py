@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,25 @@ def test_sections_begin_with_their_conclusion_and_long_tables_are_folded(tmp_pat
     assert "with draft-1b a token takes" in plotless.partition("<details>")[0].lower()
     few = page(content_of(tmp_path / "few", "use"), [])
     assert "<details><summary>Every point" not in few and "table-results" in few
+
+
+def test_a_comparison_s_memory_is_that_of_its_pair(tmp_path: Path) -> None:
+    folder = tmp_path / "compare"
+    shutil.copytree(Path(__file__).parents[1] / "runs" / "compare", folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    pair = {"draft": None, "target_tp": 1, "draft_tp": 1}
+    other = COST | pair | {"draft_tp": 2, "draft_weight_bytes": 0}
+    for costs, told in (
+        ([other, COST | pair], "on a rank with a part of the draft, 2,048 MiB"),
+        ([other], ""),
+    ):
+        (folder / "summary.json").write_text(json.dumps(summary | {"memory": costs}))
+        assert dict(Content(read_folder(folder)).card).get("Memory", "").startswith(told)
+        assert told or "Memory" not in dict(Content(read_folder(folder)).card)
+
+
+def test_servers_do_not_tell_their_memory(tmp_path: Path) -> None:
+    folder = content_of(tmp_path, "use").run.path
+    recipe = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(recipe + "\nengine: {kind: vllm}\n")
+    assert dict(Content(read_folder(folder)).card)["Memory"].startswith("the servers' own")
