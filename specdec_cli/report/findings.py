@@ -135,6 +135,8 @@ def _best_at(run: ReportedRun, point: Point) -> Best | BestPair | None:
 
 def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -> Finding | None:
     points = [p for p in every if p.is_ok or p.is_predicted]
+    if points and best.k is None:
+        return Finding(every[0].batch_size, None, best, rate=every[0].request_rate)
     chosen = next((p for p in points if _is_named(p, best)), None)
     if run.summary is None or chosen is None:
         return None
@@ -215,10 +217,10 @@ def answer(run: ReportedRun, best: Finding) -> str:
     """The finding at one batch size, a sentence or two."""
     point = best.point
     at = f"at {best.level_in_words}"
-    if point is None:
-        return f"Nothing was measured {at}."
     if best.is_open:
         return f"Inconclusive {at}: {best.reason}."
+    if point is None:
+        return f"Nothing was measured {at}."
     measured = point.speedup
     if point.is_baseline:
         which = f", on target TP {point.target_tp}" if run.is_comparison else ""
@@ -299,7 +301,7 @@ def _runner_up(run: ReportedRun, best: Finding) -> str:
 
 def headline(run: ReportedRun, bests: list[Finding]) -> str:
     """The answer of the whole run, in a line."""
-    found = [best for best in bests if best.point is not None]
+    found = [best for best in bests if best.point is not None or best.is_open]
     if not found:
         return "No point was measured."
     if len(found) == 1:

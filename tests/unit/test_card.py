@@ -158,3 +158,14 @@ def test_servers_do_not_tell_their_memory(tmp_path: Path) -> None:
     recipe = (folder / "recipe.yaml").read_text()
     (folder / "recipe.yaml").write_text(recipe + "\nengine: {kind: vllm}\n")
     assert dict(Content(read_folder(folder)).card)["Memory"].startswith("the servers' own")
+
+
+def test_a_sweep_that_compared_nothing_is_no_verdict_against_speculation(tmp_path: Path) -> None:
+    why = "nothing was compared with k = 0: k = 0 has no round"
+    best = {"k": None, "draft": None, "tied": [], "reason": why, "verdict": "inconclusive"}
+    content = content_of(tmp_path, "inconclusive", best_by_batch_size={"1": best})
+    assert content.headline == f"Inconclusive at batch size 1: {why}."
+    found = content.deployment
+    assert found is not None and found.speculative_config is None
+    assert found.notes == [f"Nothing is advised: {why}."]
+    assert why in page(content, [])
