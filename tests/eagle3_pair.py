@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import cross_entropy
 
-from specdec_cli.core.types import Sequence
 from tests.cli.generate_helpers import word_tokenizer
 from tests.eagle3 import Head, Reference, save_head
 from tests.support import FAMILIES, VOCAB, greedy_reference, greedy_text, reference, save_tiny
@@ -121,7 +120,3 @@ def expected_rounds(
             found.append((count, stand))
         n += stand + 1
     return found
-
-
-def rounds_of(seq: Sequence) -> list[tuple[int, int]]:
-    return list(zip(seq.proposed_per_round, seq.accepted_per_round, strict=True))

@@ -184,7 +184,10 @@ def main() -> None:
     for rows in args.rows:
         hidden = layers.normal(rows, layers.hidden)
         expected = layers.forward(hidden, {})
-        found = [t for t in args.tries if all(u is None or u.block_m >= rows for u in t.values())]
+        fits = [
+            all(u is None or storage or u.block_m >= rows for u in t.values()) for t in args.tries
+        ]
+        found = [t for t, fit in zip(args.tries, fits, strict=True) if fit]
         found = found[share[0] :: share[1]] if share else found
         found = [{}, *(tries for tries in found if runs(layers, hidden, tries, expected))]
         if share:

@@ -106,8 +106,9 @@ class Rectangle:
     active, the position is one of the model's 0..max_len-1, and lens >= offset + j + margin.
     Without lens a token is fed whatever is proposed: all of an active slot's within the model.
     Others are padding: their keys go to the trash block, and their logits have no meaning.
-    last_only: whether logits of each slot's last token are enough. cached: int64 [B], tokens of
-    each sequence that the model's cache is known to hold; a CPU does not feed them again.
+    last_only: whether logits of each slot's last token are enough. first_logit: of a slot's tokens,
+    the first that needs logits. cached: int64 [B], tokens of each sequence that the model's cache
+    is known to hold; a CPU does not feed them again.
     """
 
     token_ids: torch.Tensor  # int64 [B, Q]
@@ -117,13 +118,19 @@ class Rectangle:
     max_len: int
     last_only: bool
     cached: torch.Tensor | None = None
+    first_logit: int = 0
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits of each slot."""
+        return 1 if self.last_only else self.token_ids.shape[1] - self.first_logit
 
 
 class LiveRows(NamedTuple):
     """Row numbers that the outputs of a pass over live tokens would have in a padded pass.
 
-    logits: int64 [M], among [B * Q], or among [B] if only the last tokens need logits. tokens:
-    int64 [T], among [B * Q].
+    logits: int64 [M], among the rows [B * N] of `Rectangle.num_logits`. tokens: int64 [T], among
+    [B * Q].
     """
 
     logits: torch.Tensor
@@ -173,6 +180,11 @@ def live_batch(
         logit_places = [b for b in range(batch) if query_start[b + 1] > query_start[b]]
         if len(logit_places) < len(fed):
             rows = torch.tensor([query_start[b + 1] - 1 for b in logit_places])
+    elif first := what.first_logit:
+        needed = [row for row, place in enumerate(places) if place % width >= first]
+        rows = torch.tensor(needed, dtype=torch.int64)
+        at = [divmod(places[row], width) for row in needed]
+        logit_places = [b * what.num_logits + j - first for b, j in at]
     query_lens = [end - start for start, end in pairwise(query_start)]
     block_tables = state.block_tables[:, : -(-max(contexts) // block_size)]
     token_ids, places_in_text, slots_t = torch.tensor([fed, positions, slots], dtype=torch.int64)
@@ -202,7 +214,7 @@ def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: i
         *(what.token_ids, state.length, what.lens, state.active, state.block_tables),
         *(what.offset, what.margin, block_size, what.max_len, num_ids),
     )
-    query_start, last_rows = rectangle(count, width, state.device)
+    query_start, rows = rectangle(count, width, what.num_logits, state.device)
     plan = None
     if state.device.type == "cpu":
         where = state.block_tables, query_start, context_lens
@@ -215,13 +227,17 @@ def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: i
         context_lens=context_lens,
         block_tables=state.block_tables,
         max_query_len=width,
-        logit_rows=last_rows if what.last_only and width > 1 else None,
+        logit_rows=rows,
         plan=plan,
     )
 
 
 @cache
-def rectangle(count: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows where each sequence's queries begin, int32 [B + 1], and its last row, int64 [B]."""
+def rectangle(
+    count: int, width: int, num_logits: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows where each sequence's queries begin, int32 [B + 1], and its last `num_logits` rows,
+    int64 [B * N]; None for all."""
     starts = width * torch.arange(count + 1, device=device)
-    return starts.to(torch.int32), starts[1:] - 1
+    last = starts[1:, None] - torch.arange(num_logits, 0, -1, device=device)
+    return starts.to(torch.int32), last.flatten() if num_logits < width else None

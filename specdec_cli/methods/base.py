@@ -93,8 +93,8 @@ class Method:
     """make: a proposer. estimate_bytes: its memory, before anything is loaded. describe: its own
     kind of draft; None for a method that runs a model of transformers', or no draft. runs_on_host:
     whether it reads the device's data on the host: then rounds cannot be captured. can_share: what
-    `draft.share` may name for a draft of its own kind. check: raises `SetupError` for a model of
-    transformers' that it cannot run.
+    `draft.share` may name for a draft of its own kind. check: the description of a model of
+    transformers' as it runs it; raises `SetupError` for one that it cannot run.
     """
 
     make: Callable[[MethodParts], "Proposer"]
@@ -102,7 +102,7 @@ class Method:
     describe: Callable[[DraftPlace], Draft] | None = None
     runs_on_host: bool = False
     can_share: tuple[str, ...] = ()
-    check: Callable[[Description], None] | None = None
+    check: Callable[[Description], Description] | None = None
 
 
 def text_bytes(size: RoundSize) -> MethodBytes:

@@ -5,6 +5,8 @@ token's row decides the first, each mask's row the one after it. So proposals of
 first of a larger one's. True tokens are written over masks. Legend: B slots, K proposal length.
 """
 
+from dataclasses import replace
+
 import torch
 
 from specdec_cli.core.batch import Rectangle
@@ -38,9 +40,9 @@ class Pard(DraftModel):
         masks = state.tail.new_full((state.num_slots, draft.k - 1), self.mask_id)
         fed = torch.cat((state.tail, masks), dim=1)
         # Mask j decides proposal j + 1; sequences that take more than j + 1 need it.
-        what = Rectangle(fed, draft.lens, -self.tail, 2, self.max_len, False, state.draft_kv)
-        logits = self.model.forward_slots(what, state).logits
-        draft.draw_all(logits[:, self.tail - 1 :])
+        where = -self.tail, 2, self.max_len, False, state.draft_kv, self.tail - 1
+        what = Rectangle(fed, draft.lens, *where)
+        draft.draw_all(self.model.forward_slots(what, state).logits)
         return draft.candidates()
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
@@ -56,23 +58,24 @@ def _make(parts: MethodParts) -> Pard:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The pass, whose rows all have logits, and those that tokens were drawn from."""
+    """The pass, and the logits that tokens were drawn from."""
     if size.draft is None:
         return MethodBytes()
-    rows = 2 * size.k * size.batch_size
-    passing = size.draft.pass_bytes(rows, rows, gathers=False)
-    drawn = 0 if size.is_greedy else rows * size.draft.vocab_size * size.draft.dtype.itemsize
+    rows = size.k * size.batch_size
+    passing = size.draft.pass_bytes(2 * rows, rows, gathers=False)
+    drawn = 0 if size.is_greedy else 2 * rows * size.draft.vocab_size * size.draft.dtype.itemsize
     return MethodBytes(in_round=passing + drawn)
 
 
-def _check(draft: Description) -> None:
-    """Raise `SetupError` for a draft without a token for masks."""
+def _check(draft: Description) -> Description:
+    """A draft of one pass. Raises `SetupError` for one without a token for masks."""
     token = getattr(draft.module.config, _KEY, None)
     if type(token) is not int or not 0 <= token < draft.vocab_size:
         raise SetupError(
             f"config.json of the PARD draft {draft.spec.name}: {_KEY} is {shown(token)}: it has to "
             f"be one of {draft.vocab_size} ids"
         )
+    return replace(draft, drafts_at_once=True)
 
 
 METHOD = Method(_make, _estimate_bytes, check=_check)

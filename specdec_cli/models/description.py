@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from specdec_kernels.linear.stored import FP8
 from transformers import AutoModelForCausalLM
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
@@ -47,7 +48,8 @@ class Description(Unfilled):
     With several ranks, module and layers are those of this rank: its part of the matrices and its
     heads. device: that it will be loaded on. hidden_layers: those whose hidden states the run
     needs, see `PagedModel`. reach: tokens of the longest text, which rotary tables hold. shared,
-    shared_bytes: see `models.draft.Draft`, which it is too.
+    shared_bytes: see `models.draft.Draft`, which it is too. drafts_at_once: as a draft, whether one
+    pass over masks gives all tokens.
     """
 
     layers: list[LayerShape]
@@ -59,6 +61,7 @@ class Description(Unfilled):
     reach: int = 0
     shared: tuple[str, ...] = ()
     shared_bytes: int = 0
+    drafts_at_once: bool = False
 
     feature_layers: ClassVar[tuple[int, ...]] = ()
     max_k: ClassVar[int | None] = None
@@ -82,8 +85,10 @@ class Description(Unfilled):
             stored = f"GGUF ({kinds_of(read_model(self.place))})"
         found = cache_note(self.spec, self.place)
         if stored is not None:
-            is_kept = self.keeps_stored
-            found["weights"] = f"{stored}, as stored" if is_kept else f"dequantised from {stored}"
+            some = "Q4_0 and Q8_0 " if is_gguf(self.place) else ""
+            is_kept = self.keeps_stored and self.spec.weights != FP8
+            how = f"{stored}, {some}as stored" if is_kept else f"dequantised from {stored}"
+            found["weights"] = f"{how}, quantised to fp8" if self.spec.weights == FP8 else how
         elif self.keeps_stored:
             found["weights"] = "quantised to fp8 while loading"
         return found
@@ -121,7 +126,7 @@ class Description(Unfilled):
         return replace(self, reach=reach)
 
     def passes(self, k: int) -> Passes:
-        return Passes(k)
+        return Passes(1, k + 1) if self.drafts_at_once else Passes(k)
 
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from specdec_kernels.linear.stored import Stored
+from specdec_kernels.linear.stored import FP8, Stored
 from transformers import initialization
 
 from specdec_cli.errors import SetupError
@@ -25,9 +25,10 @@ from specdec_cli.models.formats import scheme_of
 from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.gguf.tensors import kept_readers
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
 from specdec_cli.models.held import StoredParameter
-from specdec_cli.models.quantised import dequantised, fields_of, no_scales
+from specdec_cli.models.quantised import dequantised, fields_of, no_scales, read_stored
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import (
     plain_reader,
@@ -122,8 +123,15 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
     """
     module, spec, place = description.module, description.spec, description.place
     if is_gguf(place):
-        readers, unused = gguf_readers(module, read_model(place), description.dtype)
-        yield dict(readers), unused
+        header, held = read_model(place), stored_parameters(module)
+        plain, unused = gguf_readers(module, header, description.dtype)
+        as_stored = kept_readers(module, header) if spec.weights != FP8 else {}
+        kept: dict[str, ReadWeight] = {
+            name: stored_reader(read, held[name])
+            for name, (_, read) in as_stored.items()
+            if name in held
+        }
+        yield {**plain, **kept}, unused
         return
     with open_checkpoint(place, spec.allow_pickle) as found:
         tensors = _by_own_names(description, found)
@@ -133,8 +141,8 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
             if stored:
                 fields = fields_of(tensors, scheme_of(settings, spec.name), spec.name)
             else:
-                plain = dequantised(tensors, settings, description.dtype, spec.name)
-                fields = Fields(plain, {}, {}, {})
+                numbers = dequantised(tensors, settings, description.dtype, spec.name)
+                fields = Fields(numbers, {}, {}, {})
         try:
             of_fields = fields.codes, fields.scales, fields.zeros
             (readers, unused), *others = [
@@ -149,15 +157,13 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
         storages = storages_of(module, fields, spec.name) if fields.storages else {}
         (scales, _), (zeros, _) = others
         own = Fields(readers, scales, zeros, storages)
-        kept: dict[str, ReadWeight] = {
-            name: stored_reader(name, own, parameter, spec.name)
-            for name, parameter in stored.items()
+        kept = {
+            name: stored_reader(partial(read_stored, name, own, storages[name], spec.name), held)
+            for name, held in stored.items()
             if name in storages
         }
-        kept |= {
-            name: plain_reader(module, name, own, description.dtype, spec.name)
-            for name in storages.keys() - stored.keys()
-        }
+        for name in storages.keys() - stored.keys():
+            kept[name] = plain_reader(module, name, own, description.dtype, spec.name)
         yield {**readers, **kept}, unused
 
 
@@ -294,7 +300,7 @@ def _checkpoint_source(
     def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor | Stored:
         shape = list(meta.shape if part is None else part.shape)
         # Quantised here, its columns share scales with those of other ranks.
-        is_whole = isinstance(meta, StoredParameter) and method is None
+        is_whole = isinstance(meta, StoredParameter) and spec.weights == FP8
         try:
             value = found[name](None if is_whole else part)
         except WrongShape as problem:

@@ -153,7 +153,7 @@ class PagedModel:
     ) -> PassOutput:
         """Feed tokens of every slot, as `what` says; keys and values of padding go to waste.
 
-        Returns logits [B, Q, V], or [B, 1, V] of the last tokens, and hidden states [B, Q, F].
+        Returns logits [B, N, V], N = `Rectangle.num_logits`, and hidden states [B, Q, F].
         Those of padding mean nothing.
         """
         batch, width = what.token_ids.shape
@@ -171,7 +171,7 @@ class PagedModel:
         """The live tokens alone; zeros in the place of what padding would have."""
         found, live = live_batch(what, state, self.cache.block_size, self.vocab_size)
         batch, width = what.token_ids.shape
-        num_rows = batch * (1 if what.last_only else width)
+        num_rows = batch * what.num_logits
         if len(found.token_ids) == batch * width:
             return self._run(found, with_hidden=with_hidden)
         if len(found.token_ids):

@@ -4,17 +4,27 @@ The largest tensors that are alive at once are known for fused layers. For trans
 a pass on the meta device finds them.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from specdec_kernels.experts.plan import are_few
+from specdec_kernels.experts.plan import FEW_TOKENS, are_few
 from specdec_kernels.experts.tiles import PARTIAL_SUMS, choose_group_tiles
+from specdec_kernels.linear.tile_tables import STORED_ROWS
 
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.models.attention import Recorder, attach
 from specdec_cli.models.fused import is_fusable
-from specdec_cli.models.fused_layer import ExpertSizes, Family, dense_mlp, family_of, has_experts
+from specdec_cli.models.fused_layer import (
+    ExpertSizes,
+    Family,
+    dense_mlp,
+    family_of,
+    has_experts,
+    matrices,
+)
+from specdec_cli.models.held import StoredParameter
 from specdec_cli.models.rotary_tables import num_turns
 
 
@@ -50,13 +60,32 @@ def peak_bytes(
     if is_compiled or not is_fusable(model.module):
         inside = max(_live_bytes(model, tokens), logits * itemsize)
         return model.hidden_bytes(tokens) + inside
-    layer = _fused_layer(model, tokens)
+    layer, plain = _fused_layer(model, tokens), _plain_numbers(model, tokens)
     if gathers:
         # The allocator does not reuse attention's blocks for the MLP, so both count, as logits do.
-        numbers = tokens * (layer.common + layer.gathered + layer.mlp) + logits
+        numbers = tokens * (layer.common + layer.gathered + layer.mlp) + plain + logits
     else:
-        numbers = max(tokens * (layer.common + max(layer.attention, layer.mlp)), logits)
+        inside = max(layer.attention, layer.mlp)
+        numbers = max(tokens * (layer.common + inside) + plain, logits)
     return model.hidden_bytes(tokens) + numbers * itemsize
+
+
+def _plain_numbers(model: PassShapes, tokens: int) -> int:
+    """Numbers of the stored weights that a product, or a layer's experts, make plain at once."""
+    config, family, found = model.module.config, family_of(model.module), 0
+    assert family is not None
+    for layer in model.module.model.layers:
+        if tokens > STORED_ROWS:
+            found = max(found, *map(_stored_numbers, matrices(layer)))
+        if has_experts(layer) and tokens > FEW_TOKENS:
+            count, chosen, _ = ExpertSizes.of(layer, config, family)
+            if choose_group_tiles(tokens, chosen, count, 2, stored=True) is None:
+                found = max(found, _stored_numbers(layer.mlp.experts.parameters()))
+    return found
+
+
+def _stored_numbers(parameters: Iterable[Any]) -> int:
+    return sum(p.numel() for p in parameters if isinstance(p, StoredParameter))
 
 
 class _LayerNumbers(NamedTuple):

@@ -20,6 +20,8 @@ from specdec_cli.models.conversion import converted
 from specdec_cli.models.formats import Scheme, scheme_of
 from specdec_cli.models.fused_layer import family_of, matrices
 from specdec_cli.models.gate import quantisation
+from specdec_cli.models.gguf import tensors as gguf
+from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.held import StoredParameter
 from specdec_cli.models.quantised import fields_of, read_stored
@@ -45,8 +47,9 @@ def choose_form(
     form that a matrix, by its name, or a model cannot have. With `auto` such matrices are
     dequantised, and the log says so.
     """
-    scheme, is_plain = None, not is_gguf(place)
-    if is_plain and quantisation(module.config) is not None:
+    header = read_model(place) if is_gguf(place) else None
+    scheme, is_plain = None, header is None or gguf.is_plain(header)
+    if header is None and quantisation(module.config) is not None:
         scheme, is_plain = scheme_of(module.config.quantization_config, spec.name), False
         if scheme.unused:
             _log.warning(
@@ -62,18 +65,24 @@ def choose_form(
     reason = None
     if wanted == FP8 and not is_plain:
         reason = "its weights are quantised already"
-    elif wanted == "stored" and scheme is None:
-        reason = "its weights are not quantised" if is_plain else "GGUF files are dequantised"
+    elif wanted == "stored" and is_plain:
+        reason = "its weights are not quantised"
     elif family_of(module) is None:
         reason = f"layers of {module.config.model_type} read plain weights"
     elif scheme is not None and (ordered := {g.ordered for g in scheme.groups} - {None}):
         key = f"quantization_config.{ordered.pop()}"
         reason = f"{key} orders the columns of groups, and products read them as they lie"
     if reason is None:
-        storages = _asked_storages(module, spec, place, scheme)
+        if header is not None and wanted != FP8:
+            storages = {n: own for n, (own, _) in gguf.kept_readers(module, header).items()}
+        else:
+            storages = dict(_asked_storages(module, spec, place, scheme))
         problems = _hold_as_stored(module, storages, shards, spec.name)
-        if not problems:
+        if header is not None and not (problems or stored_parameters(module)):
+            reason = "none of its matrices is Q4_0 or Q8_0, and others are dequantised"
+        elif not problems:
             return
+    if reason is None:
         if is_asked:
             raise next(iter(problems.values()))
         first = next(iter(problems.values())).message
@@ -221,11 +230,11 @@ def part_of(whole: Stored, part: Part) -> Stored:
     return found[0] if part.blocks == 1 else Stored.joined(found)
 
 
-def stored_reader(name: str, fields: Fields, held: StoredParameter, model: str) -> ReadStored:
-    """A reader of one weight, or of this rank's part; it raises as `read_stored` does."""
+def stored_reader(read_whole: Callable[[], Stored], held: StoredParameter) -> ReadStored:
+    """A reader of one weight, or of this rank's part; it raises as `read_whole` does."""
 
     def read(part: Part | None = None) -> Stored:
-        whole = read_stored(name, fields, held.stored_as, model)
+        whole = read_whole()
         if part is None:
             return whole
         part = stored_part(held, part)

@@ -68,15 +68,19 @@ def refusal_to_meet(rank: int, meetings: list[int]) -> str | None:
     return None
 
 
-def pass_errors(rank: int, folder: Path, tp: int, fused: bool) -> dict[str, float] | None:
+def pass_errors(
+    rank: int, folder: Path, tp: int, fused: bool, plain: Path | None = None
+) -> dict[str, float] | None:
     """Errors of logits and hidden states against transformers' ordinary forward, which rank 0 runs
-    for all. fused: test the fused layers, not the family's own."""
+    for all. fused: test the fused layers, not the family's own. plain: has the numbers of a model
+    that stays stored."""
     own = make_groups(tp, 1, CPU, MEMBERS[tp]).target
     if own is None:
         return None
-    model = paged_model(folder, 120, BLOCK, parallel=own, fused=fused, hidden_layers=STATES)
+    how = {"weights": "auto" if plain is None else "stored"}
+    model = paged_model(folder, 120, BLOCK, parallel=own, fused=fused, hidden_layers=STATES, **how)
     assert (model.fused is not None) == fused
-    oracle = plain_reference(folder) if own.is_first else None
+    oracle = plain_reference(plain or folder) if own.is_first else None
 
     def told_oracle(ids: torch.Tensor, output_hidden_states: bool) -> Any:
         width = model.module.config.hidden_size

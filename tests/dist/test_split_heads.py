@@ -91,6 +91,7 @@ def test_two_ranks(two: World, pairs: dict[str, Pair], kind: str, params: dict[s
     [
         pytest.param("biases", SAMPLED, id="biases-sampled"),
         pytest.param("borrowing", GREEDY, id="borrowing-greedy"),
+        pytest.param("reduced", GREEDY | {"cache.dtype": "fp8"}, id="reduced-fp8"),
         pytest.param("biases", GREEDY, id="biases-greedy", marks=pytest.mark.slow),
         pytest.param("reduced", GREEDY, id="reduced-greedy", marks=pytest.mark.slow),
         pytest.param("reduced", SAMPLED, id="reduced-sampled", marks=pytest.mark.slow),
@@ -185,3 +186,21 @@ def test_ranks_share_a_block_drafter(
     from tests.block_pair import save_pair as save_block_pair
 
     checked(two, save_block_pair(tmp_path), params, draft_tp)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "peagle", "pard"])
+def test_ranks_share_a_drafter_of_another_kind(two: World, tmp_path: Path, kind: str) -> None:
+    if kind == "dspark":
+        pytest.importorskip("transformers", minversion="5.23")
+        from tests.block_pair import save_pair as save_block_pair
+
+        pair: Any = save_block_pair(tmp_path, "deepspec", anchor=True, markov="gated")
+    elif kind == "peagle":
+        from tests.engine.test_peagle import save_pair as save_masked_head
+
+        pair = save_masked_head(tmp_path, draft_vocab=80)
+    else:
+        from tests.engine.test_pard import save_pair as save_masked_draft
+
+        pair = save_masked_draft(tmp_path)
+    checked(two, pair, SAMPLED, draft_tp=2)

@@ -15,6 +15,7 @@ from specdec_cli.models.loader import load
 from tests.dist import cases
 from tests.dist.world import World
 from tests.engine.test_families import TOLERANCE
+from tests.engine.test_formats import STORED, store
 from tests.engine.test_loading import to_mxfp4
 from tests.support import CPU, description, save_tiny, tiny_config
 
@@ -168,6 +169,18 @@ def test_heads_that_are_held_twice(tmp_path: Path) -> None:
         own = load(found, CPU).state_dict()[name]
         assert torch.equal(own, whole[name].chunk(2)[place.rank // 2])
         assert {s.num_kv_heads for s in found.layers} == {1}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["gptq", "mxfp4"])
+def test_passes_of_stored_weights(world: World, name: str, size: int, tmp_path: Path) -> None:
+    """Logits are as far from transformers' as those of plain weights, which are larger here than in
+    other tests. Each of 4 ranks has one group of 32 columns of what is split by columns."""
+    sizes = {"hidden_size": 128, "num_key_value_heads": 4}
+    folder, plain = store(tmp_path, "llama", *STORED[name], **sizes), tmp_path / "plain"
+    kept = world.run(cases.pass_errors, folder, size, True, plain)
+    assert kept == world.run(cases.pass_errors, plain, size, True)
+    assert 0 < max(max(e.values()) for e in kept if e is not None) < 100 * TOLERANCE
 
 
 def test_experts_in_four_bits_are_split_anywhere(tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import load_recipe
+from tests.drafting import rounds_of
 from tests.eagle3 import Head, head_config, save_head
-from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, rounds_of, save_pair
+from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, save_pair
 from tests.support import CPU, greedy_reference, greedy_text, reference, save_noised
 
 SLOW = pytest.mark.slow

@@ -15,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.models.description import Description, describe
 from specdec_cli.models.held import plain_weight
 from specdec_cli.models.loader import load
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import stored_parameters
+from tests import lossless
 from tests.engine.test_loading import to_mxfp4
 from tests.support import CPU, decode, greedy_reference, make_engine, reference, save_tiny
 
@@ -216,7 +218,13 @@ def store(folder: Path, family: str, settings: Any, write: Write, **sizes: Any) 
     """Write a model whose projections are stored to `folder / "stored"`, and one with their numbers
     beside it."""
     kept = save_tiny(folder / "stored", family, **sizes)
-    numbers = Path(shutil.copytree(kept, folder / "plain"))
+    store_as(kept, folder / "plain", settings, write)
+    return kept
+
+
+def store_as(kept: Path, numbers: Path, settings: Any, write: Write) -> None:
+    """Store a model's projections in place, with random numbers; `numbers` gets those."""
+    shutil.copytree(kept, numbers)
     tensors = load_file(kept / "model.safetensors")
     plain = dict(tensors)
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -225,7 +233,6 @@ def store(folder: Path, family: str, settings: Any, write: Write, **sizes: Any) 
     save_file(plain, numbers / "model.safetensors", metadata={"format": "pt"})
     save_file(tensors, kept / "model.safetensors", metadata={"format": "pt"})
     describe_as(kept, settings)
-    return kept
 
 
 def describe_as(folder: Path, settings: Any) -> None:
@@ -273,6 +280,21 @@ def test_texts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     want = greedy_reference(reference(tmp_path / "plain"), PROMPT, 16)
     [seq] = decode(make_engine(folder, None, weights="stored"), [PROMPT], 0, max_new_tokens=16)
     assert seq.tokens[len(PROMPT) :] == want and len(set(want)) > 3
+
+
+def test_a_quantised_pair_follows_the_target_s_distribution(tmp_path: Path) -> None:
+    """The joint distribution of 3 tokens in 3000 runs, beside transformers' probabilities."""
+    four = compressed("pack-quantized", 4, "channel", **NO_ZEROS), packed(4, 0, symmetric=False)
+    eight = compressed("float-quantized", 8, "channel"), fp8("channel")
+    pair = lossless.save_eight(tmp_path)
+    for folder, (settings, write) in zip(pair, (four, eight), strict=True):
+        store_as(folder, tmp_path / f"plain {folder.name}", settings, write)
+    engine = make_engine(*pair, batch_size=400, num_blocks=1000, weights="stored")
+    assert stored_parameters(engine.target.module)
+    params = SamplingParams(temperature=0.9, top_k=5, max_new_tokens=4, seed=4)
+    plain = tmp_path / f"plain {pair[0].name}"
+    found = lossless.engine_trial(engine, plain, [3, 1, 4, 5], 3, params, 3000)
+    assert lossless.adjusted(found) > 1e-4
 
 
 def test_experts_of_gpt_oss_stay_stored(tmp_path: Path) -> None:

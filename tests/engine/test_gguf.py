@@ -1,6 +1,7 @@
 """Models in GGUF files against transformers' own loading of the same file, and against the model
 that was written to it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import transformers
 from gguf import dequantize
 from gguf.constants import GGML_QUANT_SIZES
 
+from specdec_cli.core.parallel import ALONE, TensorParallel
+from specdec_cli.errors import UsageError
 from specdec_cli.models.description import describe
 from specdec_cli.models.gguf.header import TensorPlace
 from specdec_cli.models.gguf.tensors import FROM_GGUF, is_undone, read_stored
+from specdec_cli.models.held import plain_weight
 from specdec_cli.models.loader import load
 from specdec_cli.models.spec import ModelSpec
+from specdec_cli.models.stored import stored_parameters
 from tests.engine.test_families import TOLERANCE, Driver
 from tests.gguf_files import TYPES, gguf_reference, random_blocks, save_gguf, tiny_model
 from tests.support import CPU, decode, greedy_reference, make_engine, paged_model
@@ -96,6 +101,38 @@ def test_types_as_transformers_loads_them(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     model = tiny_model("llama", **sizes, initializer_range=0.05)
     assert_as_transformers(save_gguf(tmp_path / "m.gguf", "llama", model, TYPES[kind]))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_blocks_stay_stored(kind: str, architecture: str, tmp_path: Path) -> None:
+    """Their numbers are those of the gguf package, in the module's order of rows, on ranks too."""
+    more: dict[str, Any] = {}
+    if "moe" in architecture:
+        more = DEFAULTS["qwen3moe"] | {"moe_intermediate_size": 64}
+    model = tiny_model(architecture, **more, tie_word_embeddings=False)
+    file = save_gguf(tmp_path / "m.gguf", architecture, model, TYPES[kind])
+    spec = ModelSpec("target", str(file), None, "float32", "auto", weights="stored")
+    want = dict(load(describe(replace(spec, weights="dequantise"), CPU), CPU).named_parameters())
+    for rank in range(3):
+        parallel = ALONE if rank == 2 else TensorParallel(rank, 2, None, CPU)
+        about = describe(spec, CPU, parallel)
+        held = stored_parameters(load(about, CPU))
+        assert len(held) >= 12 and "model.layers.0.self_attn.q_proj.weight" in held
+        for name, parameter in held.items():
+            numbers = want[name]
+            if name in about.shards.parts:
+                numbers = about.shards.parts[name].of(numbers)
+            assert torch.equal(plain_weight(parameter), numbers), name
+    assert about.notes["weights"].endswith("Q4_0 and Q8_0 as stored")
+    texts = [
+        decode(make_engine(file, None, weights=weights), [[5, 17, 31]], 0, max_new_tokens=8)
+        for weights in ("stored", "dequantise")
+    ]
+    assert texts[0][0].tokens == texts[1][0].tokens
+    file = save_gguf(tmp_path / "other.gguf", architecture, model, TYPES.Q4_1)
+    with pytest.raises(UsageError, match="none of its matrices is Q4_0 or Q8_0"):
+        describe(replace(spec, name=str(file)), CPU)
 
 
 @pytest.mark.parametrize("kind", [k for k in TYPES if is_undone(int(k))], ids=lambda k: k.name)

@@ -18,13 +18,14 @@ from specdec_cli.core.types import Permissions, Request, SamplingParams, Sequenc
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.memory.budget import CacheNeed
 from specdec_cli.engine.memory.estimate import estimate_rank, this_machine
-from specdec_cli.engine.plan import Plan, plan, plan_all_ranks
+from specdec_cli.engine.plan import Plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.methods.mtp import ChainedModules
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.mtp import MTP
-from tests import lossless
+from tests import drafting, lossless
+from tests.drafting import rounds_of, run, schedules
 from tests.engine.test_stored_models import compressed, store_fp8
 from tests.support import CPU, greedy_text
 
@@ -38,12 +39,7 @@ from tests.mtp_pair import (
     save_mtp,
 )
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "one by one": {},
-    "refills": {"run.batch_size": 2},
-    "chunks": {"run.batch_size": 3, "run.prefill_chunk": 3},
-    "preemption": {"run.batch_size": 4, "cache.num_blocks": 17},
-}
+SETTINGS = schedules(17)
 
 
 @pytest.fixture(scope="module")
@@ -52,33 +48,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(target: Path, k: int = 1, **more: Any) -> Plan:
-    sets = {
-        "target.model": str(target),
-        "draft.model": "mtp",
-        "speculation.num_speculative_tokens": k,
-        "sampling.max_new_tokens": NEW_TOKENS - 1,
-        "sampling.ignore_eos": True,
-        "cache.block_size": 4,
-        "run.device": "cpu",
-    }
-    return plan(load_recipe(None, sets | {n.replace("__", "."): v for n, v in more.items()}))
+    more = {"sampling.max_new_tokens": NEW_TOKENS - 1, **more}
+    return drafting.planned(target, "mtp", k, **more)
 
 
 def prompts_of(target: Path) -> list[list[int]]:
     """Those of transformers' rounds, with the token that its first pass decides."""
     return [start + greedy_text(target, start, 1) for start in STARTS]
-
-
-def run(found: Plan, prompts: list[list[int]], k: int | None = None) -> list[Any]:
-    engine = build(found, 12)
-    requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
-    seqs = engine.run(requests, found.k if k is None else k, found.params).seqs
-    assert engine.allocator.num_used == 0
-    return seqs
-
-
-def rounds_of(seq: Any) -> list[tuple[int, int]]:
-    return list(zip(seq.proposed_per_round, seq.accepted_per_round, strict=True))
 
 
 def same_rounds(seq: Any, accepted: list[int]) -> None:

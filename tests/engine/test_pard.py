@@ -11,29 +11,24 @@ from torch.nn.functional import cross_entropy
 
 from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build
-from specdec_cli.engine.plan import Plan, plan
+from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import ExitCode, SetupError
-from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.pard import PARD
-from tests import lossless
+from tests import drafting, lossless
 from tests.cli.generate_helpers import word_tokenizer
-from tests.eagle3_pair import NEW_TOKENS, PROMPTS, rounds_of
+from tests.drafting import NEW_TOKENS, rounds_of, run, schedules
+from tests.eagle3_pair import PROMPTS
 from tests.support import VOCAB, greedy_reference, greedy_text, reference, save_noised, save_tiny
 
 MASK, K = 95, 4
-SETTINGS: dict[str, dict[str, Any]] = {
-    "one by one": {},
-    "refills": {"run.batch_size": 2},
-    "chunks": {"run.batch_size": 3, "run.prefill_chunk": 3},
-    "preemption": {"run.batch_size": 4, "cache.num_blocks": 17},
-}
+SETTINGS = schedules(17)
 
 
 class Pair(NamedTuple):
     """The folders of a target and its draft."""
 
     target: Path
-    draft: Path
+    folder: Path
 
 
 def save_pair(folder: Path, steps: int = 50, vocab: int = VOCAB) -> Pair:
@@ -70,7 +65,7 @@ def changed(folder: Path, **changes: Any) -> Path:
 
 
 def expected_rounds(pair: Pair, prompt: list[int], k: int) -> list[tuple[int, int]]:
-    model, found, n = reference(pair.draft), [], len(prompt)
+    model, found, n = reference(pair.folder), [], len(prompt)
     text = prompt + greedy_text(pair.target, prompt, NEW_TOKENS)
     while n < len(text):
         count, stand = min(k, len(text) - n - 1), 0
@@ -89,23 +84,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def planned(pair: Pair, k: int = K, **more: Any) -> Plan:
-    sets = {
-        "target.model": str(pair.target),
-        "draft.model": str(pair.draft),
-        "speculation.num_speculative_tokens": k,
-        "sampling.max_new_tokens": NEW_TOKENS,
-        "sampling.ignore_eos": True,
-        "cache.block_size": 4,
-        "run.device": "cpu",
-    }
-    return plan(load_recipe(None, sets | {n.replace("__", "."): v for n, v in more.items()}))
+    return drafting.planned(pair.target, pair.folder, k, **more)
 
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_text_and_rounds_are_those_of_the_model(pair: Pair, case: str) -> None:
-    found = planned(pair, **SETTINGS[case])
-    requests = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
-    seqs = build(found, 12).run(requests, K, found.params).seqs
+    seqs = run(planned(pair, **SETTINGS[case]), PROMPTS)
     for seq, prompt in zip(seqs, PROMPTS, strict=True):
         assert seq.output_ids == greedy_text(pair.target, prompt, NEW_TOKENS)
         assert rounds_of(seq) == expected_rounds(pair, prompt, K)
@@ -116,9 +100,7 @@ def test_text_and_rounds_are_those_of_the_model(pair: Pair, case: str) -> None:
 @pytest.mark.parametrize("policy", ["adaptive", "confidence"])
 def test_lengths_of_each_sequence(pair: Pair, policy: str) -> None:
     keys = {"speculation.length.policy": policy, "speculation.length.choices": [0, 1, 2]}
-    found = planned(pair, run__batch_size=3, **keys)
-    requests = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
-    seqs = build(found, 12).run(requests, K, found.params).seqs
+    seqs = run(planned(pair, run__batch_size=3, **keys), PROMPTS)
     texts = [greedy_text(pair.target, p, NEW_TOKENS) for p in PROMPTS]
     assert [s.output_ids for s in seqs] == texts
 
@@ -140,14 +122,16 @@ def test_one_k_predicts_the_others(pair: Pair) -> None:
 def test_a_draft_without_a_token_for_masks_is_refused(
     pair: Pair, token: Any, tmp_path: Path
 ) -> None:
-    folder = changed(shutil.copytree(pair.draft, tmp_path / "draft"), pard_token=token)
+    folder = changed(shutil.copytree(pair.folder, tmp_path / "draft"), pard_token=token)
     with pytest.raises(SetupError, match=r"pard_token is .* it has to be one of 97 ids") as found:
-        planned(pair._replace(draft=folder))
+        planned(pair._replace(folder=folder))
     assert found.value.code == ExitCode.ENVIRONMENT and "\n" not in found.value.message
 
 
 def test_facts_of_a_run(pair: Pair) -> None:
-    assert planned(pair).recipe.speculation.method == "pard"
+    found = planned(pair)
+    assert found.recipe.speculation.method == "pard"
+    assert found.draft is not None and found.draft.passes(K).count == 1
     told = PARD.to_vllm(lambda *key: None, "d")  # type: ignore[misc]
     assert told.config == {"method": "draft_model", "model": "d", "parallel_drafting": True}
 

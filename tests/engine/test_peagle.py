@@ -12,23 +12,18 @@ from torch.nn.functional import cross_entropy
 
 from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build
-from specdec_cli.engine.plan import Plan, plan
+from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import SetupError
-from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.peagle import PEAGLE
-from tests import lossless
+from tests import drafting, lossless
 from tests.cli.generate_helpers import word_tokenizer
+from tests.drafting import rounds_of, run, schedules
 from tests.eagle3 import Head, Reference, save_head
-from tests.eagle3_pair import NEW_TOKENS, PROMPTS, rounds_of, states
+from tests.eagle3_pair import NEW_TOKENS, PROMPTS, states
 from tests.support import VOCAB, greedy_reference, greedy_text, reference, save_tiny
 
 MASK, K = 95, 4
-SETTINGS: dict[str, dict[str, Any]] = {
-    "one by one": {},
-    "refills": {"run.batch_size": 2},
-    "chunks": {"run.batch_size": 3, "run.prefill_chunk": 3},
-    "preemption": {"run.batch_size": 4, "cache.num_blocks": 17},
-}
+SETTINGS = schedules(17)
 
 
 @dataclass(frozen=True)
@@ -122,26 +117,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def planned(pair: Pair, k: int = K, **more: Any) -> Plan:
-    sets = {
-        "target.model": str(pair.target),
-        "draft.model": str(pair.folder),
-        "speculation.num_speculative_tokens": k,
-        "sampling.max_new_tokens": NEW_TOKENS,
-        "sampling.ignore_eos": True,
-        "cache.block_size": 4,
-        "run.device": "cpu",
-    }
-    return plan(load_recipe(None, sets | {n.replace("__", "."): v for n, v in more.items()}))
-
-
-def run(found: Plan, k: int | None = None) -> list[Any]:
-    requests = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
-    return build(found, 12).run(requests, found.k if k is None else k, found.params).seqs
+    return drafting.planned(pair.target, pair.folder, k, **more)
 
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_text_and_rounds_are_those_of_the_reference(pair: Pair, case: str) -> None:
-    seqs = run(planned(pair, **SETTINGS[case]))
+    seqs = run(planned(pair, **SETTINGS[case]), PROMPTS)
     for seq, prompt in zip(seqs, PROMPTS, strict=True):
         assert seq.output_ids == greedy_text(pair.target, prompt, NEW_TOKENS)
         assert rounds_of(seq) == expected_rounds(pair, prompt, K)
@@ -186,13 +167,13 @@ def test_a_config_is_refused_by_its_key(pair: Pair, case: str, tmp_path: Path) -
 
 def test_a_flat_config_and_dummy_weights(pair: Pair, tmp_path: Path) -> None:
     """SpecForge's class, and an EAGLE-3 class with a token for masks."""
-    first = run(planned(pair))
+    first = run(planned(pair), PROMPTS)
     for kind in ("PEagleDraftModel", "LlamaForCausalLMEagle3"):
         own = {"architectures": [kind], "ptd_token_id": MASK}
         folder = save_head(tmp_path / kind, pair.head, "safeailab", **own)
         other = replace(pair, folder=folder)
-        assert list(map(rounds_of, run(planned(other)))) == list(map(rounds_of, first))
-        assert all(run(planned(other, draft__load_format="dummy")))
+        assert list(map(rounds_of, run(planned(other), PROMPTS))) == list(map(rounds_of, first))
+        assert all(run(planned(other, draft__load_format="dummy"), PROMPTS))
 
 
 def test_facts_of_a_run(pair: Pair) -> None:

@@ -225,7 +225,9 @@ def grouped(name: str, rows: int, experts: Experts, room: int) -> dict[str, Any]
         found = router_constants(0, experts, dtype.itemsize)
         return found | {"DEPENDENT": True} | absent("bias", "choice_bias", "squares", "factors")
     num_chosen = experts.routing.num_chosen
-    tiles = choose_group_tiles(rows, num_chosen, experts.num_experts, dtype.itemsize, room)
+    is_stored = not isinstance(experts.gate_up, torch.Tensor)
+    sizes = rows, num_chosen, experts.num_experts
+    tiles = choose_group_tiles(*sizes, dtype.itemsize, room, is_stored)
     assert tiles is not None
     is_gate = name == "grouped_gate_up"
     weight, chosen = (experts.gate_up, tiles[0]) if is_gate else (experts.down, tiles[1])

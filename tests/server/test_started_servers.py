@@ -183,6 +183,9 @@ def test_commands() -> None:
     assert value(sglang, "--speculative-algorithm") == "STANDALONE"
     assert value(sglang, "--speculative-num-draft-tokens") == "4"
     assert value(sglang, "--speculative-eagle-topk") == "1"
+    for kind in ("vllm", "sglang"):
+        assert "--kv-cache-dtype" not in commanded(kind, 3)
+        assert value(commanded(kind, 3, "cache.dtype=fp8"), "--kv-cache-dtype") == "fp8_e4m3"
 
 
 def test_launch_words_are_replaced_and_nothing_else() -> None:
@@ -195,6 +198,9 @@ def test_launch_words_are_replaced_and_nothing_else() -> None:
 
 
 def test_methods_that_a_server_has_not() -> None:
+    for name in ("peagle", "pard"):
+        with pytest.raises(UsageError, match=f"SGLang has no method {name}: k = 2 has no server"):
+            commanded("sglang", 2, f"speculation.method={name}")
     recipe = load_recipe("demo", {"speculation.method": "none"})
     for kind in ("vllm", "sglang"):
         with pytest.raises(UsageError, match="no method none"):

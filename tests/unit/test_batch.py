@@ -16,6 +16,7 @@ from specdec_cli.core.batch import (
     live_batch,
     make_batch,
     packed_ids,
+    padded_batch,
     rectangle,
 )
 from specdec_cli.core.state import BatchState
@@ -194,5 +195,21 @@ def test_dtypes_are_what_the_kernels_take(seq: Sequence) -> None:
 
 
 def test_rows_of_a_rectangle() -> None:
-    starts, last = rectangle(3, 4, CPU)
+    starts, last = rectangle(3, 4, 1, CPU)
+    assert last is not None
     assert starts.tolist() == [0, 4, 8, 12] and last.tolist() == [3, 7, 11]
+    _, some = rectangle(2, 4, 3, CPU)
+    assert some is not None and some.tolist() == [1, 2, 3, 5, 6, 7]
+    assert rectangle(2, 4, 4, CPU)[1] is None
+
+
+def test_logits_of_a_slot_s_last_tokens(seq: Sequence) -> None:
+    """Two of three proposals are wanted, after two tokens that the cache lacks."""
+    ids, both = torch.tensor([[14, 15, 90, 91]] * 2), torch.tensor([2, 2])
+    what = Rectangle(ids, both, -2, 2, 20, False, None, first_logit=1)
+    batch, live = live_batch(what, loaded(seq), 4, 95)
+    assert batch.token_ids.tolist() == [14, 15, 90]
+    assert batch.logit_rows is not None and batch.logit_rows.tolist() == [1, 2]
+    assert live.logits.tolist() == [0, 1] and live.tokens.tolist() == [0, 1, 2]
+    padded = padded_batch(what, loaded(seq), 4, 95).logit_rows
+    assert padded is not None and padded.tolist() == [1, 2, 3, 5, 6, 7]

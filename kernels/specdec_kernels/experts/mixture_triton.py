@@ -12,7 +12,7 @@ from specdec_kernels.experts.down_triton import down_add_norm_triton
 from specdec_kernels.experts.gate_up_triton import gate_up_triton
 from specdec_kernels.experts.group_triton import group_triton
 from specdec_kernels.experts.grouped_triton import grouped_mixture_add_norm
-from specdec_kernels.experts.plan import are_few
+from specdec_kernels.experts.plan import FEW_TOKENS, are_few
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
@@ -35,8 +35,8 @@ def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, ep
     """See `ops.mixture_add_norm`."""
     num_rows, dtype = len(x.hidden), x.hidden.dtype
     sizes = num_rows, experts.routing.num_chosen, experts.num_experts
-    if are_few(*sizes):
-        is_stored = isinstance(experts.gate_up, Stored)
+    is_stored = isinstance(experts.gate_up, Stored)
+    if are_few(*sizes) or (is_stored and 0 < num_rows <= FEW_TOKENS):
         first, second = choose_expert_tiles(num_rows, dtype.itemsize, is_stored)
         gate_up, first = fitted(experts.gate_up, first, dtype)
         down, second = fitted(experts.down, second, dtype)
@@ -44,7 +44,8 @@ def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, ep
         plan = route_triton(x, experts)
         inner = gate_up_triton(x.scaled, plan, experts, first)
         return down_add_norm_triton(inner, plan, experts, second, x.hidden, norm_weight, eps)
-    tiles = choose_group_tiles(*sizes, dtype.itemsize, gpu_of(x.hidden.device).shared_memory)
+    room = gpu_of(x.hidden.device).shared_memory
+    tiles = choose_group_tiles(*sizes, dtype.itemsize, room, is_stored)
     if tiles is None:
         gate_up, down = (plain_triton(w, dtype) for w in (experts.gate_up, experts.down))
         experts = experts._replace(gate_up=gate_up, down=down)

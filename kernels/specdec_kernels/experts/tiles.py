@@ -6,7 +6,7 @@ from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.linear.tiles import SCRATCH
 from specdec_kernels.tiles import Case, first_fit
 
-MANY_TOKENS = 512  # at most so many are grouped; more are sorted for the library
+MANY_TOKENS = 512  # most tokens that are grouped; more are sorted for the library
 
 
 class ExpertTiles(NamedTuple):
@@ -30,7 +30,8 @@ H200 = (
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (8,)),
     Case((ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)), (16,)),
 )
-# Of stored weights, whose tiles are the left operand whatever the number of tokens.
+# Of stored weights, whose tiles are the left operand whatever the number of tokens. Up to 16 tokens
+# take these even where each expert has some, and those of groups below are not measured.
 STORED = (
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 4)), (8,)),
     Case((ExpertTiles(16, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(16, 16, 256, 4, 8, 2, 4, 4)), (16,)),
@@ -88,14 +89,24 @@ H200_GROUPS = (
     Case((GroupTiles(64, 64, 128, 4, 4), GroupTiles(64, 128, 128, 4, 4)), (64,)),
 )
 
+STORED_GROUPS = (
+    Case((GroupTiles(16, 16, 512, 4, 3, 4), GroupTiles(16, 16, 512, 4, 3, 4)), (6,)),
+    Case((GroupTiles(32, 16, 256, 4, 3, 4), GroupTiles(32, 16, 256, 4, 3, 4)), (24,)),
+)
+
 
 def choose_group_tiles(
-    num_rows: int, num_chosen: int, num_experts: int, itemsize: int, room: int = SHARED_MEMORY
+    num_rows: int,
+    num_chosen: int,
+    num_experts: int,
+    itemsize: int,
+    room: int = SHARED_MEMORY,
+    stored: bool = False,
 ) -> tuple[GroupTiles, GroupTiles] | None:
     """Tiles of gate and up, and of down, for T = `num_rows` tokens; None where the library is
-    faster. room: bytes of shared memory that a program can have."""
+    faster. room: bytes of shared memory that a program can have. stored: of stored weights."""
     pairs = num_rows * num_chosen / num_experts
-    found = first_fit(H200_GROUPS, (pairs,))
+    found = first_fit(STORED_GROUPS if stored else H200_GROUPS, (pairs,))
     if found is None or not 0 < num_rows <= MANY_TOKENS:
         return None
     return _fitted(found[0], 2, itemsize, room), _fitted(found[1], 1, itemsize, room)

@@ -105,13 +105,13 @@ _BYTES: Products = {
         Case(Tiles(8, 16, 1024, 4, 1, 1024, 4, 3), (8, ANY), (0,)),
         Case(Tiles(16, 16, 1024, 4, 1, 1024, 4, 3), (16, ANY), (0,)),
         Case(Tiles(32, 64, 128, 1, 0, 256, 4, 4), (32, ANY), (0,)),
-        Case(Tiles(64, 128, 128, 1, 0, 256, 8, 4), (64, ANY), (0,)),
+        Case(Tiles(64, 128, 128, 1, 2, 256, 8, 4), (64, ANY), (0,)),
     ),
     "gate": (
         Case(Tiles(8, 16, 512, 4, 1, 1024, 4, 3), (8, ANY), (0,)),
         Case(Tiles(16, 16, 512, 4, 1, 1024, 4, 3), (16, ANY), (0,)),
         Case(Tiles(32, 64, 128, 1, 0, 256, 4, 3), (32, ANY), (0,)),
-        Case(Tiles(64, 64, 128, 1, 0, 256, 4, 4), (64, ANY), (0,)),
+        Case(Tiles(64, 64, 128, 1, 1, 256, 4, 4), (64, ANY), (0,)),
     ),
     "add": (
         Case(Tiles(8, 16, 1024, 4, 1, 1024, 4, 4), (8, ANY), (0,)),
@@ -130,7 +130,7 @@ _HALVES: Products = {
         Case(Tiles(8, 16, 512, 4, 1, 256, 4, 3), (8, ANY), (0,)),
         Case(Tiles(16, 16, 512, 4, 1, 256, 4, 3), (16, ANY), (0,)),
         Case(Tiles(32, 64, 128, 1, 1, 256, 4, 3), (32, ANY), (0,)),
-        Case(Tiles(64, 64, 128, 1, 0, 256, 4, 4), (64, ANY), (0,)),
+        Case(Tiles(64, 64, 128, 1, 1, 256, 4, 4), (64, ANY), (0,)),
     ),
     "add": (
         Case(Tiles(8, 16, 1024, 4, 2, 512, 4, 3), (8, ANY), (0,)),
@@ -138,4 +138,5 @@ _HALVES: Products = {
         *_BYTES["add"][2:],
     ),
 }
+STORED_ROWS = 64  # most rows of a product that reads a stored weight; more have it made plain
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}

@@ -1,4 +1,4 @@
-"""A GGUF file's tensors as those of transformers' module: names, dequantised numbers, layouts.
+"""A GGUF file's tensors as those of transformers' module: names, numbers or codes, layouts.
 
 A tensor is undone some rows at a time, straight into the wanted dtype: beside the model there is
 never more than one tensor, and a few rows of it for each of up to four threads in float32.
@@ -7,15 +7,16 @@ never more than one tensor, and a few rows of it for each of up to four threads 
 import mmap
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
+from specdec_kernels.linear.stored import INT4, INT8, Storage, Stored, packed
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.gguf.header import Header, TensorPlace, name_of
@@ -39,12 +40,20 @@ FROM_GGUF = {
 _NAMED_LIKE = {"mistral": "llama"}  # the gguf package has no names for mistral itself
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _PLAIN |= {"BF16": torch.bfloat16}
+# Others have offsets that are no whole codes (Q4_1, Q4_K), or codes of other widths.
+_KEPT = {
+    "Q4_0": Storage(INT4, (1, 32), scales=torch.float16),
+    "Q8_0": Storage(INT8, (1, 32), scales=torch.float16),
+}
 _NUMBERS_AT_ONCE = 1 << 18  # by one thread
 _MOST_THREADS = min(4, os.cpu_count() or 1)  # numpy lets other threads run meanwhile
 _ALL = slice(None)
 _GATE_UP = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
 _ROUTER_BIAS = re.compile(r"model\.layers\.(\d+)\.mlp\.e_score_correction_bias")
 _USED_ELSEWHERE = ("rope_freqs.weight",)  # by the config
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def architecture_of(name: str, header: Header) -> str:
@@ -77,7 +86,33 @@ def kinds_of(header: Header) -> str:
 
 def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, Read], list[str]]:
     """Readers of the tensors of `module`, in `dtype`, and the file's names that have no use."""
-    architecture, found, used = str(header.values["general.architecture"]), {}, set()
+    found, used = {}, set()
+    for name, sources, change in _sources(module, header):
+        found[name] = _reader([header.tensors[source] for source in sources], dtype, change)
+        used |= set(sources)
+    unused = [n for n in header.tensors if n not in used and n not in _USED_ELSEWHERE]
+    return found, unused
+
+
+def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, Callable[[], Stored]]]:
+    """Storages and readers of the matrices of `module` that can stay as the file has them."""
+    found: dict[str, tuple[Storage, Callable[[], Stored]]] = {}
+    for name, sources, change in _sources(module, header):
+        stored = [header.tensors[source] for source in sources]
+        kinds = {name_of(place.kind) for place in stored}
+        if len(kinds) == 1 and (storage := _KEPT.get(kinds.pop())) is not None:
+            found[name] = storage, partial(_as_stored, stored, storage, change)
+    return found
+
+
+def is_plain(header: Header) -> bool:
+    """Whether no tensor of a file is quantised."""
+    return all(name_of(place.kind) in _PLAIN for place in header.tensors.values())
+
+
+def _sources(module: Any, header: Header) -> Iterator[tuple[str, list[str], Change | None]]:
+    """The tensors of `module` that a file has: name, names in the file, way to its layout."""
+    architecture = str(header.values["general.architecture"])
     name_in_file = _names(architecture, module.config.num_hidden_layers)
     for name in module.state_dict():
         if match := _GATE_UP.fullmatch(name):
@@ -87,11 +122,28 @@ def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, 
         else:
             sources = [name_in_file(name)]
         if all(source in header.tensors for source in sources):
-            stored = [header.tensors[source] for source in sources]
-            found[name] = _reader(stored, dtype, _layout(architecture, sources[0], module))
-            used |= set(sources)
-    unused = [n for n in header.tensors if n not in used and n not in _USED_ELSEWHERE]
-    return found, unused
+            yield name, sources, _layout(architecture, sources[0], module)
+
+
+def _as_stored(stored: list[TensorPlace], storage: Storage, change: Change | None) -> Stored:
+    """Blocks of 32 numbers as codes and scales: a half float, and then bytes, of which those of
+    four bits have the first 16 numbers in their low bits."""
+    parts = []
+    for place in stored:
+        with _told(place):
+            content = np.memmap(place.file, np.uint8, "r", place.start, (place.nbytes,))
+        *outer, columns = place.shape
+        blocks = torch.from_numpy(np.array(content)).view(*outer, columns // 32, -1)
+        scales, codes = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
+        if storage.kind == INT4:
+            codes = packed(torch.cat((codes & 15, codes >> 4), -1).flatten(-2))
+        else:
+            codes = codes.flatten(-2).view(torch.int8)
+        fields = (codes, scales) if change is None else (change(codes), change(scales))
+        parts.append(Stored(*fields, None, storage))
+    if len({part.shape for part in parts}) > 1:
+        raise WrongShape(parts[0].shape)
+    return parts[0] if len(parts) == 1 else Stored.joined(parts)
 
 
 def _names(architecture: str, layers: int) -> Callable[[str], str]:
@@ -109,9 +161,6 @@ def _names(architecture: str, layers: int) -> Callable[[str], str]:
         return f"{table.get_name(base)}{dot}{leaf}"
 
     return name_in_file
-
-
-Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _layout(architecture: str, name: str, module: Any) -> Change | None:
@@ -192,7 +241,7 @@ def read_stored(
         assert shape == stored.shape
         first, last, width, nbytes, out = 0, 1, stored.shape[0], stored.nbytes, out[None]
     step = max(1, _NUMBERS_AT_ONCE // width)
-    try:
+    with _told(stored):
         content = np.memmap(stored.file, np.uint8, "r", stored.start, (last * nbytes,))
 
         def fill(begin: int) -> None:
@@ -204,12 +253,19 @@ def read_stored(
         begins = range(first, last, step)
         with ThreadPoolExecutor(max(1, min(_MOST_THREADS, len(begins)))) as pool:
             list(pool.map(fill, begins))
+    return out if len(stored.shape) > 1 else out[0]
+
+
+@contextmanager
+def _told(stored: TensorPlace) -> Iterator[None]:
+    """Raises `SetupError` if the file has changed while a tensor of it is read."""
+    try:
+        yield
     except (OSError, ValueError) as problem:
         raise SetupError(
             f"cannot read the weights in {stored.file}: {one_line(str(problem))}",
             "the file is truncated or damaged; download it again",
         ) from None
-    return out if len(stored.shape) > 1 else out[0]
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from specdec_kernels import ops
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
 from specdec_cli.core.parallel import Groups, TensorParallel
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.description import Description
 from specdec_cli.models.draft import Passes, Reading
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, Head, HeadConfig, HeadWeights
@@ -96,6 +96,7 @@ class HeadDescription:
         config, is_cpu = self.config, self.device.type == "cpu"
         not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
         sizes = {name: math.prod(s) for name, s in config.shapes(self.parallel).items()}
+        sizes |= config.sizes_held
         numbers, packed_names = 2 * self.max_len * int(config.body.head_dim), set[str]()
         for names in config.products() if is_cpu else ():
             # It holds a product in one form or two, and none in the embedding's.
@@ -118,6 +119,8 @@ class HeadDescription:
         if self.gathers_head:
             found["borrows"] += " (a copy, since ranks of the target hold parts)"
         found |= self.config.facts | cache_note(self.spec)
+        if self.config.quantisation is not None:
+            found["weights"] = f"dequantised from {self.config.quantisation['quant_method']}"
         if self.config.others:
             found["conventions"] = "; ".join(other.told for other in self.config.others)
         return found
@@ -196,9 +199,13 @@ def describe_head(
     parallel: its ranks. max_len: positions that passes may use. read: gives the settings of the
     head by its name, its folder and the number of the target's layers.
 
-    Raises `SetupError`, which names the key or the tensor, where they do not fit, and what `read`
-    raises.
+    Raises `SetupError`, which names the key or the tensor, where they do not fit, `UsageError` for
+    weights in fp8, and what `read` raises.
     """
+    if spec.weights == "fp8":
+        raise UsageError(
+            f"{spec.role}.weights: fp8 does not suit {spec.name}: heads are held in their dtype"
+        )
     is_dummy = spec.load_format == "dummy"
     place = model_place(
         spec.name, spec.revision, spec.file, weights=not is_dummy, allow_pickle=spec.allow_pickle

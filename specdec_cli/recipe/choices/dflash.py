@@ -33,6 +33,7 @@ DFLASH = MethodChoice(
     "a drafter of a whole block in one pass",
     weights_from="draft",
     to_vllm=_to_vllm,
+    to_sglang="DFLASH",
     form=DraftForm(
         "a DFlash drafter", (forms.DFLASH,), (forms.DSPARK, speculator("dflash", others=True))
     ),

@@ -133,6 +133,11 @@ class PEagleConfig(Eagle3Config):
         # zero-argument super() fails in a dataclass with slots
         return Eagle3Config.own_shapes(self) | {"mask_hidden": (1, 1, features)}
 
+    @property
+    def sizes_held(self) -> dict[str, int]:
+        """A row of masks, fused."""
+        return {"mask_hidden": self.hidden_size}
+
     def passes(self, k: int) -> Passes:
         return Passes(1 + (k > 1), k)
 
@@ -263,6 +268,7 @@ class _Reader:
             norm_before_residual=self.settings.flag("norm_before_residual"),
             norm_before_fc=norm_before_fc,
             fc_norm=fc_norm,
+            quantisation=self.settings.quantisation,
             feeds_norm=self.settings.flag("norm_output"),
             ties_head=ties_head,
             is_wide=self.dialect == "deepspec",
@@ -277,8 +283,6 @@ class _Reader:
         if (nested.get("parallel_draft_step") or 1) != 1:
             steps = nested["parallel_draft_step"]
             raise self.settings.bad("eagle_config.parallel_draft_step", steps, "only 1 is built")
-        if self.raw.get("quantization_config"):
-            raise self.settings.bad("quantization_config", "…", "heads are read unquantised")
 
     def _body(self) -> dict[str, Any]:
         """The settings of the layers."""
