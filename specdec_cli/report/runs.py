@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.experiment.folders.records import Point, Sample
+from specdec_cli.experiment.folders.records import Point, Sample, given
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.report.cells import Cell, Column, Table, span, table_of
 from specdec_cli.report.findings import setting_in_words, times, warnings
@@ -83,8 +83,8 @@ class SideBySide:
 
     def against_first(self, one: Shown) -> Ratio | None:
         """A point over the first run's point of the same arm and batch size; None without one."""
-        size = one.point.batch_size
-        same = [s for s in self.shown if s.run == self.names[0] and s.point.batch_size == size]
+        level = one.point.level
+        same = [s for s in self.shown if s.run == self.names[0] and s.point.level == level]
         same = [s for s in same if s.point.is_baseline == one.point.is_baseline]
         named = [s for s in same if s.arm == one.arm]
         if not named and self._has_one_arm(one.run) and self._has_one_arm(self.names[0]):
@@ -100,7 +100,7 @@ class SideBySide:
         """A sentence for every two runs at each batch size."""
         found = []
         for one, other, ratio in self.pairs:
-            at = f"batch size {one.point.batch_size}"
+            at = one.point.level_in_words
             names = f"{one.run} ({one.setting})", f"{other.run} ({other.setting})"
             if ratio is None:
                 found.append(f"{' and '.join(names)} have no prompt in common at {at}.")
@@ -129,7 +129,8 @@ class SideBySide:
                 "target_tp": one.point.target_tp,
                 "draft_tp": one.point.draft_tp,
                 "k": one.point.k,
-                "batch_size": one.point.batch_size,
+                "batch_size": one.point.batch_size or None,
+                **given(request_rate=one.point.request_rate),
                 "is_best": one.is_best,
                 "num_prompts": len(one.samples),
                 "decode_tokens_per_second": _speed(one.point),
@@ -142,7 +143,8 @@ class SideBySide:
         ]
         pairs = [
             {
-                "batch_size": one.point.batch_size,
+                "batch_size": one.point.batch_size or None,
+                **given(request_rate=one.point.request_rate),
                 "arm": {"run": one.run, "draft": one.point.draft, "k": one.point.k},
                 "against": {"run": other.run, "draft": other.point.draft, "k": other.point.k},
                 **(ratio.as_dict() if ratio is not None else {"num_prompts": 0}),
@@ -176,8 +178,8 @@ def side_by_side(folders: Sequence[Path]) -> SideBySide:
     shown = [one for name, run in zip(names, runs, strict=True) for one in _shown(name, run)]
     bests = [one for one in shown if one.is_best]
     pairs = []
-    for size in sorted({one.point.batch_size for one in bests}):
-        ranked = [one for one in bests if one.point.batch_size == size]
+    for level in sorted({one.point.level for one in bests}):
+        ranked = [one for one in bests if one.point.level == level]
         ranked.sort(key=lambda one: -_speed(one.point))
         pairs += [(one, other, ratio_of(one, other)) for one, other in combinations(ranked, 2)]
     return SideBySide(names, runs, shown, pairs, _differing(runs), _by_engine(names, runs))
@@ -187,13 +189,13 @@ def _by_engine(
     names: Sequence[str], runs: Sequence[ReportedRun]
 ) -> list[tuple[Shown, Ratio | None]]:
     """Every point whose k and batch size several runs have, if one of these is a server's."""
-    found: dict[tuple[int, int], list[Shown]] = defaultdict(list)
+    found: dict[tuple[tuple[float, int], int], list[Shown]] = defaultdict(list)
     for name, run in zip(names, runs, strict=True):
         samples = _samples(run)
         for p in run.points:
             if p.is_ok and (of := samples.get(_place(p))) is not None:
                 setting = setting_in_words(run, p)
-                found[p.batch_size, p.k].append(Shown(name, "", setting, p, of, False))
+                found[p.level, p.k].append(Shown(name, "", setting, p, of, False))
     groups = [
         group
         for _, group in sorted(found.items())
@@ -245,10 +247,10 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
     """Plain decoding and each arm at its fastest point, by batch size."""
     samples = _samples(run)
     found = []
-    for size in sorted({p.batch_size for p in run.points}):
+    for level in sorted({p.level for p in run.points}):
         arms: dict[str, Point] = {}
         for point in run.points:
-            if point.batch_size != size or not point.is_ok or _place(point) not in samples:
+            if point.level != level or not point.is_ok or _place(point) not in samples:
                 continue
             arm = "plain decoding" if point.is_baseline else run.labels[point.draft]
             if arm not in arms or _speed(point) > _speed(arms[arm]):
@@ -265,7 +267,11 @@ def _place(point: Point | Sample) -> tuple[Any, ...]:
     # Samples of plain decoding are those of every pair at a target TP.
     draft_tp = None if point.k == 0 else point.draft_tp
     draft = point.draft if point.target_tp is None else None  # which comparisons have only one of
-    return (draft, point.target_tp, draft_tp, point.batch_size, point.k)
+    return (draft, point.target_tp, draft_tp, point.batch_size, point.request_rate, point.k)
+
+
+def _level(point: Point) -> str | int:
+    return point.batch_size if point.request_rate is None else point.level_in_words
 
 
 def _speed(point: Point) -> float:
@@ -307,7 +313,7 @@ def _side_by_side(whole: SideBySide) -> Table:
     cells = [
         Cell("run", lambda r: r[0].run),
         Cell("point", lambda r: r[0].setting),
-        Cell("batch", lambda r: r[1].batch_size),
+        Cell("batch", lambda r: _level(r[1])),
         Cell("prompts", lambda r: len(r[0].samples)),
         Cell("decoding", lambda r: _speed(r[1]), "tokens/s", 1),
         Cell("speed-up", lambda r: r[1].speedup, "×", 2),
@@ -344,7 +350,7 @@ def _engines(whole: SideBySide) -> Table | None:
     cells = [
         Cell("run", lambda r: r[0].run),
         Cell("engine", lambda r: _engine_name(r[0].point)),
-        Cell("batch", lambda r: r[0].point.batch_size),
+        Cell("batch", lambda r: _level(r[0].point)),
         Cell("k", lambda r: r[0].point.k),
         Cell("tokens a round", lambda r: _length_in_text(r[0].point), "", 2),
         Cell("decoding", lambda r: _speed(r[0].point), "tokens/s", 1),
@@ -371,7 +377,7 @@ def _pairs(whole: SideBySide) -> Table | None:
         Cell("point", lambda r: r[0].setting),
         Cell("against", lambda r: r[1].run),
         Cell("its point", lambda r: r[1].setting),
-        Cell("batch", lambda r: r[0].point.batch_size),
+        Cell("batch", lambda r: _level(r[0].point)),
         Cell("prompts", lambda r: r[2].num_prompts),
         Cell("ratio of speeds", lambda r: r[2].value, "×", 2),
         Cell("95 % interval", lambda r: span(r[2].ends)),

@@ -91,6 +91,7 @@ def test_two_ranks(two: World, pairs: dict[str, Pair], kind: str, params: dict[s
     [
         pytest.param("biases", SAMPLED, id="biases-sampled"),
         pytest.param("borrowing", GREEDY, id="borrowing-greedy"),
+        pytest.param("reduced", GREEDY | {"cache.dtype": "fp8"}, id="reduced-fp8"),
         pytest.param("biases", GREEDY, id="biases-greedy", marks=pytest.mark.slow),
         pytest.param("reduced", GREEDY, id="reduced-greedy", marks=pytest.mark.slow),
         pytest.param("reduced", SAMPLED, id="reduced-sampled", marks=pytest.mark.slow),

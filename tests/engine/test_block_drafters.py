@@ -82,6 +82,17 @@ def test_text_and_rounds_are_those_of_the_net(pairs: dict[str, Pair], kind: str,
     assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
 
 
+def test_a_cache_in_fp8(pairs: dict[str, Pair]) -> None:
+    """The rows of a block are rounded before they see each other, and its text is the target's."""
+    found = planned(pairs["z-lab"], K, run__batch_size=3, cache__dtype="fp8")
+    seqs, plain = run(found, PROMPTS), run(found, PROMPTS, 0)
+    assert [seq.output_ids for seq in seqs] == [seq.output_ids for seq in plain]
+    assert [s.output_ids for s in seqs] != [
+        greedy_text(pairs["z-lab"].target, prompt, NEW_TOKENS) for prompt in PROMPTS
+    ]
+    assert sum(sum(seq.accepted_per_round) for seq in seqs) > 10
+
+
 def test_a_narrower_pass_is_another(pairs: dict[str, Pair]) -> None:
     """k sets the width of the pass, not B: rounds of k = 2 are those of three rows."""
     check_rounds(pairs["z-lab"], 2)
@@ -287,7 +298,7 @@ def test_dummy_weights_and_given_acceptance(pairs: dict[str, Pair], kind: str) -
     }
     seqs = run(planned(pairs[kind], draft__load_format="dummy", **keys), PROMPTS)
     assert all(len(seq.output_ids) == NEW_TOKENS for seq in seqs)
-    assert sum(sum(seq.accepted_per_round) for seq in seqs) > 20
+    assert sum(sum(seq.accepted_per_round) for seq in seqs) > 10
 
 
 def test_blocks_need_room_near_the_end(pairs: dict[str, Pair]) -> None:

@@ -252,6 +252,14 @@ def test_shards_of_a_load_are_merged(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--request-rate", "1", "--max-concurrency", "4", "--batch-size", "4"], "--batch-size"),
         (["--request-rate", "1", "--batch-size", "1,4"], "--batch-size and --request-rate exclude"),
         (["--request-rate", "1", "--predict-only"], "--predict-only and --request-rate exclude"),
+        (
+            ["--request-rate", "1", "--server", "http://h:1", "--baseline", "."],
+            "--baseline and --request-rate exclude",
+        ),
+        (
+            ["--request-rate", "1", "--server", "http://h:1", "--batch-size", "4"],
+            "--batch-size and --request-rate exclude",
+        ),
         (["--request-rate", "1", "--minutes", "2"], "--minutes and --request-rate exclude"),
     ],
 )

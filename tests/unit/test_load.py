@@ -144,7 +144,7 @@ def test_a_ratio_s_interval_is_paired() -> None:
     other = [x / 2 if i % 16 < 8 else x for i, x in enumerate(one)]
     low, high = ratio_interval(one, other) or (0.0, 0.0)
     assert low < sum(one) / sum(other) < high and low > 0.8
-    assert ratio_interval(one[:15], other[:15]) is None
+    assert ratio_interval(one[:15], other[:15]) is None and ratio_interval([], []) is None
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +186,10 @@ def test_overload_needs_growth_and_lateness() -> None:
     assert not is_overloaded(growing, 58), "answers keep up"
     assert not is_overloaded([30] * 60, 20), "nothing grows"
     assert not is_overloaded(growing[:15], 2), "too few"
+    crowd = [100 + one for one in growing]
+    assert is_overloaded(crowd, 20) and not is_overloaded(crowd, 35), "25 behind may be chance"
+    slow = [place // 20 for place in range(1000)]
+    assert is_overloaded(slow, 940) and not is_overloaded(slow, 955), "less than 5 % behind"
 
 
 def test_a_window() -> None:

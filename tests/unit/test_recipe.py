@@ -102,8 +102,13 @@ def test_bundled_recipes_are_valid() -> None:
         "llama-3.1-70b-8b-tp4",
         "llama-3.1-8b-1b",
         "llama-3.1-8b-eagle3",
+        "llama-3.1-8b-fp8-1b",
+        "llama-3.1-8b-w4a16-1b",
         "llama-3.3-70b-eagle3-tp4",
+        "llama-3.3-70b-fp8-1b",
+        "qwen3-8b-awq-eagle3",
         "qwen3-8b-eagle3",
+        "qwen3-8b-fp8-eagle3",
         "smollm2",
         "smollm2-offline",
     ]

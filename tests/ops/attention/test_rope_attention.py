@@ -14,7 +14,6 @@ from ops_helpers import (
     make_problem,
     needs_cuda,
     paged_attention_reference,
-    plain,
     rounded,
     with_meaning,
 )
@@ -39,6 +38,8 @@ class Layer:
     """bool [T], as from `with_meaning`."""
     expected: Tensor
     expected_cache: LayerCache
+    query: Tensor
+    """[T, H, D] fp64, rotated."""
 
     def run(self, **overrides: object) -> Tensor:
         """Run on fresh copies of the caches, and check these too; returns the result."""
@@ -47,7 +48,7 @@ class Layer:
         out = rope_attention_triton(**{**self.arguments, "cache": cache, **overrides})
         for name in ("keys", "values"):
             expected = getattr(self.expected_cache, name)[1:].double()
-            actual = getattr(plain(cache), name)[1:]
+            actual = getattr(cache, name)[1:].double()
             assert torch.equal(actual.isnan(), expected.isnan()), f"{name}: other slots than ours"
             tolerance = TOLERANCE[self.arguments["qkv"].dtype]
             assert_close(name, expected.nan_to_num(), actual.nan_to_num(), tolerance)
@@ -112,7 +113,7 @@ def make_layer(
     arguments |= {"query_norm": query_norm, "key_norm": key_norm}
     del arguments["query"]
     expected = expected.view(tokens, -1)
-    return Layer(arguments, with_meaning(problem), expected, wide.cache)
+    return Layer(arguments, with_meaning(problem), expected, wide.cache, query)
 
 
 SHAPES = [
