@@ -3,8 +3,9 @@
     python -m scripts.speculators.evaluate --target MODEL --prompts FILE OUT/speculator ngram
 
 For each speculator and each k: tokens a round with its 95 % interval over prompts, over all prompts
-and by category, and the share of rounds whose proposals stood at each position. Beside a folder
-that train.py wrote lies its log: a curve through it says what a longer training would bring.
+and by category, and the share of rounds whose proposals stood at each position; of all but the
+first that it runs also the ratio to that one, paired over prompts. Beside a folder that train.py
+wrote lies its log: a curve through it says what a longer training would bring.
 Results are written as they come, to the file of `--json`; runs that are there are not repeated.
 """
 
@@ -85,19 +86,26 @@ def is_bare_model(folder: Path) -> bool:
         return not any("embed" in name for name in stored.keys())
 
 
-def tokens_a_round(seqs: list[Sequence]) -> dict[str, Any]:
-    """Tokens a round, of all rounds, and the interval over prompts."""
+def rounds_of(seqs: list[Sequence]) -> SumRatio:
+    """Tokens a round, of all rounds."""
     rounds = [len(s.accepted_per_round) + s.rounds_without_proposal for s in seqs]
     tokens = [r + sum(s.accepted_per_round) for r, s in zip(rounds, seqs, strict=True)]
-    pairs = [(float(t), float(r)) for t, r in zip(tokens, rounds, strict=True) if r]
-    measure = SumRatio(np.array(pairs).reshape(-1, 2), (1, -1))
-    ends = interval(measure) if len(pairs) >= FEW else None
-    return {
-        "tokens_a_round": round(measure.value, 4),
-        "interval": [round(e, 4) for e in ends] if ends else None,
-        "prompts": len(seqs),
-        "rounds": sum(rounds),
-    }
+    pairs = [(float(t), float(r)) for t, r in zip(tokens, rounds, strict=True)]
+    return SumRatio(np.array(pairs).reshape(-1, 2), (1, -1))
+
+
+def with_interval(measure: SumRatio) -> tuple[float, list[float] | None]:
+    """A measure and its 95 % interval over prompts, rounded; None where prompts are few."""
+    ends = interval(measure) if len(measure.columns) >= FEW else None
+    return round(measure.value, 4), [round(e, 4) for e in ends] if ends else None
+
+
+def tokens_a_round(seqs: list[Sequence]) -> dict[str, Any]:
+    """Tokens a round and the interval."""
+    measure = rounds_of([s for s in seqs if s.accepted_per_round or s.rounds_without_proposal])
+    value, ends = with_interval(measure)
+    rounds = int(measure.columns[:, 1].sum())
+    return {"tokens_a_round": value, "interval": ends, "prompts": len(seqs), "rounds": rounds}
 
 
 def positions(seqs: list[Sequence], k: int) -> list[float]:
@@ -144,6 +152,10 @@ def row(found: dict[str, Any]) -> str:
         low, high = found["interval"]
         known = f"{low:.2f}-{high:.2f}"
     shares = " ".join(f"{100 * x:.0f}" for x in found["accepted"])
+    if "beside_first" in found:
+        ratio, ends = found["beside_first"]
+        known += f"; {ratio:.4f} of the first's"
+        known += " ({:.4f}-{:.4f})".format(*ends) if ends else ""
     return f"{found['tokens_a_round']:.3f} ({known})  accepted at 1.. {shares} %"
 
 
@@ -154,6 +166,7 @@ def main() -> None:
     results: dict[str, Any] = {"target": args.target, "new_tokens": args.new_tokens, "runs": {}}
     if args.json is not None and args.json.exists():
         results = json.loads(args.json.read_text())
+    firsts: dict[int, SumRatio] = {}
     for speculator in args.speculators:
         runs = results["runs"].setdefault(speculator, [])
         missing = [k for k in args.k if k not in {run["k"] for run in runs}]
@@ -174,6 +187,9 @@ def main() -> None:
             result = engine.run(requests(job), k, planned.params)
             found = measured(job, result.seqs, k)
             found["seconds"] = round(time.perf_counter() - started, 2)
+            own = rounds_of(result.seqs)
+            if (first := firsts.setdefault(k, own)) is not own:
+                found["beside_first"] = with_interval(own.over(first))
             runs.append(found)
             write(args.json, results)
             print(f"{Path(speculator).name} k={k}: {row(found)}", flush=True)

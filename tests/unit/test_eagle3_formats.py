@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from scripts.speculators.store import in_fp8
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.draft_form import with_method
@@ -241,7 +242,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "window": ({"layer_types": ["sliding_attention"]}, "sliding_window is null"),
     "layer types": ({"layer_types": ["linear_attention"]}, "layer_types"),
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "quantised": ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config is .hqq"),
     "no features": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
     "parallel": ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step is 4"),
     "half a rope": ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "cannot read .*rope_par"),
@@ -289,7 +290,7 @@ BAD_WEIGHTS: dict[str, tuple[str, Any, str]] = {
     "shape": ("midlayer.self_attn.q_proj.weight", torch.zeros(48, 48), r"\[48, 48\], and \[48, 96"),
     "features": ("fc.weight", torch.zeros(48, 96), r"\[48, 96\], and \[48, 144\] by its config"),
     "width": ("norm.weight", torch.zeros(64), r"norm.weight has shape \[64\]"),
-    "quantised": ("fc.weight", torch.zeros(48, 144, dtype=torch.int8), "fc.weight is torch.int8"),
+    "quantised": ("fc.weight", torch.zeros(48, 144, dtype=torch.int8), "int8, which is quantised"),
     "ids past": ("d2t", torch.arange(31) * 3, "d2t leads to id 120"),
     "ids before": ("d2t", -torch.ones(31, dtype=torch.int64), "d2t leads to id"),
     "same ids": ("d2t", -torch.arange(31), "d2t leads to one id of the target from several"),
@@ -310,6 +311,33 @@ def test_bad_weights_are_refused_by_name(case: str, tmp_path: Path) -> None:
     tensors.pop(name, None)
     save_file(tensors if value is None else tensors | {name: value}, file)
     with pytest.raises(SetupError, match=reason):
+        weights_of(folder, head)
+
+
+def test_matrices_in_fp8(tmp_path: Path) -> None:
+    """They are read as the numbers that codes and scales stand for, by any name of a dialect."""
+    head = Head(draft_vocab=31)
+    folder = save_head(tmp_path, head, "safeailab")
+    plain = dict(weights_of(folder, head).tensors)
+    file = folder / "model.safetensors"
+    tensors, settings = in_fp8(load_file(file))
+    save_file(tensors, file)
+    with pytest.raises(SetupError, match=r"first fc\.weight_scale"):
+        weights_of(folder, head)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    found = weights_of(folder, head).tensors
+    name = "midlayer.self_attn.q_proj.weight"
+    want = tensors[name].float() * tensors[f"{name}_scale"].float()
+    assert torch.equal(found["layers.0.self_attn.q_proj.weight"], want)
+    assert found.keys() == plain.keys()
+    changed = {name for name in plain if not torch.equal(found[name], plain[name])}
+    assert changed == {name for name in plain if "proj" in name or name == "fc.weight"}
+    for name in changed:
+        torch.testing.assert_close(found[name], plain[name], rtol=2**-4, atol=2e-4)
+    file_without = {name: t for name, t in tensors.items() if name != "fc.weight_scale"}
+    save_file(file_without, file)
+    with pytest.raises(SetupError, match=r"fc\.weight is torch\.float8_e4m3fn, .* has no scales"):
         weights_of(folder, head)
 
 

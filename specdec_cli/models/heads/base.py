@@ -17,6 +17,7 @@ from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache, LayerShape
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.models.draft import Passes
+from specdec_cli.models.formats import Settings
 from specdec_cli.models.fused_layer import matrices
 from specdec_cli.models.heads.layers import layers_of
 from specdec_cli.models.tp import shard_layers
@@ -56,7 +57,8 @@ class HeadConfig:
     name: of the checkpoint, for messages. body: transformers' config of its layers. windows:
     sliding window of each layer, 0 for none. target_hidden_size: of the target. vocab_size: V.
     draft_vocab_size: Vd. num_target_layers: None where the checkpoint does not say. others: the
-    ways in which tools read it differently.
+    ways in which tools read it differently. quantisation: settings of matrices that the checkpoint
+    stores in few bits; None for plain ones.
     noun: of the kind, for messages. shift: 1 where a row embeds the token that follows, 0 where it
     embeds its own. carries: whether the output of the last true row is kept, for the first
     proposal.
@@ -74,6 +76,7 @@ class HeadConfig:
     draft_vocab_size: int
     num_target_layers: int | None = None
     others: tuple[Other, ...] = ()
+    quantisation: Settings | None = None
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The hidden states of the target that it reads, in transformers' counting.

@@ -5,7 +5,8 @@ of the head lies from the target's, and t2d, bool [V], the ids of the target tha
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,6 +15,7 @@ import torch
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError
 from specdec_cli.models.heads.base import EMBEDDING, HeadConfig, HeadWeights
+from specdec_cli.models.quantised import dequantised
 from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
 from specdec_cli.text import one_line
 
@@ -40,8 +42,8 @@ def borrowed_by(
 
     Raises as `read_weights` does for names, and for weights that cannot serve.
     """
-    with open_checkpoint(folder, allow_pickle) as stored:
-        found = _named(config, stored)
+    with _opened(config, folder, dtype, allow_pickle) as found:
+        pass
     wanted = config.shapes()
     _check_names(config, found, wanted, lent)
     for name in (lacking := wanted.keys() - found.keys()):
@@ -65,8 +67,7 @@ def read_weights(
     Raises `SetupError`, which names the tensor, for one that is missing, of another shape or
     dtype, or unknown, and for ids that the target does not have.
     """
-    with open_checkpoint(folder, allow_pickle) as stored:
-        found = _named(config, stored)
+    with _opened(config, folder, dtype, allow_pickle) as found:
         wanted, (_, parts) = config.shapes(), config.split(parallel)
         _check_names(config, found, wanted, lent)
         tensors = {}
@@ -117,16 +118,22 @@ def dummy_weights(
     return HeadWeights(tensors, places * config.vocab_size // config.draft_vocab_size)
 
 
-def _named(config: HeadConfig, stored: dict[str, Read]) -> dict[str, Read]:
-    """The tensors of a checkpoint by the names of `shapes`."""
-    found: dict[str, Read] = {}
-    for name, read in stored.items():
-        if (own := config.renamed(name)) is None:
-            continue
-        if own in found:
-            raise _bad(config, f"{one_line(own)} is there twice, the second time as {name}")
-        found[own] = read
-    return found
+@contextmanager
+def _opened(
+    config: HeadConfig, folder: Path, dtype: torch.dtype, allow_pickle: bool
+) -> Iterator[dict[str, Read]]:
+    """The plain tensors of a checkpoint by the names of `shapes`, quantised ones in `dtype`."""
+    with open_checkpoint(folder, allow_pickle) as stored:
+        if config.quantisation is not None:
+            stored = dequantised(stored, config.quantisation, dtype, config.name)
+        found: dict[str, Read] = {}
+        for name, read in stored.items():
+            if (own := config.renamed(name)) is None:
+                continue
+            if own in found:
+                raise _bad(config, f"{one_line(own)} is there twice, the second time as {name}")
+            found[own] = read
+        yield found
 
 
 def _check_names(
@@ -172,7 +179,8 @@ def _read(config: HeadConfig, name: str, read: Read, part: Part) -> torch.Tensor
         told = f"{name} has shape {list(problem.found)}, and {list(part.shape)} by its config.json"
         raise _bad(config, told) from None
     if not tensor.is_floating_point() or tensor.element_size() == 1:
-        raise _bad(config, f"{name} is {tensor.dtype}: heads are read unquantised")
+        lacks = "config.json does not say how" if config.quantisation is None else "has no scales"
+        raise _bad(config, f"{name} is {tensor.dtype}, which is quantised, and {lacks}")
     return tensor
 
 

@@ -119,6 +119,8 @@ class HeadDescription:
         if self.gathers_head:
             found["borrows"] += " (a copy, since ranks of the target hold parts)"
         found |= self.config.facts | cache_note(self.spec)
+        if self.config.quantisation is not None:
+            found["weights"] = f"dequantised from {self.config.quantisation['quant_method']}"
         if self.config.others:
             found["conventions"] = "; ".join(other.told for other in self.config.others)
         return found

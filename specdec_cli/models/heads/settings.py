@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.formats import FORMATS, Settings
 from specdec_cli.models.heads.layers import CONFIGS
 from specdec_cli.text import shown
 
@@ -37,6 +38,16 @@ class HeadSettings:
         if found > vocab:
             raise self.bad("draft_vocab_size", found, f"the vocabulary has {vocab} ids")
         return found
+
+    @property
+    def quantisation(self) -> Settings | None:
+        """The settings of matrices that are stored in few bits; None for plain ones."""
+        if not (found := self.raw.get("quantization_config")):
+            return None
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        if not isinstance(method, str) or method not in FORMATS:
+            raise self.bad("quantization_config", method, f"{', '.join(sorted(FORMATS))} are built")
+        return dict(found)
 
     def layers(self) -> Any:
         """transformers' config of the layers."""

@@ -182,8 +182,6 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
             raise settings.bad(key, own[key], "that variant of the net is not built")
     if "sliding_attention" in (body.get("layer_types") or ()):
         raise settings.bad("layer_types", body["layer_types"], "layers that slide are not built")
-    if own.get("quantization_config"):
-        raise settings.bad("quantization_config", "…", "heads are read unquantised")
     layer, vocab = settings.layers(), settings.vocab_size
     mask_id = own.get("mask_token_id")
     if type(mask_id) is not int or not 0 <= mask_id < vocab:
@@ -202,6 +200,7 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
         draft_vocab_size=settings.draft_vocab_size,
         num_target_layers=settings.count(own, "num_target_layers", 0) or None,
         others=others,
+        quantisation=settings.quantisation,
         block_size=settings.count(own, "block_size", 8 if is_nested else None),
         mask_id=mask_id,
         layer_ids=_layer_ids(settings, is_nested, is_dspark),

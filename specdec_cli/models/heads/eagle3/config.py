@@ -268,6 +268,7 @@ class _Reader:
             norm_before_residual=self.settings.flag("norm_before_residual"),
             norm_before_fc=norm_before_fc,
             fc_norm=fc_norm,
+            quantisation=self.settings.quantisation,
             feeds_norm=self.settings.flag("norm_output"),
             ties_head=ties_head,
             is_wide=self.dialect == "deepspec",
@@ -282,8 +283,6 @@ class _Reader:
         if (nested.get("parallel_draft_step") or 1) != 1:
             steps = nested["parallel_draft_step"]
             raise self.settings.bad("eagle_config.parallel_draft_step", steps, "only 1 is built")
-        if self.raw.get("quantization_config"):
-            raise self.settings.bad("quantization_config", "…", "heads are read unquantised")
 
     def _body(self) -> dict[str, Any]:
         """The settings of the layers."""

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.config_file import config_file
+from specdec_cli.models.formats import Settings
+from specdec_cli.models.heads.settings import HeadSettings
 from specdec_cli.recipe.choices.mtp import MtpKeys
 from specdec_cli.text import shown
 
@@ -85,7 +87,8 @@ EXTRACTED = Form(
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
     """count: modules in the file. hidden_size: H. vocab_size: V. keys: the recipe's readings.
-    index: of one module; the row of token t embeds token t + 1 + index.
+    index: of one module; the row of token t embeds token t + 1 + index. quantisation: settings of a
+    module's own folder that stores matrices in few bits.
     """
 
     carries: ClassVar[bool] = True
@@ -97,6 +100,7 @@ class MtpConfig:
     form: Form
     keys: MtpKeys
     index: int = 0
+    quantisation: Settings | None = None
 
     @property
     def shift(self) -> int:
@@ -150,7 +154,8 @@ def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> Mt
     config: transformers' of the target. Raises `SetupError`, which names the key, for a module of
     another target.
     """
-    raw = config_file(name, place).get("transformer_layer_config")
+    whole = config_file(name, place)
+    raw = whole.get("transformer_layer_config")
     stored = raw if isinstance(raw, dict) else {}
     for key in ("model_type", "hidden_size", "vocab_size"):
         ours, theirs = stored.get(key), getattr(config, key)
@@ -161,7 +166,8 @@ def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> Mt
                 "modules are trained for one target",
             )
     sizes = int(config.hidden_size), int(config.vocab_size)
-    return MtpConfig(name, 1, *sizes, EXTRACTED, keys)
+    quantisation = HeadSettings("MTP module", name, whole, stored).quantisation
+    return MtpConfig(name, 1, *sizes, EXTRACTED, keys, quantisation=quantisation)
 
 
 def layer_config(config: Any, index: int) -> Any:

@@ -136,8 +136,9 @@ class MtpDraft:
         told = f"hidden states fed back {keys.mtp_fed_back}; first embedding "
         told += f"{keys.mtp_first_embedding}; own embedding and head {keys.mtp_copies}"
         found = {"features": f"hidden state {self.num_layers} of the target", "conventions": told}
-        found |= cache_note(self.spec)
-        return found | ({"borrows": borrowed} if borrowed else {})
+        found |= cache_note(self.spec) | ({"borrows": borrowed} if borrowed else {})
+        weights = self.body.notes.get("weights")
+        return found | ({"weights": weights} if weights else {})
 
     def within(self, reach: int) -> "MtpDraft":
         return replace(self, bodies=tuple(body.within(reach) for body in self.bodies))
@@ -265,8 +266,8 @@ def _body(
     """The layer of one module. place, names: of its file, and of the tensors there;
     none if they are not known."""
     settings = layer_config(target.module.config, index)
-    if config.form is EXTRACTED:  # which is plain, whatever the target's form
-        settings.quantization_config = None
+    if config.form is EXTRACTED:  # whose form is its own, whatever the target's
+        settings.quantization_config = config.quantisation
     own_spec = replace(spec, weights="dequantise", name=f"{spec.name} (MTP module {index})")
     body = describe_config(
         *(own_spec, place, settings, target.device, parallel),
