@@ -86,7 +86,7 @@ def policy(name: str) -> Callable[[Made], Made]:
 
 
 def load(file: str) -> None:
-    """Run a plugin, once in a process. Raises `UsageError` with one line for what is wrong."""
+    """Run a plugin once in a process. Raises `UsageError` with the error in one line."""
     path = Path(file).resolve()
     if path in LOADED:
         return

@@ -45,7 +45,7 @@ class Kernel(Generic[P, R]):
 def kernel(path: str) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Make a torch function public, with a Triton implementation for CUDA tensors.
 
-    path: "module:function" of the Triton implementation, which takes the same arguments. The first
-    tensor in the first argument, or else among all, decides which of the two runs.
+    path: "module:function" of the Triton implementation, which takes the same arguments. The device
+    of the first tensor (of the first argument, if that has one) decides which of the two runs.
     """
     return lambda reference: Kernel(reference, path)

@@ -206,7 +206,7 @@ def _run(
         if ready.session is not None:
             plan = job.plan
             left = ready.left
-            # Answers of servers come once all of a run have, so what a kill costs is one unit.
+            # A server's answers come when all of a run have come, so a kill costs one unit.
             units = [left] if job.backend.is_native else units_of(left, plan.recipe.run.batch_size)
             metrics = None
             for unit in units:

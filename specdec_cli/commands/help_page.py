@@ -28,7 +28,7 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """A group whose help says of each command the whole first paragraph."""
+    """A group whose help shows the whole first paragraph of each command."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands."""

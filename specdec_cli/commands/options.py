@@ -46,7 +46,7 @@ def option(
 
 
 def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
-    """Bundled recipes whose names begin so, for the shell; it completes files by itself."""
+    """Bundled recipes whose names begin with this text. The shell itself completes files."""
     from specdec_cli.recipe import bundled_recipes
 
     return [(r.name, r.description) for r in bundled_recipes() if r.name.startswith(incomplete)]
@@ -372,7 +372,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def _use_threads(count: int) -> None:
-    """Have torch use so many threads, in this process and in the ranks that it starts."""
+    """Set the number of torch's threads in this process and in the ranks that it starts."""
     os.environ |= {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(count)

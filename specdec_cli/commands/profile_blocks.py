@@ -256,7 +256,7 @@ def _prompts(
 
 
 def _points(lists: Mapping[str, Sequence[object]], devices: int = 1) -> Iterator[dict[str, object]]:
-    """Every combination of the lists' values. devices: each is estimated for so many."""
+    """Every combination of the lists' values. devices: their number, for each estimate."""
     count = math.prod(map(len, lists.values())) * devices
     if count > _MOST_POINTS:
         raise UsageError(f"the lists make {count} combinations; at most {_MOST_POINTS} are taken")

@@ -73,7 +73,7 @@ def find_prompts(
     into the run folder, if there is one.
     """
     chat, system = _chat_of(source, resolved.data)
-    data = resolved.data
+    data, skip = resolved.data, source.skip_bad
     of_chat, template = _template_of(source, resolved.data, asked.output)
     prompts = None
     if not any(value is not None for value in recipe_options(source).values()):
@@ -83,11 +83,11 @@ def find_prompts(
             told = "pass --prompt, --prompt-file or --dataset, or give the recipe a data section"
             raise UsageError("no prompts", f"{told}; generate also reads a pipe")
         data, loaded = _from_data(source, resolved, data, asked)
-        prompts = as_conversations(loaded.prompts, chat, system, template)
+        prompts = as_conversations(loaded.prompts, chat, system, template, skip_bad=skip)
         data = data.model_copy(update={"chat": chat, "system": system, **of_chat})
         notices = [*loaded.notices, *unused_keys(prompts)]
         return PromptSet(prompts, data, chat, notices, skip_bad=source.skip_bad)
-    prompts = as_conversations(prompts, chat, system, template)
+    prompts = as_conversations(prompts, chat, system, template, skip_bad=skip)
     data, own = None, None
     if asked.output is not None:
         path = os.path.abspath(asked.output / PROMPTS)
@@ -201,8 +201,8 @@ def _template_file(path: str) -> str:
 
 
 def _kept_date(output: Path | None) -> str | None:
-    """The date that the prompts of a run have, which goes on in this folder."""
-    with suppress(SpecdecError, OSError):  # who opens the folder tells what is wrong with it
+    """The date in the prompts of the run that this folder holds."""
+    with suppress(SpecdecError, OSError):  # opening the folder reports its errors
         if output is not None and (output / "recipe.yaml").is_file():
             kept = load_recipe(str(output / "recipe.yaml")).data
             return kept.date if kept is not None else None

@@ -60,7 +60,7 @@ def importing(device: str = "cpu") -> Iterator[None]:
 
 
 def _driver() -> Any:
-    """CUDA's driver, or None. Not under a limit of memory, of which a context takes all."""
+    """CUDA's driver, or None. None under a limit of memory, which a context would use up."""
     import ctypes
 
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:

@@ -17,7 +17,7 @@ def models() -> list[str]:
 
 
 def demo_path(name: str) -> Path:
-    """Where `demo:NAME` lies: a model's folder, or a file of prompts."""
+    """The place of `demo:NAME`: a model's folder, or a file of prompts."""
     bare = name.removeprefix(PREFIX)
     prompts = FOLDER / f"{bare}.jsonl"
     return prompts if prompts.is_file() else FOLDER / bare

@@ -290,7 +290,7 @@ def _check_host_room(plan: Plan, num_blocks: int) -> None:
             raise SetupError(
                 f"out of memory: {num_blocks} blocks of the caches take {mib(found[0])} MiB, and "
                 f"{mib(found[1])} MiB are free",
-                "set fewer with --num-blocks (cache.num_blocks), or none: what fits is found out",
+                "set fewer with --num-blocks (cache.num_blocks), or leave it out for all that fit",
             )
 
 

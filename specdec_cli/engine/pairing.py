@@ -1,7 +1,7 @@
 """A target and its draft, neither of them loaded: whether they fit together."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,10 @@ from specdec_cli.models.conversion import converted
 from specdec_cli.models.description import Description
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.gate import quantisation
+from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.gguf.tensors import readers
+from specdec_cli.models.quantised import dequantised
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tokenizer import (
     check_same_vocabulary,
@@ -26,7 +29,7 @@ from specdec_cli.models.tokenizer import (
     is_same_tokenizer,
     load_tokenizer,
 )
-from specdec_cli.models.weights import Part, tensor_names
+from specdec_cli.models.weights import Part, Read, tensor_names
 from specdec_cli.recipe import SpeculationSection
 from specdec_cli.text import one_line
 
@@ -110,9 +113,10 @@ def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) ->
 def _check_is_model(draft: Description) -> None:
     """Raise `SetupError` for a draft of another kind whose config.json is that of a model, and for
     one with weights that nothing would use: it would run, and its acceptance would mean nothing."""
-    if draft.spec.load_format == "dummy" or is_gguf(draft.place):
+    if draft.spec.load_format == "dummy":
         return
-    name, names = draft.spec.name, tensor_names(draft.place)
+    name = draft.spec.name
+    names = () if is_gguf(draft.place) else tensor_names(draft.place)
     for noun, pattern in _OF_HEADS:
         if (found := next(filter(re.compile(pattern).fullmatch, names), None)) is not None:
             raise SetupError(
@@ -126,16 +130,29 @@ def _check_is_model(draft: Description) -> None:
             "EAGLE heads of the first kinds are stored like this, and are not built yet",
             "a model needs its tokenizer's files beside it",
         )
-    if quantisation(draft.module.config) is not None:
-        return
-    _, unused = converted(draft.module, dict.fromkeys(names, _unread))
-    if unused:
+    if unused := _without_use(draft, names):
         raise SetupError(
             f"{len(unused)} tensors in the weights of the draft {name} would not be used: "
             f"{one_line(', '.join(unused[:_SHOWN]))}{', …' if len(unused) > _SHOWN else ''}; its "
-            "config.json describes a model without them",
+            "config describes a model without them",
             "is it a draft of a kind that is not built? If they mean nothing, remove them",
         )
+
+
+def _without_use(draft: Description, names: Collection[str]) -> list[str]:
+    """The names of a draft's stored tensors that its model does not read. names: of a folder."""
+    module = draft.module
+    if is_gguf(draft.place):
+        return readers(module, read_model(draft.place), draft.dtype)[1]
+    tensors: dict[str, Read] = dict.fromkeys(names, _unread)
+    if quantisation(module.config) is None:
+        return converted(module, tensors)[1]
+    settings = module.config.quantization_config
+    plain = dequantised(tensors, settings, draft.dtype, draft.spec.name)
+    # Scales of activations and of the cache have no use, and scales of another name have an error
+    # of their own.
+    unused = converted(module, plain)[1]
+    return [name for name in unused if "scale" not in name.rpartition(".")[2]]
 
 
 def _unread(part: Part | None = None) -> torch.Tensor:

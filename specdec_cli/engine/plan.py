@@ -398,7 +398,7 @@ def block_bytes_of(plan: Plan) -> tuple[int, int]:
 
 
 def cache_need(plan: Plan, longest: int) -> CacheNeed:
-    """The size of a run whose longest sequence has so many tokens."""
+    """The size of a run by the tokens of its longest sequence."""
     recipe = plan.recipe
     rows = plan.draft.passes(plan.k).rows if plan.draft is not None else 0
     k = max(plan.k, rows - 1)  # as far as a round's passes reach

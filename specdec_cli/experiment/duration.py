@@ -104,7 +104,7 @@ class DurationEstimate:
     _shapes: dict[str, _Shape] = field(default_factory=dict, init=False)
 
     def pass_seconds(self, model: Draft, tokens: int) -> float:
-        """One pass of a model over so many tokens."""
+        """The seconds of a model's pass over `tokens` tokens."""
         role = model.spec.role
         shape = self._shapes[role] = self._shapes.get(role) or _shape_of(model)
         products = 2 * shape.parameters * tokens / self.speeds.operations

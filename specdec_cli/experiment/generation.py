@@ -17,10 +17,11 @@ from specdec_cli.errors import SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.experiment.folders.records import Sample, given
 from specdec_cli.experiment.folders.results import Output
 from specdec_cli.prompts import DATE_KEY, Prompt
+from specdec_cli.prompts.conversations import refuse
 from specdec_cli.prompts.types import Message, PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.stages import begin_stage
-from specdec_cli.text import digest, in_lines, is_unicode, of_many
+from specdec_cli.text import digest, is_unicode
 
 _log = logging.getLogger("specdec")
 _ANOTHER_DAY = "2001-02-03T04:05:06"
@@ -103,9 +104,8 @@ def tokenised(
 ) -> Job:
     """The job of a checked pair and its prompts.
 
-    skip_bad: leave out prompts that cannot be rendered or tokenised, with a warning that counts
-    them; otherwise a `UsageError` names up to five: ids outside the vocabulary, and messages
-    without a chat template or that it refuses.
+    skip_bad: leave out prompts that cannot be rendered or tokenised, see `refuse`: ids outside the
+    vocabulary, and messages without a chat template or that it refuses.
     """
     begin_stage("tokenising the prompts")
     kept: list[tuple[Prompt, tuple[int, ...]]] = []
@@ -117,10 +117,7 @@ def tokenised(
             kept.append((replace(rendered, index=len(kept)) if skip_bad else rendered, ids))
         except UsageError as refused:
             bad.append(refused)
-    if bad and (not skip_bad or not kept):
-        raise UsageError(in_lines([one.message for one in bad], "prompts"), bad[0].hint)
-    if bad:
-        _log.warning("skipped %s", of_many([one.message for one in bad], "prompt"))
+    refuse(bad, skip=skip_bad and bool(kept))
     found = [prompt for prompt, _ in kept]
     if (silent := next(filter(_lacks_system, found), None)) is not None:
         _log.warning("%s: the chat template leaves the system message out", silent.where)
@@ -128,7 +125,7 @@ def tokenised(
 
 
 def dated(recipe: Recipe, job: Job) -> Recipe:
-    """The recipe to record: with the moment that the prompts' chat template writes."""
+    """The recipe to record, with the date that the chat template wrote into the prompts."""
     if recipe.data is None or (date := job.date) is None:
         return recipe
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"date": date})})
@@ -231,7 +228,7 @@ def requests(job: Job) -> list[Request]:
 
 
 def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: float) -> Output:
-    """The output that an answer is of, or a sample of an earlier run."""
+    """The output of a prompt, from its answer or from its sample in an earlier run."""
     accepted, proposed = answer.accepted_per_round or [], answer.proposed_per_round or []
     shown = prompt.text
     return Output(

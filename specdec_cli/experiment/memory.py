@@ -7,13 +7,14 @@ draft's cost. Knows the contract's JSON names; knows nothing of terminals.
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from specdec_cli.backends import native
+from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.types import Permissions
 from specdec_cli.engine.build import load_models, measured, out_of_memory
 from specdec_cli.engine.devices import resolve_device
@@ -27,8 +28,10 @@ from specdec_cli.engine.memory.estimate import (
     this_machine,
 )
 from specdec_cli.engine.pairing import Describe
-from specdec_cli.engine.plan import Plan, cache_need, plan_all_ranks
+from specdec_cli.engine.plan import Plan, cache_need, draft_at, plan_all_ranks
 from specdec_cli.errors import LOGGED, SetupError, SpecdecError, UsageError
+from specdec_cli.experiment.folders.conclusions import MemoryCost
+from specdec_cli.experiment.folders.records import Pair
 from specdec_cli.experiment.generation import tokenised
 from specdec_cli.models.description import describe
 from specdec_cli.prompts import Prompt
@@ -61,7 +64,7 @@ class Profile:
         return cache_need(self.plan, self.context)
 
     def capacity(self, num_blocks: int) -> dict[str, int]:
-        """The capacity of a cache of so many blocks; block 0 holds no tokens."""
+        """The capacity of a cache by its number of blocks. Block 0 holds no tokens."""
         usable = max(0, num_blocks - 1)
         return {
             "num_blocks": num_blocks,
@@ -70,7 +73,7 @@ class Profile:
         }
 
     def longest(self, num_blocks: int) -> int:
-        """The length at which a full batch fits into so many blocks."""
+        """The longest length at which a full batch fits into the blocks."""
         need, usable = self.need, max(0, num_blocks - 1)
         return max(0, usable // need.batch_size * self.block_size - 2 * (need.k + 1))
 
@@ -140,7 +143,7 @@ class Estimator:
                 "--device-memory is that of a GPU, and run.device is cpu",
                 "--memory is that of the host",
             )
-        # A recipe that takes what is there is answered for what is there.
+        # `run.device: auto` is answered for the device that this machine has.
         has_gpu = wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available())
         if self.is_of_gpu or has_gpu:
             return torch.device("cuda"), empty_gpu(self.memory, num_ranks)
@@ -342,3 +345,31 @@ def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
             )
         )
     return Split(tuple(ranks))
+
+
+def memory_cost(
+    plan: Plan, longest_prompt: int, where: Mapping[str, Any], pair: Pair | None = None
+) -> MemoryCost:
+    """The memory of a plan's draft beside its target on a rank that holds a part of both.
+
+    where: the record of the run's environment. pair: the degrees in a comparison, else the plan's
+    own.
+    """
+    target, draft = plan.target, plan.draft
+    if pair is not None:
+        target = describe(target.spec, plan.device, TensorParallel(size=pair.target_tp))
+        part = TensorParallel(size=pair.draft_tp)
+        draft = draft_at(replace(plan, target=target), part)
+    cache, whole = plan.recipe.cache, where.get("gpu_memory_bytes")
+    size = cache.block_size
+    return MemoryCost(
+        draft=plan.proposer if pair is None else None,
+        target_weight_bytes=target.weight_bytes,
+        draft_weight_bytes=draft.weight_bytes if draft is not None else 0,
+        target_token_bytes=target.block_bytes(size) / size,
+        draft_token_bytes=draft.block_bytes(size) / size if draft is not None else 0.0,
+        longest_tokens=longest_prompt + plan.recipe.sampling.max_new_tokens,
+        device_bytes=None if whole is None else int(whole * cache.gpu_memory_utilization),
+        target_tp=pair.target_tp if pair is not None else None,
+        draft_tp=pair.draft_tp if pair is not None else None,
+    )

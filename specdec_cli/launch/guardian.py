@@ -1,4 +1,4 @@
-"""The process between a command and a server that it started: none of the server's processes stays.
+"""The process between a command and its server, which ends all of the server's processes.
 
 `python -P guardian.py MARK SECONDS COMMAND...` runs a command in a session of its own. A line on
 standard input, or its end, asks for the stop: the command's process group gets SIGTERM, after

@@ -10,11 +10,11 @@ from specdec_cli.lengths.base import LastRounds, LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.recipe import SpeculationSection
 
-_PRIOR_ROUNDS = 1.0  # the prior of a place's rate counts as so many rounds
+_PRIOR_ROUNDS = 1.0  # rounds that the prior of a place's rate counts for
 _PRIOR_RATE = 0.6
 # Weight of a round against the one after it: a text's acceptance changes within some ten rounds.
 _FADING = 0.9
-_IDLE_ROUNDS = 24  # after so many rounds without proposals one is tried again
+_IDLE_ROUNDS = 24  # rounds without proposals after which one is tried again
 
 
 class Adaptive(LengthPolicy):

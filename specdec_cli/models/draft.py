@@ -109,7 +109,7 @@ class Draft(Protocol):
     def keeps_stored(self) -> bool: ...
 
     def within(self, reach: int) -> "Draft":
-        """The draft for texts of at most so many tokens, which its tables need not exceed."""
+        """The draft for texts of at most `reach` tokens, with tables no longer than that."""
         ...
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:

@@ -332,7 +332,7 @@ def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weig
 
 
 def _joined(parameters: list[StoredParameter]) -> ops.Stored:
-    """The stored weights of parameters as one, of which they become views."""
+    """The stored weights of several parameters as one tensor. The parameters become its views."""
     parts = [parameter.value for parameter in parameters if parameter.value is not None]
     whole, start = parts[0] if len(parts) == 1 else ops.Stored.joined(parts), 0
     for parameter in parameters:

@@ -27,7 +27,7 @@ WIDTHS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 
 
 def width_of(num_tokens: int) -> int | None:
-    """The width of passes over so many tokens; None for passes that are run as they are."""
+    """The padded width of passes over `num_tokens` tokens; None for passes that are not padded."""
     place = bisect_left(WIDTHS, num_tokens)
     return WIDTHS[place] if place < len(WIDTHS) else None
 
@@ -232,7 +232,7 @@ class PromptPasses:
         return results
 
     def _drawn(self, logits: Tensor, params: SamplingParams) -> Tensor:
-        """Next tokens of the first sequences, of which the pass has fed every token."""
+        """Next tokens of the first sequences, whose prompts end in this pass."""
         inputs, count = self.inputs, len(logits)
         lengths = inputs.context_lens[:count].long()
         return next_tokens(logits, params, inputs.seed, inputs.index[:count], lengths)

@@ -19,7 +19,7 @@ class Unsupported(SetupError):
 
 
 class Indivisible(Unsupported):
-    """The model cannot be split over so many ranks: the recipe is at fault.
+    """The model cannot be split over the ranks that the recipe asks for.
 
     what: the part of the model that does not divide, such as its heads.
     """

@@ -125,7 +125,7 @@ def _is_for_transformers(folder: Path) -> bool:
 
 
 def _names_on_hub(name: str, revision: str | None, folder: Path) -> list[str]:
-    """The names of a repository's files; of those in the cache, where the hub cannot be asked."""
+    """The names of a repository's files, or of its cached ones where the hub is out of reach."""
     from huggingface_hub import HfApi
 
     try:

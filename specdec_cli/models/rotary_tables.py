@@ -116,7 +116,7 @@ def order_of(head_dim: int, turned: int) -> Tensor:
 
 
 def _widened(table: Tensor, missing: int, value: float) -> Tensor:
-    """Cosines or sines [..., D] from [..., turned], of which the halves are equal."""
+    """Cosines or sines [..., D], whose halves are equal, from [..., turned]."""
     half = table.chunk(2, dim=-1)[0]
     half = torch.cat((half, half.new_full((*half.shape[:-1], missing), value)), dim=-1)
     return torch.cat((half, half), dim=-1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The model to load and how to; `role` ("target", "draft") names it in messages."""
+    """A model and the way to load it; `role` ("target", "draft") names it in messages."""
 
     role: str
     name: str

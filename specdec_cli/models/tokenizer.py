@@ -120,7 +120,8 @@ class PretrainedTokenizer:
             raise _no_template(self._name)
         names = sorted(known) if isinstance(known, dict) else []
         if named is not None and named not in names and "{" not in str(named):
-            listed = f"its names are {', '.join(names)}" if names else "it has a single one"
+            own = "it has one, without a name" if self.has_template else "it has none"
+            listed = f"its names are {', '.join(names)}" if names else own
             told = f"{self._name} has no chat template {shown(named)}, and there is no such file"
             raise UsageError(told, listed)
         ours = {*signature(self._tokenizer.apply_chat_template).parameters, "messages"}

@@ -62,7 +62,7 @@ class Part:
 
 
 class WrongShape(Exception):
-    """A tensor that was to be read in part has another shape, `found`."""
+    """A tensor has another shape, `found`, than the one whose part is read."""
 
     def __init__(self, found: tuple[int, ...]) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """Turns prompts into conversations, by `data.chat` and `data.system`. Renders nothing."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,8 +8,9 @@ from dataclasses import replace
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.prompts.records import NOT_UNICODE, SYSTEM_KEYS
 from specdec_cli.prompts.types import Prompt
-from specdec_cli.text import is_unicode
+from specdec_cli.text import in_lines, is_unicode, of_many
 
+_log = logging.getLogger("specdec")
 _NOTHING: Mapping[str, object] = {}
 
 
@@ -17,20 +19,38 @@ def as_conversations(
     chat: str,
     system: str | None = None,
     template: Mapping[str, object] = _NOTHING,
+    *,
+    skip_bad: bool = False,
 ) -> list[Prompt]:
     """The prompts as they go to a model under `data.chat`, `data.system` and `data.template`.
 
     chat: `auto` leaves prompts as they are, `on` makes a conversation of each text, `off` refuses
     messages. system: opens every conversation that has no system message, and turns `auto` into
     `on`. A row's own system message opens its text, where that is no conversation. template: what
-    every conversation's template gets; a row's own values count before. Raises `UsageError` for a
-    prompt that does not fit the setting.
+    every conversation's template gets; a row's own values count before. Prompts that do not fit the
+    setting are bad, see `refuse`.
     """
     if system is not None and chat == "auto":
         chat = "on"
     if system is not None and not is_unicode(system):
         raise UsageError(f"the system message is {NOT_UNICODE}")
-    return [_as_conversation(prompt, chat, system, template) for prompt in prompts]
+    found, bad = list[Prompt](), list[UsageError]()
+    for prompt in prompts:
+        try:
+            found.append(_as_conversation(prompt, chat, system, template))
+        except UsageError as refused:
+            bad.append(refused)
+    refuse(bad, skip=skip_bad and bool(found))
+    return found
+
+
+def refuse(bad: Sequence[UsageError], *, skip: bool) -> None:
+    """Raise a `UsageError` that names up to five bad prompts, or warn of their number."""
+    told = [one.message for one in bad]
+    if bad and not skip:
+        raise UsageError(in_lines(told, "prompts"), bad[0].hint)
+    if bad:
+        _log.warning("skipped %s", of_many(told, "prompt"))
 
 
 def unused_keys(prompts: Sequence[Prompt]) -> list[Notice]:

@@ -115,7 +115,7 @@ def _of_value(value: object, key: str, turn: int) -> Prompt:
 
 
 def _template_of(row: Mapping[str, object]) -> dict[str, object]:
-    """What a row gives its chat template beside the messages. Tables hold it as JSON."""
+    """The values of a row for its chat template, beside messages. Tables hold them as JSON."""
     found: dict[str, object] = {}
     for key in (SWITCHES_KEY, *TEMPLATE_KEYS):
         value, kind = row.get(key), dict if key == SWITCHES_KEY else list

@@ -164,7 +164,7 @@ class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
 
 
 class SamplingSection(Section):
-    """How tokens are drawn and when a text ends."""
+    """The way tokens are drawn, and the ends of texts."""
 
     source: Literal["recipe", "model"] = Field(
         default="recipe",
@@ -220,7 +220,7 @@ class CacheSection(Section):
 
 
 class RunSection(Section):
-    """Where and how a measurement runs."""
+    """The device, size and repeats of a measurement."""
 
     batch_size: Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)] = Field(
         default=1, description="prompts decoded together"
@@ -316,7 +316,7 @@ class LoadSection(Section):
 
 
 class DataSection(Section):
-    """Where prompts come from."""
+    """The source of prompts."""
 
     path: Place = Field(
         description="file (.txt, .jsonl, .json, .csv, .tsv, .parquet), Hugging Face dataset id, or "

@@ -77,7 +77,7 @@ def acceptance(content: Content) -> str:
 
 
 def latencies(content: Content) -> str:
-    """The medians at the point that categories are of, beside plain decoding's."""
+    """The medians at the point of the category table, beside plain decoding's."""
     point = content.shown
     points = content.run.points
     plain = next((p for p in points if point and _is_its_baseline(p, point)), None)
@@ -100,7 +100,7 @@ def _is_its_baseline(plain: Point, point: Point) -> bool:
 
 
 def rounds(content: Content) -> str:
-    """The largest stage of the point that categories are of."""
+    """The largest stage of the point of the category table."""
     point = content.shown
     whole = point.number("round_ms") if point is not None else None
     if point is None or not whole:

@@ -5,9 +5,9 @@ Knows nothing of HTML.
 
 from collections.abc import Sequence
 
-from specdec_cli.experiment.folders.conclusions import MemoryCost, SweepSummary
+from specdec_cli.experiment.folders.conclusions import MemoryCost
 from specdec_cli.experiment.folders.records import Point
-from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE
+from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE, minutes_in_words
 from specdec_cli.report.findings import Finding, interval_in_words, setting_in_words, times
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.vllm import Deployment
@@ -52,8 +52,11 @@ def _with_proposals(run: ReportedRun, best: Finding) -> Point | None:
 
 def _memory(run: ReportedRun, point: Point) -> list[str]:
     """The memory that a point's draft takes, where the run recorded it."""
-    costs = run.summary.memory if isinstance(run.summary, SweepSummary) else []
-    cost = next((one for one in costs if one.draft == point.draft), None)
+    if run.setting("engine", "kind") not in (None, "native"):
+        return ["the servers' own, which they do not tell"]
+    costs = run.summary.memory if run.summary is not None else []
+    place = point.draft, point.target_tp, point.draft_tp
+    cost = next((one for one in costs if (one.draft, one.target_tp, one.draft_tp) == place), None)
     if cost is None:
         return []
     if not cost.draft_weight_bytes and not cost.draft_token_bytes:
@@ -64,7 +67,8 @@ def _memory(run: ReportedRun, point: Point) -> list[str]:
         f"{cost.draft_weight_bytes / 2**20:,.0f} MiB of weights ({weights:.0f} % of the target's), "
         f"and {more:.0f} % more cache for each token"
     )
-    return [f"{told}; {_sequences(cost)}"]
+    which = "" if cost.target_tp is None else "on a rank with a part of the draft, "
+    return [f"{which}{told}; {_sequences(cost)}"]
 
 
 def _sequences(cost: MemoryCost) -> str:
@@ -89,7 +93,7 @@ def _would_change(best: Finding, shown: Point | None) -> list[str]:
         if needed is None:
             return []
         minutes = needed.minutes
-        time = f", some {max(1, round(minutes)):,} quiet minutes" if minutes is not None else ""
+        time = f", {minutes_in_words(minutes, is_quiet=True)}" if minutes is not None else ""
         return [f"more evidence: about {needed.prompts:,} prompts like these{time}"]
     even = shown.break_even if shown is not None else None
     rate = shown.number("draft_acceptance_rate") if shown is not None else None

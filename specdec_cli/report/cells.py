@@ -214,7 +214,7 @@ def by_point(
     cells: Sequence[Cell],
     strong: frozenset[int] = frozenset(),
 ) -> Table:
-    """A table with a row for each point, after the cells that name it."""
+    """A table with a row for each point. Its first cells name the point."""
     draft = Cell("draft", lambda p: run.labels[p.draft])
     setting = (TARGET_TP, DRAFT_TP) if run.is_comparison else (draft,)
     rate = (RATE,) if any(p.request_rate is not None for p in run.points) else ()

@@ -56,7 +56,9 @@ class Finding:
         """The run's own verdict; of earlier versions, which had none, what they recommend."""
         if self.recorded is None:
             return "inconclusive"
-        return self.recorded.verdict or ("use" if self.recorded.k else "none")
+        gain = self.point.speedup if self.point is not None else None
+        is_use = self.recorded.k and (gain is None or gain > 1.0)
+        return self.recorded.verdict or ("use" if is_use else "none")
 
     @property
     def is_open(self) -> bool:
@@ -89,7 +91,7 @@ def residual(point: Point) -> float | None:
 
 
 def residuals_in_words(run: ReportedRun) -> str:
-    """How far predictions are off, and in which direction: a sentence for captions, or ""."""
+    """The mean error of predictions, as a sentence for captions, or ""."""
     points = [p for p in run.points if not p.is_baseline and residual(p) is not None]
     errors = [residual(p) or 0.0 for p in points]
     if not errors:
@@ -133,6 +135,8 @@ def _best_at(run: ReportedRun, point: Point) -> Best | BestPair | None:
 
 def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -> Finding | None:
     points = [p for p in every if p.is_ok or p.is_predicted]
+    if points and best.k is None:
+        return Finding(every[0].batch_size, None, best, rate=every[0].request_rate)
     chosen = next((p for p in points if _is_named(p, best)), None)
     if run.summary is None or chosen is None:
         return None
@@ -213,10 +217,10 @@ def answer(run: ReportedRun, best: Finding) -> str:
     """The finding at one batch size, a sentence or two."""
     point = best.point
     at = f"at {best.level_in_words}"
-    if point is None:
-        return f"Nothing was measured {at}."
     if best.is_open:
         return f"Inconclusive {at}: {best.reason}."
+    if point is None:
+        return f"Nothing was measured {at}."
     measured = point.speedup
     if point.is_baseline:
         which = f", on target TP {point.target_tp}" if run.is_comparison else ""
@@ -297,7 +301,7 @@ def _runner_up(run: ReportedRun, best: Finding) -> str:
 
 def headline(run: ReportedRun, bests: list[Finding]) -> str:
     """The answer of the whole run, in a line."""
-    found = [best for best in bests if best.point is not None]
+    found = [best for best in bests if best.point is not None or best.is_open]
     if not found:
         return "No point was measured."
     if len(found) == 1:

@@ -125,7 +125,7 @@ def read_folder(path: Path) -> ReportedRun:
 def _intact(
     found: dict[str, Any], kind: type[SweepSummary | ComparisonSummary], notes: list[str]
 ) -> SweepSummary | ComparisonSummary:
-    """The summary in a document, without what is damaged: each such part gets a note."""
+    """The summary in a document, without its damaged parts. Each of these gets a note."""
     while True:
         try:
             return kind.model_validate(found)

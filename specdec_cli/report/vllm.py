@@ -40,7 +40,7 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     if found is None:
         return None
     notes = [*found.notes, *_in_place_of(run, bests)]
-    told = [answer(run, b) for b in bests if b.point is not None]
+    told = [answer(run, b) for b in bests if b.point is not None or b.is_open]
     return replace(found, recommendation=told, notes=notes)
 
 
@@ -64,7 +64,7 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding]) -> list[str]:
 
 
 def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
-    found = [b for b in bests if b.point is not None]
+    found = [b for b in bests if b.point is not None or b.is_open]
     if not found:
         return None
     decided = [b for b in found if not b.is_open]
@@ -77,7 +77,7 @@ def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None
             "speculative config."
         )
         if undecided:
-            note = f"Nothing was shown, so nothing is advised: {' '.join(undecided)}"
+            note = f"Nothing is advised: {' '.join(undecided)}"
         commands = _command(run, target, None, None), [note]
         return Deployment(None, None, *commands, sglang_command=_sglang(run, target, None))
     # vLLM runs one draft: that of the smallest batch, where speculation pays most.

@@ -180,7 +180,7 @@ class TintedText:
         self._pending.extend((character, accepted) for character in text)
 
     def show(self) -> None:
-        """Write the added text except for what is held back."""
+        """Write the added text except for its held-back end."""
         self._flush(len(self._pending) - self._hold)
 
     def end(self, num_cut: int) -> None:

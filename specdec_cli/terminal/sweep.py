@@ -3,6 +3,7 @@
 Computes only running means; `points` computes the results.
 """
 
+import math
 import sys
 import time
 from collections import defaultdict
@@ -72,7 +73,7 @@ class SweepLines(Watcher):
 
     def sample(self, key: Key, sample: Sample) -> None:
         self._done += 1
-        step = max(1, int(self._total * _LINE_EVERY))
+        step = max(1, math.ceil(self._total * _LINE_EVERY))
         if self._done // step > self._said and self._began is not None:
             self._said = self._done // step
             left = (time.monotonic() - self._began) / self._done * (self._total - self._done)
@@ -388,11 +389,11 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     """
     best: Best = document["best"]
     shown = best if best.k else best.fastest
-    if shown is None:
+    if shown is None or shown.k == 0:
         return None
     point = next(p for p in document["points"] if (p.k, p.draft) == (shown.k, shown.draft))
     rows = point.per_category
-    if len(rows) < 2 or point.k == 0:
+    if len(rows) < 2:
         return None
     with_draft = has_several_drafts(document["points"])
     name = one_line(f"category, {in_words(point.k, point.draft, with_draft=with_draft)}")

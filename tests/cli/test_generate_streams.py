@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.cli.generate_helpers import (
     Run,
     command,
     environment,
+    forked,
     generate,
     on_terminal,
     prompt_options,
@@ -130,18 +132,12 @@ def test_a_width_that_is_none(columns: str, monkeypatch: pytest.MonkeyPatch, run
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_output_to_a_full_disk() -> None:
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            command("generate", "--prompt", "x", *SHORT, "-q"),
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-        )
-    assert done.returncode == 5 and done.stderr.count("\n") == 1
-    assert done.stderr == "error: cannot write the result: No space left on device\n"
+    with open("/dev/full", "wb") as full, open(os.devnull, "rb") as empty, TemporaryFile() as err:
+        streams = (empty.fileno(), full.fileno(), err.fileno())
+        child = forked(["generate", "--prompt", "x", *SHORT, "-q"], streams, {})
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        err.seek(0)
+        assert err.read() == b"error: cannot write the result: No space left on device\n"
 
 
 # On a terminal

@@ -145,6 +145,7 @@ def test_profile_blocks(
     assert found.document["draft_cost"]["by_draft_tp"][0]["status"] == "ok"
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_sweep_over_kinds_of_drafts(
     head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -171,6 +171,7 @@ def test_the_pages_policy_follows_its_schedule(
     )
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_page_through_sweep_and_report(
     capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -193,6 +194,7 @@ def test_the_page_through_sweep_and_report(
     assert "echo" in page_text and "ngram" in page_text
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_pages_rule_through_sweep_and_report_stays_labelled(
     capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
 ) -> None:

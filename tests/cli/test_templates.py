@@ -203,6 +203,7 @@ def test_the_date_is_the_clocks_own_format(run: Run, tmp_path: Path, clock: Any)
     assert found == plain + now.strftime(formats)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_shards_of_two_days_are_merged(
     tmp_path: Path, clock: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,11 @@ def test_inconclusive_runs_advise_nothing(tmp_path: Path) -> None:
     assert card["Verdict"].startswith("inconclusive") and "Recommended" not in card
     assert "vLLM" not in card and "SGLang" not in card
     assert card["Would change it"] == (
-        "more evidence: about 240 prompts like these, some 12 quiet minutes"
+        "more evidence: about 240 prompts like these, about 13 quiet minutes"
     )
     found = content.deployment
     assert found is not None and found.speculative_config is None is found.rehearsal
-    assert found.notes[0].startswith("Nothing was shown, so nothing is advised")
+    assert found.notes[0].startswith("Nothing is advised: ")
     assert found.recommendation == [content.headline]
 
 
@@ -135,3 +136,36 @@ def test_sections_begin_with_their_conclusion_and_long_tables_are_folded(tmp_pat
     assert "with draft-1b a token takes" in plotless.partition("<details>")[0].lower()
     few = page(content_of(tmp_path / "few", "use"), [])
     assert "<details><summary>Every point" not in few and "table-results" in few
+
+
+def test_a_comparison_s_memory_is_that_of_its_pair(tmp_path: Path) -> None:
+    folder = tmp_path / "compare"
+    shutil.copytree(Path(__file__).parents[1] / "runs" / "compare", folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    pair = {"draft": None, "target_tp": 1, "draft_tp": 1}
+    other = COST | pair | {"draft_tp": 2, "draft_weight_bytes": 0}
+    for costs, told in (
+        ([other, COST | pair], "on a rank with a part of the draft, 2,048 MiB"),
+        ([other], ""),
+    ):
+        (folder / "summary.json").write_text(json.dumps(summary | {"memory": costs}))
+        assert dict(Content(read_folder(folder)).card).get("Memory", "").startswith(told)
+        assert told or "Memory" not in dict(Content(read_folder(folder)).card)
+
+
+def test_servers_do_not_tell_their_memory(tmp_path: Path) -> None:
+    folder = content_of(tmp_path, "use").run.path
+    recipe = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(recipe + "\nengine: {kind: vllm}\n")
+    assert dict(Content(read_folder(folder)).card)["Memory"].startswith("the servers' own")
+
+
+def test_a_sweep_that_compared_nothing_is_no_verdict_against_speculation(tmp_path: Path) -> None:
+    why = "nothing was compared with k = 0: k = 0 has no round"
+    best = {"k": None, "draft": None, "tied": [], "reason": why, "verdict": "inconclusive"}
+    content = content_of(tmp_path, "inconclusive", best_by_batch_size={"1": best})
+    assert content.headline == f"Inconclusive at batch size 1: {why}."
+    found = content.deployment
+    assert found is not None and found.speculative_config is None
+    assert found.notes == [f"Nothing is advised: {why}."]
+    assert why in page(content, [])

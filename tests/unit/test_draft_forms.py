@@ -376,6 +376,47 @@ def test_a_draft_whose_config_is_a_model_s_is_known_by_its_weights(
         assert said.code == ExitCode.ENVIRONMENT and "\n" not in said.message
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+
+
+@pytest.mark.parametrize("kind", ["fp8", "gguf"])
+def test_weights_without_a_use_are_told_in_every_format(kind: str, tmp_path: Path) -> None:
+    """Scales belong to what is used; another tensor is refused by its name."""
+    target = save_tiny(tmp_path / "target", "llama")
+    draft = save_tiny(tmp_path / "draft", "llama", num_hidden_layers=1)
+    stray = torch.ones(4, 4)
+    sets = {"target.model": str(target), "run.device": "cpu", "target.load_format": "dummy"}
+    if kind == "gguf":
+        gguf_files = pytest.importorskip("tests.gguf_files")
+        model = gguf_files.tiny_model("llama", num_hidden_layers=1)
+        for name, tensor in (("rope_freqs.weight", torch.ones(8)), ("blk.0.nextn.enorm", stray)):
+            file = tmp_path / f"{name}.gguf"
+            gguf_files.save_gguf(file, "llama", model, extra={name: tensor})
+            recipe = load_recipe(None, sets | {"draft.model": str(file)})
+            with pytest.raises(SetupError) as caught:
+                plan(recipe)
+            assert ("would not be used" in caught.value.message) is ("nextn" in name)
+            assert "nextn" not in name or name in caught.value.message
+        return
+    config = json.loads((draft / "config.json").read_text()) | {"quantization_config": FP8}
+    (draft / "config.json").write_text(json.dumps(config))
+    codes, scales = dict[str, Any](), dict[str, Any]()
+    for name, tensor in load_file(draft / "model.safetensors").items():
+        is_matrix = "_proj" in name
+        codes[name] = tensor.to(torch.float8_e4m3fn) if is_matrix else tensor
+        if is_matrix:
+            scales[f"{name}_scale_inv"] = torch.ones(
+                -(-tensor.shape[0] // 32), tensor.shape[1] // 32
+            )
+            scales[name.replace("weight", "input_scale")] = torch.ones(1)
+    recipe = load_recipe(None, sets | {"draft.model": str(draft)})
+    for extra in ({}, {"blend.gate": stray}):
+        save_file(codes | scales | extra, draft / "model.safetensors")
+        with pytest.raises(SetupError) as caught:
+            plan(recipe)
+        assert ("would not be used: blend.gate;" in caught.value.message) is bool(extra)
+
+
 def test_a_draft_without_safetensors_and_tokenizer_is_no_model(tmp_path: Path) -> None:
     target = save_tiny(tmp_path / "target", "llama")
     draft = save_tiny(tmp_path / "draft", "llama", num_hidden_layers=1)

@@ -144,7 +144,7 @@ def test_a_ratio_s_interval_is_paired() -> None:
     other = [x / 2 if i % 16 < 8 else x for i, x in enumerate(one)]
     low, high = ratio_interval(one, other) or (0.0, 0.0)
     assert low < sum(one) / sum(other) < high and low > 0.8
-    assert ratio_interval(one[:15], other[:15]) is None
+    assert ratio_interval(one[:15], other[:15]) is None and ratio_interval([], []) is None
 
 
 @pytest.fixture(scope="module")

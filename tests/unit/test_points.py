@@ -89,7 +89,7 @@ def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
 
 @pytest.mark.parametrize(
     ("status", "told"),
-    [("ok", "no text has a round"), ("failed", "no point with proposals could be measured")],
+    [("ok", "k = 0 has no round"), ("failed", "no point with proposals could be measured")],
 )
 def test_a_sweep_in_which_nothing_was_compared_concludes_nothing(status: str, told: str) -> None:
     """Texts that end with their first token, or points that fail, are no reason against a k."""
@@ -556,7 +556,7 @@ def test_a_draft_whose_gain_may_be_chance_is_not_the_choice() -> None:
 def test_no_speculation_with_several_drafts() -> None:
     _, best, _ = with_drafts({("a", 1): 0.9, ("b", 1): 1.02}, {("b", 1): 5.0})
     assert (best.k, best.draft, best.tied) == (0, None, [0, 1])
-    assert best.reason.startswith("nothing was shown: the fastest, k = 1 with draft b at 1.02x")
+    assert best.reason.startswith("the fastest, k = 1 with draft b at 1.02x")
     assert best.verdict == "inconclusive" and best.needed and best.needed.prompts > 100
     _, slow, _ = with_drafts({("a", 1): 0.9, ("b", 1): 0.95}, {})
     assert (slow.k, slow.verdict, slow.needed) == (0, "none", None)

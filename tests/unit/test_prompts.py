@@ -140,3 +140,18 @@ def test_conversations_that_cannot_be() -> None:
             as_conversations([replace(prompt, where="p.jsonl:3")], chat)
     with pytest.raises(UsageError, match="token ids cannot"):
         as_conversations([IDS], "auto", "s")
+
+
+def test_conversations_that_cannot_be_are_named_together_or_skipped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prompts = [replace(IDS, where=f"p.jsonl:{line}") for line in range(7)]
+    with pytest.raises(UsageError) as caught:
+        as_conversations([TEXT, *prompts], "on")
+    told = caught.value.message.splitlines()
+    assert [line[:9] for line in told[:5]] == [f"p.jsonl:{line}" for line in range(5)]
+    assert told[5:] == ["and 2 more bad prompts"]
+    (kept,) = as_conversations([*prompts, TEXT], "on", skip_bad=True)
+    assert kept.messages == (USER,) and "skipped 7 bad prompts" in caplog.text
+    with pytest.raises(UsageError):  # nothing is left
+        as_conversations(prompts, "on", skip_bad=True)

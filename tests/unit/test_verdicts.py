@@ -66,9 +66,9 @@ def test_as_many_prompts_as_are_called_for_decide(gain: float) -> None:
 def test_what_is_needed_in_words() -> None:
     assert needed_in_words(None, 5, is_disturbed=False) == ""
     told = needed_in_words(Needed(prompts=1834, minutes=61.2), 5, is_disturbed=False)
-    assert told == "; about 1,900 prompts like these would decide, in some 62 minutes"
+    assert told == "; about 1,900 prompts like these would decide, in about 62 minutes"
     again = needed_in_words(Needed(prompts=5, minutes=0.2), 5, is_disturbed=True)
-    assert again == "; the same prompts again would decide, in some 1 quiet minute"
+    assert again == "; the same prompts again would decide, in a quiet minute"
     two = needed_for(1.4, None, 2, 0.0, 4, is_disturbed=False)
     assert (two.prompts, two.minutes) == (32, None), "fewer have no interval to speak of"
 

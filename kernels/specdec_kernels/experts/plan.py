@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-FEW_TOKENS = 16  # that a plan can have; tiles exist for so many
+FEW_TOKENS = 16  # most tokens of a plan; tiles exist for this many
 
 
 def are_few(num_rows: int, num_chosen: int, num_experts: int) -> bool:
@@ -20,7 +20,7 @@ def are_few(num_rows: int, num_chosen: int, num_experts: int) -> bool:
 
 
 class ExpertPlan(NamedTuple):
-    """The chosen experts, in ascending order; P = min(E, T * C) slots, of which some are unused."""
+    """The chosen experts in ascending order, in P = min(E, T * C) slots. Some slots are unused."""
 
     used: Tensor
     """[1] int32, slots in use. What follows is undefined in the others."""

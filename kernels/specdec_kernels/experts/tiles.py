@@ -6,7 +6,7 @@ from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.linear.tiles import SCRATCH
 from specdec_kernels.tiles import Case, first_fit
 
-MANY_TOKENS = 512  # at most so many are grouped; more are sorted for the library
+MANY_TOKENS = 512  # most tokens that are grouped; more are sorted for the library
 
 
 class ExpertTiles(NamedTuple):

@@ -22,7 +22,7 @@ from specdec_kernels.gpu import (
 from specdec_kernels.linear.tile_tables import TABLES, Tiles
 from specdec_kernels.tiles import first_fit, table_for
 
-FEW_ROWS = 64  # every table has tiles for so many rows; their norms are part of the products
+FEW_ROWS = 64  # every table has tiles for 1 to this many rows; their norms are part of the products
 WASTE = 1.25  # a partial last wave matters if ceil(waves) is at least this times waves
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 

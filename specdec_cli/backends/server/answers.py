@@ -35,7 +35,7 @@ def answered(answer: Answer) -> bool:
 
 
 def num_tokens(answer: Answer) -> int:
-    """Output tokens, by ids or else by usage."""
+    """The number of output tokens: of the ids, or by `usage` where there are none."""
     return len(answer.reading.token_ids) or answer.reading.usage or 0
 
 

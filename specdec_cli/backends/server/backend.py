@@ -1,4 +1,4 @@
-"""Servers as a backend: what the recipe needs on this side, which is a tokenizer alone.
+"""Servers as a backend. On this side a recipe needs a tokenizer alone.
 
 Imports of tokenizers wait inside functions.
 """
@@ -264,7 +264,7 @@ class ServerBackend:
         return 0
 
     def free_memory(self, plan: Prepared) -> None:
-        """Nothing is held."""
+        """Do nothing: the memory is the server's."""
 
 
 def _refuse_unsent(facts: ServerFacts, recipe: Recipe) -> None:

@@ -60,8 +60,8 @@ def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
 def chunks_tell(sizes: Sequence[Sequence[int]], k: int, drafts: int, accepted: int) -> bool:
     """Whether chunks are rounds, by the counters of all requests.
 
-    sizes: of each request's chunks after its first. drafts, accepted: as counted, of which the last
-    round of each may have accepted tokens beyond its text.
+    sizes: of each request's chunks after its first. drafts, accepted: as counted. The last round
+    of a request may have accepted tokens beyond its text.
     """
     every = [size for own in sizes for size in own]
     seen = sum(size - 1 for size in every)

@@ -17,7 +17,7 @@ from specdec_cli.text import one_line
 
 
 def address(text: str, option: str) -> str:
-    """The address of a server, without a path. Raises `UsageError` for what is none."""
+    """The address of a server, without a path. Raises `UsageError` for any other text."""
     try:
         parts = urlsplit(text.strip())
         host, _ = parts.hostname, parts.port
@@ -82,7 +82,7 @@ async def look_at(
 
 
 def _sglang_k(info: Mapping[str, Any]) -> int:
-    """Steps of the draft; n-grams have only a number of tokens, of which one is the target's."""
+    """Steps of the draft. N-grams tell a number of tokens, and one of them is the target's."""
     if info["speculative_algorithm"] is None:
         return 0
     steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))

@@ -28,7 +28,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself.
+    """Facts that a server tells of itself.
 
     k: None where it does not tell. model: the name to ask for. incremental: whether chunks of
     SGLang hold new tokens alone.
@@ -46,7 +46,7 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a server says about the rounds of one request, unchecked.
+    """A server's account of the rounds of one request, unchecked.
 
     histogram: rounds by proposals accepted. accepted, proposed: by round in order, if it tells.
     """
@@ -61,7 +61,7 @@ class Details:
 
 @dataclass(slots=True)
 class Reading:
-    """What one attempt has read so far. usage: output tokens as the server counts them."""
+    """The answer that one attempt has read so far. usage: output tokens by the server's count."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

@@ -18,7 +18,7 @@ from specdec_cli.text import inert
 HOST = "127.0.0.1"
 _LAST_LINES = 5
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
-_SLACK_S = 20.0  # beyond the stop's own limit, for what is killed to be gone
+_SLACK_S = 20.0  # beyond the stop's own limit, until killed processes are gone
 
 
 class Process:
@@ -65,7 +65,7 @@ class Process:
 
     @property
     def written(self) -> str:
-        """What it has written to its log."""
+        """The text of its log so far."""
         with self._log.open("rb") as file:
             file.seek(self._from)
             return file.read().decode(errors="replace")

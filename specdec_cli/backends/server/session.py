@@ -216,7 +216,7 @@ class ServerSession:
 def _with_common(
     found: list[Finished], of_all: Counted | None, remarks: set[str]
 ) -> list[Finished]:
-    """The answers, of which the last that is one has the counts and the warnings of all."""
+    """The answers. The last good one has the counts and the warnings of all."""
     place = next((i for i in reversed(range(len(found))) if found[i].error is None), None)
     if place is not None and (served := found[place].served) is not None:
         codes = (*served.remarks, *sorted(remarks))

@@ -202,7 +202,7 @@ def available_memory() -> int:
 
 
 def _group_number(file: str, key: str | None = None) -> int | None:
-    """A number of this process's control group (version 2, as containers see theirs)."""
+    """A number from a file of this process's control group, version 2."""
     try:
         with open(f"{_CGROUP}/{file}", encoding="ascii") as lines:
             for line in lines:

@@ -128,7 +128,7 @@ def empty_gpu(total_bytes: int, num_ranks: int) -> Machine:
 
 
 def host_of(total_bytes: int, num_ranks: int) -> Machine:
-    """A CPU's host that may hold so many bytes; all ranks are on it."""
+    """A CPU's host with `total_bytes` of memory; all ranks are on it."""
     share = total_bytes // num_ranks
     return Machine("cpu", share, 0, share, is_limit=True)
 
@@ -187,7 +187,7 @@ def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
 
 
 def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    """Memory of the method, and of changes of logits."""
+    """Bytes of the method's own buffers, and of those that change logits."""
     changed = _changes_bytes(plan, need)
     if not plan.k:
         return changed

@@ -95,7 +95,7 @@ class ComparisonRecords:
     points: list[Point] = field(default_factory=list)
 
     def load(self, folder: RunFolder) -> None:
-        """Take over what a folder holds, in place of what is known."""
+        """Replace these records by those of a folder."""
         self.kept = SweepRecords(folder)
         self.kept.load(folder.path, self.settings)
         self.points = list(self.kept.points.values())
@@ -129,7 +129,7 @@ class ComparisonRecords:
         return [point for point in self.points if self.kept.add_point(point)]
 
     def _points(self) -> list[Point]:
-        """Points of pairs that ran, failed or were skipped, and of plain decoding beside them."""
+        """Points of all pairs and of their plain decoding: measured, failed or skipped."""
         found: list[Point | None] = []
         for target_tp in self.settings.target_tps:
             pairs = [p for p in self.settings.pairs if p.target_tp == target_tp]

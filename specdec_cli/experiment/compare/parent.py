@@ -11,9 +11,11 @@ from specdec_cli.experiment.compare.comparison_plan import ComparisonPlan
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.verdict import verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
+from specdec_cli.experiment.duration import own_plan
 from specdec_cli.experiment.folders.conclusions import VERSION, Tokens
 from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.measure import Watcher
+from specdec_cli.experiment.memory import memory_cost
 from specdec_cli.experiment.points import Failure, error_of
 from specdec_cli.experiment.statistics.noise import disturbances, impossible_speeds, noise_in
 from specdec_cli.experiment.statistics.promise import tokens_notice
@@ -117,6 +119,11 @@ def conclusion(
         "comparison": plan.settings.in_document(),
         "points": records.points,
         **verdict,
+        "memory": [
+            memory_cost(own_plan(plan.job), plan.job.longest_prompt, where, pair)
+            for pair in plan.settings.pairs
+            if pair in kept.facts
+        ],
         "pairs": [kept.facts[pair] for pair in plan.settings.pairs if pair in kept.facts],
         "warnings": said,
     }

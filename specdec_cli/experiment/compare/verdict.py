@@ -221,7 +221,7 @@ def _name(point: Point) -> str:
 
 
 def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
-    """The comparison in words of the best with the next best at its target TP, stage by stage."""
+    """The best pair compared with the next best at its target TP in words, stage by stage."""
     ours, theirs = _metrics(best), _metrics(rival)
     name = f"draft TP {rival.draft_tp}"
     faster = _round_ms(theirs) - _round_ms(ours)

@@ -58,7 +58,7 @@ class Arm(Record):
 
 
 class Fastest(Arm):
-    """The fastest point, whose draft counts at k = 0 too. speedup: measured, else predicted."""
+    """The fastest point. speedup: measured, else predicted."""
 
     speedup: Figure = None
 
@@ -133,7 +133,7 @@ class BestPair(Record):
 class MemoryCost(Record):
     """The memory of a draft beside its target, on one rank. Weights in bytes, caches in bytes a
     token. longest_tokens: of a sequence of the run. device_bytes: of a GPU's memory that the recipe
-    lets the run use; None on a CPU."""
+    lets the run use; None on a CPU. target_tp, draft_tp: in comparisons, which name no draft."""
 
     draft: Name | None
     target_weight_bytes: Count
@@ -142,6 +142,8 @@ class MemoryCost(Record):
     draft_token_bytes: float
     longest_tokens: Count
     device_bytes: Count | None = None
+    target_tp: Count | None = None
+    draft_tp: Count | None = None
 
 
 class CategoryComparison(Record):
@@ -238,6 +240,7 @@ class Summary(Record):
     points: list[Point] = Field(default_factory=list)
     tokens: Tokens | None = None
     lossless_check: CheckResult | None = None
+    memory: list[MemoryCost] = Field(default_factory=list)
     warnings: list[Annotated[InstanceOf[Notice], BeforeValidator(_notice)]] = Field(
         default_factory=list
     )
@@ -264,7 +267,6 @@ class SweepSummary(Summary):
     best_by_request_rate: dict[Name, Best] = Field(default_factory=dict)
     crossover: Crossover | None = None
     comparisons: list[Comparison] = Field(default_factory=list)
-    memory: list[MemoryCost] = Field(default_factory=list)
 
     def method_of(self, draft: str | None) -> str | None:
         """The method of a draft's own section in a sweep of several; else None."""

@@ -31,7 +31,7 @@ class GenerateSettings(RunSettings):
 
 @dataclass(slots=True)
 class Kept:
-    """A run's folder, on rank 0 only, what is done already, and warnings that belong to it."""
+    """A run's folder (on rank 0 only), its finished samples, and its warnings."""
 
     folder: RunFolder | None = None
     done: Mapping[int, Sample] = field(default_factory=dict)

@@ -50,7 +50,7 @@ class Pair:
 
     @classmethod
     def of(cls, found: "Key | Point | Sample | PairFacts") -> "Pair":
-        """The pair of what has one; a draft TP of 0 stands for k = 0."""
+        """The pair of a record. A draft TP of 0 stands for k = 0."""
         return cls(found.target_tp or 0, found.draft_tp or 0)
 
     def __str__(self) -> str:
@@ -423,6 +423,11 @@ class Point(Record):
     num_retries: Count = 0
     load: Load | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """As written: k = 0 is of no draft, whatever arm it was measured with."""
+        found = super().as_dict()
+        return found | {"draft": None} if self.k == 0 and "draft" in found else found
+
     @property
     def is_ok(self) -> bool:
         return self.status == "ok"
@@ -563,7 +568,7 @@ def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
 
 
 def parsed(line: bytes, kind: type[R]) -> R | str:
-    """The record in a line, or a description of what is wrong; "" if it is no JSON object."""
+    """The record in a line, or its error in words; "" if it is no JSON object."""
     return checked(json_of(line), kind)
 
 
@@ -576,7 +581,7 @@ def json_of(text: bytes | str) -> Any:
 
 
 def checked(found: object, kind: type[R]) -> R | str:
-    """The record in a value read from JSON, or a description of what is wrong."""
+    """The record in a value read from JSON, or its error in words."""
     if not isinstance(found, dict):
         return ""
     try:

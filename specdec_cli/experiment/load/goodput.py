@@ -68,12 +68,11 @@ def _reach(means: Sequence[float]) -> float:
 def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] | None:
     """The interval of a ratio of two means over the same requests, such as times at two k, by the
     linearised difference of each block; None for too few requests."""
+    if len(one) < FEWEST:
+        return None
     upper, lower = float(np.mean(one)), float(np.mean(other))
     pairs = zip(block_means(one), block_means(other), strict=True)
-    away = [a / upper - b / lower for a, b in pairs]
-    if not away:
-        return None
-    reach = float(np.exp(_reach(away)))
+    reach = float(np.exp(_reach([a / upper - b / lower for a, b in pairs])))
     return [upper / lower / reach, upper / lower * reach]
 
 

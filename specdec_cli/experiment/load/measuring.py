@@ -49,9 +49,11 @@ def measure_at_rate(
         prompt = job.prompts[number % len(job.prompts)]
         own = found[number]
         made = sample_of(key, prompt.category, [own], params.max_new_tokens, peak_memory())
-        update: dict[str, object] = {"index": prompt.index, "request": number, "counted": None}
-        update["due"] = own.arrived_at - due[0]
-        samples.append(made.model_copy(update=update | _from_due(own)))
+        update: dict[str, object] = {"index": prompt.index, "request": number}
+        update |= {"due": own.arrived_at - due[0], **_from_due(own)}
+        if made.counted is not None:
+            update["counted"] = None
+        samples.append(made.model_copy(update=update))
     last = next((n for n in reversed(range(len(samples))) if samples[n].could_run), None)
     if last is not None:
         samples[last] = _with_common(samples[last], list(found.values()))
@@ -72,9 +74,8 @@ def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
     counted = next((one.counted for one in served if one.counted is not None), None)
     if sample.engine is None or sample.engine.acceptance_source != "counters":
         counted = None
-    return sample.model_copy(
-        update={"counted": counted, **given(remarks=[*sample.remarks, *remarks] or None)}
-    )
+    every = [*sample.remarks, *remarks] or None
+    return sample.model_copy(update=given(counted=counted, remarks=every))
 
 
 def _from_due(own: Finished) -> dict[str, object]:

@@ -50,7 +50,7 @@ def needed_for(
 
 
 def needed_in_words(needed: Needed | None, count: int, *, is_disturbed: bool) -> str:
-    """`; about 60 prompts like these would decide, in some 4 minutes`; "" if nothing is needed.
+    """`; about 60 prompts like these would decide, in about 4 minutes`; "" if nothing is needed.
 
     count: of the prompts that were measured.
     """
@@ -61,9 +61,14 @@ def needed_in_words(needed: Needed | None, count: int, *, is_disturbed: bool) ->
         which = "the same prompts again"
     time = ""
     if needed.minutes is not None:
-        quiet, minutes = "quiet " if is_disturbed else "", _rounded(math.ceil(needed.minutes))
-        time = f", in some {minutes:,} {quiet}minute{'s' if minutes > 1 else ''}"
+        time = f", in {minutes_in_words(needed.minutes, is_quiet=is_disturbed)}"
     return f"; {which} would decide{time}"
+
+
+def minutes_in_words(minutes: float, *, is_quiet: bool) -> str:
+    """`about 12 quiet minutes`, or `a minute`."""
+    count, quiet = _rounded(math.ceil(minutes)), "quiet " if is_quiet else ""
+    return f"about {count:,} {quiet}minutes" if count > 1 else f"a {quiet}minute"
 
 
 def _rounded(count: int) -> int:

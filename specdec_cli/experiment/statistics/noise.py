@@ -254,7 +254,7 @@ _WEIGHT = 0.01  # least share of a point's time
 # Share of the repeats that are outliers on a system at rest: 0 to 1.4 % in those sweeps. If they
 # were independent, two repeats of one prompt would both be outliers in 4 of 10,000 prompts.
 _SELDOM = 0.02
-_CHANCE = 0.001  # that so many are found where the share is `_SELDOM`
+_CHANCE = 0.001  # chance of as many outliers where their share is `_SELDOM`
 
 
 @dataclass(frozen=True, slots=True)

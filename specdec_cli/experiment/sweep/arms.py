@@ -86,8 +86,8 @@ class Arms:
     def _or_failure(self, job: Job, load: Callable[[], Session | None]) -> Session | None:
         """The result of `load`; None where an arm among several cannot be loaded.
 
-        Raises if it is the only arm, or one of several ranks: a rank may fail alone, since ranks
-        without a part of the draft do not.
+        Raises if it is the only arm, and with several ranks: a rank with a part of the draft may
+        fail while the others do not.
         """
         self.begin("loading models")
         self.world.loading()

@@ -215,7 +215,7 @@ def _at_rates(
 def gains_of(
     settings: SweepSettings, records: SweepRecords, points: Sequence[Point], batch_size: int
 ) -> Gains:
-    """The speed-ups that compare the points of one batch size; predicted ones in such a sweep."""
+    """The speed-ups of one batch size's points, predicted ones in a sweep of predictions."""
     if not any(point.status == "skipped" for point in points):
         return measured_gains(points, records.samples)
     forecasts = {d: forecasts_of(settings, records, d, batch_size) for d in settings.drafts}

@@ -24,6 +24,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
         for b, rate in s.levels
         for key in s.keys(b, s.ks, rate)
     ]
+    times = "once" if repeats == 1 else f"{repeats} times"
     size = f"batch sizes: {', '.join(map(str, s.batch_sizes))}"
     if s.offered is not None:
         rates = ", ".join(map(rate_in_words, s.offered.rates))
@@ -38,7 +39,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
         f"prompts: {plan.num_prompts}"
         + (f" (shard {s.shard[0]}/{s.shard[1]} of {s.prompts['count']})" if s.shard else "")
         + f", the longest of {longest} tokens",
-        f"points: {len(points)}, samples: {plan.num_samples}, each measured {repeats} times",
+        f"points: {len(points)}, samples: {plan.num_samples}, each measured {times}",
         f"tokens to write: at most {written * repeats:,}",
     ]
     jobs = dict(zip(s.drafts, plan.jobs, strict=True))

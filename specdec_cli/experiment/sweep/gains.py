@@ -89,9 +89,11 @@ def seconds_of(
 
 def _why_not_compared(points: Sequence[Point]) -> str:
     """The reason why no point with proposals has a speed-up."""
+    if any(p.impossible_speedup is not None for p in points):
+        return "the times were disturbed so much that no speculation could explain the ratios"
     if any(p.k and p.status == "ok" for p in points):
         return (
-            "no text has a round, since each ends with its first token (--max-new-tokens, "
+            "k = 0 has no round, since each text ends with its first token (--max-new-tokens, "
             "sampling.ignore_eos)"
         )
     return "no point with proposals could be measured"

@@ -54,8 +54,10 @@ def recommend(
         tied=sorted(same_draft),
         reason=why + needed_in_words(needed, len(gains.prompts), is_disturbed=is_disturbed),
         speedup=gains.value(chosen),
-        fastest=Fastest(k=fastest.k, draft=fastest.draft, speedup=gains.value(fastest)),
-        tied_points=[Arm(k=p.k, draft=p.draft) for p in tied],
+        fastest=Fastest(
+            k=fastest.k, draft=fastest.draft if fastest.k else None, speedup=gains.value(fastest)
+        ),
+        tied_points=[Arm(k=p.k, draft=p.draft if p.k else None) for p in tied],
         significant=verdict == "use",
         verdict=verdict,
         needed=needed,
@@ -106,7 +108,7 @@ def _smallest_with_draft_of(
 
 def has_several_drafts(points: Sequence[Point]) -> bool:
     """Whether points are of several drafts, so that k alone does not name one."""
-    return len({p.draft for p in points}) > 1
+    return len({p.draft for p in points if p.k}) > 1
 
 
 def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
@@ -148,12 +150,16 @@ class _Choice:
         which, leader = (
             in_words(p.k, p.draft, with_draft=self.with_draft) for p in (chosen, fastest)
         )
-        none = "nothing was shown" if self.is_open else "no speculation"
+        none = "" if self.is_open else "no speculation: "
         if fastest.k == 0:
-            doubt = ", but one may be" if self.is_open else ""
-            return f"{none}: no k is faster than k = 0{over}{doubt}"
+            ends = [
+                e for p in self.gains.points if p.k and (e := self.gains.interval(p)) is not None
+            ]
+            is_possible = not ends or any(high > 1.0 for _, high in ends)
+            doubt = ", but one may be" if self.is_open and is_possible else ""
+            return f"{none}no k is faster than k = 0{over}{doubt}"
         if chosen.k == 0:
-            return f"{none}: the fastest, {leader} at {gain}, is not faster beyond chance"
+            return f"{none}the fastest, {leader} at {gain}, is not faster beyond chance"
         if chosen is fastest:
             found = f"{which} is the fastest, {gain}"
             if least_tied < chosen.k:

@@ -8,11 +8,9 @@ from typing import Any
 from specdec_cli.errors import ExitCode, Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders import settings_file
-from specdec_cli.experiment.folders.conclusions import MemoryCost
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
-from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.experiment.sweep.runner import Sweep
 from specdec_cli.experiment.sweep.starts import StartedSweep
@@ -86,32 +84,17 @@ def finish(
         failures=sweep.failures.values(),
         check=sweep.check.result if sweep.check is not None else None,
     )
-    document["memory"] = [cost for job in plan.jobs for cost in _memory_of(job, where)]
+    if plan.jobs[0].backend.is_native:
+        # Both import torch, which merging does without.
+        from specdec_cli.experiment.duration import own_plan
+        from specdec_cli.experiment.memory import memory_cost
+
+        document["memory"] = [
+            memory_cost(own_plan(job), job.longest_prompt, where) for job in plan.jobs
+        ]
     if records.folder is not None:
         records.folder.write("summary.json", to_json(document) + "\n")
     return document, code
-
-
-def _memory_of(job: Job, where: dict[str, Any]) -> list[MemoryCost]:
-    """The memory of a job's draft; nothing for another engine's, which has its own."""
-    from specdec_cli.engine.plan import Plan, block_bytes_of  # torch, which merging does without
-
-    if not isinstance(plan := job.plan, Plan):
-        return []
-    size, whole = plan.recipe.cache.block_size, where.get("gpu_memory_bytes")
-    target, draft = (bytes_of / size for bytes_of in block_bytes_of(plan))
-    usable = None if whole is None else int(whole * plan.recipe.cache.gpu_memory_utilization)
-    return [
-        MemoryCost(
-            draft=plan.proposer,
-            target_weight_bytes=plan.target.weight_bytes,
-            draft_weight_bytes=plan.draft.weight_bytes if plan.draft is not None else 0,
-            target_token_bytes=target,
-            draft_token_bytes=draft,
-            longest_tokens=job.longest_prompt + plan.recipe.sampling.max_new_tokens,
-            device_bytes=usable,
-        )
-    ]
 
 
 def _earlier_clock(path: Path) -> SweepClock:

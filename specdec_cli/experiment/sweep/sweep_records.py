@@ -83,8 +83,9 @@ class SweepSettings(RunSettings):
         return [key for b, rate in self.levels for key in self.keys(b, self.measured_ks, rate)]
 
     def misfit(self, record: Record) -> str | None:
-        is_baseline = self.shares_baseline and getattr(record, "k", None) == 0
-        drafts = (None,) if is_baseline else self.drafts
+        drafts: tuple[str | None, ...] = self.drafts
+        if getattr(record, "k", None) == 0:
+            drafts = (None,) if self.shares_baseline else (None, *drafts)
         rates = {rate for _, rate in self.levels}
         return self.misfit_in(
             record, draft=drafts, k=self.ks, batch_size=self.batch_sizes, request_rate=rates
@@ -171,9 +172,10 @@ class SweepRecords:
 
     def add_point(self, point: Point) -> bool:
         """Add a point if it changed, and tell. A retried point has a second line."""
-        has_changed = self.points.get(Key.of(point)) != point
+        kept = _as_kept(point)
+        has_changed = self.points.get(Key.of(kept)) != kept
         if has_changed:
-            self.add(point)
+            self.add(kept)
         return has_changed
 
     def enter(self, record: Record) -> None:
@@ -188,9 +190,15 @@ class SweepRecords:
             case CurvePart():
                 self.costs[Key.of(record)][record.part] = record
             case Point():
-                self.points[Key.of(record)] = record
+                kept = _as_kept(record)
+                self.points[Key.of(kept)] = kept
             case PairFacts():
                 self.facts[Pair.of(record)] = record
+
+
+def _as_kept(point: Point) -> Point:
+    """The point as its line has it: k = 0 is of no draft, also in folders of earlier versions."""
+    return point if point.k else point.model_copy(update={"draft": None})
 
 
 _FILES: dict[type[Record], str] = {

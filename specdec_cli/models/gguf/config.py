@@ -29,7 +29,7 @@ _TEXT_ONLY = {"gemma3": "gemma3_text"}
 # are told by their number of layers, since no key says so.
 _OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _PLAIN = {"F32": None, "F16": "float16", "BF16": "bfloat16"}
-_SIGMOID = 2  # the number of a way to score experts
+_SIGMOID = 2  # the number that files give to scoring experts by a sigmoid
 _ROTARY_FACTORS = "rope_freqs.weight"
 
 

@@ -128,7 +128,7 @@ class _HeaderReader:
         return struct.unpack(form, self.take(struct.calcsize(form), what))
 
     def fits(self, count: int, least: int, what: str, most: int | None = None) -> None:
-        """Check a count of things that each take so many bytes at least."""
+        """Check the count of items against the bytes that each takes at least."""
         if count * least > self.size - self.at:
             raise ValueError(f"it says that it has {count} {what}, more than its bytes can hold")
         if most is not None and count > most:

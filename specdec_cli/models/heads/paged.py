@@ -66,7 +66,7 @@ class PagedHead:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Zero the cache and what is carried."""
+        """Zero the cache and the carried hidden states."""
         self.cache.clear()
         self.carry.zero_()
 
@@ -99,7 +99,7 @@ class PagedHead:
         return Results()
 
     def _written(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, H] of true rows, of which each sequence's last is carried."""
+        """Hidden states [T, H] of true rows. The last one of each sequence is carried."""
         hidden = self._run(batch, self.head.fuse(features)).hidden
         if self.head.config.carries:
             # Block 0 takes what nobody reads, that of rows without a sequence.

@@ -11,7 +11,7 @@ from specdec_cli.recipe.fields import NUMBER, Probability, Section
 
 
 class SyntheticKeys(Section):
-    """The keys of synthetic acceptance, of which a recipe with that rule needs one."""
+    """The keys of synthetic acceptance. A recipe with that rule needs one of them."""
 
     synthetic_acceptance_rates: tuple[Probability, ...] | None = Field(
         default=None, description="chance that position i is accepted, at least k of them, falling"

@@ -1,4 +1,4 @@
-"""How far predicted speed-ups are from measured ones."""
+"""Drawing of predicted speed-ups beside measured ones."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -31,7 +31,7 @@ class Judged(NamedTuple):
 
 
 class MarkovHead:
-    """Both heads of a drafter, of which it may have one alone. Every rank holds them whole."""
+    """The Markov and the confidence head of a drafter, or one of them, whole on every rank."""
 
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor]) -> None:
         self.config = config

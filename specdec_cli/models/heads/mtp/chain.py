@@ -30,7 +30,7 @@ class MtpChain:
             one.use(cache)
 
     def clear(self) -> None:
-        """Zero the cache and what is carried."""
+        """Zero the cache and the carried hidden states."""
         for one in self.heads:
             one.clear()
 
