@@ -66,9 +66,11 @@ def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
             f"draft.share: {other[0]}: {place.spec.name} borrows what it lacks by itself",
             "leave it out",
         )
-    if place.spec.weights == "stored" and place.spec.name != place.target.spec.name:
+    wanted = place.spec.weights
+    if wanted in ("stored", "fp8") and place.spec.name != place.target.spec.name:
         raise UsageError(
-            f"draft.weights: stored does not suit {place.spec.name}: heads have plain weights"
+            f"draft.weights: {wanted} does not suit {place.spec.name}: heads run on plain weights",
+            "leave it out: those of a quantised checkpoint are dequantised",
         )
     return method.describe(place)
 

@@ -11,6 +11,7 @@ from specdec_cli.core.types import Request, Sequence
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
+from specdec_cli.errors import UsageError
 from specdec_cli.recipe import load_recipe
 from tests.engine.test_demo_pair import prompts
 
@@ -29,6 +30,13 @@ def seqs_of(draft: str, *lengths: int) -> list[list[Sequence]]:
     asked = [Request(i, tuple(planned.tokenizer.encode(p))) for i, p in enumerate(prompts()[2:9:6])]
     engine = build(planned, max(len(request.token_ids) for request in asked))
     return [engine.run(asked, k, planned.params).seqs for k in lengths]
+
+
+@pytest.mark.parametrize("weights", ["stored", "fp8"])
+def test_heads_run_on_plain_weights(weights: str) -> None:
+    keys = {"draft.model": "demo:mtp", "draft.weights": weights, "run.device": "cpu"}
+    with pytest.raises(UsageError, match=f"draft.weights: {weights} does not suit demo:mtp"):
+        plan(load_recipe(None, keys))
 
 
 def undone(source: Path, folder: Path) -> str:

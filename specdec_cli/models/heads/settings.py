@@ -44,10 +44,13 @@ class HeadSettings:
         """The settings of matrices that are stored in few bits; None for plain ones."""
         if not (found := self.raw.get("quantization_config")):
             return None
-        method = found.get("quant_method") if isinstance(found, dict) else found
+        if not isinstance(found, dict):
+            raise self.bad("quantization_config", found, "it has to be a mapping")
+        method = found.get("quant_method")
         if not isinstance(method, str) or method not in FORMATS:
-            raise self.bad("quantization_config", method, f"{', '.join(sorted(FORMATS))} are built")
-        return dict(found)
+            told = f"{', '.join(sorted(FORMATS))} are built"
+            raise self.bad("quantization_config.quant_method", method, told)
+        return found
 
     def layers(self) -> Any:
         """transformers' config of the layers."""
