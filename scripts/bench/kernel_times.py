@@ -60,8 +60,8 @@ def error_of(actual: Tensor, expected: Tensor) -> float:
 class Bench:
     """Random tensors of one dtype, and the table rows measured with them."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, in_fp8: bool = False) -> None:
+        self.dtype, self.in_fp8 = dtype, in_fp8
         self.rows: list[Row] = []
 
     def normal(self, *size: int, scale: float = 1.0) -> Tensor:
@@ -167,7 +167,7 @@ class Bench:
         self.rows.append(Row("ngram lookup", sequences, context, time, 4 * history.numel()))
 
     def attention(self, name: str, model: Model, batch: "Batch") -> None:
-        size = batch.cache_bytes(model, self.dtype)
+        size = batch.cache_bytes(model, ops.FP8 if self.in_fp8 else self.dtype)
         copies = max(2, min(16, int(4 * L2_BYTES / size) + 1))
         caches = [self.cache(model, batch) for _ in range(copies)]
         width = (model.heads + 2 * model.kv_heads) * model.head_dim
@@ -198,7 +198,11 @@ class Bench:
 
     def cache(self, model: Model, batch: "Batch") -> ops.LayerCache:
         shape = (batch.num_blocks, BLOCK_SIZE, model.kv_heads, model.head_dim)
-        return ops.LayerCache(self.normal(*shape), self.normal(*shape))
+        pools = [self.normal(*shape) for _ in range(2)]
+        if not self.in_fp8:
+            return ops.LayerCache(*pools)
+        scales = torch.ones(2, model.kv_heads, device="cuda")
+        return ops.LayerCache(*(pool.to(ops.FP8) for pool in pools), scales)
 
     def rotation(self, model: Model, batch: "Batch") -> tuple[Tensor, Tensor]:
         power = torch.arange(0, model.head_dim, 2, device="cuda") / model.head_dim
@@ -230,7 +234,9 @@ class Bench:
             weights = list(zip(layers, caches, strict=True))
             hidden = self.normal(batch.rows, width)
             rotation = self.rotation(model, batch)
-            moved = weight_bytes + model.layers * batch.cache_bytes(model, self.dtype)
+            moved = weight_bytes + model.layers * batch.cache_bytes(
+                model, ops.FP8 if self.in_fp8 else self.dtype
+            )
             arguments = (hidden, weights, head, norm, batch, rotation)
             forwards = [
                 lambda _, *, attend=attend, arguments=arguments: fused_pass(attend, *arguments)
@@ -246,7 +252,7 @@ class Bench:
                 Row(f"{name} pass {size}", batch.rows, batch.context, whole, moved, library)
             )
             # The cost of attention per layer between other kernels, with which it overlaps.
-            read = batch.cache_bytes(model, self.dtype)
+            read = batch.cache_bytes(model, ops.FP8 if self.in_fp8 else self.dtype)
             for kernel, time, num_bytes in (
                 ("attention", whole, read),
                 ("copy", copying, 0),
@@ -298,27 +304,29 @@ class Batch:
     def expected(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: ops.LayerCache) -> Tensor:
         """The result of the function's reference on the CPU, in fp64."""
         tensors = [t.cpu().double() for t in (qkv, cos, sin)]
-        wide = ops.LayerCache(cache.keys.cpu().double(), cache.values.cpu().double())
+        wide = ops.LayerCache(*(None if t is None else t.cpu() for t in cache))
+        if cache.scales is None:
+            wide = ops.LayerCache(wide.keys.double(), wide.values.double())
         indices = (self.slots, self.block_tables, self.query_start, self.context_lens)
         call = ops.AttentionCall(cos.shape[1] ** -0.5)
         out = ops.rope_attention(*tensors, wide, *(t.cpu() for t in indices), self.queries, call)
         return out.cuda()
 
 
-Layer = tuple[list[Tensor], tuple[Tensor, Tensor]]
+Layer = tuple[list[Tensor], ops.LayerCache]
 
 
-Attend = Callable[[Batch, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]], Tensor]
+Attend = Callable[[Batch, Tensor, tuple[Tensor, Tensor], ops.LayerCache], Tensor]
 
 
 def attended(
-    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: ops.LayerCache
 ) -> Tensor:
     return batch.attend(qkv, *rotation, cache)
 
 
 def untouched(
-    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: ops.LayerCache
 ) -> Tensor:
     """A replacement of attention without a kernel: a view of the projection's output."""
     width = qkv.shape[1] - 2 * cache[0].shape[2] * cache[0].shape[3]
@@ -326,7 +334,7 @@ def untouched(
 
 
 def copied(
-    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: ops.LayerCache
 ) -> Tensor:
     """A replacement of attention that only copies."""
     numbers = untouched(batch, qkv, rotation, cache)
@@ -345,13 +353,14 @@ def copy_kernel(numbers_ptr, out_ptr, numbers, COUNT: tl.constexpr):
 
 
 def reading(
-    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: ops.LayerCache
 ) -> Tensor:
     """A replacement of attention that reads the cache before it waits, and copies."""
     numbers = untouched(batch, qkv, rotation, cache)
     out = torch.empty_like(numbers)
+    pools = [pool.view(torch.int8) if pool.dtype == ops.FP8 else pool for pool in cache[:2]]
     read_kernel[(READERS,)](
-        *(*cache, numbers, out, cache[0].numel(), numbers.numel()),
+        *(*pools, numbers, out, pools[0].numel(), numbers.numel()),
         COUNT=COPIED,
         TILE=READ,
         num_warps=8,
@@ -457,12 +466,13 @@ def main() -> None:
     parts = ["products", "argmax", "ngrams", "attention", "passes"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--cache", default="auto", choices=["auto", "fp8"])
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
     bandwidth = read_rate(graph_times)
     print(f"a matrix-vector read at {bandwidth:.2f} TB/s")
-    bench = Bench(getattr(torch, arguments.dtype))
+    bench = Bench(getattr(torch, arguments.dtype), arguments.cache == "fp8")
     sizes = [tuple(map(int, batch.split("x"))) for batch in arguments.batches]
     rows = sorted({sequences * queries for sequences, queries in sizes})
     if "ngrams" in arguments.parts:
