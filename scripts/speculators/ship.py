@@ -1,22 +1,24 @@
 """Put trained speculators among the bundled models: weights, config, model card, record, notice.
 
-    python -m scripts.speculators.ship smollm2-eagle3=HEAD smollm2-draft=DRAFT --eval EVAL.json
+    python -m scripts.speculators.store DRAFT/speculator FP8/smollm2-draft
+    python -m scripts.speculators.ship smollm2-draft=DRAFT --eval EVAL.json --stored STORED.json
       --texts TEXTS.json --target-name HuggingFaceTB/SmolLM2-135M-Instruct --licence Apache-2.0
 
-HEAD and DRAFT are what train.py wrote. EVAL.json is what evaluate.py wrote, with a speculator's
-folder as the key of its runs. TEXTS.json has the sums over the records of texts.py. Writes
-`specdec_cli/demo/NAME` and the entries of `manifest-speculators.json` there. A speculator's
-tokenizer is its target's, and is not copied.
+DRAFT is what train.py wrote. EVAL.json is what evaluate.py wrote of it, with a speculator's folder
+as the key of its runs; STORED.json is that of DRAFT/speculator and FP8/smollm2-draft in this order.
+TEXTS.json has the sums over the records of texts.py. Writes `specdec_cli/demo/NAME`, in fp8 as
+store.py has it, and the entries of `manifest-speculators.json` there. A speculator's tokenizer is
+its target's, and is not copied.
 """
 
 import argparse
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from scripts.speculators import commands
+from scripts.speculators.store import WEIGHTS, store
 
 DEMO = Path(__file__).parents[2] / "specdec_cli" / "demo"
 RECORD = DEMO / "manifest-speculators.json"
@@ -33,6 +35,8 @@ TRAINED = (
     "inner block rank parameters accuracy torch transformers device_name"
 ).split()
 
+WROTE = "them, to prompts that it drew itself and to requests about its own passages"
+
 CARD = """---
 license: {licence}
 pipeline_tag: text-generation
@@ -40,14 +44,18 @@ pipeline_tag: text-generation
 # specdec {name}
 
 {form}
-It holds {parameters:,} parameters in bf16 and no embedding, no head and no tokenizer: it borrows
-the target's.
+It holds {parameters:,} parameters, and no embedding, no head and no tokenizer: it borrows the
+target's. Its large matrices are in fp8 (e4m3, a scale for each row), the rest is in bf16.
 
-- Training text: {text_tokens:.1f} M tokens that the target wrote, {wrote};
-  none shares 13 tokens with a prompt of {benchmark}.
+- Training text: {text_tokens:.1f} M tokens with the prompts; the target wrote
+  {wrote};
+  none shares 13 tokens with {benchmark}.
 - Training: {steps} steps over {tokens:.1f} M tokens, {seconds:.0f} s on one {device}, seed {seed}.
 - Agreement with the target's first choice on held-out texts{links}: {accuracy} %.
-- Never trained on, {benchmark}, {prompts} prompts, greedy, bf16, at most {new_tokens} tokens:
+- In fp8 it has {ratio:.3f} ({ends}) times the tokens a round that it had in
+  bf16, k = {stored_k}, paired over {stored_prompts} prompts, greedy, fp32 on a CPU.
+- Measured on {benchmark}, never trained on: {prompts} prompts, greedy, bf16, at most
+  {new_tokens} tokens, before it was stored in fp8:
 
 | k | {ks} |
 |---|{rule}|
@@ -76,29 +84,53 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("given", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--eval", type=Path, required=True)
+    parser.add_argument(
+        "--stored",
+        type=Path,
+        action="append",
+        required=True,
+        help="what evaluate.py wrote of a plain one and its form in fp8",
+    )
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--benchmark", default="Spec-Bench", help="whose prompts judge it")
-    parser.add_argument("--wrote", help="what the texts answer", default="to prompts that it drew "
-                        "itself and to requests about its own passages")  # fmt: skip
+    parser.add_argument("--wrote", help="what the target wrote", default=WROTE)
     parser.add_argument("--target-name", required=True)
     parser.add_argument("--licence", required=True)
     return parser.parse_args()
 
 
-def record_of(
-    folder: Path, runs: list[dict[str, Any]], texts: dict[str, Any], benchmark: str
-) -> dict[str, Any]:
-    """The record of a speculator: its file, texts, training, and acceptance by k."""
-    weights = folder / "speculator" / "model.safetensors"
+def beside_plain(name: str, evaluations: list[Path]) -> dict[str, Any]:
+    """The run of a speculator in fp8 beside the plain one."""
+    for path in evaluations:
+        for key, runs in json.loads(path.read_text())["runs"].items():
+            for run in runs:
+                if Path(key).name == name and "beside_first" in run:
+                    ratio, ends = run["beside_first"]
+                    told = {"ratio_to_bf16": ratio, "interval": ends}
+                    return {"k": run["k"], "prompts": run["prompts"], **told}
+    raise SystemExit(f"none of --stored has runs of {name} in fp8 beside the plain one")
+
+
+def file_record(weights: Path) -> dict[str, Any]:
     size = weights.stat().st_size
     if size >= LIMIT:
         raise SystemExit(f"{weights} has {size} bytes, {LIMIT} are the limit")
+    return {"bytes": size, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
+
+
+def record_of(
+    folder: Path,
+    runs: list[dict[str, Any]],
+    stored: dict[str, Any],
+    texts: dict[str, Any],
+    benchmark: str,
+) -> dict[str, Any]:
+    """The record of a speculator: its texts, training, and acceptance by k."""
     training = json.loads((folder / "training.json").read_text())
     return {
-        "bytes": size,
-        "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "fp8": stored,
         "texts": texts,
-        "training": {key: training[key] for key in TRAINED},
+        "training": {key: training[key] for key in TRAINED if key in training},
         "benchmark": benchmark,
         "measured": sorted(
             ({k: v for k, v in run.items() if k != "seconds"} for run in runs),
@@ -110,7 +142,7 @@ def record_of(
 def card(name: str, found: dict[str, Any], args: argparse.Namespace, new_tokens: int) -> str:
     training, runs = found["training"], found["measured"]
     form = FORMS[training["kind"]].format(target=args.target_name, depth=training["depth"])
-    count = len(training["accuracy"])
+    count, stored = len(training["accuracy"]), found["fp8"]
     return CARD.format(
         name=name,
         wrote=args.wrote,
@@ -126,6 +158,10 @@ def card(name: str, found: dict[str, Any], args: argparse.Namespace, new_tokens:
         seed=training["seed"],
         links=f", by position 1 to {count}" if count > 1 else "",
         accuracy=", ".join(f"{100 * a:.1f}" for a in training["accuracy"]),
+        ratio=stored["ratio_to_bf16"],
+        ends="{:.3f}–{:.3f}".format(*stored["interval"]),
+        stored_k=stored["k"],
+        stored_prompts=stored["prompts"],
         prompts=runs[0]["prompts"],
         new_tokens=new_tokens,
         ks=" | ".join(str(run["k"]) for run in runs),
@@ -143,15 +179,15 @@ def main() -> None:
         source, target = Path(folder) / "speculator", DEMO / name
         runs = next(r for key, r in evaluated["runs"].items() if Path(key).parts[-2:] ==
                     (Path(folder).name, "speculator"))  # fmt: skip
-        found = record_of(Path(folder), runs, texts, args.benchmark)
-        target.mkdir(exist_ok=True)
-        shutil.copyfile(source / "model.safetensors", target / "model.safetensors")
+        stored = beside_plain(name, args.stored)
+        found = record_of(Path(folder), runs, stored, texts, args.benchmark)
         config = json.loads((source / "config.json").read_text())
         if found["training"]["kind"] == "draft":
             config = {key: config[key] for key in KEPT if key in config}
         elif "speculators_config" in config:
             config["speculators_config"]["verifier"]["name_or_path"] = args.target_name
-        (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        store(source, target, config)
+        found = file_record(target / WEIGHTS) | found
         (target / "README.md").write_text(card(name, found, args, evaluated["new_tokens"]))
         records[name] = {"target": args.target_name, "licence": args.licence} | found
     RECORD.write_text(json.dumps(records, indent=1) + "\n")

@@ -1,7 +1,8 @@
 """The bundled models, prompts and licences. Files only, but for their names.
 
 Recipes name the demo pair `demo:target`, `demo:draft`, `demo:draft-distilled`, `demo:eagle3` and
-`demo:prompts`. `demo:smollm2-draft` and `demo:smollm2-eagle3` propose for SmolLM2-135M-Instruct.
+`demo:prompts`; `demo:dflash`, `demo:dspark`, `demo:mtp` and `demo:peagle` are further heads of its
+target. `demo:smollm2-draft` and `demo:smollm2-eagle3` propose for SmolLM2-135M-Instruct.
 """
 
 from pathlib import Path

@@ -19,7 +19,10 @@ def test_methods_and_bundled_models_are_listed(capsys: pytest.CaptureFixture[str
     assert main(["methods", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     drafts = {one["name"]: one for one in found["drafts"]}
-    assert drafts["demo:eagle3"]["method"] == "eagle3"
+    methods = {"eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark", "peagle": "peagle"}
+    for name, method in (methods | {"mtp": "mtp_module"}).items():
+        assert drafts[f"demo:{name}"]["method"] == method
+        assert drafts[f"demo:{name}"]["target"] == "demo:target"
     assert drafts["demo:draft"]["target"] == "demo:target"
     assert drafts["demo:smollm2-draft"]["method"] == "draft_model"
     assert drafts["demo:smollm2-draft"]["target"].endswith("SmolLM2-135M-Instruct")

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from specdec_cli.backends import native
 from specdec_cli.core.types import Permissions
-from specdec_cli.demo import FOLDER
+from specdec_cli.demo import FOLDER, models
 from specdec_cli.engine.build import build
 from specdec_cli.experiment.generation import prepare, requests
 from specdec_cli.prompts import Prompt, as_conversations
@@ -41,10 +41,18 @@ def test_the_record_is_of_the_file(name: str) -> None:
     assert record["bytes"] == file.stat().st_size < LIMIT
     assert record["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
     with safe_open(file, "pt") as stored:
-        shapes = [stored.get_slice(tensor).get_shape() for tensor in stored.keys()]
+        names = [name for name in stored.keys() if not name.endswith("_scale")]
+        shapes = [stored.get_slice(name).get_shape() for name in names]
     assert sum(map(math.prod, shapes)) == record["training"]["parameters"]
     card = (FOLDER / name / "README.md").read_text()
     assert all(f" {run['tokens_a_round']:.2f} " in card for run in record["measured"])
+
+
+def test_all_weights_stay_small() -> None:
+    sizes = {path.parent.name: path.stat().st_size for path in FOLDER.glob("*/*.safetensors")}
+    assert set(models()) == sizes.keys()
+    assert sum(sizes.values()) < 52_000_000
+    assert sizes["dflash"] + sizes["dspark"] + sizes["peagle"] < 6_000_000
 
 
 @pytest.mark.skipif(find_spec(PACKAGE) is None, reason=f"not installed: {PACKAGE}")

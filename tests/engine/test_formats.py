@@ -335,6 +335,11 @@ def test_a_split_through_a_group_is_dequantised_unless_asked(
         about = describe(spec, torch.device("cuda"), TensorParallel(0, size, None, CPU))
         assert {name.rpartition(".")[2] for name in stored_parameters(about.module)} == held
         assert (told in caplog.text) == (size == 2)
+        found = dict(load(about, CPU).named_parameters())
+        for key, numbers in load(
+            described(folder, "dequantise", size=size), CPU
+        ).named_parameters():
+            assert torch.equal(plain_weight(found[key]).float(), numbers), key
     whole = describe(spec, torch.device("cuda")).weight_bytes
     assert whole < described(folder, "auto").weight_bytes
 

@@ -37,24 +37,29 @@ def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, ep
     sizes = num_rows, experts.routing.num_chosen, experts.num_experts
     is_stored = isinstance(experts.gate_up, Stored)
     if are_few(*sizes) or (is_stored and 0 < num_rows <= FEW_TOKENS):
-        first, second = choose_expert_tiles(num_rows, dtype.itemsize, is_stored)
-        gate_up, first = fitted(experts.gate_up, first, dtype)
-        down, second = fitted(experts.down, second, dtype)
-        experts = experts._replace(gate_up=gate_up, down=down)
+        tiles = choose_expert_tiles(num_rows, dtype.itemsize, is_stored)
+        experts, (first, second) = readable(experts, tiles, dtype)
         plan = route_triton(x, experts)
         inner = gate_up_triton(x.scaled, plan, experts, first)
         return down_add_norm_triton(inner, plan, experts, second, x.hidden, norm_weight, eps)
     room = gpu_of(x.hidden.device).shared_memory
-    tiles = choose_group_tiles(*sizes, dtype.itemsize, room, is_stored)
-    if tiles is None:
+    grouped = choose_group_tiles(*sizes, dtype.itemsize, room, is_stored)
+    if grouped is None:
         gate_up, down = (plain_triton(w, dtype) for w in (experts.gate_up, experts.down))
         experts = experts._replace(gate_up=gate_up, down=down)
         return sorted_mixture_add_norm(x, experts, norm_weight, eps)
-    gate_up, of_gate = fitted(experts.gate_up, tiles[0], dtype)
-    down, of_down = fitted(experts.down, tiles[1], dtype)
-    experts = experts._replace(gate_up=gate_up, down=down)
+    experts, grouped = readable(experts, grouped, dtype)
     groups = group_triton(x, experts)
-    return grouped_mixture_add_norm(x, groups, experts, (of_gate, of_down), norm_weight, eps)
+    return grouped_mixture_add_norm(x, groups, experts, grouped, norm_weight, eps)
+
+
+def readable(
+    experts: Experts, tiles: tuple[AnyTiles, AnyTiles], dtype: torch.dtype
+) -> tuple[Experts, tuple[AnyTiles, AnyTiles]]:
+    """Experts with both weights as `fitted` to their tiles, and the tiles."""
+    gate_up, first = fitted(experts.gate_up, tiles[0], dtype)
+    down, second = fitted(experts.down, tiles[1], dtype)
+    return experts._replace(gate_up=gate_up, down=down), (first, second)
 
 
 def fitted(
