@@ -161,7 +161,8 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
     """The last record of each setting, since a resumed run retries failed points."""
 
     def place(p: Point) -> tuple[Any, ...]:
-        return (p.draft or "", p.target_tp or 0, *p.level, p.draft_tp or 0, p.k)
+        rate, size = p.level
+        return (rate, p.draft or "", p.target_tp or 0, size, p.draft_tp or 0, p.k)
 
     last = {place(point): point for point in records}
     found = [last[at] for at in sorted(last)]

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from specdec_cli.backends.server import times
 from specdec_cli.experiment.load.arrivals import due_times, process_of
+from specdec_cli.report.drawings.load import draw_load
+from specdec_cli.report.findings import best_by_batch_size
+from specdec_cli.report.folder import read_folder
 from tests.cli.sweep_helpers import samples, specdec, stopped_sweep
 from tests.server.fake_server import FakeServer, Faults, running
 from tests.server.test_server_sweeps import codes, urls
@@ -76,7 +80,10 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
             assert m["in_text"]["num_drafts"] <= len(rounds) and m["mean_acceptance_length"] > 1
         # The server got them when they were due, and no earlier.
     for server in (plain, fast):
-        arrived = sorted(w.arrived for w in server.written)
+        by_arrival = sorted(server.written, key=lambda w: w.arrived)
+        first, second = by_arrival[:2]
+        assert second.arrived > first.chunk_times[-1], "a closed batch warmed up each k before"
+        arrived = [w.arrived for w in by_arrival]
         assert sum(b - a for a, b in pairwise(arrived)) > due[-1] - due[0]
     assert point(found, 3, 80.0)["speedup"] > 1.2
     assert point(found, 0, 80.0)["speedup"] == 1.0
@@ -86,6 +93,10 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert found["crossover"] == {"below": 80.0, "above": None}
     assert found["best"] == best["80"] and found["best_by_batch_size"] == {}
     assert (run / "plots" / "load.png").exists()
+    figure, shown_run = Figure(), read_folder(run)
+    assert draw_load(figure, shown_run, best_by_batch_size(shown_run))
+    drawn = [list(line.get_xdata()) for axis in figure.axes for line in axis.lines]
+    assert drawn == [[80.0]] * 5, "two lines of goodput and of times, and the recommended k"
     assert specdec(capsys, "report", str(run), "--format", "csv").code == 0
     rows = list(csv.DictReader((run / "points.csv").read_text().splitlines()))
     assert [(r["request_rate"], r["k"]) for r in rows] == [
@@ -192,7 +203,7 @@ def test_kill_9_and_resume_ask_for_no_whole_point_twice(
         again = plain.asked + fast.asked - asked
     measured = {20.0: 20, 40.0: 40}
     left = 120 - sum(measured[one["request_rate"]] for one in whole)
-    assert left < 120 and left <= again <= 2.4 * left
+    assert left < 120 and left <= again <= 3 * left + 2
     assert len((run / "load.jsonl").read_text().splitlines()) == 4
 
 

@@ -1,6 +1,7 @@
 """The card that a report opens with, its sections, and what it advises to start."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -169,3 +170,11 @@ def test_a_sweep_that_compared_nothing_is_no_verdict_against_speculation(tmp_pat
     assert found is not None and found.speculative_config is None
     assert found.notes == [f"Nothing is advised: {why}."]
     assert why in page(content, [])
+
+
+def test_every_media_query_is_one_that_browsers_take(tmp_path: Path) -> None:
+    """A browser drops the whole block of a query that it cannot read, such as `(not print)`."""
+    queries = re.findall(r"@media ([^{]+) {", page(content_of(tmp_path, "use"), []))
+    one = r"(screen|print|\([a-z-]+: [a-z0-9]+\))"
+    assert len(queries) >= 4
+    assert all(re.fullmatch(f"{one}( and {one})*", query) for query in queries)
