@@ -15,9 +15,10 @@ from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.demo import demo_path
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
+from tests.drafting import rounds_of
 from tests.eagle3 import Head
 from tests.engine.test_demo_pair import prompts, reference
-from tests.engine.test_eagle3_rounds import eagle_engine, expected_rounds, rounds_of
+from tests.engine.test_eagle3_rounds import eagle_engine, expected_rounds
 from tests.support import decode, greedy_reference
 
 NEW_TOKENS = 24

@@ -20,13 +20,13 @@ from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
 from specdec_cli.models.heads.paged import PagedHead
 from tests import lossless
+from tests.drafting import rounds_of
 from tests.eagle3 import Head, Reference, changed, save_head
 from tests.eagle3_pair import (
     NEW_TOKENS,
     PROMPTS,
     Pair,
     expected_rounds,
-    rounds_of,
     save_pair,
     states,
 )
