@@ -297,7 +297,7 @@ SLOW = pytest.mark.slow  # one kind of cut alone meets one rule in CI
         *(pytest.param(*case, marks=SLOW) for case in [("before", Block()), ("after", None)]),
         *(pytest.param("before, after", rule, marks=SLOW) for rule in (None, Block())),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_blocks_drawn_at_once_follow_transformers(
     tiny: tuple[Path, Path], how: str, rule: AcceptanceRule | None

@@ -198,7 +198,7 @@ class SweepRecords:
 
 def _as_kept(point: Point) -> Point:
     """The point as its line has it: k = 0 is of no draft, also in folders of earlier versions."""
-    return point if point.k else point.model_copy(update={"draft": None})
+    return point if point.k or point.draft is None else point.model_copy(update={"draft": None})
 
 
 _FILES: dict[type[Record], str] = {
