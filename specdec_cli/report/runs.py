@@ -266,7 +266,8 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
 def _place(point: Point | Sample) -> tuple[Any, ...]:
     # Samples of plain decoding are those of every pair at a target TP.
     draft_tp = None if point.k == 0 else point.draft_tp
-    draft = point.draft if point.target_tp is None else None  # which comparisons have only one of
+    # Plain decoding is of no draft, and comparisons have only one.
+    draft = point.draft if point.k and point.target_tp is None else None
     return (draft, point.target_tp, draft_tp, point.batch_size, point.request_rate, point.k)
 
 

@@ -7,7 +7,7 @@ import pytest
 from specdec_cli.experiment import machine
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def calm_machine() -> Iterator[None]:
     """Silence warnings about other work: tests count lines, and others may use the processor.
 

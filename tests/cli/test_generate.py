@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import specdec_cli.engine.build
 import specdec_cli.engine.plan
+import specdec_cli.models.description
 from specdec_cli.models import description
 from specdec_cli.models.spec import ModelSpec
 from tests.cli.generate_helpers import (
@@ -600,7 +601,7 @@ def test_out_of_memory_says_the_numbers(run: Run, monkeypatch: pytest.MonkeyPatc
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    monkeypatch.setattr(specdec_cli.engine.build, "KVCache", full)
+    monkeypatch.setattr(specdec_cli.models.description, "KVCache", full)
     message = r"out of memory on cpu; the weights alone are target \d+ MiB \+ draft \d+ MiB"
     refused_both_ways(run, 5, message, "--device", "cpu")
 

@@ -136,8 +136,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 QUANTISED: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "(bitsandbytes)"),
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "(gptq)"),
-    "awq": ({"quant_method": "awq", "bits": 4}, "(awq)"),
+    "aqlm": ({"quant_method": "aqlm", "nbits_per_codebook": 16}, "(aqlm)"),
+    "hqq": ({"quant_method": "hqq", "bits": 4}, "(hqq)"),
     "torchao": ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "(torchao)"),
     "unnamed": ({"load_in_8bit": True}, "does not name"),
 }
@@ -170,15 +170,16 @@ def test_quantised_weights_are_refused_by_their_method(
         describe(ModelSpec(role, str(tmp_path), None, "auto", "auto"), CPU)
     problem = caught.value
     assert "its weights are quantised" in problem.message and method in problem.message
-    assert problem.hint and "fp8 or mxfp4 work" in problem.hint
+    assert problem.hint and "gptq or modelopt or mxfp4 work" in problem.hint
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("form", [None, "pack-quantized", "int-quantized"])
+@pytest.mark.parametrize("form", [None, "marlin-24", "nvfp4-pack-quantized"])
 def test_formats_that_are_not_read_are_refused_by_their_key(
     form: str | None, role: str, tmp_path: Path
 ) -> None:
-    settings = {"quant_method": "compressed-tensors", "format": form}
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}
+    settings = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": settings}))
     with pytest.raises(SetupError) as caught:
         describe(ModelSpec(role, str(tmp_path), None, "auto", "auto"), CPU)
