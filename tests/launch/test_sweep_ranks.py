@@ -26,8 +26,8 @@ SPLIT = ["-m", "specdec_cli", *OPTIONS, "--target-tp", "2"]
 
 
 def begun(folder: Path, count: int, parent: "subprocess.Popen[str]") -> None:
-    """Wait until a sweep has the given number of samples."""
-    path, deadline = folder / "samples.jsonl", time.monotonic() + 120
+    """Wait until a sweep has the given number of samples: beside busy workers that took 120 s."""
+    path, deadline = folder / "samples.jsonl", time.monotonic() + 200
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         assert parent.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
