@@ -48,7 +48,7 @@ pytest: setup
 	$(BIN)/python -m pytest -q -n 2 -m "not slow and not dist" --dist loadfile --no-loadscope-reorder
 
 test-ranks: setup
-	$(BIN)/python -m pytest -q -m "dist and not slow" tests/cli tests/dist tests/launch
+	$(BIN)/python -m pytest -q -m "dist and not slow" tests/launch tests/dist tests/cli
 
 test-gpu: setup
 	$(BIN)/python -m pytest -q -m gpu tests
