@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specdec_cli.experiment.folders.conclusions import Arm
-from specdec_cli.experiment.folders.records import Key, Point, Sample, read_records, without_errors
+from specdec_cli.experiment.folders.record_lines import read_records
+from specdec_cli.experiment.folders.records import Key, Point, Sample, without_errors
 from specdec_cli.experiment.statistics.stats import measured_speed
 from specdec_cli.experiment.sweep.gains import compare_arms, measured_gains
 

@@ -97,7 +97,8 @@ def compare_tp(
         return
 
     from specdec_cli.experiment.compare.parent import conclusion, run_pairs
-    from specdec_cli.experiment.folders.records import Sample, added_records
+    from specdec_cli.experiment.folders.record_lines import added_records
+    from specdec_cli.experiment.folders.records import Sample
     from specdec_cli.terminal.compare import print_results
     from specdec_cli.terminal.sweep import watcher
 

@@ -4,8 +4,7 @@ Parses, prepares, runs and shows; the work is done elsewhere.
 """
 
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,15 @@ from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import say_kept, show, strictly, waiting, warn, write_pictures
+from specdec_cli.commands.sweep_parsing import (
+    listed_ks,
+    parse_ks,
+    parse_numbers,
+    parse_rates,
+    parse_slo,
+    refuse_at_a_rate,
+    shard_of,
+)
 from specdec_cli.demo import PREFIX
 from specdec_cli.errors import LOGGED, ExitCode, RunError, UsageError
 from specdec_cli.launch.world import World
@@ -71,8 +79,7 @@ Minutes = Annotated[float | None, option("--minutes", "M", _MINUTES, min=0.1)]
 _PAIRS = "Compare arms by category of prompt too."
 Pairs = Annotated[bool, option("--pairs", None, _PAIRS)]
 _DEFAULT_KS = "0-8"
-_LARGEST = 1024
-_FASTEST = 1e6  # requests a second, as in the recipe
+_ALL = 1024  # prompts: more than the bundled file has
 
 
 @shared("num_speculative_tokens")
@@ -146,7 +153,7 @@ def sweep_k(
         "duration": duration,
         "slo": parse_slo(slo),
     }
-    rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
+    rates = parse_numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
             "--synthetic-acceptance-rates and --synthetic-acceptance-length exclude each other",
@@ -189,7 +196,7 @@ def sweep_k(
         recipes = [servers.with_args(recipe, serve_args) for recipe in recipes]
     data = recipes[0].data
     if minutes is not None and source.limit is None and data and data.path.startswith(PREFIX):
-        source = replace(source, limit=_LARGEST)  # bundled recipes take a few of their prompts
+        source = replace(source, limit=_ALL)  # bundled recipes take a few of their prompts
     if resume and output is None:
         raise UsageError("--resume needs the sweep's folder", "name it with -o DIR")
 
@@ -216,7 +223,7 @@ def sweep_k(
                 starter = there
                 there.logs = servers.logs_in(output, open_until_end)
             if server:
-                asked_ks = None if ks is None else _parsed(ks)
+                asked_ks = None if ks is None else listed_ks(ks)
                 of_data = recipes[0].model_copy(update={"data": found.data})
                 lengths = servers.look_at_all(
                     there, of_data, server, baseline_server, asked_ks, baseline
@@ -370,102 +377,3 @@ def _saying_what_is_kept(output: Path | None) -> Iterator[None]:
             kept = path.read_bytes().count(b"\n")
             say_kept(f"{kept} samples", path.parent)
         raise
-
-
-def parse_ks(text: str) -> list[int]:
-    """Parse `0-8`, `0,1,2,4` or a mixture into ascending numbers, 0 included."""
-    return sorted({0, *_parsed(text)})
-
-
-def _parsed(text: str) -> list[int]:
-    found = set[int]()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]{1,4})\s*(?:-\s*([0-9]{1,4})\s*)?", part)
-        if match is None:
-            raise UsageError(f"--k: expected numbers such as 0-8 or 0,1,2,4, got {text!r}")
-        low, high = int(match[1]), int(match[2] or match[1])
-        if high < low or high > _LARGEST:
-            why = "falls" if high < low else f"is more than {_LARGEST}"
-            raise UsageError(f"--k: {part.strip()} {why}")
-        found |= set(range(low, high + 1))
-    return sorted(found)
-
-
-def parse_rates(text: str | None) -> list[float | str] | None:
-    """Parse `1,4,inf`; an option that was not given has none."""
-    if text is None:
-        return None
-    found = list[float | str]()
-    for part in (part.strip().lower() for part in text.split(",")):
-        is_number = re.fullmatch(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?", part)
-        if part != "inf" and not (is_number and 0.0 < float(part) <= _FASTEST):
-            raise UsageError(
-                f"--request-rate: expected numbers above 0, or inf, such as 1,4,inf, got {text!r}"
-            )
-        found.append("inf" if part == "inf" else float(part))
-    return found
-
-
-def parse_slo(given: Sequence[str] | None) -> dict[str, str] | None:
-    """Parse `ttft:500ms`; an option that was not given has none."""
-    from specdec_cli.recipe.objectives import objective
-
-    found = {}
-    for one in given or ():
-        name, _, time = (part.strip() for part in one.partition(":"))
-        try:
-            objective(name, time)
-        except ValueError as problem:
-            raise UsageError(f"--slo {one}: {problem}", "such as --slo ttft:500ms") from None
-        if name in found:
-            raise UsageError(f"--slo {one}: {name} is there twice")
-        found[name] = time
-    return found or None
-
-
-def refuse_at_a_rate(**unfit: object) -> None:
-    """Raise `UsageError` for options that do not go with requests that arrive."""
-    for name, value in unfit.items():
-        if value:
-            flag = f"--{name.replace('_', '-')}"
-            hint = "say the most under way with --max-concurrency" if name == "batch_size" else None
-            told = f"{flag} and --request-rate exclude each other"
-            raise UsageError(told, hint or f"leave {flag} out")
-
-
-def shard_of(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Index and number of shards: the option's, else a Slurm array task's, else None."""
-    if text is None:
-        return _slurm_shard(environ)
-    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
-    if match is None:
-        raise UsageError(f"--shard: expected I/N such as 0/4, got {text!r}")
-    place, count = int(match[1]), int(match[2])
-    if place >= count:
-        hint = f"shards are counted from 0: 0/{count} to {count - 1}/{count}" if count else None
-        raise UsageError(f"--shard: there is no shard {text}", hint)
-    return (place, count) if count > 1 else None
-
-
-def _slurm_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    task, count = (environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "COUNT"))
-    first, step = (environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("MIN", "STEP"))
-    if not (task.isdigit() and count.isdigit()) or int(count) < 2:
-        return None
-    apart = max(1, int(step)) if step.isdigit() else 1
-    place = (int(task) - int(first if first.isdigit() else 0)) // apart
-    if not 0 <= place < int(count):
-        raise UsageError(
-            f"SLURM_ARRAY_TASK_ID is {task}, which is no shard of an array of {count}",
-            "pass --shard I/N",
-        )
-    return place, int(count)
-
-
-def _numbers(text: str | None, option: str) -> list[float] | None:
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.strip("[] ").split(",")]
-    except ValueError:
-        raise UsageError(f"{option}: expected numbers such as 0.8,0.6, got {text!r}") from None

@@ -51,8 +51,10 @@ class Scheme(NamedTuple):
     unused: tuple[str, ...] = ()
 
     def of(self, path: str) -> Matrices | None:
-        """Those that a module, by its path, belongs to. Names count before patterns, and patterns
-        before all."""
+        """The matrices that a module belongs to, by its path.
+
+        Names count before patterns, and patterns before all.
+        """
         for fits in (str.__eq__, _matches, lambda target, _: target == _LINEAR):
             for group in self.groups:
                 if any(fits(target, path) for target in group.targets):

@@ -279,7 +279,7 @@ def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
 
 
 def _of_columns(found: torch.Tensor, own: Parts, group: Matrices, told: str) -> torch.Tensor:
-    """What groups share, for each column where these have an order of their own."""
+    """Values that groups share, one a column where columns have an order of their own."""
     if not group.ordered:
         return found
     if "order" not in own:

@@ -22,7 +22,8 @@ from specdec_cli.experiment.folders.conclusions import (
     SweepSummary,
     refuse_other_version,
 )
-from specdec_cli.experiment.folders.records import Point, R, Sample, described, json_of, parsed
+from specdec_cli.experiment.folders.record_lines import R, described, json_of, parsed
+from specdec_cli.experiment.folders.records import Point, Sample
 
 _LABEL_LENGTH = 32
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec_cli.experiment.folders.records import read_records
+from specdec_cli.experiment.folders.record_lines import read_records
 from specdec_cli.experiment.predict import ReplayText
 from tests.cli.sweep_helpers import Sample, samples, specdec, without_times
 from tests.launch.forks import over_forks

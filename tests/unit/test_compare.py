@@ -31,7 +31,8 @@ from specdec_cli.experiment.compare.parent import code_of, run_pairs
 from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
 from specdec_cli.experiment.compare.worker import PairTask, with_degrees
 from specdec_cli.experiment.folders.conclusions import Degrees, Diverging, Tokens
-from specdec_cli.experiment.folders.records import Pair, PairFacts, Point, Sample, added_records
+from specdec_cli.experiment.folders.record_lines import added_records
+from specdec_cli.experiment.folders.records import Pair, PairFacts, Point, Sample
 from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.folders.settings_file import (
     earlier_environment,

@@ -179,6 +179,42 @@ def store_for_norm(scaled_ptr, squares_ptr, out, norm, place, mask, row, row_liv
     tl.store(squares_ptr + at, tl.sum(wide * wide, axis=1), mask=row_live)
 
 
+@triton.jit
+def finish_product(
+    acc,  # [M, N] fp32
+    acc_up,  # the same of the up features; only with ACTIVATION
+    squares,  # [M, P] fp32, or None for an x that is not to be scaled
+    bias,  # [N], or None
+    residual,  # [M, N], or None
+    norm,  # [N], or None
+    out_ptr,
+    scaled_ptr,
+    out_squares_ptr,
+    place,  # [M, N], of each number in out
+    mask,
+    row,
+    row_live,
+    eps,
+    K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Store sums of a product after the work around it; see `Fused`."""
+    if squares is not None:
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        acc *= factor
+        acc_up *= factor
+    if bias is not None:
+        acc += bias.to(tl.float32)[None, :]
+    if residual is not None:
+        acc += residual.to(tl.float32)
+    if ACTIVATION != "":
+        acc = activate(acc, ACTIVATION) * acc_up
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, out, mask=mask)
+    if norm is not None:
+        store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_linear_kernel(
     x_ptr,  # [T, K]
@@ -232,6 +268,7 @@ def few_rows_linear_kernel(
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
     mask = row_live[:, None] & column_live[None, :]
+    squares, bias, residual, norm = None, None, None, None
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=column_live, other=0.0)
     if norm_ptr is not None:
@@ -277,20 +314,10 @@ def few_rows_linear_kernel(
         if not is_last(counters_ptr + tl.program_id(0), SPLITS):
             return
         acc = sum_of_splits(partial_ptr, place, mask, size, SPLITS)
-    if PARTS > 0:
-        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-        acc *= factor
-        acc_up *= factor
-    if bias_ptr is not None:
-        acc += bias.to(tl.float32)[None, :]
-    if residual_ptr is not None:
-        acc += residual.to(tl.float32)
-    if GATED:
-        acc = activate(acc, ACTIVATION) * acc_up
-    out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, out, mask=mask)
-    if norm_ptr is not None:
-        store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
+    finish_product(
+        *(acc, acc_up, squares, bias, residual, norm, out_ptr, scaled_ptr, out_squares_ptr),
+        *(place, mask, row, row_live, eps, K, ACTIVATION),
+    )
 
 
 def few_rows_linear(

@@ -29,16 +29,15 @@ from specdec_kernels.linear.few_rows_triton import (
     add_product,
     along_depth,
     along_rows,
+    finish_product,
     load_squares,
     prefetch_rows,
-    store_for_norm,
     sum_of_splits,
     tile_at,
     whole_sums,
     zero_sums,
 )
 from specdec_kernels.linear.fused import Fused, prepared
-from specdec_kernels.linear.norm_triton import activate
 from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
 from specdec_kernels.linear.tile_tables import Tiles
 
@@ -143,7 +142,9 @@ def in_slices(first, WIDTH: tl.constexpr, SLICES: tl.constexpr):
 def of_groups(fields_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
     """Scales or zeros of rows [N] of pointers, and of the groups of each slice's first column:
     [N, 1], or [SLICES, N, 1]."""
-    group = tl.minimum(column // FORM.wide, FORM.groups - 1)
+    group = column * 0
+    if FORM.wide > 0:
+        group = tl.minimum(column // FORM.wide, FORM.groups - 1)
     if SLICES == 1:
         return tl.load(fields_ptr + group, mask=live, other=0)[:, None]
     else:
@@ -153,13 +154,13 @@ def of_groups(fields_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr
 
 @triton.jit
 def groups_of(scales_ptr, zeros_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """What a tile's codes in the groups of some columns need: scales, and zeros. Constants take the
-    place of what is absent, and of scales and zeros of whole rows."""
+    """Scales and zeros of a tile's codes in the groups of some columns. Constants take the place of
+    absent zeros, and of scales of whole rows, which multiply sums at the end."""
     scale, zero = 1.0, 0
     if FORM.wide > 0:
         scale = of_groups(scales_ptr, column, live, FORM, SLICES)
-        if FORM.has_zeros:
-            zero = of_groups(zeros_ptr, column, live, FORM, SLICES)
+    if FORM.has_zeros:
+        zero = of_groups(zeros_ptr, column, live, FORM, SLICES)
     return scale, zero
 
 
@@ -371,6 +372,7 @@ def stored_rows_kernel(
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
     mask = row_live[:, None] & column_live[None, :]
+    squares, bias, residual, norm = None, None, None, None
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=column_live, other=0.0)
     if norm_ptr is not None:
@@ -411,20 +413,10 @@ def stored_rows_kernel(
         acc = sum_of_splits(partial_ptr, place, mask, size, SPLITS)
         if GATED:
             acc_up = sum_of_splits(up_ptr, place, mask, size, SPLITS)
-    if PARTS > 0:
-        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-        acc *= factor
-        acc_up *= factor
-    if bias_ptr is not None:
-        acc += bias.to(tl.float32)[None, :]
-    if residual_ptr is not None:
-        acc += residual.to(tl.float32)
-    if GATED:
-        acc = activate(acc, ACTIVATION) * acc_up
-    out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, out, mask=mask)
-    if norm_ptr is not None:
-        store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
+    finish_product(
+        *(acc, acc_up, squares, bias, residual, norm, out_ptr, scaled_ptr, out_squares_ptr),
+        *(place, mask, row, row_live, eps, K, ACTIVATION),
+    )
 
 
 def stored_rows_linear(

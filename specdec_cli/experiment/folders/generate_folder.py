@@ -7,13 +7,8 @@ from typing import Any
 
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders import settings_file
-from specdec_cli.experiment.folders.records import (
-    Key,
-    Sample,
-    elsewhere,
-    not_measured,
-    read_records,
-)
+from specdec_cli.experiment.folders.record_lines import elsewhere, read_records
+from specdec_cli.experiment.folders.records import Key, Sample, not_measured
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import RunSettings
 from specdec_cli.experiment.generation import Job

@@ -4,14 +4,11 @@ One definition for measuring, resuming, merging, reports and the JSON documents.
 been damaged or edited, so everything is checked as it is read. Imports no torch.
 """
 
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, model_validator
 
 from specdec_cli.core.figures import (
     Count,
@@ -29,8 +26,6 @@ from specdec_cli.core.figures import (
     Whole,
     impossible,
 )
-from specdec_cli.errors import SetupError
-from specdec_cli.text import one_line
 
 _LONGEST = 1e12  # milliseconds: 30 years
 Time = Annotated[float, Field(ge=0, lt=_LONGEST)]  # also a share of a round, or a mean count
@@ -349,7 +344,7 @@ class Stretch(Record):
 
 
 class Load(Record):
-    """What a point at a rate has beside its metrics; see docs/load.md. offered_rate, goodput: None
+    """Facts of a point at a rate, beside its metrics; see docs/load.md. offered_rate, goodput: None
     for requests all at once. slo: objectives in milliseconds, by name."""
 
     arrivals: Name
@@ -434,7 +429,7 @@ class Point(Record):
 
     @property
     def level(self) -> tuple[float, int]:
-        """What points are compared within, for sorting: its rate and its batch size."""
+        """Its rate and its batch size, for sorting: points are compared within one level."""
         return float(self.request_rate or 0.0), self.batch_size
 
     @property
@@ -518,87 +513,6 @@ def given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-R = TypeVar("R", bound=Record)
-
-
-def read_records(
-    path: Path, kind: type[R], further: Callable[[R], str | None] = lambda _: None
-) -> list[R]:
-    """The records of a .jsonl file, empty without the file. An unfinished last line is left out.
-
-    further: returns what else is wrong with a record, or None. Raises `SetupError` if the file
-    cannot be read, and for the first line that is no such record.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    except OSError as problem:
-        raise SetupError(f"cannot read {path}: {problem.strerror}") from None
-    records = []
-    for number, line in enumerate(lines, start=1):
-        found = parsed(line, kind)
-        told = found if isinstance(found, str) else further(found)
-        if isinstance(found, str) or told is not None:
-            of_run = f" of this run: {told}" if told else ""
-            raise SetupError(
-                f"{path}:{number}: not a record{of_run}", "the file was damaged or edited"
-            )
-        records.append(found)
-    return records
-
-
-def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
-    """A function that returns the records that were added to a .jsonl file since its last call."""
-    offset = 0
-
-    def read() -> list[R]:
-        nonlocal offset
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                whole = file.read().rpartition(b"\n")[0]
-        except OSError:
-            return []
-        offset += len(whole)
-        found = (parsed(line, kind) for line in whole.split(b"\n"))
-        return [record for record in found if not isinstance(record, str)]
-
-    return read
-
-
-def parsed(line: bytes, kind: type[R]) -> R | str:
-    """The record in a line, or its error in words; "" if it is no JSON object."""
-    return checked(json_of(line), kind)
-
-
-def json_of(text: bytes | str) -> Any:
-    """The value in a JSON text; None if it is damaged."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def checked(found: object, kind: type[R]) -> R | str:
-    """The record in a value read from JSON, or its error in words."""
-    if not isinstance(found, dict):
-        return ""
-    try:
-        return kind.model_validate(found)
-    except ValidationError as problem:
-        errors = problem.errors(include_url=False)
-        return described(min(errors, key=lambda error: error["type"] == "missing"))
-
-
-def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | None:
-    """A description of the first field whose value is unknown; None if all are known."""
-    for name, values in known.items():
-        if (value := getattr(record, name, None)) not in values and hasattr(record, name):
-            return f"its {name} is {one_line(str(value))}"
-    return None
-
-
 def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
     """The reason that a run with these numbers cannot have the sample, or None."""
     if sample.index >= num_prompts:
@@ -609,16 +523,3 @@ def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
         if found is not None and len(found) != repeats:
             return f"{name} has not {repeats} numbers, one a repeat"
     return None
-
-
-def described(error: ErrorDetails) -> str:
-    """A validation error in words."""
-    key = ".".join(one_line(part) for part in error["loc"] if isinstance(part, str))
-    match error["type"]:
-        case "impossible":
-            return error["msg"]
-        case "missing":
-            return f"it has no {key}"
-        case "literal_error":
-            return f"its {key} is {one_line(str(error['input']))}"
-    return f"{key} is damaged"

@@ -5,7 +5,8 @@ from pathlib import Path
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders import settings_file
-from specdec_cli.experiment.folders.records import Sample, read_records
+from specdec_cli.experiment.folders.record_lines import read_records
+from specdec_cli.experiment.folders.records import Sample
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.text import one_line, shown
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from specdec_cli.core.figures import Rate, Record
+from specdec_cli.experiment.folders.record_lines import read_records
 from specdec_cli.experiment.folders.records import (
     CurvePart,
     Key,
@@ -15,7 +16,6 @@ from specdec_cli.experiment.folders.records import (
     Point,
     Sample,
     Stretch,
-    read_records,
 )
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import RunSettings
@@ -51,7 +51,7 @@ class SweepSettings(RunSettings):
 
     @property
     def levels(self) -> list[tuple[int, Rate | None]]:
-        """What points are compared within: batch sizes, and rates where requests arrive."""
+        """Levels that points are compared within: batch sizes, and rates where requests arrive."""
         rates = self.offered.rates if self.offered is not None else (None,)
         return [(size, rate) for rate in rates for size in self.batch_sizes]
 

@@ -21,6 +21,7 @@ FORMS = {
     "int8-groups": (Storage("int8", (1, 64), scales=torch.bfloat16), 256),
     "int4": (Storage("int4", (1, 128), scales=torch.bfloat16), 384),
     "int4-rows": (Storage("int4"), 256),
+    "int4-rows-zeros": (Storage("int4", has_zeros=True), 256),
     "int4-zeros": (Storage("int4", (1, 32), True, torch.float16), 256),
     "mxfp4": (Storage("mxfp4", (1, 32), scales=torch.uint8), 2 * 128 + 64),
 }

@@ -1,0 +1,113 @@
+"""Values of the options of `specdec sweep-k`: lists of numbers, objectives, shards.
+
+Each raises `UsageError`, which names the option, for what is none.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from specdec_cli.errors import UsageError
+
+_LARGEST = 1024
+_FASTEST = 1e6  # requests a second, as in the recipe
+
+
+def parse_ks(text: str) -> list[int]:
+    """Parse `0-8`, `0,1,2,4` or a mixture into ascending numbers, 0 included."""
+    return sorted({0, *listed_ks(text)})
+
+
+def listed_ks(text: str) -> list[int]:
+    """Parse `0-8`, `1,2,4` or a mixture into ascending numbers."""
+    found = set[int]()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,4})\s*(?:-\s*([0-9]{1,4})\s*)?", part)
+        if match is None:
+            raise UsageError(f"--k: expected numbers such as 0-8 or 0,1,2,4, got {text!r}")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if high < low or high > _LARGEST:
+            why = "falls" if high < low else f"is more than {_LARGEST}"
+            raise UsageError(f"--k: {part.strip()} {why}")
+        found |= set(range(low, high + 1))
+    return sorted(found)
+
+
+def parse_rates(text: str | None) -> list[float | str] | None:
+    """Parse `1,4,inf`; an option that was not given has none."""
+    if text is None:
+        return None
+    found = list[float | str]()
+    for part in (part.strip().lower() for part in text.split(",")):
+        is_number = re.fullmatch(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?", part)
+        if part != "inf" and not (is_number and 0.0 < float(part) <= _FASTEST):
+            raise UsageError(
+                f"--request-rate: expected numbers above 0, or inf, such as 1,4,inf, got {text!r}"
+            )
+        found.append("inf" if part == "inf" else float(part))
+    return found
+
+
+def parse_slo(given: Sequence[str] | None) -> dict[str, str] | None:
+    """Parse `ttft:500ms`; an option that was not given has none."""
+    from specdec_cli.recipe.objectives import objective
+
+    found = {}
+    for one in given or ():
+        name, _, time = (part.strip() for part in one.partition(":"))
+        try:
+            objective(name, time)
+        except ValueError as problem:
+            raise UsageError(f"--slo {one}: {problem}", "such as --slo ttft:500ms") from None
+        if name in found:
+            raise UsageError(f"--slo {one}: {name} is there twice")
+        found[name] = time
+    return found or None
+
+
+def refuse_at_a_rate(**unfit: object) -> None:
+    """Raise `UsageError` for options that do not go with requests that arrive."""
+    for name, value in unfit.items():
+        if value:
+            flag = f"--{name.replace('_', '-')}"
+            hint = "say the most under way with --max-concurrency" if name == "batch_size" else None
+            told = f"{flag} and --request-rate exclude each other"
+            raise UsageError(told, hint or f"leave {flag} out")
+
+
+def shard_of(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Index and number of shards: the option's, else a Slurm array task's, else None."""
+    if text is None:
+        return _slurm_shard(environ)
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
+    if match is None:
+        raise UsageError(f"--shard: expected I/N such as 0/4, got {text!r}")
+    place, count = int(match[1]), int(match[2])
+    if place >= count:
+        hint = f"shards are counted from 0: 0/{count} to {count - 1}/{count}" if count else None
+        raise UsageError(f"--shard: there is no shard {text}", hint)
+    return (place, count) if count > 1 else None
+
+
+def _slurm_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    task, count = (environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "COUNT"))
+    first, step = (environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("MIN", "STEP"))
+    if not (task.isdigit() and count.isdigit()) or int(count) < 2:
+        return None
+    apart = max(1, int(step)) if step.isdigit() else 1
+    place = (int(task) - int(first if first.isdigit() else 0)) // apart
+    if not 0 <= place < int(count):
+        raise UsageError(
+            f"SLURM_ARRAY_TASK_ID is {task}, which is no shard of an array of {count}",
+            "pass --shard I/N",
+        )
+    return place, int(count)
+
+
+def parse_numbers(text: str | None, option: str) -> list[float] | None:
+    """Parse `0.8,0.6`; an option that was not given has none."""
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.strip("[] ").split(",")]
+    except ValueError:
+        raise UsageError(f"{option}: expected numbers such as 0.8,0.6, got {text!r}") from None

@@ -1,0 +1,109 @@
+"""Reading records again, one JSON object a line.
+
+A file may have been damaged or edited, so everything is checked as it is read. Imports no torch.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from specdec_cli.core.figures import Record
+from specdec_cli.errors import SetupError
+from specdec_cli.text import one_line
+
+R = TypeVar("R", bound=Record)
+
+
+def read_records(
+    path: Path, kind: type[R], further: Callable[[R], str | None] = lambda _: None
+) -> list[R]:
+    """The records of a .jsonl file, empty without the file. An unfinished last line is left out.
+
+    further: returns what else is wrong with a record, or None. Raises `SetupError` if the file
+    cannot be read, and for the first line that is no such record.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as problem:
+        raise SetupError(f"cannot read {path}: {problem.strerror}") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        found = parsed(line, kind)
+        told = found if isinstance(found, str) else further(found)
+        if isinstance(found, str) or told is not None:
+            of_run = f" of this run: {told}" if told else ""
+            raise SetupError(
+                f"{path}:{number}: not a record{of_run}", "the file was damaged or edited"
+            )
+        records.append(found)
+    return records
+
+
+def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
+    """A function that returns the records that were added to a .jsonl file since its last call."""
+    offset = 0
+
+    def read() -> list[R]:
+        nonlocal offset
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                whole = file.read().rpartition(b"\n")[0]
+        except OSError:
+            return []
+        offset += len(whole)
+        found = (parsed(line, kind) for line in whole.split(b"\n"))
+        return [record for record in found if not isinstance(record, str)]
+
+    return read
+
+
+def parsed(line: bytes, kind: type[R]) -> R | str:
+    """The record in a line, or its error in words; "" if it is no JSON object."""
+    return checked(json_of(line), kind)
+
+
+def json_of(text: bytes | str) -> Any:
+    """The value in a JSON text; None if it is damaged."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def checked(found: object, kind: type[R]) -> R | str:
+    """The record in a value read from JSON, or its error in words."""
+    if not isinstance(found, dict):
+        return ""
+    try:
+        return kind.model_validate(found)
+    except ValidationError as problem:
+        errors = problem.errors(include_url=False)
+        return described(min(errors, key=lambda error: error["type"] == "missing"))
+
+
+def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | None:
+    """A description of the first field whose value is unknown; None if all are known."""
+    for name, values in known.items():
+        if (value := getattr(record, name, None)) not in values and hasattr(record, name):
+            return f"its {name} is {one_line(str(value))}"
+    return None
+
+
+def described(error: ErrorDetails) -> str:
+    """A validation error in words."""
+    key = ".".join(one_line(part) for part in error["loc"] if isinstance(part, str))
+    match error["type"]:
+        case "impossible":
+            return error["msg"]
+        case "missing":
+            return f"it has no {key}"
+        case "literal_error":
+            return f"its {key} is {one_line(str(error['input']))}"
+    return f"{key} is damaged"
