@@ -11,9 +11,7 @@ from specdec_cli.report.drawings.acceptance import draw_acceptance
 from specdec_cli.report.drawings.break_even import draw_break_even
 from specdec_cli.report.drawings.canvas import (
     STYLE,
-    pdf_of,
-    png_of,
-    svg_file_of,
+    picture_of,
     svg_of,
     without_display,
     without_talk,
@@ -51,11 +49,7 @@ class Plot:
         return self.files.get("png", b"")
 
 
-PICTURES: Mapping[str, Callable[[Any, str], bytes]] = {
-    "png": lambda figure, _: png_of(figure),
-    "svg": svg_file_of,
-    "pdf": lambda figure, _: pdf_of(figure),
-}
+PICTURES = ("png", "svg", "pdf")
 
 
 def drawing(
@@ -81,7 +75,7 @@ def drawing(
         figure = Figure(layout="constrained")
         if not draw(figure):
             return None
-        files = {form: PICTURES[form](figure, name) for form in pictures}
+        files = {form: picture_of(figure, form, name) for form in pictures}
         shown = svg_of(figure, name) if svg else ""
         return Plot(name, title, about, conclusion, shown, files)
 

@@ -25,7 +25,7 @@ def draw_categories(figure: Any, point: Point | None, title: str) -> bool:
     rows = sorted(point.per_category.items(), key=place)[:_MOST_CATEGORIES]
     axes = canvas.make_axes(figure, 1 + by_speed, 1.0 + 0.3 * len(rows))
     if by_speed:
-        axes[0].axvline(1, color=canvas.FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+        canvas.line_at_one(axes[0])
         spans = [(row.speedup, row.speedup_ci) for _, row in rows]
         _draw(axes[0], spans, canvas.style_of(0))
         axes[0].set_xlabel("speed-up over k = 0 (×)")
@@ -33,8 +33,7 @@ def draw_categories(figure: Any, point: Point | None, title: str) -> bool:
     _draw(axes[-1], lengths, canvas.style_of(1))
     axes[-1].set_xlabel("tokens a round")
     names = [f"{canvas.short(canvas.safe(name))} (n = {row.num_prompts})" for name, row in rows]
-    axes[0].set_yticks(range(len(rows)), names)
-    axes[0].set_ylim(len(rows) - 0.4, -0.6)
+    canvas.name_rows(axes[0], names)
     figure.suptitle(canvas.safe(title), fontsize=10, fontweight="bold")
     return True
 
@@ -46,10 +45,7 @@ def _draw(
     for row, (value, ends) in enumerate(spans):
         if value is None:
             continue
-        if ends is not None:
-            arms = canvas.reach(value, ends)
-            axis.errorbar(value, row, xerr=arms, color=style["color"], capsize=3, linewidth=1.2)
-        axis.plot(value, row, markersize=6, **style)
+        canvas.draw_row(axis, row, value, ends, markersize=6, **style)
         axis.annotate(
             f"{value:.2f}", (value, row), (0, 6), textcoords="offset points", ha="center",
             fontsize=8.5,

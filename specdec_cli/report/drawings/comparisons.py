@@ -16,22 +16,15 @@ def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
         return False
     rows = _rows(run)[:_MOST_ROWS]
     (axis,) = canvas.make_axes(figure, 1, 0.8 + 0.27 * len(rows))
-    axis.axvline(1, color=canvas.FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+    canvas.line_at_one(axis)
     for place, (_, part, is_whole) in enumerate(rows):
         if part.speed_ratio is None:
             continue
         colour = canvas.COLOURS[0]
-        if (ends := part.speed_ratio_ci) is not None:
-            arms = canvas.reach(part.speed_ratio, ends)
-            axis.errorbar(
-                part.speed_ratio, place, xerr=arms, color=colour, capsize=3, linewidth=1.2
-            )
-        axis.plot(
-            part.speed_ratio, place, "o", markersize=6 if is_whole else 4.5, color=colour,
-            mfc=colour if is_whole else "none",
-        )  # fmt: skip
-    axis.set_yticks(range(len(rows)), [canvas.safe(name) for name, *_ in rows])
-    axis.set_ylim(len(rows) - 0.5, -0.5)
+        look = {"marker": "o", "markersize": 6 if is_whole else 4.5, "color": colour}
+        look |= {} if is_whole else {"mfc": "none"}
+        canvas.draw_row(axis, place, part.speed_ratio, part.speed_ratio_ci, **look)
+    canvas.name_rows(axis, [name for name, *_ in rows])
     axis.grid(False)
     axis.set_xlabel("ratio of speeds (×)")
     return True
