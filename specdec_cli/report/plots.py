@@ -8,7 +8,6 @@ from specdec_cli.errors import SetupError
 from specdec_cli.report import captions
 from specdec_cli.report.content import Content
 from specdec_cli.report.drawings.acceptance import draw_acceptance
-from specdec_cli.report.drawings.break_even import draw_break_even
 from specdec_cli.report.drawings.canvas import (
     STYLE,
     picture_of,
@@ -16,15 +15,17 @@ from specdec_cli.report.drawings.canvas import (
     without_display,
     without_talk,
 )
-from specdec_cli.report.drawings.categories import draw_categories
-from specdec_cli.report.drawings.comparisons import draw_comparisons
 from specdec_cli.report.drawings.experts import draw_experts
+from specdec_cli.report.drawings.lines import (
+    draw_break_even,
+    draw_predictions,
+    draw_speeds,
+    draw_speedup,
+)
 from specdec_cli.report.drawings.load import draw_load
 from specdec_cli.report.drawings.panels import axis_of
-from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
-from specdec_cli.report.drawings.speeds import draw_speeds
-from specdec_cli.report.drawings.speedup import draw_speedup
+from specdec_cli.report.drawings.rows import draw_categories, draw_comparisons
 
 
 @dataclass(frozen=True, slots=True)
