@@ -188,6 +188,25 @@ def test_commands() -> None:
         assert value(commanded(kind, 3, "cache.dtype=fp8"), "--kv-cache-dtype") == "fp8_e4m3"
 
 
+def test_shapes_without_a_tokenizer() -> None:
+    """Both servers then take ids alone. Acceptance is rates for vLLM, and for SGLang their sum."""
+    recipe = load_recipe("bench-8b-1b-dummy", {})
+    rates = recipe.speculation.synthetic_acceptance_rates
+    assert rates is not None
+    for kind in ("vllm", "sglang"):
+        command = command_of(kind, recipe, 3, Permissions())
+        found = command.words("M", "H", 8, 3)
+        assert "--skip-tokenizer-init" in found and value(found, "--load-format") == "dummy"
+        assert "--skip-tokenizer-init" not in commanded(kind, 3)
+        if kind == "vllm":
+            config = json.loads(value(found, "--speculative-config"))
+            assert config["synthetic_acceptance_rates"] == list(rates[:3])
+        else:
+            assert float(command.env["SGLANG_SIMULATE_ACC_LEN"]) == pytest.approx(2.952)
+            assert value(found, "--speculative-draft-load-format") == "dummy"
+            assert not command_of(kind, recipe, 0, Permissions()).env
+
+
 def test_launch_words_are_replaced_and_nothing_else() -> None:
     command = Command(("run", "{model}:{port}", "{k}", "{other}", "$HOST"), [("--x", "1")], ("y",))
     assert command.words("M", "h", 7, 2) == [

@@ -56,6 +56,15 @@ def model_words(section: ModelSection) -> str:
     return section.model if place is None else str(place)
 
 
+def _has_no_tokenizer(section: ModelSection) -> bool:
+    """Whether a model is the shape of one alone; servers take its prompts as ids all the same."""
+    from specdec_cli.models.resolve import local_place
+    from specdec_cli.models.tokenizer import has_tokenizer
+
+    place = local_place(section.model, section.file)
+    return section.load_format == "dummy" and place is not None and not has_tokenizer(place)
+
+
 def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> Command:
     """The command that starts a server for a recipe at a k.
 
@@ -72,6 +81,8 @@ def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> C
         flags.append(("--revision", target.revision))
     if target.load_format != "auto":
         flags.append(("--load-format", target.load_format))
+    if _has_no_tokenizer(target):
+        flags.append(("--skip-tokenizer-init",))
     if recipe.cache.dtype == "fp8":
         flags.append(("--kv-cache-dtype", "fp8_e4m3"))
     if permissions.trust_remote_code:
@@ -85,7 +96,7 @@ def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> C
         flags.append(("--per-request-spec-decode-metrics", "detailed"))
     elif k:
         flags += _sglang_flags(recipe, k)
-        if (length := _sglang_length(recipe)) is not None:
+        if (length := _sglang_length(recipe, k)) is not None:
             env["SGLANG_SIMULATE_ACC_LEN"] = str(length)
     return Command(launch, flags, tuple(engine.args), env)
 
@@ -127,17 +138,14 @@ def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
     return found
 
 
-def _sglang_length(recipe: Recipe) -> float | None:
+def _sglang_length(recipe: Recipe, k: int) -> float | None:
     """The mean length of simulated acceptance, which SGLang draws once for a whole batch."""
     if _rule_of(recipe, "SGLang") != "synthetic":
         return None
-    length = recipe.speculation.synthetic_acceptance_length
-    if length is None:
-        raise UsageError(
-            "speculation.synthetic_acceptance_rates: SGLang takes a mean length alone",
-            "give speculation.synthetic_acceptance_length",
-        )
-    return length
+    rates = recipe.speculation.synthetic_acceptance_rates
+    if rates is not None:
+        return 1 + sum(rates[:k])
+    return recipe.speculation.synthetic_acceptance_length
 
 
 def _rule_of(recipe: Recipe, engine: str) -> str | None:
