@@ -9,7 +9,8 @@ from typing import Any
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import ModelSection, Recipe
-from specdec_cli.recipe.choices.registry import METHODS, weights_from
+from specdec_cli.recipe.choices.base import sglang_flags
+from specdec_cli.recipe.choices.registry import METHODS
 
 _LAUNCH = {
     "vllm": ("vllm", "serve", "{model}"),
@@ -126,20 +127,14 @@ def _vllm_config(recipe: Recipe, k: int) -> dict[str, Any]:
 
 
 def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
-    speculation, draft = recipe.speculation, recipe.draft
-    name = METHODS[speculation.method].to_sglang
-    if name is None:
-        raise UsageError(f"SGLang has no method {speculation.method}: k = {k} has no server")
-    found: list[tuple[str, ...]] = [
-        ("--speculative-algorithm", name),
-        ("--speculative-num-draft-tokens", str(k + 1)),
-    ]
-    if weights_from(speculation.method) != "none":
-        found += [("--speculative-num-steps", str(k)), ("--speculative-eagle-topk", "1")]
-    if weights_from(speculation.method) == "draft" and draft is not None:
-        found.append(("--speculative-draft-model-path", model_words(draft)))
-        if draft.load_format != "auto":
-            found.append(("--speculative-draft-load-format", draft.load_format))
+    method, draft = recipe.speculation.method, recipe.draft
+    if (choice := METHODS[method]).to_sglang is None:
+        raise UsageError(f"SGLang has no method {method}: k = {k} has no server")
+    is_own = choice.weights_from == "draft" and draft is not None
+    named = model_words(draft) if is_own and draft is not None else None
+    found: list[tuple[str, ...]] = [*sglang_flags(choice, k, named)]
+    if is_own and draft is not None and draft.load_format != "auto":
+        found.append(("--speculative-draft-load-format", draft.load_format))
     return found
 
 
