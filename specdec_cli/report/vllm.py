@@ -8,9 +8,11 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from specdec_cli.experiment.folders.records import Point
+from specdec_cli.recipe.choices.base import sglang_flags
 from specdec_cli.recipe.choices.registry import METHODS, is_given, without_draft
 from specdec_cli.report.findings import Finding, answer
 from specdec_cli.report.folder import ReportedRun
@@ -210,11 +212,6 @@ def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
     choice = METHODS.get(str(own))
     if choice is None or choice.to_sglang is None:
         return None
-    parts += ["--speculative-algorithm", choice.to_sglang]
-    parts += ["--speculative-num-draft-tokens", str(point.k + 1)]
-    if choice.weights_from != "none":
-        parts += ["--speculative-num-steps", str(point.k), "--speculative-eagle-topk", "1"]
-    if choice.weights_from == "draft":
-        draft = point.draft or run.setting("draft", "model")
-        parts += ["--speculative-draft-model-path", str(draft)]
+    draft = point.draft or run.setting("draft", "model")
+    parts += chain.from_iterable(sglang_flags(choice, point.k, draft))
     return shlex.join(parts)
