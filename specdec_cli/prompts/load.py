@@ -12,7 +12,7 @@ import re
 import select
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -314,7 +314,8 @@ def _prompts_of(
             if isinstance(row, BadRow):
                 raise row
             one = prompt_of(row, column, turn)
-            found.append(replace(one, where=where, unused=one.unused or unread))
+            more = (key for key in unread if key not in row) if isinstance(row, Mapping) else ()
+            found.append(replace(one, where=where, unused=(*more, *one.unused)))
         except NoSuchTurn:
             short += 1
         except BadRow as reason:

@@ -53,6 +53,7 @@ class ServerBackend:
         self.notices: list[Notice] = []
         self._permissions = Permissions()
         self._process: Process | None = None
+        self._unknown: list[str] = []  # flags that a start of this version did not know
 
     def __enter__(self) -> "ServerBackend":
         return self
@@ -74,6 +75,7 @@ class ServerBackend:
         """Start the only server, at a k, and wait until it is healthy; see `Starter`."""
         recipe, engine = plan.recipe, plan.recipe.engine
         command = command_of(engine.kind, recipe, k, self._permissions)
+        command = command.without(self._unknown) or command
         name = f"{engine.kind}-{plan.proposer}-k{k}" if k else f"{engine.kind}-k0"
         log = self.logs / f"{re.sub('[^A-Za-z0-9.-]+', '_', name)}.log"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -92,6 +94,7 @@ class ServerBackend:
                 if less is None:
                     raise
                 command = less
+                self._unknown += unknown
                 left = f"{name} does not know {', '.join(unknown)}: started again without"
                 told(left)
                 self.notices.append(Notice("flags_left_out", left, {"flags": unknown}))
