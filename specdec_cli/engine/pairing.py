@@ -29,7 +29,7 @@ from specdec_cli.models.tokenizer import (
     is_same_tokenizer,
     load_tokenizer,
 )
-from specdec_cli.models.weights import Part, Read, tensor_names
+from specdec_cli.models.weights import Read, tensor_names, unread
 from specdec_cli.recipe import SpeculationSection
 from specdec_cli.text import one_line
 
@@ -146,7 +146,7 @@ def _without_use(draft: Description, names: Collection[str]) -> list[str]:
     module = draft.module
     if is_gguf(draft.place):
         return readers(module, read_model(draft.place), draft.dtype)[1]
-    tensors: dict[str, Read] = dict.fromkeys(names, _unread)
+    tensors: dict[str, Read] = dict.fromkeys(names, unread)
     if quantisation(module.config) is None:
         return converted(module, tensors)[1]
     settings = module.config.quantization_config
@@ -155,10 +155,6 @@ def _without_use(draft: Description, names: Collection[str]) -> list[str]:
     # of their own.
     unused = converted(module, plain)[1]
     return [name for name in unused if "scale" not in name.rpartition(".")[2]]
-
-
-def _unread(part: Part | None = None) -> torch.Tensor:
-    raise AssertionError("only names are converted")
 
 
 def tokenizer_of(model: Draft) -> Tokenizer:
