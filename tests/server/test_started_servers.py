@@ -199,7 +199,8 @@ def test_shapes_without_a_tokenizer() -> None:
         command = command_of(kind, recipe, 3, Permissions())
         found = command.words("M", "H", 8, 3)
         assert "--skip-tokenizer-init" in found and value(found, "--load-format") == "dummy"
-        assert "--skip-tokenizer-init" not in commanded(kind, 3)
+        with_one = commanded(kind, 3, "target.load_format=dummy")
+        assert "--load-format" in with_one and "--skip-tokenizer-init" not in with_one
         if kind == "vllm":
             config = json.loads(value(found, "--speculative-config"))
             assert config["synthetic_acceptance_rates"] == list(rates[:3])
