@@ -282,7 +282,7 @@ def test_readings_change_proposals_and_no_text(target: Path, case: str) -> None:
     assert list(map(rounds_of, ours)) != list(map(rounds_of, theirs))
     told = planned(target, 3, **keys)
     assert set(READINGS[case].values()) & set(re.findall(r"\w+", str(told.execution)))
-    assert len(told.readings) == 2
+    assert len(told.draft.readings()) == 2
 
 
 def test_copies_of_embedding_and_head(target: Path, tmp_path: Path) -> None:
