@@ -51,6 +51,7 @@ _OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", "
 _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight columns in a word
 _BLOCK = 32  # codes of mxfp4, two in a byte
+_NO_POWER = 255  # as an exponent of scales
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 Names = dict[str, str]  # the file's names of what it has of one matrix, by words of `_PARTS`
@@ -191,9 +192,11 @@ def _scales(
     found = own["scales"]()
     if group.form in (GPTQ, AWQ):
         found = found.T
+    if dtype == torch.uint8 and found.dtype != dtype:
+        raise SetupError(f"{told} has scales that are {_said(found)}, not uint8", _DAMAGED)
+    if found.dtype == torch.uint8 and bool((found == _NO_POWER).any()):
+        raise SetupError(f"{told} has a scale that is no number ({_NO_POWER})", _DAMAGED)
     if dtype == torch.uint8:
-        if found.dtype != torch.uint8:
-            raise SetupError(f"{told} has scales that are {_said(found)}, not uint8", _DAMAGED)
         return same(found, part)
     if found.dtype == torch.uint8:  # exponents of powers of two
         found = (found.float() - 127).exp2()
@@ -302,6 +305,8 @@ def read_stored(name: str, fields: Fields, storage: Storage, model: str) -> Stor
     if codes.dim() < 2 or codes.dtype != kind:
         theirs = f"scales as a matrix of {str(kind).removeprefix('torch.')} has"
         raise SetupError(f"{told} is {_said(codes)}, and has {theirs}", _DAMAGED)
+    if codes.dtype == torch.float8_e4m3fn and _has_nan(codes):
+        raise SetupError(f"{told} has codes that are no numbers (NaN)", _DAMAGED)
     scales = fields.scales[name]()
     found = Stored(codes, scales, fields.zeros[name]() if storage.has_zeros else None, storage)
     high, wide = storage.group
@@ -322,6 +327,17 @@ def read_stored(name: str, fields: Fields, storage: Storage, model: str) -> Stor
     return found
 
 
+def _has_nan(codes: torch.Tensor) -> bool:
+    """Whether e4m3 codes have a NaN, 0x7f or 0xff, which products in bf16 take for a number.
+
+    Each is the largest one by its bits, with a sign or without one: a mask takes ten times as long.
+    """
+    bits = codes.view(torch.uint8)
+    return bool(codes.numel()) and (
+        int(bits.max()) == 0xFF or int(bits.view(torch.int8).max()) == 0x7F
+    )
+
+
 def no_scales(name: str, names: Iterable[str]) -> str:
     """The reason that a matrix has no scales: the file has none, or under another name."""
     stem = name.rpartition(".")[0]
@@ -329,6 +345,16 @@ def no_scales(name: str, names: Iterable[str]) -> str:
     if others:
         return f"its scales have a name that is not read: {one_line(others[0])}"
     return "its scales are missing"
+
+
+def plain_names(names: Collection[str], settings: Settings, model: str) -> list[str]:
+    """The names of a quantised checkpoint's tensors once its matrices are plain.
+
+    Raises as `scheme_of` does, and for a tensor that the config does not describe.
+    """
+    found = _matrices(names, scheme_of(settings, model), model)
+    used = {part for _, own in found.values() for part in own.values()}
+    return [*(name for name in names if name not in used), *found]
 
 
 def dequantised(
@@ -413,6 +439,8 @@ def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
             "uint8 of [experts, rows, blocks, 16] and [experts, rows, blocks]"
         )
     experts, out, count, _ = blocks.shape
+    if bool((scales == _NO_POWER).any()):
+        raise ValueError(f"has a scale that is no number ({_NO_POWER})")
     values, table = torch.empty(experts, count * 32, out, dtype=dtype), torch.tensor(_FP4)
     for i in range(experts):  # one at a time, since all of them in float32 can take 20 GB
         codes = torch.stack((blocks[i] & 15, blocks[i] >> 4), -1).flatten(-2)
