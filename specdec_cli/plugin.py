@@ -30,15 +30,12 @@ Made = TypeVar("Made", bound=type[Any])
 LOADED: dict[Path, str] = {}  # files, and the SHA-256 of each, for the record of the environment
 
 
-def method(
-    name: str, *, weights_from: WeightsFrom = "none", needs_draft: bool = False
-) -> Callable[[Made], Made]:
+def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made], Made]:
     """Register a proposer.
 
     weights_from: `draft` has the recipe's draft loaded; `target` means tensors in the target's own
     files, which the class's `describe` finds. A class with `describe` makes a draft of its own kind
-    of a `methods.base.DraftPlace`. needs_draft: an older word for `weights_from="draft"`. Raises
-    ValueError for weights that nothing describes.
+    of a `methods.base.DraftPlace`. Raises ValueError for weights that nothing describes.
     """
 
     def register(made: Made) -> Made:
@@ -50,8 +47,7 @@ def method(
             return cast(Proposer, PluggedMethod(name, made, parts))
 
         code = Method(make, text_bytes, describe, getattr(made, "runs_on_host", False))
-        source = "draft" if needs_draft else weights_from
-        add(METHODS, name, MethodChoice(weights_from=source, code=code))
+        add(METHODS, name, MethodChoice(weights_from=weights_from, code=code))
         return made
 
     return register

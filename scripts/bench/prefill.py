@@ -2,11 +2,10 @@
 
 Prompts are random ids, all of them queued at once. Prints one Markdown row per shape, medians over
 repeats: milliseconds from the request to the first token of every prompt (least to most), the part
-of it in prefill passes, the number of these passes, the host's milliseconds for each, the floor of
-the passes and the ratio to it. With k = 0 only the target is fed, and prefill decides each first
-token. Else the draft or the head is fed as well, and the first round is left, whose scoring pass
-feeds each prompt's last token. With --uncaptured a row follows each in which no pass is a CUDA
-graph.
+of it in prefill passes, the floor of these and the ratio to it. With k = 0 only the target is fed,
+and prefill decides each first token. Else the draft or the head is fed as well, and the first round
+is left, whose scoring pass feeds each prompt's last token. With --uncaptured a row follows each in
+which no pass is a CUDA graph.
 
 The floor counts matrix products alone: of each model, the longer one of reading all weights once,
 and of multiplying each token by each matrix, at rates that the run measures first. On a CPU there
@@ -60,12 +59,10 @@ def arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one repeat. host: of each prefill pass."""
+    """Milliseconds of one repeat."""
 
     first_token: float
     prefill: float
-    passes: int
-    host: float
 
 
 def requests(shape: Shape, vocab: int, repeat: int) -> list[Request]:
@@ -83,13 +80,7 @@ def first_tokens(engine: Engine, work: list[Request], k: int, params: SamplingPa
     first = max(seq.first_token_at or 0.0 for seq in run.seqs) - started
     run.rounds.discard()
     run.scheduler.release_all()
-    clock = run.clock
-    return Timing(
-        first * 1e3,
-        clock.prefill_seconds * 1e3,
-        clock.num_prefills,
-        clock.prefill_host_seconds * 1e3 / max(1, clock.num_prefills),
-    )
+    return Timing(first * 1e3, 1e3 * sum(seq.prefill_seconds for seq in run.seqs))
 
 
 def profile(once: Callable[[], Timing]) -> str:
@@ -107,8 +98,8 @@ def profile(once: Callable[[], Timing]) -> str:
     rows = sorted((e for e in found.key_averages() if spent(e) > 0), key=lambda e: -spent(e))
     total = sum(map(spent, rows)) / 1e3
     lines = [
-        f"first token {timing.first_token:.2f} ms, prefill {timing.prefill:.2f} ms in "
-        f"{timing.passes} passes, while profiled; kernels {total:.2f} ms, a first round's too"
+        f"first token {timing.first_token:.2f} ms, prefill {timing.prefill:.2f} ms, while "
+        f"profiled; kernels {total:.2f} ms, a first round's too"
     ]
     lines += [f"{spent(e):10.1f} us {e.count:6d} x  {e.key[:100]}" for e in rows[:45]]
     return "\n".join(lines) + "\n"
@@ -117,10 +108,9 @@ def profile(once: Callable[[], Timing]) -> str:
 def host_profile(once: Callable[[], Timing]) -> str:
     """A table of 20 runs to the first token: the host's time by function."""
     profiler = cProfile.Profile()
-    timings = [profiler.runcall(once) for _ in range(20)]
+    for _ in range(20):
+        profiler.runcall(once)
     table = io.StringIO()
-    told = statistics.median(timing.host for timing in timings)
-    table.write(f"{told:.3f} ms a pass to queue it, while profiled, of 20 runs\n")
     pstats.Stats(profiler, stream=table).sort_stats("tottime").print_stats(40)
     return table.getvalue()
 
@@ -181,8 +171,7 @@ class Bench:
         name = f"{shape[0]} x {shape[1]}{'' if is_captured else ', uncaptured'}"
         print(
             f"| {name} | {k} | {spread(first)} "
-            f"| {statistics.median(t.prefill for t in found):.2f} | {found[0].passes} "
-            f"| {statistics.median(t.host for t in found):.3f} "
+            f"| {statistics.median(t.prefill for t in found):.2f} "
             f"| {spread(others) if others else f'{floor:.2f}'} "
             f"| {statistics.median(first) / floor:.2f} |"
             f" (the first run {begun:.0f} ms; {memory()})",
@@ -226,7 +215,7 @@ def main() -> None:
     seconds = time.perf_counter() - started
     print(f"built in {seconds:.1f} s; {planned.execution}; {memory()}", flush=True)
     bench = Bench(planned, built, rates, None if is_cuda else reference(planned), args)
-    columns = "| prompts x tokens | k | first token ms | prefill ms | passes | host ms a pass "
+    columns = "| prompts x tokens | k | first token ms | prefill ms "
     columns += "| floor ms | x floor |" if is_cuda else "| transformers ms | x transformers |"
     print(columns)
     print("|" + "---|" * columns.count(" |"))

@@ -1,32 +1,28 @@
-"""Prices the acceptance that a sweep measured at the round times of other, larger models.
+"""Prices the acceptance that a sweep measured at the stage times of larger models.
 
-A sweep over a real model says how many tokens a round of each arm writes. `rounds.py` times rounds
-of the same kinds on random weights of other shapes. Together they say which arm would win there, if
-it were accepted as often, and what acceptance it needs to break even.
+A sweep over a real model says how many tokens a round of each method writes. Rounds on random
+weights of other shapes say what stages take there. Together they say which method would win there,
+if it were accepted as often, and what acceptance it needs to break even.
 
-    python scripts/bench/prices.py rates            # acceptance rates by position, for each arm
-    python scripts/bench/rounds.py bench-8b-eagle3-dummy --k 0,2,4,6 --batch-size 1,32 \\
-        --set speculation.synthetic_acceptance_rates=RATES --json 8b-head.json
-    python scripts/bench/prices.py table 8b demo:smollm2-eagle3=8b-head.json ngram=8b-ngram.json ...
-
-Rates count all rounds: a round in which n-grams found nothing accepts no proposal. The sweep is
-docs/smollm2/run, at its batch size 1.
+stages.json has the times, in milliseconds, of one model and batch size in each entry: scoring by
+the number of proposals, linear between them; and by method what a round costs once and for each
+proposal. `reckoned` names methods whose pass was not measured: bytes of the pass at the rate at
+which DFlash's were read.
 """
 
 import json
 import lzma
-import statistics
-import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specdec_cli.experiment.forecasts import chance_for
 
-SAMPLES = Path(__file__).parents[2] / "docs" / "smollm2" / "run" / "samples.jsonl.xz"
+STAGES = Path(__file__).with_name("stages.json")
 Samples = list[dict[str, Any]]
-COLUMNS = "| model | batch | arm | k | round ms | tokens a round | x plain | break-even | chance |"
 
 
 def samples(path: Path) -> Samples:
@@ -45,7 +41,8 @@ def of_arm(found: Samples, arm: str) -> dict[int, Samples]:
 def rates(found: Samples, k: int) -> list[float]:
     """For each position the share of rounds in which its proposal was accepted.
 
-    The last rounds of a text propose fewer than k and are left out.
+    A round in which n-grams found nothing accepts no proposal. The last rounds of a text propose
+    fewer than k and are left out.
     """
     rounds, accepted = 0, [0] * k
     for sample in found:
@@ -58,61 +55,67 @@ def rates(found: Samples, k: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Price:
-    """A row of the table. ratio: speed over plain decoding's. needed: tokens a round at which they
-    are equal."""
+class Stages:
+    """An entry of stages.json. methods: once, each."""
 
+    model: str
     batch_size: int
-    arm: str
+    scoring: Mapping[int, float]
+    rest: float
+    methods: Mapping[str, tuple[float, float]]
+    reckoned: tuple[str, ...] = ()
+
+    def round_ms(self, method: str | None, k: int) -> float:
+        """The milliseconds of a round; without a method, of plain decoding."""
+        known = sorted(self.scoring.items())
+        scoring = np.interp(k, [n for n, _ in known], [ms for _, ms in known])
+        once, each = self.methods[method] if method is not None else (0.0, 0.0)
+        return float(scoring) + self.rest + once + k * each
+
+
+def read_stages(path: Path = STAGES) -> list[Stages]:
+    found = json.loads(path.read_text())
+    return [
+        Stages(
+            entry["model"],
+            entry["batch_size"],
+            {int(k): ms for k, ms in entry["scoring"].items()},
+            entry["rest"],
+            {name: (once, each) for name, (once, each) in entry["methods"].items()},
+            tuple(entry.get("reckoned", ())),
+        )
+        for entry in found
+    ]
+
+
+@dataclass(frozen=True)
+class Price:
+    """A method at one k. length: tokens a round. ratio: speed over plain decoding's. needed: tokens
+    a round at which they are equal."""
+
     k: int
     round_ms: float
     length: float
     ratio: float
     needed: float
 
-    def row(self, model: str) -> str:
-        chance = chance_for(self.needed, self.k)
-        return (
-            f"| {model} | {self.batch_size} | {self.arm} | {self.k} | {self.round_ms:.2f} "
-            f"| {self.length:.2f} | {self.ratio:.2f} | {self.needed:.2f} "
-            f"| {'none' if chance is None else f'{chance:.0%}'} |"
-        )
+    @property
+    def chance(self) -> float | None:
+        """The chance of each proposal that breaks even, or None."""
+        return chance_for(self.needed, self.k)
 
 
-def prices(arm: str, rows: list[dict[str, Any]], found: dict[int, Samples]) -> Iterator[Price]:
-    """The prices of one arm. rows: as `rounds.py --json` writes them, with k = 0 among them."""
+def best_price(stages: Stages, method: str, lengths: Mapping[int, float]) -> Price:
+    """The fastest k of a method. lengths: tokens a round by k."""
+    plain = stages.round_ms(None, 0)
 
-    def milliseconds(row: dict[str, Any]) -> float:
-        return statistics.median(m["round_ms"] for m in row["metrics"])
+    def at(k: int) -> Price:
+        took = stages.round_ms(method, k)
+        return Price(k, took, lengths[k], lengths[k] * plain / took, took / plain)
 
-    plain = {row["batch_size"]: milliseconds(row) for row in rows if row["k"] == 0}
-    for row in rows:
-        k, batch_size, took = row["k"], row["batch_size"], milliseconds(row)
-        if k in found:
-            length = 1 + sum(rates(found[k], k))
-            needed = took / plain[batch_size]
-            yield Price(batch_size, arm, k, took, length, length / needed, needed)
+    return max(map(at, lengths), key=lambda price: price.ratio)
 
 
-def main(arguments: list[str]) -> None:
-    found = samples(SAMPLES)
-    if arguments == ["rates"]:
-        for arm in sorted({sample["draft"] for sample in found}):
-            by_k = of_arm(found, arm)
-            k = max(by_k)
-            print(arm, json.dumps([round(rate, 4) for rate in rates(by_k[k], k)]))
-        return
-    if len(arguments) < 3 or arguments[0] != "table":
-        sys.exit(__doc__)
-    print(COLUMNS + "\n|" + "---|" * COLUMNS.count(" |"))
-    rows = [
-        price
-        for arm, path in (pair.split("=", 1) for pair in arguments[2:])
-        for price in prices(arm, json.loads(Path(path).read_text()), of_arm(found, arm))
-    ]
-    for price in sorted(rows, key=lambda p: (p.batch_size, p.arm, p.k)):
-        print(price.row(arguments[1]))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def lengths_of(found: Samples, arm: str) -> dict[int, float]:
+    """Tokens a round of an arm by k."""
+    return {k: 1 + sum(rates(some, k)) for k, some in of_arm(found, arm).items()}

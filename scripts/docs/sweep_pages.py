@@ -1,6 +1,8 @@
-"""Writes the reports of sweeps in docs, and their tables on pages, from the samples beside them.
+"""Writes the reports of sweeps in docs, and a table on a page, from the samples beside them.
 
     python scripts/docs/sweep_pages.py [smollm2] [smollm2-sampled] [smollm2-cpu] [demo-sweep]
+
+comparison.py writes the tables that compare methods.
 
 smollm2 and smollm2-sampled ran on GPUs, the others on two CPU cores, all with nothing else to do:
 
@@ -40,14 +42,13 @@ _AFTER = "```\n"
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep whose samples are in docs: its folder there, and the page with its table.
+    """A sweep whose samples are in docs: its folder there, and a page with its table, if any.
 
-    points_only: leave out of that table what follows the points. formats: of the report.
+    formats: of the report.
     """
 
     name: str
-    page: str
-    points_only: bool = False
+    page: str | None = None
     formats: tuple[str, ...] = ("html", "md", "png")
 
     @property
@@ -72,8 +73,6 @@ class Sweep:
             with redirect_stdout(io.StringIO()) as shown:
                 print_results(document, with_pairs=True)
             text = "".join(f"{line.rstrip()}\n" for line in shown.getvalue().splitlines())
-            if self.points_only:
-                text = text.partition("\n\n")[0] + "\n"
             yield Content(read_folder(whole)), text
 
     def with_table(self, page: str, table: str) -> str:
@@ -88,6 +87,8 @@ class Sweep:
             shutil.rmtree(self.folder / "plots", ignore_errors=True)
             for file in write_report(content, self.folder, self.formats):
                 print(file.relative_to(DOCS.parent))
+        if self.page is None:
+            return
         page = DOCS / self.page
         changed = self.with_table(page.read_text(encoding="utf-8"), table)
         page.write_text(changed, encoding="utf-8")
@@ -95,9 +96,9 @@ class Sweep:
 
 
 SWEEPS = (
-    Sweep("smollm2", "smollm2.md", points_only=True),
-    Sweep("smollm2-sampled", "smollm2.md", points_only=True, formats=("html", "md")),
-    Sweep("smollm2-cpu", "smollm2.md", points_only=True, formats=("html", "md")),
+    Sweep("smollm2"),
+    Sweep("smollm2-sampled", formats=("html", "md")),
+    Sweep("smollm2-cpu", formats=("html", "md")),
     Sweep("demo-sweep", "sweep.md"),
 )
 

@@ -1,10 +1,10 @@
 """The figures of a run or a point, in vLLM's names where vLLM has one, and the base of records.
 
 The engine makes them, run folders keep them and reports read them. A file may have been damaged or
-edited, so everything is checked as it is read. Figures follow from a run's clock and counts, and
-from the samples of a folder in the same way. Stage times are stamped within rounds, on CUDA by the
-device's clock, and read with the round's verdict, which the host waits for anyway. Imports no
-torch.
+edited, so everything is checked as it is read. Figures follow from the shares and counts of a run's
+sequences, and from the samples of a folder in the same way. Stage times are stamped within rounds,
+on CUDA by the device's clock, and read with the round's verdict, which the host waits for anyway.
+Imports no torch.
 """
 
 import math
@@ -280,34 +280,18 @@ class Metrics(Acceptance, Times):
         return self
 
 
-@dataclass(slots=True)
-class RunClock:
-    """Sums of one run's times: by stage on the device's clock, by round on the host's.
+@dataclass(frozen=True, slots=True)
+class RunTimes:
+    """Sums of prompts' shares in a run's time, in its rounds, and in the stages of these.
 
-    distinct_experts: likewise a sum over rounds, of `Outcome.distinct_experts`; None without any.
-    prefill_host_seconds: those of `prefill_seconds` in which the host prepared and queued its
-    `num_prefills` steps; on a CPU, all of them.
+    distinct_experts: likewise, of those that each round read; None without any.
     """
 
-    num_rounds: float = 0  # fractional when rounds are split between prompts of a batch
+    num_rounds: float = 0.0  # a whole number but for rounding, of the prompts of a whole run
     prefill_seconds: float = 0.0
-    prefill_host_seconds: float = 0.0
-    num_prefills: int = 0
     decode_seconds: float = 0.0
-    stage_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    stage_ms: dict[str, float] = field(default_factory=dict)
     distinct_experts: float | None = None
-
-    def add_stages(self, milliseconds: dict[str, float]) -> None:
-        """Add the times of one round's stages."""
-        for name, spent in milliseconds.items():
-            self.stage_ms[name] += spent
-
-    def add_round(self, seconds: float, distinct_experts: float | None = None) -> None:
-        """Record a finished round and its time on the host's clock."""
-        self.num_rounds += 1
-        self.decode_seconds += seconds
-        if distinct_experts is not None:
-            self.distinct_experts = (self.distinct_experts or 0.0) + distinct_experts
 
 
 class Counts(Protocol):
@@ -325,12 +309,20 @@ class Counts(Protocol):
     def num_preemptions(self) -> int: ...
 
 
-def summarise(seqs: list[types.Sequence], clock: RunClock, k: int, batch_size: int) -> Metrics:
+def summarise(seqs: list[types.Sequence], k: int, batch_size: int) -> Metrics:
     """Metrics of a finished run over `seqs`, without sequences that ended in an error."""
     done = [s for s in seqs if s.finish_reason != "error"]
+    experts = [s.experts_share for s in done if s.experts_share is not None]
+    times = RunTimes(
+        num_rounds=sum(s.round_share for s in done),
+        prefill_seconds=sum(s.prefill_seconds for s in done),
+        decode_seconds=sum(s.decode_seconds for s in done),
+        stage_ms={x: sum(s.stage_ms.get(x, 0.0) for s in done) for x in STAGES},
+        distinct_experts=sum(experts) if experts else None,
+    )
     return metrics_of(
         done,
-        clock,
+        times,
         k=k,
         batch_size=batch_size,
         num_output_tokens=sum(s.num_new_tokens for s in done),
@@ -355,34 +347,34 @@ def mean_parts(parts: Iterable[dict[str, float] | None]) -> dict[str, dict[str, 
 
 
 def metrics_of(
-    done: Sequence[Counts], clock: RunClock, k: int, num_output_tokens: int, **others: Any
+    done: Sequence[Counts], times: RunTimes, k: int, num_output_tokens: int, **others: Any
 ) -> Metrics:
     """The metrics of prompts that could run. others: figures that do not follow from the rest."""
-    rounds = clock.num_rounds or 1
+    rounds = times.num_rounds or 1
     from_prefill = sum(s.num_tokens_from_prefill for s in done)
-    seconds = clock.prefill_seconds + clock.decode_seconds
-    means = {f"{stage}_ms": spent / rounds for stage, spent in clock.stage_ms.items()}
+    seconds = times.prefill_seconds + times.decode_seconds
+    means = {f"{stage}_ms": spent / rounds for stage, spent in times.stage_ms.items()}
     if shares := sum(len(s.proposed_per_round) + s.rounds_without_proposal for s in done):
         means["tokens_per_round"] = num_output_tokens / shares
-    if clock.distinct_experts is not None:
-        means["distinct_experts"] = clock.distinct_experts / rounds
+    if times.distinct_experts is not None:
+        means["distinct_experts"] = times.distinct_experts / rounds
     if from_prefill:
         others["num_tokens_from_prefill"] = from_prefill
     return Metrics(
         k=k,
         num_prompts=len(done),
         num_output_tokens=num_output_tokens,
-        num_rounds=round(clock.num_rounds),
+        num_rounds=round(times.num_rounds),
         num_rounds_without_proposal=sum(s.rounds_without_proposal for s in done),
         num_preemptions=sum(s.num_preemptions for s in done),
-        round_ms=clock.decode_seconds * 1e3 / rounds,
-        prefill_ms=clock.prefill_seconds * 1e3 / max(1, len(done)),
-        prefill_seconds=clock.prefill_seconds,
-        decode_seconds=clock.decode_seconds,
+        round_ms=times.decode_seconds * 1e3 / rounds,
+        prefill_ms=times.prefill_seconds * 1e3 / max(1, len(done)),
+        prefill_seconds=times.prefill_seconds,
+        decode_seconds=times.decode_seconds,
         output_tokens_per_second=num_output_tokens / seconds if seconds else 0.0,
         decode_tokens_per_second=(
-            (num_output_tokens - from_prefill) / clock.decode_seconds
-            if clock.decode_seconds
+            (num_output_tokens - from_prefill) / times.decode_seconds
+            if times.decode_seconds
             else 0.0
         ),
         **means | others | acceptance_of(done, k).as_dict(),

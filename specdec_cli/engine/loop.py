@@ -17,7 +17,7 @@ from specdec_kernels.compile_ahead import compile_ahead
 from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
 from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.core.detokenize import StopFinder
-from specdec_cli.core.figures import Metrics, RunClock, summarise
+from specdec_cli.core.figures import Metrics, summarise
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.logits_processors import LogitsProcessors
@@ -53,7 +53,6 @@ class Run:
     k: int
     params: SamplingParams
     scheduler: Scheduler
-    clock: RunClock
     prefill: Prefill
     by_slots: tuple[Rounds, ...]
     rounds: Rounds
@@ -171,7 +170,7 @@ class Engine:
             torch.cuda.synchronize(self.target.device)
         if self.proposer is not None:
             self.proposer.check()
-        return RunResult(run.seqs, summarise(run.seqs, run.clock, k, self.batch_size))
+        return RunResult(run.seqs, summarise(run.seqs, k, self.batch_size))
 
     def compile_ahead(self, lengths: Iterable[int], k: int, params: SamplingParams) -> None:
         """Compile what a run with these settings needs, for prompts of these many tokens."""
@@ -236,18 +235,16 @@ class Engine:
         ahead = proposer.ahead(k) if proposer is not None else 0
         scheduler = Scheduler(self.allocator, self.batch_size, k, draft_max_len, ahead)
         by_slots = self._rounds.of(self._parts(proposer, params), k)
-        clock = RunClock()
         prefill = Prefill(
             self.target,
             proposer,
             params,
             scheduler,
-            clock,
             self.prefill_chunk,
             self.parallel,
             self._moments,
         )
-        run = Run(k, params, scheduler, clock, prefill, by_slots, by_slots[-1], time.perf_counter())
+        run = Run(k, params, scheduler, prefill, by_slots, by_slots[-1], time.perf_counter())
         for request in requests:
             self._add(run, request, is_here=request.arrives_at <= 0.0)
         scheduler.pending = deque(sorted(scheduler.pending, key=lambda seq: seq.arrived_at))
@@ -382,7 +379,6 @@ class Engine:
         if not live:
             return []
         _check_finite([done.accepted[b] for b in live])
-        run.clock.add_stages(done.stage_ms)
         self.costs.add(run.rounds.num_slots, done.k, done.seconds)
         return self._apply(run, done, live)
 
@@ -411,7 +407,6 @@ class Engine:
 
         live: the slots whose sequences count.
         """
-        run.clock.add_round(done.seconds, done.distinct_experts)
         run.last.trials.append([(done.lens[b], done.accepted[b]) for b in live])
         emissions = []
         for seq, k, accepted, row in (

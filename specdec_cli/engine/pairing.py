@@ -29,7 +29,7 @@ from specdec_cli.models.tokenizer import (
     is_same_tokenizer,
     load_tokenizer,
 )
-from specdec_cli.models.weights import Part, Read, tensor_names
+from specdec_cli.models.weights import Read, tensor_names, unread
 from specdec_cli.recipe import SpeculationSection
 from specdec_cli.text import one_line
 
@@ -149,17 +149,13 @@ def _without_use(draft: Description, names: Collection[str]) -> list[str]:
     is_plain = quantisation(module.config) is None
     if not is_plain:
         names = plain_names(names, module.config.quantization_config, draft.spec.name)
-    tensors: dict[str, Read] = dict.fromkeys(names, _unread)
+    tensors: dict[str, Read] = dict.fromkeys(names, unread)
     unused = converted(module, tensors)[1]
     if is_plain:
         return unused
     # Scales of activations and of the cache have no use, and scales of another name have an error
     # of their own.
     return [name for name in unused if "scale" not in name.rpartition(".")[2]]
-
-
-def _unread(part: Part | None = None) -> torch.Tensor:
-    raise AssertionError("only names are converted")
 
 
 def tokenizer_of(model: Draft) -> Tokenizer:

@@ -13,7 +13,6 @@ from itertools import cycle
 import torch
 
 from specdec_cli.core.batch import Span
-from specdec_cli.core.figures import RunClock
 from specdec_cli.core.packed import Tokens
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.sampling import next_tokens
@@ -122,7 +121,6 @@ class Prefill:
     proposer: Proposer | None
     params: SamplingParams
     scheduler: Scheduler
-    clock: RunClock
     budget: int
     parallel: TensorParallel
     moments: Moments
@@ -190,8 +188,6 @@ class Prefill:
             span.seq.target_kv = span.stop
         for span in chunk.proposers:
             span.seq.draft_kv = span.stop
-        self.clock.num_prefills += 1
-        self.clock.prefill_host_seconds += time.perf_counter() - begun
         queued = PrefillStep(
             begun=begun,
             halfway=halfway,
@@ -226,7 +222,6 @@ class Prefill:
         seconds = now - max(step.begun, self.ended_at)
         of_draft = min(of_draft, seconds)
         self.ended_at = now
-        self.clock.prefill_seconds += seconds
         for seq in step.seqs:
             seq.prefill_seconds += seconds / len(step.seqs)
         for seq in step.waiting:

@@ -13,7 +13,7 @@ import numpy as np
 from specdec_cli.core.figures import (
     STAGES,
     Metrics,
-    RunClock,
+    RunTimes,
     Spread,
     mean_parts,
     metrics_of,
@@ -142,7 +142,7 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     if any(s.engine is not None for s in done):
         return served_metrics(done, key)
     decode = sum(s.usual_seconds for s in done)
-    clock = RunClock(
+    times = RunTimes(
         num_rounds=sum(s.usual_mean(s.round_share) for s in done),
         prefill_seconds=sum(s.usual_mean(s.seconds) for s in done) - decode,
         decode_seconds=decode,
@@ -151,7 +151,7 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     )
     return metrics_of(
         done,
-        clock,
+        times,
         k=key.k,
         batch_size=key.batch_size,
         num_output_tokens=sum(s.num_output_tokens for s in done),

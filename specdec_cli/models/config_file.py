@@ -37,7 +37,7 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
     """
     if is_gguf(place):
         return _of_header(place)
-    config = _json_object(name, place / "config.json")
+    config = json_object(place / "config.json", f"config.json of {name}")
     check_numbers(name, config, "config.json")
     return config
 
@@ -48,10 +48,11 @@ def separate_quantisation(name: str, place: Path) -> dict[str, Any] | None:
     file = place / "hf_quant_config.json"
     if not file.is_file():
         return None
-    return {"quant_method": "modelopt"} | _json_object(name, file)
+    return {"quant_method": "modelopt"} | json_object(file, f"{file.name} of {name}")
 
 
-def _json_object(name: str, file: Path) -> dict[str, Any]:
+def json_object(file: Path, told: str) -> dict[str, Any]:
+    """The object in a JSON file of a model. Raises `SetupError`, which calls it `told`."""
     try:
         if not file.is_file():
             raise ValueError("it is no regular file")
@@ -62,7 +63,7 @@ def _json_object(name: str, file: Path) -> dict[str, Any]:
             raise ValueError("it is no JSON object")
     except (OSError, ValueError, RecursionError) as problem:
         raise SetupError(
-            f"cannot read {file.name} of {name}: {first_line(problem)}",
+            f"cannot read {told}: {first_line(problem)}",
             "it is damaged or was edited, or this is no model folder",
         ) from None
     return config

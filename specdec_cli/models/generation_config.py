@@ -3,7 +3,6 @@
 `sampling.from: model` takes its values as transformers' `generate` does. Imports nothing heavy.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.models.config_file import MAX_BYTES
+from specdec_cli.models.config_file import json_object
 from specdec_cli.models.resolve import model_place
 from specdec_cli.recipe import Recipe, SamplingSection
-from specdec_cli.text import of_many, reason_of, shown
+from specdec_cli.text import of_many, shown
 
 FILE = "generation_config.json"
 # Values of transformers' `generate` where the file has none. Those of a draw count if it draws.
@@ -60,19 +59,7 @@ def generation_config(place: Path) -> dict[str, Any]:
     transformers' own reader refuses settings of sampling that do not suit each other.
     """
     file = place / FILE
-    if not file.is_file():
-        return {}
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(stored, dict):
-            raise ValueError("it is no JSON object")
-    except (OSError, ValueError, RecursionError) as problem:
-        raise SetupError(
-            f"cannot read {file}: {reason_of(problem)}", "it is damaged; download it again"
-        ) from None
-    return stored
+    return json_object(file, str(file)) if file.is_file() else {}
 
 
 def recommended(stored: Mapping[str, Any]) -> dict[str, Any]:

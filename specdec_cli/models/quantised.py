@@ -9,7 +9,6 @@ where the last block is smaller, and does not notice scales that lack rows.
 """
 
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -29,7 +28,7 @@ from specdec_cli.models.formats import (
     Settings,
     scheme_of,
 )
-from specdec_cli.models.weights import Fields, Part, Read, WrongShape, same
+from specdec_cli.models.weights import Fields, Part, Read, same
 from specdec_cli.text import one_line
 
 # Endings of a scale's name, and of its matrix's: transformers' fp8, and the other formats'.
@@ -50,9 +49,7 @@ _PARTS = {
 _OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
 _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight columns in a word
-_BLOCK = 32  # codes of mxfp4, two in a byte
 _NO_POWER = 255  # as an exponent of scales
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 Names = dict[str, str]  # the file's names of what it has of one matrix, by words of `_PARTS`
 
@@ -195,7 +192,7 @@ def _scales(
     if dtype == torch.uint8 and found.dtype != dtype:
         raise SetupError(f"{told} has scales that are {_said(found)}, not uint8", _DAMAGED)
     if found.dtype == torch.uint8 and bool((found == _NO_POWER).any()):
-        raise SetupError(f"{told} has a scale that is no number ({_NO_POWER})", _DAMAGED)
+        raise SetupError(f"{told} has scales that are no numbers ({_NO_POWER})", _DAMAGED)
     if dtype == torch.uint8:
         return same(found, part)
     if found.dtype == torch.uint8:  # exponents of powers of two
@@ -366,14 +363,28 @@ def dequantised(
     scales do not fit it.
     """
     scheme = scheme_of(settings, model)
-    if any(group.form == BLOCKS for group in scheme.groups):
-        return _dequantised_mxfp4(tensors, dtype, model)
+    # gpt-oss multiplies by experts [experts, in, out], and its files have [experts, out, in].
+    is_turned = any(group.form == BLOCKS for group in scheme.groups)
     fields = fields_of(tensors, scheme, model)
 
     def reader(name: str, storage: Storage) -> Read:
-        return lambda part=None: same(read_stored(name, fields, storage, model).plain(dtype), part)
+        def read(part: Part | None = None) -> torch.Tensor:
+            numbers = _plain(read_stored(name, fields, storage, model), dtype)
+            return same(numbers.transpose(1, 2) if is_turned else numbers, part)
+
+        return read
 
     return fields.codes | {name: reader(name, s) for name, s in fields.storages.items()}
+
+
+def _plain(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+    """Its numbers. Experts come one at a time, since all of them in float32 can take 20 GB."""
+    if stored.codes.dim() < 3:
+        return stored.plain(dtype)
+    numbers = torch.empty(stored.shape, dtype=dtype)
+    for expert, own in enumerate(numbers):
+        own.copy_(stored[expert].plain(dtype))
+    return numbers
 
 
 _ONE_SCALE = (
@@ -381,72 +392,6 @@ _ONE_SCALE = (
     "config.json"
 )
 _DAMAGED = "the weights are damaged, or do not belong to this config.json; download them again"
-
-
-def _dequantised_mxfp4(tensors: dict[str, Read], dtype: torch.dtype, model: str) -> dict[str, Read]:
-    plain = dict(tensors)
-    for blocks in [name for name in tensors if name.endswith("_blocks")]:
-        name = blocks.removesuffix("_blocks")
-        scales = plain.pop(f"{name}_scales", None)
-        if scales is None:
-            raise SetupError(f"{blocks} of {model} lacks {name}_scales", _DAMAGED)
-        plain[name] = _mxfp4_reader(f"{name} of {model}", plain.pop(blocks), scales, dtype)
-    return plain
-
-
-def _mxfp4_reader(told: str, blocks: Read, scales: Read, dtype: torch.dtype) -> Read:
-    """Reads and undoes the blocks that a part touches, since undoing all can take minutes.
-
-    A part need not begin or end at a block's edge, because it is cut after that.
-    """
-
-    def read(part: Part | None = None) -> torch.Tensor:
-        if part is None:
-            return undone(None)
-        # A file of another shape is read whole, which shows its shape.
-        with suppress(WrongShape):
-            return cut(part)
-        return part.of(undone(None))
-
-    def cut(part: Part) -> torch.Tensor:
-        """part: of [experts, in, out]. The file has [experts, out, blocks of in]."""
-        experts, width, out = part.shape
-        stored = experts, out, width // _BLOCK
-        if part.dim == 2:
-            return undone(replace(part, dim=1, shape=stored))
-        assert part.dim == part.blocks == 1
-        first, last = part.start // _BLOCK, -(-part.stop // _BLOCK)
-        found = undone(Part(2, first, last, stored))
-        return found.narrow(1, part.start - first * _BLOCK, part.stop - part.start)
-
-    def undone(part: Part | None) -> torch.Tensor:
-        codes = part and replace(part, shape=(*part.shape, _BLOCK // 2))
-        try:
-            return _from_mxfp4(blocks(codes), scales(part), dtype)
-        except ValueError as problem:
-            raise SetupError(f"{told} {problem}", _DAMAGED) from None
-
-    return read
-
-
-def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """blocks [experts, out, blocks, 16] with two codes a byte, scales [experts, out, blocks];
-    returns [experts, in, out]."""
-    is_sound = blocks.dtype == scales.dtype == torch.uint8 and blocks.dim() == 4
-    if not is_sound or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
-        raise ValueError(
-            f"has blocks that are {_said(blocks)} and scales that are {_said(scales)}; they are "
-            "uint8 of [experts, rows, blocks, 16] and [experts, rows, blocks]"
-        )
-    experts, out, count, _ = blocks.shape
-    if bool((scales == _NO_POWER).any()):
-        raise ValueError(f"has a scale that is no number ({_NO_POWER})")
-    values, table = torch.empty(experts, count * 32, out, dtype=dtype), torch.tensor(_FP4)
-    for i in range(experts):  # one at a time, since all of them in float32 can take 20 GB
-        codes = torch.stack((blocks[i] & 15, blocks[i] >> 4), -1).flatten(-2)
-        matrix = table[codes.int()].mul_((scales[i].float() - 127).exp2()[..., None])
-        values[i] = matrix.flatten(1).T
-    return values
 
 
 def _said(tensor: torch.Tensor) -> str:

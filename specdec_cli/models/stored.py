@@ -28,14 +28,10 @@ from specdec_cli.models.quantised import fields_of, read_stored
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tp import Shards
-from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_checkpoint, same
+from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_checkpoint, same, unread
 
 _log = logging.getLogger("specdec")
 ReadStored = Callable[[Part | None], Stored]
-
-
-def _unread(part: Part | None = None) -> torch.Tensor:
-    raise AssertionError("only its name is used")
 
 
 def choose_form(
@@ -121,11 +117,11 @@ def storages_of(module: Any, fields: Fields, model: str) -> dict[str, Storage]:
     fields: by the file's. Raises `Unsupported` where matrices that the module stacks differ.
     """
     found: dict[str, Storage | None] = {}
-    plain: dict[str, Any] = {n: _unread for n in fields.codes if n not in fields.storages}
+    plain: dict[str, Any] = {n: unread for n in fields.codes if n not in fields.storages}
     groups: list[tuple[Storage | None, dict[str, Any]]] = [(None, plain)]
     for storage in dict.fromkeys(fields.storages.values()):
         alike = [name for name, own in fields.storages.items() if own == storage]
-        groups.append((storage, dict.fromkeys(alike, _unread)))
+        groups.append((storage, dict.fromkeys(alike, unread)))
     for own, names in groups:
         for name in converted(module, names)[0]:
             if found.setdefault(name, own) != own:

@@ -235,6 +235,11 @@ def same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
     return tensor if part is None else part.of(tensor)
 
 
+def unread(part: Part | None = None) -> torch.Tensor:
+    """`Read` of a tensor of which only the name counts."""
+    raise AssertionError("only its name is used")
+
+
 def _damaged(file: Path, problem: Exception) -> SetupError:
     if is_lfs_pointer(file):
         return SetupError(

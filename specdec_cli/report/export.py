@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from specdec_cli.report.cells import Table, Value, is_text
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import ReportedRun
+from specdec_cli.report.page import SECTIONS
 from specdec_cli.report.plots import Plot
 from specdec_cli.report.raw_tables import (
     raw_acceptance,
@@ -32,21 +33,6 @@ def csv_tables(run: ReportedRun) -> dict[str, str]:
     return {f"{table.name}.csv": csv_of(table) for table in found if table.rows}
 
 
-# Tables in LaTeX, by name of the file.
-LATEX = (
-    *(
-        "results",
-        "load",
-        "break_even",
-        "comparisons",
-        "category_pairs",
-        "categories",
-        "predictions",
-        "rounds",
-        "latencies",
-    ),
-    "first_tokens",
-)
 _TEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "–": "--", "×": r"$\times$", "…": r"\ldots{}",
@@ -56,8 +42,8 @@ _TEX = {
 
 def latex_tables(content: Content) -> dict[str, str]:
     """LaTeX files by name, each with a `tabular` for a document that loads booktabs."""
-    found = {name: content.tables.get(name) for name in LATEX}
-    return {f"{name}.tex": latex_of(table) for name, table in found.items() if table and table.rows}
+    found = content.tables.items()
+    return {f"{name}.tex": latex_of(table) for name, table in found if table and table.rows}
 
 
 def latex_of(table: Table) -> str:
@@ -119,21 +105,9 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
         lines += ["", *(f"- {_plain(one)}" for one in content.answers)]
     lines += [*(f"\n{_plain(one)}" for one in content.reasons), "", _plain(content.setup), ""]
     pictures = {plot.name: plot for plot in plots}
-    order = {
-        "degrees": "speeds",
-        "results": "speedup",
-        "load": "load",
-        "break_even": "break_even",
-        "comparisons": "comparisons",
-        "rounds": "rounds",
-        "categories": "categories",
-        "predictions": "predictions",
-        "latencies": "",
-        "first_tokens": "",
-    }
-    for name, picture in order.items():
-        table = content.tables[name]
-        if table is None or not table.rows:
+    for _, picture, name in SECTIONS:
+        table = content.tables.get(name)
+        if table is None or not table.rows or name == "category_pairs":  # which is long
             continue
         lines += [f"## {table.title}", ""]
         if name == "categories":

@@ -17,7 +17,7 @@ from specdec_cli.text import inert
 
 _MOST_ROWS = 12  # of a table that is not folded
 # Sections in order: heading, plot, and table.
-_SECTIONS = (
+SECTIONS = (
     ("The best draft TP", "speeds", "degrees"),
     ("Speed", "speedup", "results"),
     ("Under load", "load", "load"),
@@ -60,7 +60,7 @@ def page(content: Content, plots: Sequence[Plot]) -> str:
 def _parts(content: Content, plots: Sequence[Plot]) -> list[Part]:
     """The sections that have a plot or rows."""
     drawn, found = {plot.name for plot in plots}, []
-    for title, picture, name in _SECTIONS:
+    for title, picture, name in SECTIONS:
         table = content.tables.get(name)
         is_main = name == "results"
         shown = table if table is not None and (table.rows or is_main) else None

@@ -8,25 +8,24 @@ from specdec_cli.errors import SetupError
 from specdec_cli.report import captions
 from specdec_cli.report.content import Content
 from specdec_cli.report.drawings.acceptance import draw_acceptance
-from specdec_cli.report.drawings.break_even import draw_break_even
 from specdec_cli.report.drawings.canvas import (
     STYLE,
-    pdf_of,
-    png_of,
-    svg_file_of,
+    picture_of,
     svg_of,
     without_display,
     without_talk,
 )
-from specdec_cli.report.drawings.categories import draw_categories
-from specdec_cli.report.drawings.comparisons import draw_comparisons
 from specdec_cli.report.drawings.experts import draw_experts
+from specdec_cli.report.drawings.lines import (
+    draw_break_even,
+    draw_predictions,
+    draw_speeds,
+    draw_speedup,
+)
 from specdec_cli.report.drawings.load import draw_load
 from specdec_cli.report.drawings.panels import axis_of
-from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
-from specdec_cli.report.drawings.speeds import draw_speeds
-from specdec_cli.report.drawings.speedup import draw_speedup
+from specdec_cli.report.drawings.rows import draw_categories, draw_comparisons
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +50,7 @@ class Plot:
         return self.files.get("png", b"")
 
 
-PICTURES: Mapping[str, Callable[[Any, str], bytes]] = {
-    "png": lambda figure, _: png_of(figure),
-    "svg": svg_file_of,
-    "pdf": lambda figure, _: pdf_of(figure),
-}
+PICTURES = ("png", "svg", "pdf")
 
 
 def drawing(
@@ -81,7 +76,7 @@ def drawing(
         figure = Figure(layout="constrained")
         if not draw(figure):
             return None
-        files = {form: PICTURES[form](figure, name) for form in pictures}
+        files = {form: picture_of(figure, form, name) for form in pictures}
         shown = svg_of(figure, name) if svg else ""
         return Plot(name, title, about, conclusion, shown, files)
 

@@ -1,7 +1,7 @@
 """Writing the files of a report atomically."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from specdec_cli.report.export import (
     runs_markdown,
 )
 from specdec_cli.report.page import page, rendered
-from specdec_cli.report.plots import PICTURES, drawing, plots
+from specdec_cli.report.plots import PICTURES, Plot, drawing, plots
 from specdec_cli.report.runs import SideBySide, warnings_of
 
 USUAL = ("html", "png", "csv", "md", "vllm")
@@ -37,24 +37,19 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
     pictures = [form for form in PICTURES if form in formats]
     if pictures or "html" in formats:
         drawn = plots(content, pictures, svg="html" in formats)
-    files: dict[str, bytes] = {}
+    files: dict[str, str] = {}
     if "html" in formats:
-        files["report.html"] = _encoded(page(content, drawn))
+        files["report.html"] = page(content, drawn)
     if "md" in formats:
         shown = drawn if "png" in formats else []
-        files["report.md"] = _encoded(markdown(content, shown, f"{_FOLDER}/"))
+        files["report.md"] = markdown(content, shown, f"{_FOLDER}/")
     if "csv" in formats:
-        files |= {name: _encoded(text) for name, text in csv_tables(content.run).items()}
+        files |= csv_tables(content.run)
     if "tex" in formats:
-        files |= {name: _encoded(text) for name, text in latex_tables(content).items()}
+        files |= latex_tables(content)
     if "vllm" in formats and content.deployment is not None:
-        text = json.dumps(asdict(content.deployment), indent=2)
-        files["vllm.json"] = _encoded(f"{text}\n")
-    for plot in drawn:
-        files |= {f"{_FOLDER}/{plot.name}.{form}": data for form, data in plot.files.items()}
-    for name, data in files.items():
-        write_file(folder / name, data)
-    return [folder / name for name in files]
+        files["vllm.json"] = json.dumps(asdict(content.deployment), indent=2) + "\n"
+    return _written(folder, files, drawn)
 
 
 def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> list[Path]:
@@ -79,25 +74,28 @@ def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> lis
             conclusion=" ".join(whole.answers),
         )
     drawn = [plot] if plot is not None else []
-    files: dict[str, bytes] = {}
+    files: dict[str, str] = {}
     if "html" in formats:
         title = f"specdec: {', '.join(whole.names)}"
-        text = rendered(
+        files["report.html"] = rendered(
             "runs.html.j2", whole=whole, plots=drawn, title=title, warnings=warnings_of(whole)
         )
-        files["report.html"] = _encoded(text)
     if "md" in formats:
-        files["report.md"] = _encoded(runs_markdown(whole, warnings_of(whole)))
-    for table in whole.tables:
-        if "csv" in formats:
-            files[f"{table.name}.csv"] = _encoded(csv_of(table))
-        if "tex" in formats:
-            files[f"{table.name}.tex"] = _encoded(latex_of(table))
-    for one in drawn:
-        files |= {f"{_FOLDER}/{one.name}.{form}": data for form, data in one.files.items()}
-    for name, data in files.items():
+        files["report.md"] = runs_markdown(whole, warnings_of(whole))
+    for form, text_of in (("csv", csv_of), ("tex", latex_of)):
+        if form in formats:
+            files |= {f"{table.name}.{form}": text_of(table) for table in whole.tables}
+    return _written(folder, files, drawn)
+
+
+def _written(folder: Path, files: Mapping[str, str], drawn: Sequence[Plot]) -> list[Path]:
+    """Write texts and pictures; returns the files in order."""
+    found = {name: _encoded(text) for name, text in files.items()}
+    for plot in drawn:
+        found |= {f"{_FOLDER}/{plot.name}.{form}": data for form, data in plot.files.items()}
+    for name, data in found.items():
         write_file(folder / name, data)
-    return [folder / name for name in files]
+    return [folder / name for name in found]
 
 
 def write_page(content: Content, file: Path) -> Path:

@@ -333,11 +333,9 @@ def test_bad_files_get_one_line(
 
 
 def test_where_a_method_s_weights_are() -> None:
-    """needs_draft is the older word for a draft's."""
     plugin.method("bare")(object)
-    plugin.method("older", needs_draft=True)(object)
-    plugin.method("newer", weights_from="draft")(object)
-    assert [METHODS[n].weights_from for n in ("bare", "older", "newer")] == ["none"] + 2 * ["draft"]
+    plugin.method("drafted", weights_from="draft")(object)
+    assert [METHODS[name].weights_from for name in ("bare", "drafted")] == ["none", "draft"]
     with pytest.raises(ValueError, match="has weights in the target's files and no describe"):
         plugin.method("lost", weights_from="target")(object)
 

@@ -213,7 +213,7 @@ def test_the_recipe_s_layers_are_read(pair: Pair) -> None:
     assert found.target.hidden_layers == (0, 1, 3)
     assert found.execution["draft_features"] == "hidden states 0, 1, 3 of the target"
     told = "speculation.eagle3_layers: in place of the config's, which names [1, 2, 3] as inputs"
-    assert [told in reading.told for reading in found.readings] == [True]
+    assert [told in reading.told for reading in found.draft.readings()] == [True]
     assert told in found.execution["draft_conventions"]
     seqs = run(build(found, 11), 4, found.params)
     assert [s.output_ids for s in seqs] == texts_of(pair.target)
@@ -235,7 +235,7 @@ def test_readings_are_drafts_that_can_be_loaded(pair: Pair, tmp_path: Path) -> N
         tmp_path / "head", pair.head, "model-optimizer", lent, norm_output=True, **ids
     )
     found = planned(pair.target, folder)
-    counted, fed = found.readings
+    counted, fed = found.draft.readings()
     assert "read as outputs" in counted.told and "norm_output" in fed.told
     assert found.execution["draft_conventions"] == f"{counted.told}; {fed.told}"
     assert found.draft is not None and found.draft.feature_layers == (1, 2, 3)
@@ -251,7 +251,7 @@ def test_readings_are_drafts_that_can_be_loaded(pair: Pair, tmp_path: Path) -> N
     assert [s.output_ids for s in seqs] == texts_of(pair.target)
     deep = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
     folder = save_head(tmp_path / "deep", pair.head, "model-optimizer", lent, **deep)
-    (own,) = planned(pair.target, folder, speculation__eagle3_counting="inputs").readings
+    (own,) = planned(pair.target, folder, speculation__eagle3_counting="inputs").draft.readings()
     assert own.draft is None and "names [1, 2, 3] as outputs" in own.told
 
 

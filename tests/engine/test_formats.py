@@ -400,7 +400,7 @@ def with_code(code: int) -> Callable[[Tensor], Tensor]:
         (STORED["mxfp4"], {"weight_scale": lambda t: t.float()}, "scales that are float32"),
         (STORED["mxfp4"], {"weight_packed": lambda t: t.int()}, "codes that are int32"),
         (STORED["int8, zeros"], {"weight_zero_point": lambda t: t.int()}, "zeros that are int32"),
-        (STORED["mxfp4"], {"weight_scale": lambda t: t | 255}, "a scale that is no number"),
+        (STORED["mxfp4"], {"weight_scale": lambda t: t | 255}, "scales that are no numbers"),
         (STORED["modelopt"], {"weight": with_code(0x7F)}, r"no numbers \(NaN\)"),
         (STORED["modelopt"], {"weight": with_code(0xFF)}, r"no numbers \(NaN\)"),
     ],

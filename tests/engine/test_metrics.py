@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec_cli.core.candidates import Verdict
-from specdec_cli.core.figures import Acceptance, RunClock, Spread, summarise
+from specdec_cli.core.figures import Acceptance, Spread, summarise
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.engine.prefill import Moments
@@ -297,8 +297,8 @@ def test_latencies_over_prompts() -> None:
         finished(2, 11, 10.0, 12.0, 13.0),
     ]
     broken = Sequence(3, [1], 1, 9, finish_reason="error", error="too long")
-    clock = RunClock(num_rounds=4, prefill_seconds=1.0, decode_seconds=2.0)
-    metrics = summarise([*seqs, broken], clock, 2, 1)
+    seqs[0].round_share, seqs[0].decode_seconds, seqs[2].prefill_seconds = 4.0, 2.0, 1.0
+    metrics = summarise([*seqs, broken], 2, 1)
     ttft, tpot = [500.0, 100.0, 2000.0], [500.0, 100.0]
     assert metrics.ttft_ms.as_dict() == pytest.approx(Spread.of(ttft).as_dict())
     assert metrics.tpot_ms.as_dict() == pytest.approx(Spread.of(tpot).as_dict())

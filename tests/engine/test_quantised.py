@@ -100,12 +100,13 @@ def test_settings_that_are_no_block() -> None:
 
 
 CODES = torch.arange(2 * 3 * 2 * 16, dtype=torch.uint8).view(2, 3, 2, 16)
+EXPERTS = "layers.0.experts.e"
 POWERS = torch.arange(120, 132, dtype=torch.uint8).view(2, 3, 2)
 
 
 def test_mxfp4_by_hand() -> None:
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    got = read({"e_blocks": CODES, "e_scales": POWERS}, MXFP4, "e")
+    got = read({f"{EXPERTS}_blocks": CODES, f"{EXPERTS}_scales": POWERS}, MXFP4, EXPERTS)
     assert got.shape == (2, 64, 3)
     for expert, column, out in ((0, 0, 0), (1, 63, 2), (1, 33, 1), (0, 40, 2)):
         block, place = divmod(column, 32)
@@ -118,19 +119,18 @@ def test_mxfp4_by_hand() -> None:
 @pytest.mark.parametrize(
     "stored",
     [
-        {"e_blocks": CODES, "e_scales": POWERS[:1]},
-        {"e_blocks": CODES, "e_scales": POWERS.float()},
-        {"e_blocks": CODES, "e_scales": POWERS | 255},
-        {"e_blocks": CODES[..., :8], "e_scales": POWERS},
-        {"e_blocks": CODES.flatten(2), "e_scales": POWERS},
-        {"e_blocks": CODES},
+        {"blocks": CODES, "scales": POWERS[:1]},
+        {"blocks": CODES, "scales": POWERS.float()},
+        {"blocks": CODES, "scales": POWERS | 255},
+        {"blocks": CODES[..., :8], "scales": POWERS},
+        {"blocks": CODES.flatten(2), "scales": POWERS},
+        {"blocks": CODES},
     ],
 )
 def test_mxfp4_of_other_shapes_is_refused(stored: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(
-        SetupError, match=r"^e of m has (blocks|a scale)|^e_blocks of m lacks e_scales"
-    ):
-        read(stored, MXFP4, "e")
+    named = {f"{EXPERTS}_{part}": tensor for part, tensor in stored.items()}
+    with pytest.raises(SetupError, match=r"^layers.0.experts.e of m (has|is).*scales"):
+        read(named, MXFP4, EXPERTS)
 
 
 # Whole models.

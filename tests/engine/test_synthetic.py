@@ -12,7 +12,7 @@ from rich.console import Console
 from specdec_cli.acceptance.registry import for_k
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.backends.native import for_engine
-from specdec_cli.core.figures import RunClock, summarise
+from specdec_cli.core.figures import summarise
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.errors import UsageError
@@ -129,10 +129,9 @@ def test_the_text_is_labelled(
 
 
 def test_the_table_is_labelled() -> None:
-    clock = RunClock()
-    clock.num_rounds, clock.decode_seconds = 1, 1.0
     seq = Sequence(0, [1, 2, 3], 1, 3, proposed_per_round=[1], accepted_per_round=[1])
-    metrics = summarise([seq], clock, 1, 1)
+    seq.round_share = seq.decode_seconds = 1.0
+    metrics = summarise([seq], 1, 1)
     for remarks in ([], ["the text is not the target's", "random weights"]):
         out = Console(file=io.StringIO(), width=100)
         out.print(summary_table(metrics, None, tinted=False, remarks=remarks))

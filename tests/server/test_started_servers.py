@@ -49,24 +49,26 @@ def pids(file: Path) -> list[int]:
 
 
 def test_a_server_for_each_k(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """0.25.1 does not know one of the flags: it is left out, and told."""
-    for kind, source in (("vllm", "chunks"), ("sglang", "per_request")):
+    """0.25.1 does not know one of the flags: it is left out, told, and not tried at the next k."""
+    for kind, ks, source in (("vllm", [0, 2, 3], "chunks"), ("sglang", [0, 2], "per_request")):
         out = tmp_path / kind
         kept = ("-o", str(out)) if kind == "vllm" else ()
-        found = specdec(capsys, *words(kind, "2"), "--json", *kept)
+        found = specdec(capsys, *words(kind, ",".join(map(str, ks))), "--json", *kept)
         assert found.code == 0, found.err
         document = json.loads(found.out)
-        assert [p["k"] for p in document["points"]] == [0, 2]
+        assert [p["k"] for p in document["points"]] == ks
         assert {p["metrics"]["num_prompts"] for p in document["points"]} == {3}
         assert document["points"][1]["engine"]["acceptance_source"] == source
         assert gain(document["points"][1]) > 0 and document["tokens"]["identical"]
         told = [w for w in document["warnings"] if w["code"] == "flags_left_out"]
         assert len(told) == (kind == "vllm")
-        assert [s["k"] for s in document["environment"]["servers"]] == [0, 2]
+        assert [s["k"] for s in document["environment"]["servers"]] == ks
         if told:
             assert told[0]["evidence"]["flags"] == ["--per-request-spec-decode-metrics"]
             logs = sorted(f.name for f in (out / "servers").iterdir())
-            assert logs == ["vllm-demo_draft-k2.log", "vllm-k0.log"]
+            assert logs == ["vllm-demo_draft-k2.log", "vllm-demo_draft-k3.log", "vllm-k0.log"]
+            refused = [(out / "servers" / name).read_text().count("unrecognized") for name in logs]
+            assert refused == [1, 0, 0]
 
 
 def test_what_a_server_dies_of_is_the_points_reason(
@@ -186,6 +188,25 @@ def test_commands() -> None:
     for kind in ("vllm", "sglang"):
         assert "--kv-cache-dtype" not in commanded(kind, 3)
         assert value(commanded(kind, 3, "cache.dtype=fp8"), "--kv-cache-dtype") == "fp8_e4m3"
+
+
+def test_shapes_without_a_tokenizer() -> None:
+    """Both servers then take ids alone. Acceptance is rates for vLLM, and for SGLang their sum."""
+    recipe = load_recipe("bench-8b-1b-dummy", {})
+    rates = recipe.speculation.synthetic_acceptance_rates
+    assert rates is not None
+    for kind in ("vllm", "sglang"):
+        command = command_of(kind, recipe, 3, Permissions())
+        found = command.words("M", "H", 8, 3)
+        assert "--skip-tokenizer-init" in found and value(found, "--load-format") == "dummy"
+        assert "--skip-tokenizer-init" not in commanded(kind, 3)
+        if kind == "vllm":
+            config = json.loads(value(found, "--speculative-config"))
+            assert config["synthetic_acceptance_rates"] == list(rates[:3])
+        else:
+            assert float(command.env["SGLANG_SIMULATE_ACC_LEN"]) == pytest.approx(2.952)
+            assert value(found, "--speculative-draft-load-format") == "dummy"
+            assert not command_of(kind, recipe, 0, Permissions()).env
 
 
 def test_launch_words_are_replaced_and_nothing_else() -> None:

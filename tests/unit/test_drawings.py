@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from specdec_cli.report.drawings.break_even import draw_break_even
-from specdec_cli.report.drawings.categories import draw_categories
-from specdec_cli.report.drawings.comparisons import draw_comparisons
+from specdec_cli.report.drawings.lines import (
+    draw_break_even,
+    draw_predictions,
+    draw_speeds,
+    draw_speedup,
+)
 from specdec_cli.report.drawings.panels import placed
-from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
-from specdec_cli.report.drawings.speeds import draw_speeds
-from specdec_cli.report.drawings.speedup import draw_speedup
+from specdec_cli.report.drawings.rows import draw_categories, draw_comparisons
 from specdec_cli.report.findings import Finding
 from specdec_cli.report.folder import ReportedRun, read_folder
 from specdec_cli.report.memory import write_memory_picture

@@ -11,24 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec_cli.core.figures import Rate
 from specdec_cli.core.types import Request
 from specdec_cli.experiment.folders.conclusions import Best
 from specdec_cli.experiment.folders.records import Key, Point, Sample, Stretch
 from specdec_cli.experiment.load.arrivals import (
     BEFORE,
     MEASURED,
+    Offered,
     due_times,
     gaps,
-    num_measured,
     process_of,
 )
 from specdec_cli.experiment.load.choice import best_at_rate, crossover
 from specdec_cli.experiment.load.goodput import blocks, meets, ratio_interval, share_interval
-from specdec_cli.experiment.load.offered import Offered
-from specdec_cli.experiment.load.overload import in_flight, is_overloaded
 from specdec_cli.experiment.load.points import points_at_rate
 from specdec_cli.experiment.load.stream import Stream
-from specdec_cli.experiment.load.window import stretch_of
+from specdec_cli.experiment.load.window import in_flight, is_overloaded, stretch_of
 from specdec_cli.recipe.objectives import objective
 
 POISSON = process_of("poisson")
@@ -92,9 +91,12 @@ def test_what_is_no_process(text: str, told: str, tmp_path: Path) -> None:
 
 
 def test_the_number_of_measured_requests() -> None:
-    assert num_measured(10, 3, 4.0, None) == num_measured(10, 3, 4.0, 5.0) == 30
-    assert num_measured(10, 3, 4.0, 7.6) == 31
-    assert num_measured(10, 3, "inf", 1e6) == 30
+    def measured(duration_s: float | None, rate: Rate = 4.0) -> int:
+        return Offered((rate,), "poisson", 0, duration_s, {}).num_measured(10, 3, rate)
+
+    assert measured(None) == measured(5.0) == 30
+    assert measured(7.6) == 31
+    assert measured(1e6, "inf") == 30
 
 
 def test_objectives() -> None:

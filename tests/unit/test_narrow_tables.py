@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from specdec_cli.core.figures import RunClock, summarise
+from specdec_cli.core import types
+from specdec_cli.core.figures import summarise
 from specdec_cli.experiment.folders.conclusions import Best
 from specdec_cli.report.folder import read_folder
 from specdec_cli.report.tables import results
@@ -103,15 +104,15 @@ def test_an_impossible_speedup_is_a_word_on_terminals_and_in_reports(tmp_path: P
 
 
 def test_a_summary_has_broadcasts_where_the_target_has_ranks() -> None:
-    clock = RunClock(num_rounds=2, decode_seconds=0.1)
-    clock.add_stages({"draft": 12.0, "verify": 40.0, "sample": 2.0})
+    seq = types.Sequence(0, [1, 2], 1, 9, round_share=2.0, decode_seconds=0.1)
+    seq.stage_ms |= {"draft": 12.0, "verify": 40.0, "sample": 2.0}
     for stage, expected in (
         (None, "ms: draft 6.00, verify 20.00, sample 1.00"),
         ("broadcast", "ms: draft 6.00, broadcast 4.00, verify 20.00, sample 1.00"),
         ("commit", "ms: draft 6.00, broadcast 4.00, verify 20.00, sample 1.00, commit 4.00"),
     ):
-        clock.add_stages({stage: 8.0} if stage else {})
-        metrics = summarise([], clock, 2, 1)
+        seq.stage_ms |= {stage: 8.0} if stage else {}
+        metrics = summarise([seq], 2, 1)
         table = summary_table(metrics, None, tinted=False)
         assert any(line.endswith(expected) for line in lines_of(table, 100))
     fast, slow = (metrics.model_copy(update={"decode_tokens_per_second": s}) for s in (60.0, 40.0))

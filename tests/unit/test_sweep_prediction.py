@@ -16,7 +16,7 @@ import torch
 
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.backends import native
-from specdec_cli.core.figures import RunClock, summarise
+from specdec_cli.core.figures import summarise
 from specdec_cli.core.types import Emission, Permissions, Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.errors import UsageError
@@ -91,15 +91,12 @@ class KnownEngine:
             for r in requests
         ]
         waiting, running = deque(seqs), list[Sequence]()
-        clock = RunClock()
         while waiting or running:
             while waiting and len(running) < self.batch_size:
                 running.append(waiting.popleft())
             length = sum(len(s.tokens) for s in running) / len(running)
             stage_ms = stages(k, len(running), length)
             seconds = (sum(stage_ms.values()) + OVERHEAD_MS) / 1e3
-            clock.add_round(seconds)
-            clock.add_stages(stage_ms)
             standing = [stand(s.index, len(s.tokens) - PROMPT, k) for s in running]
             emissions = []
             for seq, most in zip(list(running), standing, strict=True):
@@ -113,12 +110,14 @@ class KnownEngine:
                     seq.rounds_without_proposal += 1
                 seq.decode_seconds += seconds / len(standing)
                 seq.round_share += 1 / len(standing)
+                for stage, spent in stage_ms.items():
+                    seq.stage_ms[stage] = seq.stage_ms.get(stage, 0.0) + spent / len(standing)
                 emissions.append(Emission(seq, [1], accepted))
                 if len(seq.tokens) == seq.max_tokens:
                     seq.finish_reason = "length"
                     running.remove(seq)
             on_emit(emissions)
-        return RunResult(seqs, summarise(seqs, clock, k, self.batch_size))
+        return RunResult(seqs, summarise(seqs, k, self.batch_size))
 
 
 def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[Point]:

@@ -31,6 +31,7 @@ from specdec_kernels.linear.few_rows_triton import (
     along_rows,
     finish_product,
     load_squares,
+    load_weight,
     prefetch_rows,
     sum_of_splits,
     tile_at,
@@ -230,15 +231,6 @@ def add_stored(
 
 
 @triton.jit
-def load_codes(at, live, EVEN: tl.constexpr):
-    """A tile of codes; EVEN tiles need no mask."""
-    if EVEN:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=live, other=0)
-
-
-@triton.jit
 def stored_sums(
     x_rows,  # [M] pointers to rows of x
     row_live,  # [M]
@@ -289,14 +281,14 @@ def stored_sums(
         if PAIRED:
             k = in_slices(high_columns(low, FORM), WIDTH, SLICES)
             x_high = tl.load(tile_at(x_rows, k, SLICES), mask=x_live, other=0.0)
-        tile = load_codes(tile_at(codes, byte, SLICES), inside, EVEN)
+        tile = load_weight(tile_at(codes, byte, SLICES), inside, EVEN)
         sums = add_stored(x, x_high, tile, groups, sums, FORM, SLICES)
         groups = next_groups
         if GATED:
             next_groups = tile_groups(
                 scales_up, zeros_up, start + TILE, begin_low, live, FORM, SLICES
             )
-            tile = load_codes(tile_at(codes_up, byte, SLICES), inside, EVEN)
+            tile = load_weight(tile_at(codes_up, byte, SLICES), inside, EVEN)
             sums_up = add_stored(x, x_high, tile, groups_up, sums_up, FORM, SLICES)
             groups_up = next_groups
     return sums, sums_up

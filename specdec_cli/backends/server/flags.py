@@ -9,7 +9,8 @@ from typing import Any
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import ModelSection, Recipe
-from specdec_cli.recipe.choices.registry import METHODS, weights_from
+from specdec_cli.recipe.choices.base import sglang_flags
+from specdec_cli.recipe.choices.registry import METHODS
 
 _LAUNCH = {
     "vllm": ("vllm", "serve", "{model}"),
@@ -55,6 +56,15 @@ def model_words(section: ModelSection) -> str:
     return section.model if place is None else str(place)
 
 
+def _has_no_tokenizer(section: ModelSection) -> bool:
+    """Whether a model is the shape of one alone; servers take its prompts as ids all the same."""
+    from specdec_cli.models.resolve import local_place
+    from specdec_cli.models.tokenizer import has_tokenizer
+
+    place = local_place(section.model, section.file)
+    return section.load_format == "dummy" and place is not None and not has_tokenizer(place)
+
+
 def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> Command:
     """The command that starts a server for a recipe at a k.
 
@@ -71,6 +81,8 @@ def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> C
         flags.append(("--revision", target.revision))
     if target.load_format != "auto":
         flags.append(("--load-format", target.load_format))
+    if _has_no_tokenizer(target):
+        flags.append(("--skip-tokenizer-init",))
     if recipe.cache.dtype == "fp8":
         flags.append(("--kv-cache-dtype", "fp8_e4m3"))
     if permissions.trust_remote_code:
@@ -84,7 +96,7 @@ def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> C
         flags.append(("--per-request-spec-decode-metrics", "detailed"))
     elif k:
         flags += _sglang_flags(recipe, k)
-        if (length := _sglang_length(recipe)) is not None:
+        if (length := _sglang_length(recipe, k)) is not None:
             env["SGLANG_SIMULATE_ACC_LEN"] = str(length)
     return Command(launch, flags, tuple(engine.args), env)
 
@@ -115,34 +127,25 @@ def _vllm_config(recipe: Recipe, k: int) -> dict[str, Any]:
 
 
 def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
-    speculation, draft = recipe.speculation, recipe.draft
-    name = METHODS[speculation.method].to_sglang
-    if name is None:
-        raise UsageError(f"SGLang has no method {speculation.method}: k = {k} has no server")
-    found: list[tuple[str, ...]] = [
-        ("--speculative-algorithm", name),
-        ("--speculative-num-draft-tokens", str(k + 1)),
-    ]
-    if weights_from(speculation.method) != "none":
-        found += [("--speculative-num-steps", str(k)), ("--speculative-eagle-topk", "1")]
-    if weights_from(speculation.method) == "draft" and draft is not None:
-        found.append(("--speculative-draft-model-path", model_words(draft)))
-        if draft.load_format != "auto":
-            found.append(("--speculative-draft-load-format", draft.load_format))
+    method, draft = recipe.speculation.method, recipe.draft
+    if (choice := METHODS[method]).to_sglang is None:
+        raise UsageError(f"SGLang has no method {method}: k = {k} has no server")
+    is_own = choice.weights_from == "draft" and draft is not None
+    named = model_words(draft) if is_own and draft is not None else None
+    found: list[tuple[str, ...]] = [*sglang_flags(choice, k, named)]
+    if is_own and draft is not None and draft.load_format != "auto":
+        found.append(("--speculative-draft-load-format", draft.load_format))
     return found
 
 
-def _sglang_length(recipe: Recipe) -> float | None:
+def _sglang_length(recipe: Recipe, k: int) -> float | None:
     """The mean length of simulated acceptance, which SGLang draws once for a whole batch."""
     if _rule_of(recipe, "SGLang") != "synthetic":
         return None
-    length = recipe.speculation.synthetic_acceptance_length
-    if length is None:
-        raise UsageError(
-            "speculation.synthetic_acceptance_rates: SGLang takes a mean length alone",
-            "give speculation.synthetic_acceptance_length",
-        )
-    return length
+    rates = recipe.speculation.synthetic_acceptance_rates
+    if rates is not None:
+        return 1 + sum(rates[:k])
+    return recipe.speculation.synthetic_acceptance_length
 
 
 def _rule_of(recipe: Recipe, engine: str) -> str | None:

@@ -1,15 +1,16 @@
 """Due times of requests: drawn from a seed, and never rescaled to the exact rate."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from specdec_cli.core.figures import Rate
+from specdec_cli.recipe.objectives import objective
 
 KINDS = "poisson, constant, gamma:SHAPE or a file of due times"
 MEASURED, BEFORE = 0, 1  # streams of random numbers
@@ -100,9 +101,34 @@ def due_times(process: Process, rate: Rate, count: int, seed: int) -> list[float
     return [float(due) for due in np.cumsum(list(taken))]
 
 
-def num_measured(prompts: int, repeats: int, rate: Rate, duration_s: float | None) -> int:
-    """Requests to measure at a rate."""
-    fewest = prompts * repeats
-    if rate == "inf" or duration_s is None:
-        return fewest
-    return max(fewest, math.ceil(rate * duration_s))
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The load of a run, as its settings hold it.
+
+    rates: rising, inf last. arrivals: as in the recipe. slo: objectives in milliseconds, by the
+    name of their figure.
+    """
+
+    rates: tuple[Rate, ...]
+    arrivals: str
+    seed: int
+    duration_s: float | None
+    slo: Mapping[str, float]
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any], seed: int) -> "Offered":
+        """From the recipe's section `load`."""
+        return cls(
+            rates=tuple(section["request_rate"]),
+            arrivals=section["arrivals"],
+            seed=seed,
+            duration_s=section["duration_s"],
+            slo={f"{name}_ms": objective(name, text) for name, text in section["slo"].items()},
+        )
+
+    def num_measured(self, prompts: int, repeats: int, rate: Rate) -> int:
+        """Requests to measure at a rate."""
+        fewest = prompts * repeats
+        if rate == "inf" or self.duration_s is None:
+            return fewest
+        return max(fewest, math.ceil(rate * self.duration_s))

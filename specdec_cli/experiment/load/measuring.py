@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from specdec_cli.backends.base import Finished, Session
 from specdec_cli.experiment.folders.records import Key, Sample, Stretch, given
 from specdec_cli.experiment.generation import Job, requests
-from specdec_cli.experiment.load.arrivals import process_of
-from specdec_cli.experiment.load.offered import Offered
+from specdec_cli.experiment.load.arrivals import Offered, process_of
 from specdec_cli.experiment.load.stream import Stream
 from specdec_cli.experiment.load.window import stretch_of
 from specdec_cli.experiment.measure import sample_of

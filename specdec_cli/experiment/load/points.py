@@ -18,8 +18,8 @@ from specdec_cli.experiment.folders.records import (
     rate_in_words,
     without_errors,
 )
+from specdec_cli.experiment.load.arrivals import Offered
 from specdec_cli.experiment.load.goodput import meets, ratio_interval, share_interval
-from specdec_cli.experiment.load.offered import Offered
 from specdec_cli.experiment.points import Failure, measured
 
 _LATE = 0.05  # of the mean gap

@@ -1,9 +1,20 @@
-"""The measured window of one point at a rate, from the times of all its requests."""
+"""The measured window of one point at a rate, from the times of all its requests.
 
-from collections.abc import Mapping
+It says too whether arrivals outran the server: its queue grew over the window, and answers fell
+behind.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from specdec_cli.experiment.folders.records import Key, Stretch
-from specdec_cli.experiment.load.overload import in_flight, is_overloaded
+from specdec_cli.experiment.load.goodput import FEWEST
+
+_ERRORS, _GROWTH, _REQUESTS = 2.0, 1.2, 2.0
+_SHARE = 0.95
+_BLOCKS = 4  # of each third
 
 
 def stretch_of(
@@ -31,3 +42,40 @@ def stretch_of(
         max_in_flight=max(in_flight(arrived, ends, arrived)),
         overloaded=key.request_rate != "inf" and is_overloaded(under_way, num_answered),
     )
+
+
+def in_flight(due: Sequence[float], done: Sequence[float], at: Sequence[float]) -> list[int]:
+    """Requests under way at each of some times: due by then, and not done. done: infinity if
+    never."""
+    times = np.asarray(at, float)
+    arrived, answered = (
+        np.searchsorted(np.sort(np.asarray(of, float)), times, side="right") for of in (due, done)
+    )
+    return [int(count) for count in arrived - answered]
+
+
+def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
+    """Whether requests under way keep growing beyond chance, and answers come more slowly.
+
+    under_way: at each measured arrival, in order. num_answered: answers within the window, which
+    has one arrival for each. They have to grow from the first third to the last by two requests,
+    a fifth, and two standard errors of the means of blocks. These errors are too small, since a
+    queue remembers: so answers also have to fall behind by two standard errors of the difference of
+    two Poisson counts of the requests under way, and by 5 %.
+    """
+    count = len(under_way)
+    if count < FEWEST or num_answered >= _SHARE * count:
+        return False
+    first, last = (_means(part) for part in (under_way[: count // 3], under_way[-(count // 3) :]))
+    grown = last.mean() - first.mean()
+    error = ((first.var(ddof=1) + last.var(ddof=1)) / _BLOCKS) ** 0.5
+    behind = _ERRORS * (2 * max(1.0, first.mean())) ** 0.5
+    return bool(
+        grown >= max(_REQUESTS, (_GROWTH - 1) * first.mean())
+        and grown > _ERRORS * error
+        and count - num_answered > behind
+    )
+
+
+def _means(values: Sequence[int]) -> npt.NDArray[np.float64]:
+    return np.array([part.mean() for part in np.array_split(np.asarray(values, float), _BLOCKS)])

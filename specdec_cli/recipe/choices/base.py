@@ -60,6 +60,17 @@ class MethodChoice:
     code: Any = None
 
 
+def sglang_flags(choice: MethodChoice, k: int, draft: str | None) -> list[tuple[str, str]]:
+    """SGLang's flags for a method that it has. draft: where its own weights are."""
+    assert choice.to_sglang is not None
+    found = [("algorithm", choice.to_sglang), ("num-draft-tokens", str(k + 1))]
+    if choice.weights_from != "none":
+        found += [("num-steps", str(k)), ("eagle-topk", "1")]
+    if choice.weights_from == "draft" and draft is not None:
+        found.append(("draft-model-path", draft))
+    return [(f"--speculative-{name}", value) for name, value in found]
+
+
 @dataclass(frozen=True, slots=True)
 class RuleChoice:
     """what: a few words for the recipe's reference. is_given: whether the recipe, not the target,

@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,38 +64,27 @@ def without_talk() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def png_of(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
-    return buffer.getvalue()
+# What would make the bytes of a picture depend on more than what it shows.
+_METADATA: Mapping[str, Mapping[str, None]] = {
+    "png": {"Software": None},
+    "pdf": dict.fromkeys(("Creator", "CreationDate")),
+    "svg": dict.fromkeys(("Date", "Creator", "Format", "Type")),
+}
 
 
-def pdf_of(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="pdf", metadata={"Creator": None, "CreationDate": None})
-    return buffer.getvalue()
-
-
-def svg_file_of(figure: Any, name: str) -> bytes:
-    """The figure as an SVG file, on white."""
+def picture_of(figure: Any, form: str, name: str, **look: Any) -> bytes:
+    """The figure as a file of this format, on white. name: keeps ids of SVG the same."""
     import matplotlib
 
     buffer = io.BytesIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", metadata=nothing)
+        figure.savefig(buffer, format=form, dpi=160, metadata=dict(_METADATA[form]), **look)
     return buffer.getvalue()
 
 
 def svg_of(figure: Any, name: str) -> str:
     """The figure as an SVG element for a page, with the page's background and ink."""
-    import matplotlib
-
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    text = buffer.getvalue()
+    text = picture_of(figure, "svg", name, transparent=True).decode()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
     # Ids must differ between the plots of a page.
     return (
@@ -153,6 +142,27 @@ def style_of(index: int) -> dict[str, Any]:
 def reach(value: float, ends: Sequence[float]) -> list[list[float]]:
     """The arms of an error bar, down and up from a value to the ends of its interval."""
     return [[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]]
+
+
+def draw_row(
+    axis: Any, place: int, value: float, ends: Sequence[float] | None, **look: Any
+) -> None:
+    """A value in a row of its own, with its interval if it has one."""
+    if ends is not None:
+        arms = reach(value, ends)
+        axis.errorbar(value, place, xerr=arms, color=look["color"], capsize=3, linewidth=1.2)
+    axis.plot(value, place, **look)
+
+
+def name_rows(axis: Any, names: Sequence[str]) -> None:
+    """Names of rows, the first at the top."""
+    axis.set_yticks(range(len(names)), [safe(name) for name in names])
+    axis.set_ylim(len(names) - 0.4, -0.6)
+
+
+def line_at_one(axis: Any) -> None:
+    """The vertical line of equal speeds."""
+    axis.axvline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
 
 
 def dodged(index: int, count: int) -> float:

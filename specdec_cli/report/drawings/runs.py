@@ -15,22 +15,16 @@ def draw_runs(figure: Any, whole: SideBySide) -> bool:
     if not rows:
         return False
     (axis,) = canvas.make_axes(figure, 1, 0.9 + 0.3 * len(rows))
-    axis.axvline(1, color=canvas.FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+    canvas.line_at_one(axis)
     for place, (one, ratio) in enumerate(rows):
         style = canvas.style_of(whole.names.index(one.run) - 1)
-        if ratio.ends is not None:
-            arms = canvas.reach(ratio.value, ratio.ends)
-            axis.errorbar(
-                ratio.value, place, xerr=arms, color=style["color"], capsize=3, linewidth=1.2
-            )
-        axis.plot(ratio.value, place, markersize=6, **style)
+        canvas.draw_row(axis, place, ratio.value, ratio.ends, markersize=6, **style)
     sizes = {one.point.batch_size for one, _ in rows}
     names = [
         f"{one.run}: {one.setting}" + (f", batch {one.point.batch_size}" if len(sizes) > 1 else "")
         for one, _ in rows
     ]
-    axis.set_yticks(range(len(rows)), [canvas.safe(name) for name in names])
-    axis.set_ylim(len(rows) - 0.4, -0.6)
+    canvas.name_rows(axis, names)
     axis.grid(True, axis="x")
     axis.grid(False, axis="y")
     axis.set_xlabel(canvas.safe(f"speed over {whole.names[0]} (×)"))

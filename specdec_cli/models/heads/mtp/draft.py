@@ -35,7 +35,7 @@ from specdec_cli.models.loader import load, open_tensors
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.resolve import model_place
 from specdec_cli.models.spec import ModelSpec
-from specdec_cli.models.weights import tensor_names
+from specdec_cli.models.weights import tensor_names, unread
 from specdec_cli.recipe import SpeculationSection
 
 _OUTER = re.compile("^(eh_proj|enorm|hnorm|lm_head|model.embed_tokens)[.]")
@@ -277,7 +277,7 @@ def _body(
     if names:
         missing = {PROJECTION, *NORMS, "model.norm.weight"} - own
         if quantisation(settings) is None:
-            held, _ = converted(body.module, dict.fromkeys(own, _unread))
+            held, _ = converted(body.module, dict.fromkeys(own, unread))
             lent = set(borrowed_weights(body.module, target.module, _SHARED))
             missing |= set(body.module.state_dict()) - held.keys() - lent
         if missing:
@@ -295,7 +295,3 @@ def _body(
     weights = borrowed_weights(body.module, body.module, shared)
     saved = sum(map(held_bytes, {id(w): w for w in weights.values()}.values()))
     return replace(body, reach=max_len, shared=shared, shared_bytes=saved, draft_tensors=_OUTER)
-
-
-def _unread(part: object = None) -> torch.Tensor:
-    raise AssertionError("names alone are converted")

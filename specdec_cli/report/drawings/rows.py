@@ -1,0 +1,90 @@
+"""Values in rows with their intervals: categories of prompts at one point, and arms in pairs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec_cli.experiment.folders.conclusions import CategoryComparison, Comparison
+from specdec_cli.experiment.folders.records import CategoryMetrics, Point
+from specdec_cli.report.drawings import canvas
+from specdec_cli.report.folder import ReportedRun
+from specdec_cli.report.tables import arm_in_words, comparisons
+
+_MOST_CATEGORIES, _MOST_PAIRS = 24, 40
+
+
+def draw_categories(figure: Any, point: Point | None, title: str) -> bool:
+    """Draw speed-up and tokens a round by category with their intervals, the fastest first.
+
+    title: the point in words. Returns whether there are several categories.
+    """
+    if point is None or len(point.per_category) < 2:
+        return False
+    by_speed = any(row.speedup is not None for row in point.per_category.values())
+
+    def place(item: tuple[str, CategoryMetrics]) -> float:
+        found = item[1].speedup if by_speed else item[1].mean_acceptance_length
+        return -(found or 0.0)
+
+    rows = sorted(point.per_category.items(), key=place)[:_MOST_CATEGORIES]
+    axes = canvas.make_axes(figure, 1 + by_speed, 1.0 + 0.3 * len(rows))
+    if by_speed:
+        canvas.line_at_one(axes[0])
+        spans = [(row.speedup, row.speedup_ci) for _, row in rows]
+        _draw_values(axes[0], spans, canvas.style_of(0))
+        axes[0].set_xlabel("speed-up over k = 0 (×)")
+    lengths = [(row.mean_acceptance_length, row.mean_acceptance_length_ci) for _, row in rows]
+    _draw_values(axes[-1], lengths, canvas.style_of(1))
+    axes[-1].set_xlabel("tokens a round")
+    names = [f"{canvas.short(canvas.safe(name))} (n = {row.num_prompts})" for name, row in rows]
+    canvas.name_rows(axes[0], names)
+    figure.suptitle(canvas.safe(title), fontsize=10, fontweight="bold")
+    return True
+
+
+def _draw_values(
+    axis: Any, spans: Sequence[tuple[float | None, list[float] | None]], style: dict[str, Any]
+) -> None:
+    """A point and its interval a row, with the value written above its right end."""
+    for row, (value, ends) in enumerate(spans):
+        if value is None:
+            continue
+        canvas.draw_row(axis, row, value, ends, markersize=6, **style)
+        axis.annotate(
+            f"{value:.2f}", (value, row), (0, 6), textcoords="offset points", ha="center",
+            fontsize=8.5,
+        )  # fmt: skip
+    axis.grid(True, axis="x")
+    axis.grid(False, axis="y")
+    axis.margins(x=0.1)
+
+
+def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
+    """Draw a row for each two arms, and one for each category. Returns whether there are any."""
+    if comparisons(run) is None:
+        return False
+    rows = _pairs(run)[:_MOST_PAIRS]
+    (axis,) = canvas.make_axes(figure, 1, 0.8 + 0.27 * len(rows))
+    canvas.line_at_one(axis)
+    for place, (_, part, is_whole) in enumerate(rows):
+        if part.speed_ratio is None:
+            continue
+        colour = canvas.COLOURS[0]
+        look = {"marker": "o", "markersize": 6 if is_whole else 4.5, "color": colour}
+        look |= {} if is_whole else {"mfc": "none"}
+        canvas.draw_row(axis, place, part.speed_ratio, part.speed_ratio_ci, **look)
+    canvas.name_rows(axis, [name for name, *_ in rows])
+    axis.grid(False)
+    axis.set_xlabel("ratio of speeds (×)")
+    return True
+
+
+def _pairs(run: ReportedRun) -> list[tuple[str, Comparison | CategoryComparison, bool]]:
+    """Name, figures, and whether they are over all prompts."""
+    with_batch = len({one.batch_size for one in run.comparisons}) > 1
+    rows: list[tuple[str, Comparison | CategoryComparison, bool]] = []
+    for one in run.comparisons:
+        name = f"{arm_in_words(run, one.arm)} / {arm_in_words(run, one.against)}"
+        rows.append((f"batch {one.batch_size}: {name}" if with_batch else name, one, True))
+        if one.arm.k and one.against.k:
+            rows += [(f"    {name}", part, False) for name, part in one.per_category.items()]
+    return rows
