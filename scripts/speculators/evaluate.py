@@ -188,6 +188,7 @@ def main() -> None:
             found = measured(job, result.seqs, k)
             found["seconds"] = round(time.perf_counter() - started, 2)
             own = rounds_of(result.seqs)
+            found["counts"] = own.columns.astype(int).tolist()  # tokens and rounds of each prompt
             if (first := firsts.setdefault(k, own)) is not own:
                 found["beside_first"] = with_interval(own.over(first))
             runs.append(found)

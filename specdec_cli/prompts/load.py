@@ -44,7 +44,10 @@ EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _MAX_AHEAD = 20_000  # rows after the first ones whose categories are looked at
 _PATIENCE_S = 1.0  # for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
-_ONE_OBJECT = 'a .jsonl file has one JSON object a line, such as {"prompt": "..."}'
+_ONE_OBJECT = (
+    'a .jsonl file has one JSON object a line, such as {"prompt": "..."}; data.column names '
+    "another key for it"
+)
 _log = logging.getLogger("specdec")
 
 

@@ -26,7 +26,8 @@ MEDIA_KEYS = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in
 # What requests to a server, such as OpenAI's batches, ask for beside the prompt.
 _REQUEST_KEYS = (
     *("temperature", "top_p", "top_k", "stop", "seed", "max_tokens", "max_completion_tokens"),
-    *("max_new_tokens", "response_format", "functions"),
+    *("max_new_tokens", "output_len", "output_tokens", "response_format", "functions"),
+    *("enable_thinking", "chat_template", "add_generation_prompt", "continue_final_message"),
 )
 # Parts of a question that data sets keep beside it: BoolQ, MMLU, MedQA, LLaMA-Factory, BFCL.
 _PART_KEYS = ("passage", "choices", "options", "history", "function")
@@ -75,7 +76,8 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
     if key is None and isinstance(inner := row.get("body"), Mapping):
         row, key = inner, _key_of(inner)
     if key is None:
-        raise BadRow(f"has no prompt: none of the keys {', '.join(PROMPT_KEYS)}")
+        known = f"none of the keys {', '.join(PROMPT_KEYS)}"
+        raise BadRow(f"has no prompt: {known}; {columns_in_words(tuple(row))}")
     if key not in row:
         raise BadRow(f"has no column {shown(column)}: {columns_in_words(tuple(row))}")
     found = _of_value(row[key], key, turn)

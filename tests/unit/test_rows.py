@@ -157,6 +157,12 @@ def test_keys_without_an_effect_are_counted(tmp_path: Path) -> None:
         ({"question": "Sum.", "input": "1 2"}, ("input",), None),
         ({"question": "Sum.", "input": "1 2"}, (), "input"),
         ({"question": [ASK], "function": [TOOL]}, ("function",), None),
+        ({"messages": [ASK], "enable_thinking": False}, ("enable_thinking",), None),
+        (
+            {"prompt": "Sum.", "output_len": 0, "output_tokens": 9},
+            ("output_len", "output_tokens"),
+            None,
+        ),
     ],
 )
 def test_parts_of_a_question_that_are_left_out_are_told(
@@ -164,6 +170,20 @@ def test_parts_of_a_question_that_are_left_out_are_told(
 ) -> None:
     (found,) = read(tmp_path, row, column=column)
     assert found.unused == told
+
+
+@pytest.mark.parametrize(
+    "row", [{"conversation": [ASK], "model": "m"}, {"query": "Sum."}, {"body": {"input": "Sum."}}]
+)
+def test_a_row_without_a_known_key_says_which_it_has(row: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        read(tmp_path, row)
+    inner = row.get("body", row)
+    assert refused.value.message.endswith(f"there is {', '.join(inner)}")
+    assert "data.column" in (refused.value.hint or "")
+    if "body" not in row:
+        (found,) = read(tmp_path, row, column=next(iter(row)))
+        assert found.messages == (ASK,) or found.text == "Sum."
 
 
 def test_columns_of_images_are_told_without_reading_them(tmp_path: Path) -> None:
