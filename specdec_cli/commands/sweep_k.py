@@ -333,9 +333,9 @@ def _sweep(
 
     done = sum(map(len, records.samples.values()))
     view = watcher(plan.num_samples - done, quiet=quiet or not world.is_first)
-    sweep: Sweep | StartedSweep = Sweep(plan, records, view, world)
-    if starter is not None:
-        sweep = StartedSweep(plan, records, view, world, starter)
+    run = plan, records, view, world
+    sweep: Sweep | StartedSweep
+    sweep = Sweep(*run) if starter is None else StartedSweep(*run, starter)
     try:
         measured = sweep.run()
     finally:
