@@ -556,7 +556,7 @@ def test_resuming_what_fails_again_opens_nothing_else(
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each k is captured once, in any order; a batch size is freed before the next is measured."""
     from specdec_cli.engine import graphs
-    from specdec_cli.experiment.sweep import runner
+    from specdec_cli.experiment.sweep import runner, sweep_records
 
     captured: list[tuple[int, int]] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -580,7 +580,7 @@ def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.M
     clock = SimpleNamespace(
         perf_counter=lambda: time.perf_counter() + late, process_time=time.process_time
     )
-    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(sweep_records, "time", clock)
     monkeypatch.setattr(runner.Sweep, "_cost", slow_cost)
     monkeypatch.setattr(graphs, "Rounds", Counted)
     result = specdec(capsys, *SWEEP, *ONCE, "--batch-size", "4,2", "--json")
