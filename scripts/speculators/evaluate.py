@@ -176,7 +176,9 @@ def main() -> None:
         folder, file = named(planned.target.place)
         has_template = AutoTokenizer.from_pretrained(folder, **file).chat_template
         job = tokenised(
-            native, planned, as_conversations(prompts, "on" if has_template else "auto")
+            native,
+            native.prepared(planned),
+            as_conversations(prompts, "on" if has_template else "auto"),
         )
         engine = build(planned, job.longest_prompt)
         for k in missing:

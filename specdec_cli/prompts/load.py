@@ -73,7 +73,7 @@ def load_prompts(
     """
     choice = Choice(data.limit, data.sample, seed)
     check_choice(choice)
-    path = data.path
+    path = data.path or ""
     if path.startswith(demo.PREFIX) and not is_file:
         path = str(demo.demo_path(path))
         if not Path(path).is_file():
