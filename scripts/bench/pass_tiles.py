@@ -4,9 +4,10 @@
         --tries add:64,64,128,1,1,512,4,6 norm:64,64,128,1,1,256,4,5+gate:64,64,128,1,1,256,8,4
 
 A try gives tiles (the fields of `Tiles`) to some linear layers: norm (q, k and v), gate (gate and
-up), out, down, or add (out and down). The others keep their chosen tiles, as all do in the first
-line. There is no attention. Needs a CUDA device; bf16. Graphs alternate: most differences of 0.3 us
-a layer repeat. N processes with `--compile I/N` compile in advance.
+up), out, down, or add (out and down). Three fields are those of `RowTiles`, for one row. The others
+keep their chosen tiles, as all do in the first line. There is no attention. Needs a CUDA device;
+bf16. Graphs alternate: most differences of 0.3 us a layer repeat. N processes with `--compile I/N`
+compile in advance.
 
 With torchrun the layers are split over its ranks, and sums go through memory that they share. The
 try `read` has ranks read each other's parts, for numbers of rows that they write to each other.
@@ -28,11 +29,13 @@ from shapes import MODELS, Model
 from specdec_kernels import ops
 from specdec_kernels.comm.peers import Peers
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
+from specdec_kernels.linear.one_row_triton import one_row_linear
 from specdec_kernels.linear.products_triton import kernel_for
 from specdec_kernels.linear.stored import Storage, Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
 from specdec_kernels.linear.stored_tiles import slices_for
 from specdec_kernels.linear.tile_tables import Tiles
+from specdec_kernels.linear.tiles import RowTiles
 from torch import Tensor
 
 from specdec_cli.core.parallel import make_groups
@@ -49,7 +52,7 @@ STORAGES = {
     "int4-32": Storage("int4", (1, 32), scales=torch.float16),
     "mxfp4": Storage("mxfp4", (1, 32), scales=torch.uint8),
 }
-Try = dict[str, Tiles | None]
+Try = dict[str, Tiles | RowTiles | None]
 Outputs = tuple[Tensor, Tensor, Tensor]
 
 
@@ -64,7 +67,8 @@ def parsed(text: str) -> Try:
         for name in ("out", "down") if kind == "add" else (kind,):
             if name not in KINDS:
                 raise argparse.ArgumentTypeError(f"{name} is none of add, {', '.join(KINDS)}")
-            found[name] = Tiles(*map(int, fields.split(",")))
+            numbers = tuple(map(int, fields.split(",")))
+            found[name] = RowTiles(*numbers) if len(numbers) == 3 else Tiles(*numbers)
     return found
 
 
@@ -125,6 +129,8 @@ def product(name: str, x: Tensor, weights: dict[str, Any], tries: Try) -> partia
     """The launch of a linear layer, without norm, residual and activation."""
     if (tiles := tries.get(name)) is not None:
         weight = weights[name]
+        if isinstance(tiles, RowTiles):
+            return partial(one_row_linear, x, weight, tiles)
         if isinstance(weight, Stored):
             slices = slices_for(weight, tiles)
             assert slices is not None, "no slices fit its groups"
@@ -135,6 +141,13 @@ def product(name: str, x: Tensor, weights: dict[str, Any], tries: Try) -> partia
     return partial(chosen, x, weights[name])
 
 
+def is_for(tiles: Tiles | RowTiles | None, rows: int, storage: Storage | None) -> bool:
+    """Whether a try is for so many rows."""
+    if isinstance(tiles, RowTiles):
+        return rows == 1
+    return tiles is None or storage is not None or tiles.block_m >= rows
+
+
 def runs(layers: Layers, hidden: Tensor, tries: Try, expected: Tensor) -> bool:
     """Compile the tiles; False if the device lacks the resources for them."""
     try:
@@ -143,8 +156,9 @@ def runs(layers: Layers, hidden: Tensor, tries: Try, expected: Tensor) -> bool:
         print(f"  {type(error).__name__}: {tries}")
         return False
     off = (out.float() - expected.float()).norm() / expected.float().norm()
-    assert off < 0.05, f"{tries} differs by {off:.3f}"
-    return True
+    if off > 0.05:
+        print(f"  {tries} differs by {off:.3f}")
+    return bool(off < 0.05)
 
 
 def step(layers: Layers, hidden: Tensor, tries: Try, _: int) -> Tensor:
@@ -184,9 +198,7 @@ def main() -> None:
     for rows in args.rows:
         hidden = layers.normal(rows, layers.hidden)
         expected = layers.forward(hidden, {})
-        fits = [
-            all(u is None or storage or u.block_m >= rows for u in t.values()) for t in args.tries
-        ]
+        fits = [all(is_for(u, rows, storage) for u in t.values()) for t in args.tries]
         found = [t for t, fit in zip(args.tries, fits, strict=True) if fit]
         found = found[share[0] :: share[1]] if share else found
         found = [{}, *(tries for tries in found if runs(layers, hidden, tries, expected))]

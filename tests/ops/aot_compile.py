@@ -31,7 +31,7 @@ from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tile
 from specdec_kernels.gpu import SHARED_MEMORY, Gpu, power_of_2_from
 from specdec_kernels.launch_triton import launch_options, options_of
 from specdec_kernels.linear.stored import KINDS, Storage, Stored
-from specdec_kernels.linear.stored_rows_triton import Form as StoredForm
+from specdec_kernels.linear.stored_rows_triton import form_of
 from specdec_kernels.linear.stored_tiles import choose_stored_tiles
 from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
 from specdec_kernels.sampling.logit_rows_triton import cut
@@ -102,14 +102,23 @@ def linear(
 
 
 def one_row(
-    kind: str, width: int, features: int, dtype: torch.dtype = torch.bfloat16
+    kind: str,
+    width: int,
+    features: int,
+    dtype: torch.dtype = torch.bfloat16,
+    storage: Storage | None = None,
 ) -> dict[str, Any]:
     """Constants of a product of one row, as the launcher chooses them."""
-    rows = features * (2 if kind == "gate" else 1)
-    x, weight = (torch.empty(n, width, dtype=dtype, device="meta") for n in (1, rows))
+    size = (features * (2 if kind == "gate" else 1), width)
+    x = torch.empty(1, width, dtype=dtype, device="meta")
+    plain = torch.empty(size, dtype=dtype, device="meta")
+    weight = plain if storage is None else on_meta(storage, size)
     tiles = choose_row_tiles(kind, x, weight)
     assert tiles is not None
-    return {"TILES": tiles} | options_of(tiles) | around(kind, width)
+    has_zeros = storage is not None and storage.has_zeros
+    missing = [*([] if storage else ["scales"]), *([] if has_zeros else ["zeros"])]
+    constants = {"TILES": tiles, "FORM": form_of(weight)} | options_of(tiles)
+    return constants | around(kind, width) | absent(*missing)
 
 
 def on_meta(storage: Storage, size: tuple[int, ...]) -> Stored:
@@ -134,7 +143,7 @@ def stored(
     weight, dtype = on_meta(storage, (features, width)), more.pop("dtype", torch.bfloat16)
     tiles = choose_stored_tiles(kind, torch.empty(rows, width, dtype=dtype, device="meta"), weight)
     assert tiles is not None
-    constants = {"TILES": tiles, "FORM": StoredForm.of(weight)} | options_of(tiles)
+    constants = {"TILES": tiles, "FORM": form_of(weight)} | options_of(tiles)
     constants |= around(kind, width) | more
     constants |= absent(*([] if storage.has_zeros else ["zeros"]))
     constants |= absent(*([] if tiles.splits > 1 else ["partial", "counters"]))
@@ -244,6 +253,10 @@ FP16 = torch.float16
 GPTQ = Storage("int4", (1, 128), scales=torch.bfloat16)
 AWQ = Storage("int4", (1, 32), True, torch.float16)
 MX = Storage("mxfp4", (1, 32), scales=torch.uint8)
+BLOCKS = Storage("fp8", (128, 128))
+ROWS = Storage("int4", has_zeros=True, scales=torch.float16)
+CODES = SQUARES | {"weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+BYTES = SQUARES | {"weight_ptr": "*u8", "scales_ptr": "*bf16", "zeros_ptr": "*u8"}
 
 OSS = {"activation": CLAMPED, "interleaved": True}
 OSS_SIZES = {"sizes": (32, 2880, 2880), "routing": Routing(4, False), **OSS}
@@ -481,6 +494,12 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
                     "add": (14336, 4096),
                 }.items()
             ),
+            (
+                "one-feature",
+                "*bf16",
+                linear("norm", 8, 4096, 1) | {"num_features": 1} | absent("bias"),
+                SQUARES,
+            ),
             ("gate-of-8", "*bf16", linear("gate", 1, 4096, 7168), SQUARES),
             *(
                 (f"gate-128-of-{width}", "*bf16", linear("gate", 128, width, rows) | APART, SQUARES)
@@ -512,6 +531,10 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("gate", "*bf16", one_row("gate", 2048, 8192), SQUARES),
             ("add", "*bf16", one_row("add", 8192, 2048), SQUARES),
             ("uneven", "*fp32", one_row("add", 4864, 896, torch.float32), SQUARES),
+            ("fp8", "*bf16", one_row("norm", 2048, 3072, storage=Storage("fp8")), CODES),
+            ("fp8-blocks", "*bf16", one_row("gate", 2048, 8192, storage=BLOCKS), CODES),
+            ("int4", "*bf16", one_row("add", 8192, 2048, storage=GPTQ), BYTES),
+            ("int4-zeros", "*bf16", one_row("gate", 2048, 8192, storage=ROWS), BYTES),
             ("fp64-scalar", "*fp16", one_row("gate", 896, 4864), {**SQUARES, "eps": "fp64"}),
         ]
     },

@@ -4,6 +4,10 @@ A program loads all of its rows of the weight at once, before it waits for its p
 needs no shared memory for them. So programs fit beside those of the preceding kernel, and memory
 stays busy while that kernel ends, which decides the time of layers as small as a draft's. Sums are
 of plain multiplications: one row gives the tensor cores nothing to do.
+
+A stored weight's tiles are of bytes. Of a byte with two codes, the numbers of x are those of two
+columns. A thread loads as many bytes at a time as it loads numbers of x, since tiles would have to
+be exchanged between threads otherwise, and scales and zeros are those of such a load.
 """
 
 from typing import Any
@@ -13,8 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch_triton import after_predecessor, options_of
+from specdec_kernels.linear.decode_triton import decoded_halves, scale_of
 from specdec_kernels.linear.fused import Fused, prepared
 from specdec_kernels.linear.norm_triton import activate
+from specdec_kernels.linear.stored import Stored
+from specdec_kernels.linear.stored_rows_triton import HALF, Form, form_of, high_columns
 from specdec_kernels.linear.tiles import RowTiles
 
 
@@ -32,14 +39,79 @@ def chunks_of(rows_ptr, K: tl.constexpr, CHUNK: tl.constexpr, EVICTION: tl.const
     return tiles
 
 
+@triton.constexpr_function
+def per_code_of(form: Form | None) -> int:
+    """Numbers of a byte of a stored weight, or of a number of a plain one."""
+    return 1 if form is None else form.per_code
+
+
 @triton.jit
-def dot_products(weight, x, N: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr):
-    """[N] fp32 from tiles [N, CHUNK] and [1, CHUNK]. Threads exchange sums once, at the end."""
-    LANE: tl.constexpr = 128 // weight[0].dtype.primitive_bitwidth  # numbers of a thread's load
+def columns_of(x_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.constexpr):
+    """The numbers of x for each byte with two codes, low and high ones: tiles [1, CHUNK]."""
+    low_tiles = ()
+    high_tiles = ()
+    for start in tl.static_range(0, ROW, CHUNK):
+        byte = start + tl.arange(0, CHUNK)[None, :]
+        low = byte + byte // HALF * HALF
+        high = high_columns(low, FORM)
+        low = tl.max_contiguous(tl.multiple_of(low, [1, 8]), [1, 8])
+        high = tl.max_contiguous(tl.multiple_of(high, [1, 8]), [1, 8])
+        low_tiles += (tl.load(x_ptr + low, mask=byte < ROW, other=0.0),)
+        high_tiles += (tl.load(x_ptr + high, mask=byte < ROW, other=0.0),)
+    return low_tiles, high_tiles
+
+
+@triton.jit
+def groups_of(
+    groups_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, LANE: tl.constexpr, FORM: tl.constexpr
+):
+    """Scales or zeros at pointers [N, 1], one for each load of a thread: [N, CHUNK / LANE]."""
+    tiles = ()
+    for start in tl.static_range(0, ROW, CHUNK):
+        byte = start + tl.arange(0, CHUNK // LANE)[None, :] * LANE
+        group = byte * FORM.per_code // FORM.wide if FORM.wide > 0 else byte * 0
+        tiles += (tl.load(groups_ptr + group, mask=byte < ROW, other=0),)
+    return tiles
+
+
+@triton.jit
+def lane_sums(products, LANE: tl.constexpr):
+    """Sums of LANE numbers of [N, CHUNK]: [N, CHUNK / LANE]."""
+    N: tl.constexpr = products.shape[0]
+    LANES: tl.constexpr = products.shape[1] // LANE
+    return tl.sum(tl.reshape(products, [N, LANES, LANE]), axis=2)
+
+
+@triton.jit
+def dot_products(
+    weight,  # tiles [N, CHUNK]
+    x,  # tiles [1, CHUNK]
+    x_high,  # likewise, of high codes; x where a byte has one code
+    scales,  # tiles [N, CHUNK / LANE]; unused without groups
+    zeros,
+    N: tl.constexpr,
+    ROW: tl.constexpr,  # numbers or bytes of a row
+    CHUNK: tl.constexpr,
+    LANE: tl.constexpr,  # numbers of a thread's load
+    FORM: tl.constexpr,  # None for a plain weight
+):
+    """[N] fp32. Threads exchange sums once, at the end. Scales of whole rows are left out."""
     sums = tl.zeros([N, CHUNK // LANE], tl.float32)
-    for chunk in tl.static_range((K + CHUNK - 1) // CHUNK):
-        products = weight[chunk].to(tl.float32) * x[chunk].to(tl.float32)
-        sums += tl.sum(tl.reshape(products, [N, CHUNK // LANE, LANE]), axis=2)
+    for chunk in tl.static_range((ROW + CHUNK - 1) // CHUNK):
+        if per_code_of(FORM) == 1:
+            found = lane_sums(weight[chunk].to(tl.float32) * x[chunk].to(tl.float32), LANE)
+        else:
+            low, high = decoded_halves(weight[chunk], FORM, x[chunk].dtype)
+            x_low, x_up = x[chunk].to(tl.float32), x_high[chunk].to(tl.float32)
+            found = lane_sums(low.to(tl.float32) * x_low + high.to(tl.float32) * x_up, LANE)
+            offset = 136.0  # 8 is the zero of codes without zeros, which are numbers less 128
+            if FORM.has_zeros:
+                offset = 128.0 + zeros[chunk].to(tl.float32)
+            found -= offset * lane_sums(x_low + x_up, LANE)
+        if FORM is not None:
+            if FORM.wide > 0:
+                found *= scale_of(scales[chunk])
+        sums += found
     return tl.sum(sums, axis=1)
 
 
@@ -47,16 +119,19 @@ def dot_products(weight, x, N: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexp
 def one_row_linear_kernel(
     x_ptr,  # [K]
     squares_ptr,  # [P] fp32, sums of squares of parts of the row; only with PARTS
-    weight_ptr,  # [N, K]; with ACTIVATION [2 N, K], the gate's rows first
+    weight_ptr,  # [N, K], or its codes; with ACTIVATION [2 N, K], the gate's rows first
     bias_ptr,  # [N], or None
     residual_ptr,  # [N], or None
     norm_ptr,  # [N], or None
     out_ptr,  # [N], out
     scaled_ptr,  # [N], out times norm, out; only with norm
     out_squares_ptr,  # [N / BLOCK_N] fp32, out; only with norm
+    scales_ptr,  # [N / FORM.high, FORM.groups], or None for a plain weight
+    zeros_ptr,  # the same shape, or None
     num_features,  # N
     eps,
     K: tl.constexpr,
+    FORM: tl.constexpr,  # of a stored weight, or None
     PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
     ACTIVATION: tl.constexpr,  # "" for a plain product
     TILES: tl.constexpr,
@@ -67,24 +142,56 @@ def one_row_linear_kernel(
     eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
     column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
     live = column < num_features
-    rows_ptr = weight_ptr + (tl.minimum(column, num_features - 1).to(tl.int64) * K)[:, None]
+    feature = tl.minimum(column, num_features - 1).to(tl.int64)
+    PER_CODE: tl.constexpr = per_code_of(FORM)
+    ROW: tl.constexpr = K // PER_CODE
+    rows_ptr = weight_ptr + (feature * ROW)[:, None]
     # A weight is not read again before the next pass, so it is the first to leave the L2 cache.
-    weight = chunks_of(rows_ptr, K, TILES.chunk, "evict_first")
+    # A thread's load is one of x, or of the weight where that is plain: numbers of 16 bytes.
+    LANE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    if FORM is not None:
+        rows_ptr += tl.program_id(1) * LANE  # 0, but as far as is known only a multiple of LANE
+    weight = chunks_of(rows_ptr, ROW, TILES.chunk, "evict_first")
     if GATED:
-        up = chunks_of(rows_ptr + num_features.to(tl.int64) * K, K, TILES.chunk, "evict_first")
+        up = chunks_of(rows_ptr + num_features.to(tl.int64) * ROW, ROW, TILES.chunk, "evict_first")
+    scales, scales_up, zeros, zeros_up = weight, weight, weight, weight  # in place of none
+    if FORM is not None:
+        at = feature // FORM.high * FORM.groups
+        at_up = (feature + num_features) // FORM.high * FORM.groups
+        if FORM.wide == 0:
+            row_scale = scale_of(tl.load(scales_ptr + at, mask=live, other=0))
+            if GATED:
+                row_scale_up = scale_of(tl.load(scales_ptr + at_up, mask=live, other=0))
+        else:
+            scales = groups_of((scales_ptr + at)[:, None], ROW, TILES.chunk, LANE, FORM)
+            if GATED:
+                scales_up = groups_of((scales_ptr + at_up)[:, None], ROW, TILES.chunk, LANE, FORM)
+        if FORM.has_zeros:
+            zeros = groups_of((zeros_ptr + at)[:, None], ROW, TILES.chunk, LANE, FORM)
+            if GATED:
+                zeros_up = groups_of((zeros_ptr + at_up)[:, None], ROW, TILES.chunk, LANE, FORM)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=live, other=0.0)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=live, other=0.0)
     after_predecessor(DEPENDENT)
 
-    x = chunks_of(x_ptr + tl.zeros([1, 1], tl.int32), K, TILES.chunk, "")
+    if PER_CODE == 2:
+        x, x_high = columns_of(x_ptr + tl.zeros([1, 1], tl.int32), ROW, TILES.chunk, FORM)
+    else:
+        x = chunks_of(x_ptr + tl.zeros([1, 1], tl.int32), K, TILES.chunk, "")
+        x_high = x
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + column, mask=live, other=0.0)
     if PARTS > 0:
         part = tl.arange(0, BLOCK_P)
         squares = tl.load(squares_ptr + part, mask=part < PARTS, other=0.0)
-    acc = dot_products(weight, x, TILES.block_n, K, TILES.chunk)
+    acc = dot_products(
+        weight, x, x_high, scales, zeros, TILES.block_n, ROW, TILES.chunk, LANE, FORM
+    )
+    if FORM is not None:
+        if FORM.wide == 0:
+            acc *= row_scale
     if PARTS > 0:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
         acc *= factor
@@ -93,7 +200,12 @@ def one_row_linear_kernel(
     if residual_ptr is not None:
         acc += residual.to(tl.float32)
     if GATED:
-        acc_up = dot_products(up, x, TILES.block_n, K, TILES.chunk)
+        acc_up = dot_products(
+            up, x, x_high, scales_up, zeros_up, TILES.block_n, ROW, TILES.chunk, LANE, FORM
+        )
+        if FORM is not None:
+            if FORM.wide == 0:
+                acc_up *= row_scale_up
         if PARTS > 0:
             acc_up *= factor
         acc = activate(acc, ACTIVATION) * acc_up
@@ -107,14 +219,19 @@ def one_row_linear_kernel(
 
 
 def one_row_linear(
-    x: Tensor, weight: Tensor, tiles: RowTiles, **fused: Any
+    x: Tensor, weight: Tensor | Stored, tiles: RowTiles, **fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel for x [1, K]; `fused` as in `Fused`, results as in `Launch`."""
     assert x.shape[0] == 1
     operands, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
-    num_features = results[0].shape[1]
+    num_features, held, scales, zeros = results[0].shape[1], operands[2], None, None
+    if isinstance(weight, Stored):
+        scales, zeros = weight.scales, weight.zeros
+        held = weight.codes
     one_row_linear_kernel[(triton.cdiv(num_features, tiles.block_n),)](
-        *(*operands, num_features, float(fused.get("eps", 0.0))),
+        *(*operands[:2], held, *operands[3:], scales, zeros),
+        *(num_features, float(fused.get("eps", 0.0))),
+        FORM=form_of(weight),
         TILES=tiles,
         **constants | options_of(tiles),
     )

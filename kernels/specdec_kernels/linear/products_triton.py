@@ -26,12 +26,12 @@ Choose = Callable[[str, Tensor, Tensor | Stored], Product | None]
 
 def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
     """The kernel for a product of `kind` "norm", "gate" or "add", configured; None for cuBLAS."""
-    if isinstance(weight, Stored):
-        stored_tiles = choose_stored_tiles(kind, x, weight)
-        return None if stored_tiles is None else partial(stored_rows_linear, tiles=stored_tiles)
     row_tiles = choose_row_tiles(kind, x, weight)
     if row_tiles is not None:
         return partial(one_row_linear, tiles=row_tiles)
+    if isinstance(weight, Stored):
+        stored_tiles = choose_stored_tiles(kind, x, weight)
+        return None if stored_tiles is None else partial(stored_rows_linear, tiles=stored_tiles)
     tiles = choose_tiles(kind, x, weight)
     return None if tiles is None else partial(few_rows_linear, tiles=tiles)
 

@@ -19,6 +19,7 @@ from specdec_kernels.gpu import (
     power_of_2_from,
     power_of_2_to,
 )
+from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
 from specdec_kernels.linear.tile_tables import TABLES, Tiles
 from specdec_kernels.tiles import first_fit, table_for
 
@@ -33,6 +34,7 @@ LOADED = 256  # bytes of the weight that a thread holds in registers
 GATE = 4096  # least bytes of each half that a program of a gate loads
 MOST = 16  # most features of a program
 CHUNK = 2048  # most numbers of a row in one tile
+ONE_ROW = ("fp8", "int8", "int4")  # kinds of stored weights
 HEAD = 4  # products with more than this many features for each number read are the logits
 
 
@@ -148,21 +150,24 @@ class RowTiles(NamedTuple):
     num_warps: int
 
 
-def choose_row_tiles(kind: str, x: Tensor, weight: Tensor) -> RowTiles | None:
+def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles | None:
     """Tiles for a product of `kind` "norm", "gate" or "add" of one row.
 
     None for any other number of rows, and where other kernels are faster: for larger layers and for
-    logits.
+    logits; also for stored weights whose groups are not as long as a thread's load.
     """
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
     stream = num_features if kind == "add" else width  # the model's width, whatever a rank holds
-    itemsize = x.element_size()
-    if num_rows != 1 or stream * itemsize >= NARROW:
+    if num_rows != 1 or stream * x.element_size() >= NARROW:
         return None
+    itemsize, row = x.element_size(), width * x.element_size()
+    if isinstance(weight, Stored):
+        if weight.storage.kind not in ONE_ROW or not fits_lanes(weight):
+            return None
+        itemsize, row = 1, width // KINDS[weight.storage.kind].per_code
     if kind == "norm" and num_features > HEAD * width:
         return None
-    row = width * itemsize
     if kind == "gate":
         num_warps = 4 if row >= GATE else 2
         block_n = min(MOST, power_of_2_from(-(-GATE // row)))
@@ -170,12 +175,20 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor) -> RowTiles | None:
         num_warps = 4 if row <= 2 * GATE else 8
         block_n = min(MOST, power_of_2_to(32 * num_warps * LOADED // row))
     least = LANE // itemsize * 32 * num_warps // block_n
-    chunk = chunk_of(width, least)
+    chunk = chunk_of(row // itemsize, least)
     if kind == "norm" and -(-num_features // block_n) > 3 * MULTIPROCESSORS:
         # The compiler converts a whole chunk to fp32 while it waits for x. With a smaller one five
         # programs fit on a multiprocessor instead of three.
         chunk = max(least, min(chunk, CHUNK // 4))
     return RowTiles(block_n, chunk, num_warps)
+
+
+def fits_lanes(weight: Stored) -> bool:
+    """Whether the codes of every load of a thread lie in one group, or whole rows do."""
+    per_code, (_, wide) = KINDS[weight.storage.kind].per_code, weight.storage.group
+    return (
+        weight.shape[1] % (LANE * per_code) == 0 and wide % (BLOCK if per_code == 2 else LANE) == 0
+    )
 
 
 def chunk_of(width: int, least: int) -> int:

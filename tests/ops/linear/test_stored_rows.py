@@ -7,12 +7,14 @@ from ops_helpers import DTYPES, TOLERANCE, assert_close
 from specdec_kernels import ops
 from specdec_kernels.experts.mixture_triton import mixture_add_norm_triton
 from specdec_kernels.experts.reference import CLAMPED
+from specdec_kernels.linear.one_row_triton import one_row_linear
 from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.products_triton import kernel_for
 from specdec_kernels.linear.stored import KINDS, Storage, Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
 from specdec_kernels.linear.stored_tiles import choose_stored_tiles, slices_for
 from specdec_kernels.linear.tile_tables import Tiles
+from specdec_kernels.linear.tiles import RowTiles
 from torch import Tensor
 
 FORMS = {
@@ -176,3 +178,35 @@ def test_experts_are_those_with_plain_weights(name, num_rows, dtype, device) -> 
     experts = ops.Experts(router.double(), routing=routing, **plain, **double)
     want = ops.mixture_add_norm.reference(ops.Normed(*wide), experts, norm.double(), EPS)
     assert_close("hidden", want.hidden, got.hidden, TOLERANCE[dtype])
+
+
+LANES = {
+    "fp8": (Storage("fp8"), 416),
+    "fp8-blocks": (Storage("fp8", (32, 128)), 384),
+    "int8-groups": (Storage("int8", (1, 64), scales=torch.bfloat16), 320),
+    "int4-zeros": (Storage("int4", (1, 128), True, torch.float16), 640),
+    "int4-rows": (Storage("int4", has_zeros=True), 320),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[::2])
+@pytest.mark.parametrize("name", LANES)
+def test_one_row_from_registers(name, dtype, device) -> None:
+    storage, width = LANES[name]
+    tiles = RowTiles(2, 128, 2)
+    features = 90 if storage.group[0] == 1 else 96
+    weight = filled(storage, features, width, device)
+    x, residual, norm = (
+        normal(1, n, dtype=dtype, device=device) for n in (width, features, features)
+    )
+    fused = {"residual": residual, "norm_weight": norm[0]}
+    out, scaled, squares = one_row_linear(x, weight, tiles, **fused)
+    plain = weight.plain(torch.float64)
+    assert_close("sum", x.double() @ plain.T + residual.double(), out, TOLERANCE[dtype])
+    assert_close("scaled", out.double() * norm.double(), scaled, TOLERANCE[dtype])
+    assert_close("squares", out.double().square().sum(1), squares.sum(1), 1e-4)
+    squares = x.float().square().sum(1, keepdim=True)
+    out = one_row_linear(x, weight, tiles, squares=squares, eps=EPS, activation="silu")[0]
+    factor = (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()
+    gate, up = (factor * (x.double() @ plain.T)).chunk(2, 1)
+    assert_close("gate", F.silu(gate) * up, out, TOLERANCE[dtype])
