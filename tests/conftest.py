@@ -39,13 +39,15 @@ if find_spec("gguf") is None or find_spec("accelerate") is None:
     collect_ignore_glob = ["*/test_gguf*.py"]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def imported_once() -> Iterator[None]:
-    """Freeze imported objects: they live to the end, and the collector need not traverse them."""
+@pytest.fixture(scope="module", autouse=True)
+def imported_once() -> None:
+    """Freeze imported objects: they live to the end, and the collector need not traverse them.
+
+    Transformers imports a model's code when a test first asks for it, so modules before this one
+    have imported more.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
