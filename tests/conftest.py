@@ -3,7 +3,7 @@
 import gc
 import os
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import combinations
@@ -63,24 +63,33 @@ def probed_once() -> Iterator[None]:
         yield
 
 
-def in_pairs(items: list[pytest.Function]) -> list[pytest.Function]:
-    """Some cases of a test in which every two values of different parameters meet, as in all."""
-    pairs = {}
+def covering(items: list[pytest.Function], together: int) -> list[pytest.Function]:
+    """Some cases of a test in which all values of its parameters occur, as in all cases.
+
+    together: every so many values of different parameters occur in one case, 1 or 2.
+    """
+    meetings = {}
     for item in items:
         values = [(name, repr(value)) for name, value in sorted(item.callspec.params.items())]
-        pairs[item] = {*combinations(values, 2), *((value,) for value in values)}
-    left = set().union(*pairs.values())
-    chosen = []
+        meetings[item] = {*combinations(values, together), *((value,) for value in values)}
+    left = set().union(*meetings.values())
+    chosen, seen = [], Counter[pytest.Function]()
     while left:
-        best = max(items, key=lambda item: len(pairs[item] & left))
+        # Values that are left meet others in turn, not the first one always.
+        best = max(items, key=lambda i: (len(meetings[i] & left), -seen[i] * (together == 1)))
         chosen.append(best)
-        left -= pairs[best]
+        left -= meetings[best]
+        seen.update(item for item in items if meetings[item] & meetings[best])
     return chosen
+
+
+# How many values of different parameters meet in the cases that CI runs, by the test's mark.
+TOGETHER = {"each_value": 1, "pairwise": 2}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `slow` what a test marked `pairwise` has beside cases in which all pairs meet.
+    """Mark `slow` what a test marked `each_value` or `pairwise` has beside the cases of CI.
 
     Raises `UsageError` for a test of several processes outside the folders in which `make
     test-ranks` looks for them.
@@ -89,12 +98,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "dist" in item.keywords and item.path.parent.name not in ("dist", "launch", "cli"):
             raise pytest.UsageError(f"make test-ranks does not look for {item.nodeid}")
-        here = isinstance(item, pytest.Function) and "pairwise" in item.keywords
+        here = isinstance(item, pytest.Function) and TOGETHER.keys() & set(item.keywords)
         skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
         if here and not skipped and "slow" not in item.keywords:
             cases[item.nodeid.split("[")[0]].append(item)
     for of_one in cases.values():
-        for item in set(of_one) - set(in_pairs(of_one)):
+        together = max(n for mark, n in TOGETHER.items() if mark in of_one[0].keywords)
+        for item in set(of_one) - set(covering(of_one, together)):
             item.add_marker("slow")
 
 

@@ -1,5 +1,6 @@
 """A tiny target and an EAGLE-3 head that was trained for it, as checkpoints, and their rounds."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import repeat
@@ -7,10 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from tests.cli.generate_helpers import word_tokenizer
 from tests.eagle3 import Head, Reference, save_head
+from tests.engine.test_formats import compressed, describe_as, words
 from tests.support import FAMILIES, VOCAB, greedy_reference, greedy_text, reference, save_tiny
 
 NEW_TOKENS = 24
@@ -56,6 +59,43 @@ def save_pair(
     head = replace(head, tensors=head.tensors | embedding)
     saved = save_head(folder / "head", head, dialect, without=("embed_tokens.weight", *fixed))
     return Pair(target, saved, head)
+
+
+def in_bits(pair: Pair, folder: Path, bits: int) -> tuple[Pair, Path]:
+    """A pair with the target in 8 bits, in blocks as transformers has them, or in 4, in groups, for
+    which the head was trained further; and a folder with that target's numbers."""
+    kept, plain = (Path(shutil.copytree(pair.target, folder / name)) for name in ("kept", "plain"))
+    tensors = load_file(kept / "model.safetensors")
+    numbers = dict(tensors)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        matrix, stem = tensors.pop(name), name.removesuffix(".weight")
+        if bits == 8:
+            blocks = matrix.unflatten(1, (-1, 32)).unflatten(0, (-1, 16))
+            scales = blocks.abs().amax((1, 3)) / 448
+            each = scales.repeat_interleave(16, 0).repeat_interleave(32, 1)
+            codes = (matrix / each).to(torch.float8_e4m3fn)
+            tensors |= {name: codes, f"{name}_scale_inv": scales}
+            numbers[name] = codes.float() * each
+            continue
+        scales = matrix.unflatten(1, (-1, 32)).abs().amax(2).bfloat16() / 7
+        each = scales.float().repeat_interleave(32, 1)
+        rounded = (matrix / each).round().clamp(-8, 7)
+        tensors |= {f"{stem}.weight_packed": words(rounded.long() + 8, 4)}
+        tensors |= {
+            f"{stem}.weight_scale": scales,
+            f"{stem}.weight_shape": torch.tensor(each.shape),
+        }
+        numbers[name] = rounded * each
+    four = compressed("pack-quantized", 4, "group", group_size=32)
+    eight = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+    save_file(tensors, kept / "model.safetensors", metadata={"format": "pt"})
+    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
+    describe_as(kept, eight if bits == 8 else four)
+    oracle = reference(plain)
+    texts = [p + greedy_reference(oracle, p, NEW_TOKENS + 8) for p in PROMPTS[:-1]]
+    head = trained(pair.head, oracle, texts, 50, ("embed_tokens.weight",))
+    saved = save_head(folder / "head", head, "speculators", without=("embed_tokens.weight",))
+    return Pair(kept, saved, head), plain
 
 
 def trained(

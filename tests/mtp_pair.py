@@ -139,7 +139,7 @@ def _mtp_rounds(
         return get(self, input_ids, **more)
 
     with patch.object(kind, "get_candidates", get_candidates):
-        oracle = _oracle(checkpoint[0], count)
+        oracle = _oracle(checkpoint.folder, count)
         tokens = _generate(oracle, list(start), NEW_TOKENS, eos_token_id=None, use_mtp=True)
     return tokens, accepted[1:]
 
@@ -152,7 +152,7 @@ def expected_rounds(target: Path, prompt: list[int], k: int) -> list[tuple[int, 
 
 @cache
 def _expected_rounds(checkpoint: Saved, start: tuple[int, ...], k: int) -> list[tuple[int, int]]:
-    target, prompt = checkpoint[0], list(start)
+    target, prompt = checkpoint.folder, list(start)
     oracle = _oracle(target, 1)
     modules, found, n = MtpModel.from_pretrained(oracle), [], len(prompt)
     text = prompt + greedy_text(target, prompt, NEW_TOKENS - 1)

@@ -2,9 +2,11 @@
 
 import shutil
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from hashlib import sha1
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -269,8 +271,27 @@ def tiny_config(family: str, **changes: Any) -> Any:
     return AutoConfig.for_model(**values)
 
 
+# By family, seed and changes: a checkpoint that was written before, and torch's state after it.
+_tiny: dict[str, tuple[Path, torch.Tensor]] = {}
+
+
 def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
-    """Write a random checkpoint of `family` to `folder`."""
+    """Write a random checkpoint of `family` to `folder`; a copy of one that is made once."""
+    key = repr((family, seed, sorted(changes.items())))
+    if key not in _tiny:
+        kept = Path(_kept.name, str(len(_tiny)))
+        _save_tiny(kept, family, seed, **changes)
+        _tiny[key] = kept, torch.get_rng_state()
+    kept, state = _tiny[key]
+    torch.set_rng_state(state)
+    shutil.copytree(kept, folder, dirs_exist_ok=True)
+    return folder
+
+
+_kept = TemporaryDirectory(prefix="tiny-")
+
+
+def _save_tiny(folder: Path, family: str, seed: int, **changes: Any) -> None:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
     # Norms of one, biases of zero and stored buffers (such as routers') would hide a loader that
@@ -282,7 +303,6 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
             if tensor.is_floating_point() and (tensor.dim() == 1 or tensor.eq(tensor.max()).all()):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(folder)
-    return folder
 
 
 def save_noised(folder: Path, original: Path) -> Path:
@@ -296,15 +316,28 @@ def save_noised(folder: Path, original: Path) -> Path:
     return folder
 
 
-# A checkpoint as it is now: its folder, and name, size, and time of change of each file in it.
-Saved = tuple[Path, tuple[tuple[str, int, int], ...]]
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint as it is now, equal to copies of it: names of its files, and their content.
+
+    Of a large file the place, size and time of change stand for its content.
+    """
+
+    files: tuple[tuple[str, Any], ...]
+    folder: Path = field(compare=False)
 
 
 def saved(folder: Path) -> Saved:
-    """A key for what is computed from a checkpoint once; a file that is written anew changes it."""
+    """A key for what is computed from a checkpoint once."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else [folder]  # a GGUF file
-    files = ((f.name, f.stat()) for f in paths)
-    return folder, tuple((name, at.st_size, at.st_mtime_ns) for name, at in files)
+    return Saved(tuple((path.name, _content(path)) for path in paths), folder)
+
+
+def _content(path: Path) -> Any:
+    at = path.stat()
+    if at.st_size > 4 * 2**20 or not path.is_file():
+        return path, at.st_size, at.st_mtime_ns
+    return sha1(path.read_bytes()).digest()
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Any:
@@ -312,11 +345,11 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32, device: torch.de
     return deepcopy(_reference(saved(folder), dtype)).to(device)
 
 
-@lru_cache(16)
+@lru_cache(24)
 def _reference(checkpoint: Saved, dtype: torch.dtype) -> Any:
     how: dict[str, Any] = {"attn_implementation": "eager", "dtype": dtype}
     with torch.inference_mode(False):  # some copies are trained
-        return AutoModelForCausalLM.from_pretrained(checkpoint[0], **how).eval()
+        return AutoModelForCausalLM.from_pretrained(checkpoint.folder, **how).eval()
 
 
 def greedy_text(folder: Path, prompt: list[int], new_tokens: int) -> list[int]:
@@ -342,14 +375,16 @@ def description(
     spec = ModelSpec("target", str(folder), None, dtype, load_format)
     spec = replace(spec, weights=weights, cache=cache)
     if parallel.size == 1:
-        found = _description(saved(folder), spec, device)
+        found = _description(folder, saved(folder), spec, device)
         if not stored_parameters(found.module):  # a copy would lose how they are stored
             return deepcopy(found)
     return describe(spec, device, parallel)
 
 
 @lru_cache(16)
-def _description(checkpoint: Saved, spec: ModelSpec, device: torch.device) -> Description:
+def _description(
+    folder: Path, checkpoint: Saved, spec: ModelSpec, device: torch.device
+) -> Description:
     return describe(spec, device)
 
 

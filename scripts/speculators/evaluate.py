@@ -176,7 +176,9 @@ def main() -> None:
         folder, file = named(planned.target.place)
         has_template = AutoTokenizer.from_pretrained(folder, **file).chat_template
         job = tokenised(
-            native, planned, as_conversations(prompts, "on" if has_template else "auto")
+            native,
+            native.prepared(planned),
+            as_conversations(prompts, "on" if has_template else "auto"),
         )
         engine = build(planned, job.longest_prompt)
         for k in missing:
@@ -188,6 +190,7 @@ def main() -> None:
             found = measured(job, result.seqs, k)
             found["seconds"] = round(time.perf_counter() - started, 2)
             own = rounds_of(result.seqs)
+            found["counts"] = own.columns.astype(int).tolist()  # tokens and rounds of each prompt
             if (first := firsts.setdefault(k, own)) is not own:
                 found["beside_first"] = with_interval(own.over(first))
             runs.append(found)

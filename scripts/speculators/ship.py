@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.speculators import commands
-from scripts.speculators.store import WEIGHTS, store
+from scripts.speculators.store import WEIGHTS, plain_tensors, write
 
 DEMO = Path(__file__).parents[2] / "specdec_cli" / "demo"
 RECORD = DEMO / "manifest-speculators.json"
@@ -186,7 +186,7 @@ def main() -> None:
             config = {key: config[key] for key in KEPT if key in config}
         elif "speculators_config" in config:
             config["speculators_config"]["verifier"]["name_or_path"] = args.target_name
-        store(source, target, config)
+        write(target, "fp8", plain_tensors(source)[0], config)
         found = file_record(target / WEIGHTS) | found
         (target / "README.md").write_text(card(name, found, args, evaluated["new_tokens"]))
         records[name] = {"target": args.target_name, "licence": args.licence} | found

@@ -1,8 +1,6 @@
 """Acceptance at given rates, to time drafts that do not exist yet."""
 
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul
 
 import torch
 from specdec_kernels import ops
@@ -14,6 +12,7 @@ from specdec_cli.core.sampling import draw, round_noise
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import SpeculationSection
+from specdec_cli.recipe.choices.synthetic import even_rate, marginal_rates
 
 _LONGEST_PROPOSAL = 1024
 
@@ -39,16 +38,9 @@ class SyntheticAcceptance(AcceptanceRule):
 
     @classmethod
     def from_length(cls, length: float, k: int) -> "SyntheticAcceptance":
-        """Make a rule from the mean tokens a round at proposal length k, with one rate everywhere.
-
-        Solves (1 - a^(k+1)) / (1 - a) = length for a (Leviathan et al., equation 1). The same a is
-        used for every proposal length.
-        """
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            rate = (low + high) / 2
-            low, high = (rate, high) if sum(rate**i for i in range(k + 1)) < length else (low, rate)
-        return cls((high,) * _LONGEST_PROPOSAL)
+        """Make a rule from the mean tokens a round at proposal length k, with one rate everywhere
+        and for every proposal length."""
+        return cls((even_rate(length, k),) * _LONGEST_PROPOSAL)
 
     def rates(self, k: int) -> tuple[float, ...]:
         """The conditional rates of k places. Raises `UsageError` if fewer were given."""
@@ -104,19 +96,7 @@ def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
 
 def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
     """A mean length belongs to the recipe's own k, so it becomes rates, of `k` places."""
-    rates = speculation.synthetic_acceptance_rates
-    if rates is None:
-        conditional = from_recipe(
-            speculation
-            if speculation.num_speculative_tokens
-            else speculation.model_copy(update={"num_speculative_tokens": k})
-        ).rates(k)
-        rates = tuple(accumulate(conditional, mul))
-    if len(rates) < k:
-        raise UsageError(
-            f"synthetic_acceptance_rates: {len(rates)} are given, and --k goes to {k}",
-            "give a rate for every position, or synthetic_acceptance_length",
-        )
+    rates = marginal_rates(speculation, speculation.num_speculative_tokens, k)
     return speculation.model_copy(
         update={"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}
     )

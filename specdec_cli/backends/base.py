@@ -88,58 +88,46 @@ class Written(Protocol):
 OnRound = Callable[[Sequence[Written], list[Finished]], None]
 
 
-class Prepared(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
     """A checked recipe, before anything is loaded.
 
-    proposer: the name of the arm. draft_max_len: None without a draft. device_name: the kind, or a
-    GPU's name. random_roles: the models with random weights. remark, readings: what a reader of the
-    results has to know of the acceptance rule and of the draft. reads_hidden: whether the draft
-    takes the target's hidden states. generation_config: the target's file of that name, or empty.
+    proposer: the name of the arm. draft_max_len: None without a draft. device: has a `type`.
+    device_name: the kind, or a GPU's name. random_roles: the models with random weights. remark,
+    readings: what a reader of the results has to know of the acceptance rule and of the draft.
+    reads_hidden: whether the draft takes the target's hidden states. generation_config: the
+    target's file of that name, or empty. stages: of opening a session. fingerprint: gives a hash
+    that tells models of one name apart, by role; None for a model that takes no part. own: what
+    the backend itself needs to know.
     """
 
-    @property
-    def recipe(self) -> Recipe: ...
-    @property
-    def params(self) -> SamplingParams: ...
-    @property
-    def k(self) -> int: ...
-    @property
-    def proposer(self) -> str | None: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def draft_max_len(self) -> int | None: ...
-    @property
-    def device(self) -> Any: ...
-    @property
-    def device_name(self) -> str: ...
-    @property
-    def dtype_name(self) -> str: ...
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def random_roles(self) -> set[str]: ...
-    @property
-    def has_experts(self) -> bool: ...
-    @property
-    def reads_hidden(self) -> bool: ...
-    @property
-    def remark(self) -> str | None: ...
-    @property
-    def generation_config(self) -> dict[str, Any]: ...
-    @property
-    def readings(self) -> Sequence[Any]: ...
-    @property
-    def stages(self) -> list[str]: ...
+    recipe: Recipe
+    k: int
+    proposer: str | None
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int
+    device: Any
+    device_name: str
+    dtype_name: str
+    generation_config: dict[str, Any]
+    eos_ids: frozenset[int] = frozenset()
+    draft_max_len: int | None = None
+    num_ranks: int = 1
+    random_roles: frozenset[str] = frozenset()
+    has_experts: bool = False
+    reads_hidden: bool = False
+    remark: str | None = None
+    readings: Sequence[Any] = ()
+    stages: Sequence[str] = ()
+    fingerprint: Callable[[str], str | None] = lambda role: None
+    own: Any = None
 
-    def fingerprint(self, role: str) -> str | None:
-        """A hash that tells models of one name apart; None for a model that takes no part."""
+    @property
+    def params(self) -> SamplingParams:
+        """The recipe's sampling, whose keys have the same names."""
+        asked = self.recipe.sampling.model_dump(exclude={"source"})
+        return SamplingParams(**asked, seed=self.recipe.run.seed)
 
 
 class Session(Protocol):

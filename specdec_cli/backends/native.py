@@ -26,6 +26,8 @@ from specdec_cli.engine.plan import Plan
 from specdec_cli.engine.plan import plan as checked
 from specdec_cli.errors import UsageError
 from specdec_cli.launch import spinning
+from specdec_cli.models.fingerprint import fingerprint
+from specdec_cli.models.generation_config import generation_config
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import Recipe
 
@@ -122,11 +124,46 @@ def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
 
 def prepare(
     recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
-) -> Plan:
+) -> Prepared:
     if (kind := recipe.engine.kind) != "native":
         told = f"engine.kind: {kind} is for sweep-k alone, which starts servers"
         raise UsageError(told, "pass --set engine.kind=native")
-    return checked(recipe if largest is None else for_engine(recipe, *largest), permissions)
+    wanted = recipe if largest is None else for_engine(recipe, *largest)
+    return prepared(checked(wanted, permissions))
+
+
+def prepared(plan: Plan) -> Prepared:
+    """The engine's plan as measurements see it."""
+    target, draft, device = plan.target, plan.draft, plan.device
+
+    def fingerprint_of(role: str) -> str | None:
+        model = target if role == "target" else draft
+        return None if model is None else fingerprint(model.place, model.spec.load_format)
+
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    return Prepared(
+        recipe=plan.recipe,
+        k=plan.k,
+        proposer=plan.proposer,
+        tokenizer=plan.tokenizer,
+        vocab_size=target.vocab_size,
+        max_model_len=plan.max_model_len,
+        device=device,
+        device_name=torch.cuda.get_device_name(device) if is_here else device.type,
+        dtype_name=str(target.dtype).removeprefix("torch."),
+        generation_config=generation_config(target.place),
+        eos_ids=target.eos_ids,
+        draft_max_len=None if draft is None else draft.max_len,
+        num_ranks=plan.parallel.size,
+        random_roles=frozenset(m.spec.role for m in plan.models if m.spec.load_format == "dummy"),
+        has_experts=target.has_experts,
+        reads_hidden=bool(target.hidden_layers),
+        remark=plan.remark,
+        readings=[] if draft is None else draft.readings(),
+        stages=plan.stages,
+        fingerprint=fingerprint_of,
+        own=plan,
+    )
 
 
 def open_session(
@@ -135,15 +172,15 @@ def open_session(
     on_stage: Callable[[str], None] = lambda _: None,
     weights: object = None,
 ) -> NativeSession:
-    assert isinstance(plan, Plan) and isinstance(weights, PagedModel | None)
-    return NativeSession(build(plan, longest_prompt, on_stage, weights))
+    assert isinstance(weights, PagedModel | None)
+    return NativeSession(build(plan.own, longest_prompt, on_stage, weights))
 
 
 def open_beside(
     plan: Prepared, longest_prompt: int, session: Session, on_stage: Callable[[str], None]
 ) -> NativeSession | None:
-    assert isinstance(plan, Plan) and isinstance(session, NativeSession)
-    found = build_beside(plan, longest_prompt, session.engine, on_stage)
+    assert isinstance(session, NativeSession)
+    found = build_beside(plan.own, longest_prompt, session.engine, on_stage)
     return None if found is None else NativeSession(found)
 
 
@@ -153,7 +190,6 @@ def environment(plan: Prepared, device: torch.device | None = None) -> dict[str,
     It includes the target's dtype, and which parts were compiled or captured, and why. device: the
     plan's, unless given.
     """
-    assert isinstance(plan, Plan)
     device = device or plan.device
     found: dict[str, Any] = {
         "specdec": __version__,
@@ -164,7 +200,7 @@ def environment(plan: Prepared, device: torch.device | None = None) -> dict[str,
         "dtype": plan.dtype_name,
         "torch_threads": torch.get_num_threads(),
         "cpu_count": os.cpu_count(),
-        **plan.execution,
+        **plan.own.execution,
     }
     if device.type == "cpu":
         found["thread_spins"] = spinning.told(torch.get_num_threads())

@@ -27,7 +27,13 @@ def methods(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = Fals
         "rules": [{"name": name, "what": choice.what} for name, choice in RULES.items()],
         "policies": [{"name": name, "what": choice.what} for name, choice in POLICIES.items()],
         "drafts": [one for name in demo.models() if (one := _draft(name)) is not None],
-        "targets": [{"name": f"{demo.PREFIX}target", "what": "7 M parameters, writes Python"}],
+        "targets": [
+            {
+                "name": f"{demo.PREFIX}target",
+                "what": "7 M parameters, writes Python",
+                "path": str(demo.FOLDER / "target"),
+            }
+        ],
     }
     if as_json:
         typer.echo(json.dumps({"schema": "specdec.methods/1", **found, "warnings": []}))
@@ -62,4 +68,5 @@ def _draft(name: str) -> dict[str, str] | None:
         "what": f"{method}, for {target}",
         "method": str(method),
         "target": target,
+        "path": str(demo.FOLDER / name),
     }

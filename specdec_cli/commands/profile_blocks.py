@@ -115,7 +115,8 @@ def _measured(
 
         planned = plan(resolved, asked.permissions())
         if asked.output is not None and world.is_first:
-            RunFolder.create(asked.output, resolved, native.environment(planned)).close()
+            where = native.environment(native.prepared(planned))
+            RunFolder.create(asked.output, resolved, where).close()
         profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
         # Before the timeouts of `ready` begin: the document describes the draft at other degrees.
         found = document(resolved, profile) if world.is_first else {}

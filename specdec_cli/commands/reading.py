@@ -29,6 +29,7 @@ from specdec_cli.prompts import (
 )
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import PROMPTS, DataSection, Recipe, load_recipe
+from specdec_cli.recipe.schema import ABOUT_ROWS
 from specdec_cli.text import is_unicode
 
 _SAMPLES = ("random", "stratified")
@@ -79,8 +80,8 @@ def find_prompts(
     if not any(value is not None for value in recipe_options(source).values()):
         prompts = _loose(source, resolved, reads_pipe=reads_pipe)
     if prompts is None:
-        if data is None:
-            told = "pass --prompt, --prompt-file or --dataset, or give the recipe a data section"
+        if data is None or data.path is None:
+            told = "pass --prompt, --prompt-file or --dataset, or give the recipe a data.path"
             raise UsageError("no prompts", f"{told}; generate also reads a pipe")
         data, loaded = _from_data(source, resolved, data, asked)
         prompts = as_conversations(loaded.prompts, chat, system, template, skip_bad=skip)
@@ -130,11 +131,11 @@ def _from_data(
         is_file="prompt_file" in own,
         seed=resolved.run.seed,
     )
-    if own and os.path.exists(data.path):
-        data = data.model_copy(update={"path": os.path.abspath(data.path)})
+    if own and os.path.exists(path := data.path or ""):
+        data = data.model_copy(update={"path": os.path.abspath(path)})
     # The bundled recipes take a few of the bundled prompts, so that they run in seconds.
     is_chosen = source.limit is not None or {"data", "data.limit"} & sets.keys()
-    if data.path.startswith(PREFIX) and not is_chosen:
+    if str(data.path).startswith(PREFIX) and not is_chosen:
         loaded = LoadedPrompts(loaded.prompts)
     return data, loaded
 
@@ -144,8 +145,7 @@ def _of_another_file(data: DataSection, given: Collection[str]) -> DataSection:
 
     given: the dotted keys, or sections, that options set.
     """
-    about_rows = ("split", "subset", "column", "limit", "sample", "turn", "categories")
-    stale = [key for key in about_rows if "data" not in given and f"data.{key}" not in given]
+    stale = [key for key in ABOUT_ROWS if "data" not in given and f"data.{key}" not in given]
     return data.model_copy(update={k: DataSection.model_fields[k].default for k in stale})
 
 

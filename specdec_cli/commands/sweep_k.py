@@ -195,7 +195,8 @@ def sweep_k(
         )
         recipes = [servers.with_args(recipe, serve_args) for recipe in recipes]
     data = recipes[0].data
-    if minutes is not None and source.limit is None and data and data.path.startswith(PREFIX):
+    is_bundled = data is not None and str(data.path).startswith(PREFIX)
+    if minutes is not None and source.limit is None and is_bundled:
         source = replace(source, limit=_ALL)  # bundled recipes take a few of their prompts
     if resume and output is None:
         raise UsageError("--resume needs the sweep's folder", "name it with -o DIR")
@@ -332,9 +333,9 @@ def _sweep(
 
     done = sum(map(len, records.samples.values()))
     view = watcher(plan.num_samples - done, quiet=quiet or not world.is_first)
-    sweep: Sweep | StartedSweep = Sweep(plan, records, view, world)
-    if starter is not None:
-        sweep = StartedSweep(plan, records, view, world, starter)
+    run = plan, records, view, world
+    sweep: Sweep | StartedSweep
+    sweep = Sweep(*run) if starter is None else StartedSweep(*run, starter)
     try:
         measured = sweep.run()
     finally:

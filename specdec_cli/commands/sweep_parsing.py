@@ -26,7 +26,11 @@ def listed_ks(text: str) -> list[int]:
             raise UsageError(f"--k: expected numbers such as 0-8 or 0,1,2,4, got {text!r}")
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low or high > _LARGEST:
-            why = "falls" if high < low else f"is more than {_LARGEST}"
+            why = (
+                "falls: the smaller number comes first"
+                if high < low
+                else f"is more than {_LARGEST}"
+            )
             raise UsageError(f"--k: {part.strip()} {why}")
         found |= set(range(low, high + 1))
     return sorted(found)

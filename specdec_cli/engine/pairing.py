@@ -21,7 +21,7 @@ from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import readers
-from specdec_cli.models.quantised import dequantised
+from specdec_cli.models.quantised import plain_names
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tokenizer import (
     check_same_vocabulary,
@@ -146,14 +146,15 @@ def _without_use(draft: Description, names: Collection[str]) -> list[str]:
     module = draft.module
     if is_gguf(draft.place):
         return readers(module, read_model(draft.place), draft.dtype)[1]
+    is_plain = quantisation(module.config) is None
+    if not is_plain:
+        names = plain_names(names, module.config.quantization_config, draft.spec.name)
     tensors: dict[str, Read] = dict.fromkeys(names, unread)
-    if quantisation(module.config) is None:
-        return converted(module, tensors)[1]
-    settings = module.config.quantization_config
-    plain = dequantised(tensors, settings, draft.dtype, draft.spec.name)
+    unused = converted(module, tensors)[1]
+    if is_plain:
+        return unused
     # Scales of activations and of the cache have no use, and scales of another name have an error
     # of their own.
-    unused = converted(module, plain)[1]
     return [name for name in unused if "scale" not in name.rpartition(".")[2]]
 
 

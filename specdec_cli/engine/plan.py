@@ -1,7 +1,6 @@
 """From a recipe to a plan: everything that can be checked before any weight is read."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -30,10 +29,9 @@ from specdec_cli.errors import UsageError
 from specdec_cli.methods.base import DraftPlace
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.description import Description, describe
-from specdec_cli.models.draft import Draft, Reading
+from specdec_cli.models.draft import Draft
 from specdec_cli.models.draft_form import with_method
-from specdec_cli.models.fingerprint import fingerprint
-from specdec_cli.models.generation_config import generation_config, with_sampling
+from specdec_cli.models.generation_config import with_sampling
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.recipe import ModelSection, Recipe
 from specdec_cli.recipe.choices.registry import weights_from, without_draft
@@ -81,62 +79,6 @@ class Plan:
         rule = rule_of(self.recipe.speculation)
         is_moot = self.params.is_greedy and not rule.draws_when_greedy
         return rule.remark if self.k and not is_moot else None
-
-    @property
-    def readings(self) -> list[Reading]:
-        """Conventions of the draft's checkpoint that tools read differently."""
-        return [] if self.draft is None else self.draft.readings()
-
-    @property
-    def vocab_size(self) -> int:
-        return self.target.vocab_size
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Ids that end a text."""
-        return self.target.eos_ids
-
-    @property
-    def generation_config(self) -> dict[str, Any]:
-        """The target's generation_config.json; empty without one."""
-        return generation_config(self.target.place)
-
-    @property
-    def draft_max_len(self) -> int | None:
-        """The draft's context length; None without a draft."""
-        return None if self.draft is None else self.draft.max_len
-
-    @property
-    def device_name(self) -> str:
-        is_gpu = self.device.type == "cuda"
-        return torch.cuda.get_device_name(self.device) if is_gpu else self.device.type
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.target.dtype).removeprefix("torch.")
-
-    @property
-    def num_ranks(self) -> int:
-        return self.parallel.size
-
-    @property
-    def random_roles(self) -> set[str]:
-        """The roles of models with random weights."""
-        return {m.spec.role for m in self.models if m.spec.load_format == "dummy"}
-
-    @property
-    def has_experts(self) -> bool:
-        return self.target.has_experts
-
-    @property
-    def reads_hidden(self) -> bool:
-        """True if the draft takes hidden states of the target."""
-        return bool(self.target.hidden_layers)
-
-    def fingerprint(self, role: str) -> str | None:
-        """`models.fingerprint` of the target or the draft; None for one that takes no part."""
-        model = self.target if role == "target" else self.draft
-        return None if model is None else fingerprint(model.place, model.spec.load_format)
 
     @property
     def parallel(self) -> TensorParallel:

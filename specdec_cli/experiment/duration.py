@@ -46,8 +46,8 @@ class Speeds:
 
 def own_plan(job: Job) -> Plan:
     """The plan of a job for our own engine, whose models' sizes are known."""
-    assert isinstance(job.plan, Plan), "other engines have no estimate"
-    return job.plan
+    assert isinstance(job.plan.own, Plan), "other engines have no estimate"
+    return job.plan.own
 
 
 def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:

@@ -158,7 +158,8 @@ def _split(plans: Sequence[Plan], machine: Machine) -> Split:
 def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
     """The document of `profile-blocks --json`, without the points of an estimate."""
     planned, split, cost = profile.plan, profile.split, _draft_cost(profile)
-    where = native.environment(planned, None if profile.machine is None else torch.device("cpu"))
+    device = None if profile.machine is None else torch.device("cpu")
+    where = native.environment(native.prepared(planned), device)
     if profile.machine is not None:
         where["device"] = f"{profile.machine.name} (estimated)"
     return {
@@ -226,7 +227,7 @@ def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
         return wanted
     if not prompts:
         return most
-    job = tokenised(native, planned, prompts)
+    job = tokenised(native, native.prepared(planned), prompts)
     return min(job.longest_prompt + recipe.sampling.max_new_tokens, most)
 
 

@@ -3,6 +3,7 @@
 The module has their shapes, and passes of fused layers read their numbers. Does not know files.
 """
 
+import ctypes
 from typing import Any, Self
 
 import torch
@@ -80,3 +81,14 @@ def borrowed_weights(
         )
         found[f"{names[id(ours)]}.weight"] = theirs.weight
     return found
+
+
+def return_unused(device: torch.device) -> None:
+    """Return memory that is free in torch's reserve, or on a CPU in the heap, to the device.
+
+    glibc keeps pieces of a heap between others until it is asked.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

@@ -27,7 +27,7 @@ from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kept_readers
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
-from specdec_cli.models.held import StoredParameter
+from specdec_cli.models.held import StoredParameter, return_unused
 from specdec_cli.models.quantised import dequantised, fields_of, no_scales, read_stored
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import (
@@ -42,6 +42,7 @@ from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_chec
 from specdec_cli.text import one_line, reason_of
 
 _log = logging.getLogger("specdec")
+_LARGE = 1 << 18  # numbers of a weight whose reader leaves much memory unused
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
 
 
@@ -214,11 +215,14 @@ def _fill(
                     filled._is_hf_initialized = True  # type: ignore[attr-defined]
                 done[id(meta)] = filled
                 came = value.codes if isinstance(value, Stored) else value
-                if came is not None and came.is_cuda and came.data_ptr() != filled.data_ptr():
+                if came is not None and came.data_ptr() != filled.data_ptr():
                     # Otherwise later weights lie in fragments of the source's buffers and keep
-                    # those reserved: 17 GiB with a 70B model on two GPUs.
+                    # those reserved: 17 GiB with a 70B model on two GPUs, and on a CPU three times
+                    # the weights where these are made fp8.
+                    left_on = came.device
                     del value, came
-                    torch.cuda.empty_cache()
+                    if filled.numel() >= _LARGE:
+                        return_unused(left_on)
             held = owner._parameters if leaf in owner._parameters else owner._buffers
             held[leaf] = by_name[name] = done[id(meta)]
 

@@ -49,6 +49,7 @@ _PARTS = {
 _OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
 _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight columns in a word
+_NO_POWER = 255  # as an exponent of scales
 
 Names = dict[str, str]  # the file's names of what it has of one matrix, by words of `_PARTS`
 
@@ -188,9 +189,11 @@ def _scales(
     found = own["scales"]()
     if group.form in (GPTQ, AWQ):
         found = found.T
+    if dtype == torch.uint8 and found.dtype != dtype:
+        raise SetupError(f"{told} has scales that are {_said(found)}, not uint8", _DAMAGED)
+    if found.dtype == torch.uint8 and bool((found == _NO_POWER).any()):
+        raise SetupError(f"{told} has scales that are no numbers ({_NO_POWER})", _DAMAGED)
     if dtype == torch.uint8:
-        if found.dtype != torch.uint8:
-            raise SetupError(f"{told} has scales that are {_said(found)}, not uint8", _DAMAGED)
         return same(found, part)
     if found.dtype == torch.uint8:  # exponents of powers of two
         found = (found.float() - 127).exp2()
@@ -299,6 +302,8 @@ def read_stored(name: str, fields: Fields, storage: Storage, model: str) -> Stor
     if codes.dim() < 2 or codes.dtype != kind:
         theirs = f"scales as a matrix of {str(kind).removeprefix('torch.')} has"
         raise SetupError(f"{told} is {_said(codes)}, and has {theirs}", _DAMAGED)
+    if codes.dtype == torch.float8_e4m3fn and _has_nan(codes):
+        raise SetupError(f"{told} has codes that are no numbers (NaN)", _DAMAGED)
     scales = fields.scales[name]()
     found = Stored(codes, scales, fields.zeros[name]() if storage.has_zeros else None, storage)
     high, wide = storage.group
@@ -319,6 +324,17 @@ def read_stored(name: str, fields: Fields, storage: Storage, model: str) -> Stor
     return found
 
 
+def _has_nan(codes: torch.Tensor) -> bool:
+    """Whether e4m3 codes have a NaN, 0x7f or 0xff, which products in bf16 take for a number.
+
+    Each is the largest one by its bits, with a sign or without one: a mask takes ten times as long.
+    """
+    bits = codes.view(torch.uint8)
+    return bool(codes.numel()) and (
+        int(bits.max()) == 0xFF or int(bits.view(torch.int8).max()) == 0x7F
+    )
+
+
 def no_scales(name: str, names: Iterable[str]) -> str:
     """The reason that a matrix has no scales: the file has none, or under another name."""
     stem = name.rpartition(".")[0]
@@ -326,6 +342,16 @@ def no_scales(name: str, names: Iterable[str]) -> str:
     if others:
         return f"its scales have a name that is not read: {one_line(others[0])}"
     return "its scales are missing"
+
+
+def plain_names(names: Collection[str], settings: Settings, model: str) -> list[str]:
+    """The names of a quantised checkpoint's tensors once its matrices are plain.
+
+    Raises as `scheme_of` does, and for a tensor that the config does not describe.
+    """
+    found = _matrices(names, scheme_of(settings, model), model)
+    used = {part for _, own in found.values() for part in own.values()}
+    return [*(name for name in names if name not in used), *found]
 
 
 def dequantised(

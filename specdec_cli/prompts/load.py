@@ -12,7 +12,7 @@ import re
 import select
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -44,7 +44,10 @@ EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _MAX_AHEAD = 20_000  # rows after the first ones whose categories are looked at
 _PATIENCE_S = 1.0  # for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
-_ONE_OBJECT = 'a .jsonl file has one JSON object a line, such as {"prompt": "..."}'
+_ONE_OBJECT = (
+    'a .jsonl file has one JSON object a line, such as {"prompt": "..."}; data.column names '
+    "another key for it"
+)
 _log = logging.getLogger("specdec")
 
 
@@ -70,7 +73,7 @@ def load_prompts(
     """
     choice = Choice(data.limit, data.sample, seed)
     check_choice(choice)
-    path = data.path
+    path = data.path or ""
     if path.startswith(demo.PREFIX) and not is_file:
         path = str(demo.demo_path(path))
         if not Path(path).is_file():
@@ -314,7 +317,8 @@ def _prompts_of(
             if isinstance(row, BadRow):
                 raise row
             one = prompt_of(row, column, turn)
-            found.append(replace(one, where=where, unused=one.unused or unread))
+            more = (key for key in unread if key not in row) if isinstance(row, Mapping) else ()
+            found.append(replace(one, where=where, unused=(*more, *one.unused)))
         except NoSuchTurn:
             short += 1
         except BadRow as reason:

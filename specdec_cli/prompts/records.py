@@ -22,13 +22,17 @@ SWITCHES_KEY = "chat_template_kwargs"
 TEMPLATE_KEYS = ("tools", "documents")  # arguments that transformers gives every chat template
 SYSTEM_KEYS = ("system", "system_prompt")
 JOINED_KEYS = ("input", "context")  # follow the `instruction` in Alpaca's rows and Dolly's
-MORE_KEYS = (CATEGORY_KEY, SWITCHES_KEY, *TEMPLATE_KEYS, *SYSTEM_KEYS, *JOINED_KEYS)
 MEDIA_KEYS = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
 # What requests to a server, such as OpenAI's batches, ask for beside the prompt.
 _REQUEST_KEYS = (
     *("temperature", "top_p", "top_k", "stop", "seed", "max_tokens", "max_completion_tokens"),
-    *("max_new_tokens", "response_format", "functions"),
+    *("max_new_tokens", "output_len", "output_tokens", "response_format", "functions"),
+    *("enable_thinking", "chat_template", "add_generation_prompt", "continue_final_message"),
 )
+# Parts of a question that data sets keep beside it: BoolQ, MMLU, MedQA, LLaMA-Factory, BFCL.
+_PART_KEYS = ("passage", "choices", "options", "history", "function")
+_TOLD_KEYS = (*_REQUEST_KEYS, *JOINED_KEYS, *_PART_KEYS)
+MORE_KEYS = (CATEGORY_KEY, SWITCHES_KEY, *TEMPLATE_KEYS, *SYSTEM_KEYS, *_TOLD_KEYS)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 DATE_KEY = "strftime_now"  # of `Prompt.template`: the moment that templates write
 _ANSWER = "assistant"
@@ -72,16 +76,20 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
     if key is None and isinstance(inner := row.get("body"), Mapping):
         row, key = inner, _key_of(inner)
     if key is None:
-        raise BadRow(f"has no prompt: none of the keys {', '.join(PROMPT_KEYS)}")
+        known = f"none of the keys {', '.join(PROMPT_KEYS)}"
+        raise BadRow(f"has no prompt: {known}; {columns_in_words(tuple(row))}")
     if key not in row:
         raise BadRow(f"has no column {shown(column)}: {columns_in_words(tuple(row))}")
     found = _of_value(row[key], key, turn)
     text, system = found.text, next(filter(None, map(row.get, SYSTEM_KEYS)), None)
-    joined = next(filter(None, map(row.get, JOINED_KEYS)), None) if key == "instruction" else None
-    if text is not None and isinstance(joined, str) and joined.strip():
-        text = f"{text}\n\n{checked(joined, 'beside the instruction')}"
-    odd = [key for key in SYSTEM_KEYS if row.get(key) and not isinstance(row[key], str)]
-    ignored = [key for key in (*MEDIA_KEYS, *_REQUEST_KEYS) if row.get(key) not in (None, "", [])]
+    joined = ""
+    if key == "instruction" and text is not None:
+        joined = next((name for name in JOINED_KEYS if _is_given(row.get(name), str)), "")
+    if joined:
+        text = f"{text}\n\n{checked(str(row[joined]), 'beside the instruction')}"
+    odd = [name for name in SYSTEM_KEYS if row.get(name) and not isinstance(row[name], str)]
+    told = (name for name in (*MEDIA_KEYS, *_TOLD_KEYS) if name not in (key, joined))
+    ignored = [name for name in told if _is_given(row.get(name))]
     return replace(
         found,
         text=text,
@@ -95,6 +103,12 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
 
 def _key_of(row: Mapping[str, object]) -> str | None:
     return next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
+
+
+def _is_given(value: object, kind: type = object) -> bool:
+    """Whether a value of this kind says something."""
+    blank = isinstance(value, str) and not value.strip()
+    return isinstance(value, kind) and not blank and value not in (None, [], {})
 
 
 def _of_value(value: object, key: str, turn: int) -> Prompt:

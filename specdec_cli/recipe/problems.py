@@ -114,5 +114,5 @@ def _either(choices: list[str]) -> str:
 
 
 def _guess(value: object, choices: Iterable[str]) -> str:
-    close = get_close_matches(str(value).lower(), list(choices), n=1, cutoff=0.4)
+    close = get_close_matches(str(value).lower(), list(choices), n=1, cutoff=0.51)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, ValidationError
 
 from specdec_cli.recipe.choices.registry import (
     METHODS,
@@ -315,12 +315,17 @@ class LoadSection(Section):
         return self
 
 
+# Keys of `data` that describe the rows of its path.
+ABOUT_ROWS = {"split", "subset", "column", "limit", "sample", "turn", "categories"}
+
+
 class DataSection(Section):
     """The source of prompts."""
 
-    path: Place = Field(
+    path: Place | None = Field(
+        default=None,
         description="file (.txt, .jsonl, .json, .csv, .tsv, .parquet), Hugging Face dataset id, or "
-        "demo:prompts"
+        "demo:prompts; may be left out where only the chat template is described",
     )
     split: Name | None = Field(
         default=None, description="split of a dataset id, or a slice such as train[:100]"
@@ -366,6 +371,14 @@ class DataSection(Section):
         description="date, or date and time, that chat templates write, such as 2026-01-31; null "
         "is the run's start, which its folder keeps",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rows_have_a_path(cls, values: object) -> object:
+        if isinstance(values, dict) and "path" not in values and values.keys() & ABOUT_ROWS:
+            missing: Any = {"type": "missing", "loc": ("path",), "input": values}
+            raise ValidationError.from_exception_data(cls.__name__, [missing])
+        return values
 
     @field_validator("date")
     @classmethod

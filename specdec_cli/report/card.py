@@ -40,6 +40,7 @@ def card(
         found.append(("vLLM", deployment.command))
         if deployment.sglang_command is not None:
             found.append(("SGLang", deployment.sglang_command))
+        found += [("For servers", told) for told in deployment.places]
     return [*found, *(("Would change it", told) for told in _would_change(best, shown))]
 
 
@@ -95,15 +96,27 @@ def _would_change(best: Finding, shown: Point | None) -> list[str]:
         minutes = needed.minutes
         time = f", {minutes_in_words(minutes, is_quiet=True)}" if minutes is not None else ""
         return [f"more evidence: about {needed.prompts:,} prompts like these{time}"]
-    even = shown.break_even if shown is not None else None
-    rate = shown.number("draft_acceptance_rate") if shown is not None else None
     found = []
-    if even is not None and rate is not None and (needs := even.draft_acceptance_rate) is not None:
-        way = "fewer" if rate > needs else "more"
-        found.append(
-            f"prompts or a draft with {way} than {100 * needs:.0f} % of proposals accepted "
-            f"({100 * rate:.0f} % here)"
-        )
+    if (told := _needed_acceptance(shown)) is not None:
+        found.append(told)
     if best.rate is not None:
         return [*found, f"another load than {best.level_in_words}: a round's cost grows with it"]
     return [*found, f"another batch size than {best.batch_size}: a round's cost grows with it"]
+
+
+def _needed_acceptance(shown: Point | None) -> str | None:
+    """The share of accepted proposals at which a point pays as much as plain decoding."""
+    even = shown.break_even if shown is not None else None
+    rate = shown.number("draft_acceptance_rate") if shown is not None else None
+    if even is None or rate is None:
+        return None
+    needs = even.draft_acceptance_rate
+    if needs is None:
+        return "a cheaper round: here no acceptance would make up for what it costs"
+    if needs < 0.005:  # pays whatever is accepted
+        return None
+    way = "fewer" if rate > needs else "more"
+    return (
+        f"prompts or a draft with {way} than {100 * needs:.0f} % of proposals accepted "
+        f"({100 * rate:.0f} % here)"
+    )

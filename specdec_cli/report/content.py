@@ -18,9 +18,9 @@ class Content:
     """The content of a report on a run, complete or not.
 
     headline: the answer. card: as `card.card` says. notices, warnings: the warnings, and their
-    texts. answers: one by batch size. reasons: the run's own words for them. lossless: how the
-    promise was kept. tables: by name, None if there is nothing to show. category_point, shown: the
-    point that categories are of, in words and itself.
+    texts. answers: one by batch size. reasons: the run's own words for those that are decided.
+    lossless: how the promise was kept. tables: by name, None if there is nothing to show.
+    category_point, shown: the point that categories are of, in words and itself.
     """
 
     def __init__(self, run: ReportedRun) -> None:
@@ -29,7 +29,8 @@ class Content:
         self.title = f"specdec {run.kind}: {run.path.resolve().name}"
         self.headline = findings.headline(run, self.bests)
         self.answers = [findings.answer(run, best) for best in self.bests]
-        self.reasons = list(dict.fromkeys(b.reason for b in self.bests if b.reason))
+        decided = [best for best in self.bests if best.reason and not best.is_open]
+        self.reasons = list(dict.fromkeys(best.reason for best in decided))
         self.reasons += tables.pairs_not_run(run)
         self.notices = findings.warnings(run)
         self.warnings = [one.message for one in self.notices]

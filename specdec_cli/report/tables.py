@@ -43,7 +43,7 @@ def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
     cells.append(Cell("status", lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
     shown = [p for p in run.points if not (run.is_comparison and p.status == "skipped")]
-    best = {id(b.point) for b in bests if b.point is not None}
+    best = {id(b.point) for b in bests if b.point is not None and not b.is_open}
     strong = frozenset(i for i, p in enumerate(shown) if id(p) in best)
     return by_point(("results", "Every point", note), run, shown, cells, strong)
 
@@ -53,7 +53,7 @@ def load(run: ReportedRun, bests: Sequence[Finding]) -> Table | None:
     points = [p for p in run.points if p.load is not None]
     if not points:
         return None
-    best = {id(b.point) for b in bests if b.point is not None}
+    best = {id(b.point) for b in bests if b.point is not None and not b.is_open}
     strong = frozenset(i for i, p in enumerate(points) if id(p) in best)
     note = (
         "Latencies run from the time at which a request is due. Good: the share of requests that "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from specdec_cli import demo
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.recipe.choices.base import sglang_flags
 from specdec_cli.recipe.choices.registry import METHODS, is_given, without_draft
@@ -25,7 +26,8 @@ class Deployment:
     speculative_config: None for no speculation. rehearsal: the same with synthetic acceptance as
     measured, to time vLLM by itself. command: starts a server. recommendation: the report's answer
     for each batch size: the recommended point, the fastest, and those tied. sglang_command: starts
-    a server of SGLang's; None if it has no such method.
+    a server of SGLang's; None if it has no such method. places: what to put in place of models that
+    servers do not find by these names; the notes have it too.
     """
 
     speculative_config: dict[str, Any] | None
@@ -34,6 +36,7 @@ class Deployment:
     notes: list[str]
     recommendation: list[str] = field(default_factory=list)
     sglang_command: str | None = None
+    places: list[str] = field(default_factory=list)
 
 
 def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
@@ -41,21 +44,28 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     found = _deployment(run, bests)
     if found is None:
         return None
-    notes = [*found.notes, *_in_place_of(run, bests)]
+    places = _in_place_of(run, bests, found.command)
     told = [answer(run, b) for b in bests if b.point is not None or b.is_open]
-    return replace(found, recommendation=told, notes=notes)
+    return replace(found, recommendation=told, notes=[*found.notes, *places], places=places)
 
 
-def _in_place_of(run: ReportedRun, bests: Sequence[Finding]) -> list[str]:
-    """Notes on models that servers do not find under the names that they have here."""
+def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> list[str]:
+    """Notes on models of the command that servers do not find by the names used here."""
     drafts = [b.point.draft for b in bests if b.point is not None and not b.point.is_baseline]
     names = [run.setting("target", "model"), run.setting("draft", "model"), *drafts]
     notes = []
     for name in dict.fromkeys(map(str, filter(None, names))):
+        if name not in command:
+            continue
         if name.startswith("package:"):
             notes.append(
                 f"{name} lies in an installed package: put the folder with its config.json, or the "
                 "model's id on the hub, in its place."
+            )
+        elif name.startswith(demo.PREFIX):
+            notes.append(
+                f"{name} is bundled: put its folder in its place; `specdec methods --json` has it "
+                'as "path".'
             )
         elif name.endswith(".gguf"):
             notes.append(

@@ -1,9 +1,12 @@
 """What the tests of commands share."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from specdec_cli import demo
 from specdec_cli.experiment import machine
 
 
@@ -15,6 +18,34 @@ def calm_machine() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine.MachineWatch, "notices", lambda _: [])
+        yield
+
+
+@pytest.fixture(scope="session")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled files with the two drafts, of 2 layers, as target and draft.
+
+    They propose for each other as for the target of 8 layers. `demo:draft-distilled` is the target.
+    """
+    folder = tmp_path_factory.mktemp("small") / "demo"
+    folder.mkdir()
+    models = {"target": "draft", "draft": "draft-distilled", "draft-distilled": "draft"}
+    for path in demo.FOLDER.iterdir():
+        if path.name not in models:
+            (folder / path.name).symlink_to(path)
+    for name, original in models.items():
+        shutil.copytree(demo.FOLDER / original, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small_demo(small_models: Path) -> Iterator[None]:
+    """Let `demo:target` and `demo:draft` be smaller: tests of commands spend most on their passes.
+
+    The real pair runs in the tests of `generate`, and in `engine/test_demo_pair.py`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "FOLDER", small_models)
         yield
 
 

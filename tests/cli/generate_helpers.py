@@ -201,10 +201,10 @@ CHAT_TEMPLATE = (
 
 
 def chat_model(folder: Path, template: object = CHAT_TEMPLATE) -> Path:
-    """A copy of the demo target whose tokenizer has a chat template and a BOS token."""
+    """A copy of the demo draft whose tokenizer has a chat template and a BOS token."""
     folder.mkdir()
     for name in ("config.json", "generation_config.json", "model.safetensors"):
-        (folder / name).symlink_to(DEMO / "target" / name)
+        (folder / name).symlink_to(DEMO / "draft" / name)
     tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     tokenizer.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]

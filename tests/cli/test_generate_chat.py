@@ -180,6 +180,21 @@ def test_chat_with_no_data_in_the_recipe(run: Run, model: Path) -> None:
     assert result.document["recipe"]["data"] is None
 
 
+@pytest.mark.parametrize(
+    ("data", "first"),
+    [("{chat: on}", []), ("{system: Be brief.}", [BRIEF]), ("{chat: on, template: {a: 1}}", [])],
+)
+def test_a_recipe_of_the_chat_template_alone(
+    data: str, first: list[Any], run: Run, model: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"target: {{model: {model}}}\nspeculation: {{method: none}}\ndata: {data}\n")
+    result = run(recipe, *prompt_options("one"), *FEW)
+    assert asked(result) == [rendered(model, [*first, {"role": "user", "content": "one"}])]
+    nothing = run(recipe, *FEW)
+    assert nothing.code == 2 and "no prompts" in nothing.document["error"]["message"]
+
+
 def test_messages_through_a_pair(run: Run, model: Path) -> None:
     """The draft proposes from the same ids; the text is the target's."""
     texts = []

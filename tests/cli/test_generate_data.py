@@ -10,6 +10,8 @@ from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import Run, generate, specdec
 from tests.unit.test_datasets import spec_bench, table
 
+pytestmark = pytest.mark.usefixtures("small_demo")
+
 SHORT = ("--max-new-tokens", "2", "--ignore-eos", "-k", "1", "--json", "-q")
 
 

@@ -23,6 +23,8 @@ from tests.cli.generate_helpers import (
     specdec,
 )
 
+pytestmark = pytest.mark.usefixtures("small_demo")
+
 SHORT = ("--max-new-tokens", "6", "-k", "2")
 SAMPLE_KEYS = [
     "draft",

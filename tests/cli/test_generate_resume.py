@@ -9,6 +9,8 @@ import pytest
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from tests.cli.generate_helpers import PROMPTS, Result, generate, prompt_options
 
+pytestmark = pytest.mark.usefixtures("small_demo")
+
 SHORT = ("--max-new-tokens", "5", "-k", "2", "--batch-size", "2")
 GIVEN = [*prompt_options(*PROMPTS, "import sys\n", "x = 1\n"), *SHORT]
 TIMES = {"seconds"}

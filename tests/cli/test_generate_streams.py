@@ -28,6 +28,8 @@ from tests.cli.generate_helpers import (
     specdec,
 )
 
+pytestmark = pytest.mark.usefixtures("small_demo")
+
 SHORT = ("--max-new-tokens", "16")
 LINE = re.compile(
     r"(\d+) prompts?, (\d+) tokens, [\d.]+ tokens/s decoding, k=4, [\d.]+ tokens a round, "
@@ -191,7 +193,7 @@ def test_stop_strings_are_cut_live_too(k: int, stops: list[str], run: Run) -> No
     assert f"{PROMPTS[0]}{text}\n\ntokens" in seen
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
+@pytest.mark.parametrize("seed", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_noise_is_the_same_live(seed: str, run: Run) -> None:
     """At this temperature tokens are parts of characters that are never completed."""
     options = (

@@ -2,12 +2,14 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from specdec_cli.app import main
-from specdec_cli.experiment import duration
+from specdec_cli.errors import Notice
+from specdec_cli.experiment import duration, machine
 from specdec_cli.experiment.sweep import budget
 
 
@@ -94,3 +96,42 @@ def test_threads_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.get_num_threads() == 3 and os.environ["OMP_NUM_THREADS"] == "3"
     finally:
         torch.set_num_threads(before)
+
+
+NOISE = Notice("cpu_load", "9.0 processes were ready to run")
+LITTLE = ("--max-new-tokens", "2", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ("generate", "demo", "--prompt-file", "ROWS", *LITTLE),
+            ["image (1 of 2 rows)", "9.0 proc"],
+        ),
+        (
+            ("sweep-k", "demo", "--k", "1", "--limit", "2", "--repeats", "1", *LITTLE),
+            ["--sample stratified", "too few for intervals", "9.0 proc"],
+        ),
+        (("sweep-k", "demo", "--prompt-file", "ROWS", "--dry-run"), ["image (1 of 2 rows)"]),
+        (("compare-tp", "demo", "--prompt-file", "ROWS", "--dry-run"), ["image (1 of 2 rows)"]),
+    ],
+)
+def test_quiet_hides_progress_and_no_warning(
+    arguments: tuple[str, ...],
+    told: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "x", "image": "a.png"}\n{"prompt": "y"}\n')
+    monkeypatch.setattr(machine.MachineWatch, "notices", lambda _: [NOISE])
+    given = [str(rows) if one == "ROWS" else one for one in arguments]
+    assert main([*given, "-q"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("warning: ") for line in lines)
+    assert all(any(part in line for line in lines) for part in told)
+    assert main(given) == 0
+    louder = capsys.readouterr().err.splitlines()
+    assert "--dry-run" in given or len(louder) > len(lines)

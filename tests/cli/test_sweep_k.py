@@ -17,6 +17,7 @@ import pytest
 import torch
 from rich.table import Table
 
+from specdec_cli import demo
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.loop import Engine
 from specdec_cli.experiment.folders.conclusions import Best
@@ -77,11 +78,13 @@ SAMPLED = ["--temperature", "0.8"]
 
 Capture = pytest.CaptureFixture[str]
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("small_demo", "no_pictures")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def whole(
+    small_demo: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
     """A finished sweep: its folder and document."""
     from specdec_cli.app import main
 
@@ -218,7 +221,11 @@ def test_live_speeds_are_over_the_prompts_that_both_had() -> None:
     assert cells["x k = 0"] == ["1.00", "2.00"], "not 4, the ratio of all that was written"
 
 
-@pytest.mark.parametrize("options", [["--batch-size", "1"], ["--batch-size", "3", *SAMPLED]])
+# Greedy sweeps of one sequence are resumed after signals, below.
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(["--batch-size", "1"], marks=pytest.mark.slow), ["--batch-size", "3", *SAMPLED]],
+)
 def test_resumed_is_whole(
     capsys: Capture, caplog: pytest.LogCaptureFixture, tmp_path: Path, options: list[str]
 ) -> None:
@@ -549,7 +556,7 @@ def test_resuming_what_fails_again_opens_nothing_else(
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each k is captured once, in any order; a batch size is freed before the next is measured."""
     from specdec_cli.engine import graphs
-    from specdec_cli.experiment.sweep import runner
+    from specdec_cli.experiment.sweep import runner, sweep_records
 
     captured: list[tuple[int, int]] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -573,7 +580,7 @@ def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.M
     clock = SimpleNamespace(
         perf_counter=lambda: time.perf_counter() + late, process_time=time.process_time
     )
-    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(sweep_records, "time", clock)
     monkeypatch.setattr(runner.Sweep, "_cost", slow_cost)
     monkeypatch.setattr(graphs, "Rounds", Counted)
     result = specdec(capsys, *SWEEP, *ONCE, "--batch-size", "4,2", "--json")
@@ -710,8 +717,11 @@ def test_several_drafts_load_the_target_once(
     assert (check["num_prompts"], check["num_compared"], check["passed"]) == (4, 8, True)
 
 
-def test_a_cache_in_fp8(capsys: Capture, whole: tuple[Path, dict[str, Any]]) -> None:
+def test_a_cache_in_fp8(
+    capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It changes the text, which is told once, and is the same with every draft and without."""
+    monkeypatch.setattr(demo, "FOLDER", Path(demo.__file__).parent)  # the head's own target
     options = [*ONCE, "--draft", "demo:draft", "--draft", "demo:eagle3", "--k", "2"]
     options += ["--limit", "2", "--check-lossless", "--set", "cache.dtype=fp8", "--json"]
     result = specdec(capsys, "sweep-k", "demo", *QUICK, *options)

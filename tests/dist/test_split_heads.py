@@ -10,7 +10,7 @@ import pytest
 from specdec_cli.recipe.choices.registry import METHODS
 from tests.dist import cases
 from tests.dist.world import World
-from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, save_pair
+from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, in_bits, save_pair
 from tests.inside import save_inside
 from tests.support import greedy_reference, reference, save_noised
 
@@ -111,6 +111,21 @@ def test_two_ranks_share_a_head(
 def test_four_ranks(world: World, pairs: dict[str, Pair], kind: str, draft_tp: int) -> None:
     """Two of the four share it, or all: these outnumber the key and value heads."""
     checked(world, pairs[kind], GREEDY, draft_tp)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounds_over_a_quantised_target(
+    two: World, pairs: dict[str, Pair], bits: int, tmp_path: Path
+) -> None:
+    """Each rank holds its part as stored; rounds are the reference's on plain numbers."""
+    kept, plain = in_bits(pairs["reduced"], tmp_path, bits)
+    first = checked(two, kept, GREEDY | {"target.weights": "stored"})[0]
+    assert first["execution"]["target_weights"].endswith("as stored")
+    oracle = reference(plain)
+    assert first["outputs"] == [greedy_reference(oracle, p, NEW_TOKENS) for p in PROMPTS]
+    for prompt, (proposed, accepted) in zip(PROMPTS, first["rounds"], strict=True):
+        rounds = [pair for pair in zip(proposed, accepted, strict=True) if pair[0]]
+        assert rounds == expected_rounds(plain, kept.head, prompt, K)
 
 
 def test_rounds_are_the_reference_s(two: World, pairs: dict[str, Pair]) -> None:

@@ -1,6 +1,7 @@
 """Models split over ranks, in one world of 4: parts, logits, hidden states and refusals."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -171,16 +172,48 @@ def test_heads_that_are_held_twice(tmp_path: Path) -> None:
         assert {s.num_kv_heads for s in found.layers} == {1}
 
 
+STORED_FAMILIES: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "gptq", {}),
+    ("llama", "mxfp4", {}),
+    ("qwen3", "awq", {"num_attention_heads": 8, "head_dim": 16}),
+    ("gemma2", "packed, zeros", {"head_dim": 32}),
+    ("qwen3_moe", "modelopt", {"moe_intermediate_size": 128}),
+    ("mixtral", "int8, zeros", {}),
+    ("gpt_oss", "blocks", {"intermediate_size": 128}),
+]
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["gptq", "mxfp4"])
-def test_passes_of_stored_weights(world: World, name: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "name", "sizes"), STORED_FAMILIES, ids=str)
+def test_passes_of_stored_weights(
+    world: World, family: str, name: str, sizes: dict[str, Any], size: int, tmp_path: Path
+) -> None:
     """Logits are as far from transformers' as those of plain weights, which are larger here than in
     other tests. Each of 4 ranks has one group of 32 columns of what is split by columns."""
-    sizes = {"hidden_size": 128, "num_key_value_heads": 4}
-    folder, plain = store(tmp_path, "llama", *STORED[name], **sizes), tmp_path / "plain"
+    sizes = {"hidden_size": 128, "num_key_value_heads": 4} | sizes
+    if name == "blocks":
+        folder, plain = stored_experts(tmp_path, **sizes)
+    else:
+        folder, plain = store(tmp_path, family, *STORED[name], **sizes), tmp_path / "plain"
     kept = world.run(cases.pass_errors, folder, size, True, plain)
     assert kept == world.run(cases.pass_errors, plain, size, True)
     assert 0 < max(max(e.values()) for e in kept if e is not None) < 100 * TOLERANCE
+
+
+def stored_experts(folder: Path, **sizes: Any) -> tuple[Path, Path]:
+    """gpt-oss with experts as it stores them, and with transformers' numbers of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    kept = save_tiny(folder / "stored", "gpt_oss", **sizes)
+    plain = Path(shutil.copytree(kept, folder / "plain"))
+    to_mxfp4(kept)
+    found = load_file(kept / "model.safetensors")
+    for name in [n for n in found if n.endswith("_blocks")]:
+        fields = found.pop(name), found.pop(name.replace("_blocks", "_scales"))
+        numbers = convert_moe_packed_tensors(*fields, dtype=torch.float32)
+        found[name.removesuffix("_blocks")] = numbers.contiguous()
+    save_file(found, plain / "model.safetensors", metadata={"format": "pt"})
+    return kept, plain
 
 
 def test_experts_in_four_bits_are_split_anywhere(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def p_value(tiny: tuple[Path, Path], params: SamplingParams, k: int, rule: Accep
     return lossless.adjusted(found)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_engine_follows_transformers(

@@ -272,7 +272,7 @@ def test_an_anchor_that_tools_read_differently_is_told(
     found = planned(replace(pairs["rnn"], folder=folder))
     assert "the anchor predicts," in found.execution["draft_block"]
     assert "sample_from_anchor: not given" in found.execution["draft_conventions"]
-    assert len(found.readings) == 1
+    assert len(found.draft.readings()) == 1
 
 
 def test_facts_of_a_run(pairs: dict[str, Pair]) -> None:

@@ -71,10 +71,10 @@ def test_each_writes_the_targets_text_and_is_accepted() -> None:
             native, load_recipe("smollm2-offline", keys | arm), PromptSet(prompts), Permissions()
         )
         if not want:
-            place = Path(job.plan.target.place)
+            place = Path(job.plan.own.target.place)
             oracle = gguf_reference(place)
             want = [greedy_reference(oracle, list(ids), NEW_TOKENS) for ids in job.token_ids]
-        engine = build(job.plan, job.longest_prompt)
+        engine = build(job.plan.own, job.longest_prompt)
         result = engine.run(requests(job), job.plan.k, replace(job.plan.params, ignore_eos=True))
         assert [seq.output_ids for seq in result.seqs] == want, arm
         rounds = sum(

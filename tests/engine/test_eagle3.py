@@ -246,6 +246,7 @@ def test_rows_match_the_reference(case: str, tmp_path: Path) -> None:
                 at += span.length
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", HEADS)
 def test_rounds_match_the_reference(case: str, how: str, tmp_path: Path) -> None:
     """Greedy chains after prefill, acceptance of none, some and all, and rounds of other k."""
@@ -260,6 +261,7 @@ def test_sequences_may_change_slots(how: str, tmp_path: Path) -> None:
     assert agreement(Rounds(head, paged, LENGTHS), Reference(head), shuffles=True) == 1.0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_one_head_proposes_alike_in_every_dialect(kind: str, dialect: str, tmp_path: Path) -> None:
@@ -334,6 +336,7 @@ def test_proposals_are_drawn_from_the_heads_own_distribution(how: str, tmp_path:
             following = torch.cat((following, found.token_ids[row, step : step + 1]))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", ["plain", "qwen3-reduced", "feeds-norm", "wide"])
 def test_half_precision_is_close(case: str, how: str, tmp_path: Path) -> None:
     """bf16 rounds, so the logits of the first proposal are compared with the reference's in fp32,

@@ -28,7 +28,7 @@ from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import load_recipe
 from tests.drafting import rounds_of
 from tests.eagle3 import Head, head_config, save_head
-from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, save_pair
+from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, in_bits, save_pair
 from tests.support import CPU, greedy_reference, greedy_text, reference, save_noised
 
 SLOW = pytest.mark.slow
@@ -96,6 +96,28 @@ def test_text_is_the_target_s_and_rounds_are_the_reference_s(pair: Pair, case: s
         rounds = [expected_rounds(pair.target, pair.head, p, k) if k else [] for p in PROMPTS]
         assert list(map(rounds_of, seqs)) == rounds
     assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounds_over_a_quantised_target_are_the_reference_s(
+    pair: Pair, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On transformers' own dequantised model in 8 bits, and on the numbers of one in 4."""
+    kept, plain = in_bits(pair, tmp_path, bits)
+    found = planned(kept.target, kept.folder, 4, run__batch_size=3, target__weights="stored")
+    assert found.target.keeps_stored
+    engine = build(found, 11)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # it dequantises then
+    needed = "transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available"
+    monkeypatch.setattr(needed, lambda: True)  # to place modules on several devices only
+    oracle, wanted = kept.target if bits == 8 else plain, texts_of(plain)
+    assert texts_of(oracle) == wanted != texts_of(pair.target)
+    for k in (4, 2):
+        seqs = run(engine, k, found.params)
+        assert [s.output_ids for s in seqs] == wanted
+        rounds = [expected_rounds(oracle, kept.head, p, k) for p in PROMPTS]
+        assert list(map(rounds_of, seqs)) == rounds
+        assert sum(stand for found in rounds for _, stand in found) > 5
 
 
 def test_positions_that_no_text_reaches_cost_nothing(
@@ -213,7 +235,7 @@ def test_the_recipe_s_layers_are_read(pair: Pair) -> None:
     assert found.target.hidden_layers == (0, 1, 3)
     assert found.execution["draft_features"] == "hidden states 0, 1, 3 of the target"
     told = "speculation.eagle3_layers: in place of the config's, which names [1, 2, 3] as inputs"
-    assert [told in reading.told for reading in found.readings] == [True]
+    assert [told in reading.told for reading in found.draft.readings()] == [True]
     assert told in found.execution["draft_conventions"]
     seqs = run(build(found, 11), 4, found.params)
     assert [s.output_ids for s in seqs] == texts_of(pair.target)
@@ -235,7 +257,7 @@ def test_readings_are_drafts_that_can_be_loaded(pair: Pair, tmp_path: Path) -> N
         tmp_path / "head", pair.head, "model-optimizer", lent, norm_output=True, **ids
     )
     found = planned(pair.target, folder)
-    counted, fed = found.readings
+    counted, fed = found.draft.readings()
     assert "read as outputs" in counted.told and "norm_output" in fed.told
     assert found.execution["draft_conventions"] == f"{counted.told}; {fed.told}"
     assert found.draft is not None and found.draft.feature_layers == (1, 2, 3)
@@ -251,7 +273,7 @@ def test_readings_are_drafts_that_can_be_loaded(pair: Pair, tmp_path: Path) -> N
     assert [s.output_ids for s in seqs] == texts_of(pair.target)
     deep = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
     folder = save_head(tmp_path / "deep", pair.head, "model-optimizer", lent, **deep)
-    (own,) = planned(pair.target, folder, speculation__eagle3_counting="inputs").readings
+    (own,) = planned(pair.target, folder, speculation__eagle3_counting="inputs").draft.readings()
     assert own.draft is None and "names [1, 2, 3] as outputs" in own.told
 
 

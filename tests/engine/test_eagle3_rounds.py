@@ -79,6 +79,7 @@ def eagle_engine(
     )
 
 
+SLOW = pytest.mark.slow
 SETTINGS: dict[str, dict[str, Any]] = {
     "one by one": {},
     "refills": {"batch_size": 2},
@@ -88,6 +89,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("case", SETTINGS)
 def test_greedy_text_and_rounds(pair: Pair, rounds_at: Rounds, case: str, k: int) -> None:
@@ -126,7 +128,7 @@ def test_wrong_wiring_costs_acceptance(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"prefill_chunk": 3}, {"num_blocks": 17}, {"max_len": 17}],
+    [{}, pytest.param({"prefill_chunk": 3}, marks=SLOW), {"num_blocks": 17}, {"max_len": 17}],
     ids=["whole", "chunks", "few blocks", "the head ends"],
 )
 def test_greedy_replay_is_exact(pair: Pair, options: dict[str, Any]) -> None:
@@ -171,7 +173,7 @@ def test_chances_of_sampled_tokens_are_the_reference_s(pair: Pair) -> None:
             rows = torch.cat((rows, out))
 
 
-@pytest.mark.parametrize("draft_vocab", [8, 5])
+@pytest.mark.parametrize("draft_vocab", [pytest.param(8, marks=SLOW), 5])
 def test_sampled_text_follows_the_target(draft_vocab: int, tmp_path: Path) -> None:
     """Joint distribution of the first tokens, also where the head cannot propose all of them."""
     target, _ = lossless.save_eight(tmp_path)

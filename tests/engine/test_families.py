@@ -193,6 +193,7 @@ def test_loader_equals_from_pretrained(family: str, tmp_path: Path) -> None:
     assert_same(paged_model(folder, 2, BLOCK).module, reference(folder))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "gemma4", *EXPERTS])
 def test_loader_equals_from_pretrained_in_half_precision(

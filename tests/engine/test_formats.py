@@ -374,6 +374,15 @@ def test_model_optimizer_s_own_file(tmp_path: Path) -> None:
 NAMED = "model.layers.1.mlp.up_proj"
 
 
+def with_code(code: int) -> Callable[[Tensor], Tensor]:
+    """The codes of a matrix with another one at one place."""
+    place = torch.tensor([77])
+    one = torch.tensor([code], dtype=torch.uint8)
+    return lambda t: (
+        t.view(torch.uint8).flatten().index_copy(0, place, one).view(t.dtype).view(t.shape)
+    )
+
+
 @pytest.mark.parametrize(
     ("form", "change", "told"),
     [
@@ -391,6 +400,9 @@ NAMED = "model.layers.1.mlp.up_proj"
         (STORED["mxfp4"], {"weight_scale": lambda t: t.float()}, "scales that are float32"),
         (STORED["mxfp4"], {"weight_packed": lambda t: t.int()}, "codes that are int32"),
         (STORED["int8, zeros"], {"weight_zero_point": lambda t: t.int()}, "zeros that are int32"),
+        (STORED["mxfp4"], {"weight_scale": lambda t: t | 255}, "scales that are no numbers"),
+        (STORED["modelopt"], {"weight": with_code(0x7F)}, r"no numbers \(NaN\)"),
+        (STORED["modelopt"], {"weight": with_code(0xFF)}, r"no numbers \(NaN\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_tensor_s_name(

@@ -19,14 +19,20 @@ from tests.support import (
 )
 
 # Families that run at every k and batch size. The others differ only in the computation of a pass,
-# which test_families.py compares, not in the engine's use of passes.
+# which test_families.py and test_fused.py compare, not in the engine's use of passes.
 THOROUGH = ["llama", "llama-tied", "llama3-rope", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 OTHERS = [family for family in FAMILIES if family not in THOROUGH]
-# CI leaves out families whose passes read and write the cache as llama's do: the other layers are
-# test_families.py's. `pytest tests` runs them too.
-LIKE_LLAMA_OTHERS = {
-    *("apertus", "arcee", "cohere", "ernie4_5", "gemma", "glm", "glm4", "gpt_bigcode", "granite"),
-    *("helium", "hunyuan", "ministral3", "nemotron", "olmo", "olmo2", "phi", "phi3", "seed_oss"),
+# CI runs a family for each way to use the cache; `pytest tests` runs all. Of one sequence at a time
+# it runs fused layers without and with a window.
+THOROUGH_IN_CI = {(1, "llama"), (1, "gemma2"), (4, "llama"), (4, "gemma2"), (4, "gpt2")}
+OTHERS_IN_CI = {
+    *(
+        "qwen2-window",
+        "mixtral-window",
+        "gemma3",
+    ),  # windows of some layers, of all, in fused layers
+    *("gemma3n", "gemma4", "gemma4-moe"),  # layers that share keys, heads of two sizes
+    *("deepseek_v3", "gpt_oss", "opt"),  # latent keys, sinks, learned positions
 }
 
 
@@ -36,10 +42,8 @@ def prompts(count: int, seed: int = 1) -> list[list[int]]:
     return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-# CI runs these in batches alone; `pytest tests` runs them one sequence at a time too.
-LIKE_LLAMA = ["llama-tied", "llama3-rope", "qwen2", "mistral"]
 SETTINGS = [
-    pytest.param(f, b, id=f"b{b}-{f}", marks=[pytest.mark.slow] * (b == 1 and f in LIKE_LLAMA))
+    pytest.param(f, b, id=f"b{b}-{f}", marks=[pytest.mark.slow] * ((b, f) not in THOROUGH_IN_CI))
     for b in (1, 4)
     for f in THOROUGH
 ]
@@ -78,7 +82,7 @@ def test_family(family: str, batch_size: int, device: torch.device, known: Known
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(f, marks=[pytest.mark.slow] * (f in LIKE_LLAMA_OTHERS)) for f in OTHERS],
+    [pytest.param(f, marks=[pytest.mark.slow] * (f not in OTHERS_IN_CI)) for f in OTHERS],
 )
 def test_other_families(family: str, device: torch.device, known: Known) -> None:
     target, unrelated, want = known(family, 3, 10, device)

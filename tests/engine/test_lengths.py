@@ -191,6 +191,7 @@ def p_value(
     return lossless.adjusted(found)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rule", [Rejection(), Block()], ids=["rejection", "block"])
 @pytest.mark.parametrize("policy", [Confidence(0.3), Adaptive((0, 1))], ids=["sure", "adaptive"])
 def test_sampled_text_follows_transformers(
@@ -205,6 +206,7 @@ def test_a_token_dropped_because_of_its_own_draw_is_caught(tiny: tuple[Path, Pat
     assert p_value(tiny, Rejection(), Confidence(0.3), drops=True) < SIGNIFICANT
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["at-once", "ahead"])
 @pytest.mark.parametrize("policy", ["confidence", "adaptive"])
 def test_greedy_text_is_transformers(

@@ -121,6 +121,7 @@ def test_mxfp4_by_hand() -> None:
     [
         {"blocks": CODES, "scales": POWERS[:1]},
         {"blocks": CODES, "scales": POWERS.float()},
+        {"blocks": CODES, "scales": POWERS | 255},
         {"blocks": CODES[..., :8], "scales": POWERS},
         {"blocks": CODES.flatten(2), "scales": POWERS},
         {"blocks": CODES},

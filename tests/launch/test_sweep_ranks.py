@@ -85,6 +85,26 @@ def test_two_ranks_measure_what_one_measures(
         assert text.overlap == pytest.approx(theirs[index].overlap, abs=1e-4)
 
 
+def test_arrivals_over_two_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Arrivals go to the leading rank's scheduler, and the other follows its rounds: the texts are
+    those of a closed batch on one rank."""
+    both = [*OPTIONS, "--limit", "3", "--temperature", "0", "--batch-size", "2"]
+    both += ["--set", "target.dtype=float32"]
+    folder, closed = tmp_path / "run", tmp_path / "closed"
+    rate = ["--target-tp", "2", "--request-rate", "20", "--slo", "e2el:60s"]
+    result = over_forks(*both, *rate, "-o", str(folder), "--json")
+    assert result.code == 0, result.err
+    points = json.loads(result.out)["points"]
+    assert [(p["request_rate"], p["k"]) for p in points] == [(20, 0), (20, 2)]
+    for point in points:
+        assert point["status"] == "ok" and point["load"]["num_requests"] == 3
+        assert point["metrics"]["broadcast_ms"] > 0, "two ranks"
+        assert point["metrics"]["e2el_ms"]["mean"] > point["metrics"]["ttft_ms"]["mean"] > 0
+    assert specdec(capsys, *both, "--k", "0", "-o", closed).code == 0
+    texts = {s["index"]: s["token_ids"] for s in samples(closed)}
+    assert len(texts) == 3 and all(s["token_ids"] == texts[s["index"]] for s in samples(folder))
+
+
 @pytest.mark.slow  # test_sweep_k.py kills a sweep of one rank, test_launch.py kills ranks
 def test_a_killed_sweep_over_ranks_goes_on(tmp_path: Path) -> None:
     folder, environ = tmp_path / "run", marked()

@@ -1,6 +1,5 @@
 """The device of the kernels: CUDA if there is one, else the CPU with Triton's interpreter."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,9 +14,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let `-m gpu` run every kernel test on a CUDA machine, since all use the device there.
 
     The interpreter computes in fp32, and half precision differs in loads and stores alone. So of a
-    test's cases in fp16 every third runs there, the first among them; the others are slow.
+    test's cases in fp16 the first runs there; the others are slow.
     """
-    seen: dict[str, int] = defaultdict(int)
+    seen = set[str]()
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
@@ -26,9 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("gpu")
         elif hasattr(item, "callspec") and item.callspec.params.get("dtype") == torch.float16:
             test = item.nodeid.split("[")[0]
-            if seen[test] % 3:
+            if test in seen:
                 item.add_marker("slow")
-            seen[test] += 1
+            seen.add(test)
 
 
 @pytest.fixture

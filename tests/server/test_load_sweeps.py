@@ -207,6 +207,22 @@ def test_kill_9_and_resume_ask_for_no_whole_point_twice(
     assert len((run / "load.jsonl").read_text().splitlines()) == 4
 
 
+def test_a_load_goes_on_after_plain_decoding(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plain, fast, run = FakeServer(k=0), FakeServer(k=2), tmp_path / "run"
+    with running(plain, fast):
+        words = (*urls(plain, fast), "--request-rate", 100, "-o", run)
+        swept(capsys, *words)
+        for name in ("samples.jsonl", "load.jsonl"):
+            lines = (run / name).read_text().splitlines(keepends=True)
+            (run / name).write_text("".join(one for one in lines if json.loads(one)["k"] == 0))
+        for name in ("points.jsonl", "summary.json"):
+            (run / name).unlink()
+        found = swept(capsys, *words, "--resume")
+    assert [p["status"] for p in found["points"]] == ["ok", "ok"]
+
+
 def test_our_own_engine_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--k", "0,2", "--request-rate", "30", "--max-concurrency", 2, "--slo", "ttft:9s")
     found = swept(capsys, *words, "--set", "run.repeats=4", "-o", tmp_path / "a")

@@ -199,7 +199,8 @@ def test_shapes_without_a_tokenizer() -> None:
         command = command_of(kind, recipe, 3, Permissions())
         found = command.words("M", "H", 8, 3)
         assert "--skip-tokenizer-init" in found and value(found, "--load-format") == "dummy"
-        assert "--skip-tokenizer-init" not in commanded(kind, 3)
+        with_one = commanded(kind, 3, "target.load_format=dummy")
+        assert "--load-format" in with_one and "--skip-tokenizer-init" not in with_one
         if kind == "vllm":
             config = json.loads(value(found, "--speculative-config"))
             assert config["synthetic_acceptance_rates"] == list(rates[:3])
@@ -207,6 +208,28 @@ def test_shapes_without_a_tokenizer() -> None:
             assert float(command.env["SGLANG_SIMULATE_ACC_LEN"]) == pytest.approx(2.952)
             assert value(found, "--speculative-draft-load-format") == "dummy"
             assert not command_of(kind, recipe, 0, Permissions()).env
+    with pytest.raises(UsageError, match="8 are given, and --k goes to 9"):
+        command_of("vllm", recipe, 9, Permissions())
+
+
+def test_a_mean_length_belongs_to_the_recipe_s_k() -> None:
+    """At k = 4 a rate of 0.5 writes 1.9375 tokens a round, and at k = 2 1.75; vLLM would spread a
+    length over places in another way."""
+    sets = {
+        "speculation.acceptance": "synthetic",
+        "speculation.synthetic_acceptance_length": 1.9375,
+    }
+    recipe = load_recipe("demo", sets)
+    config = json.loads(
+        value(
+            command_of("vllm", recipe, 2, Permissions()).words("M", "H", 8, 2),
+            "--speculative-config",
+        )
+    )
+    assert config["synthetic_acceptance_rates"] == pytest.approx([0.5, 0.25])
+    assert "synthetic_acceptance_length" not in config
+    env = command_of("sglang", recipe, 2, Permissions()).env
+    assert float(env["SGLANG_SIMULATE_ACC_LEN"]) == pytest.approx(1.75)
 
 
 def test_launch_words_are_replaced_and_nothing_else() -> None:

@@ -1,6 +1,7 @@
 """The three commands in turn on the demo target, as small as can be, in this process."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer
 
 from scripts.speculators import commands, evaluate, texts, train
 from scripts.speculators.corpus import read_texts, read_wave
+from specdec_cli.app import main
 from specdec_cli.demo import demo_path
 
 PROMPTS = ("--target", "demo:target", "--prompts", "demo:prompts", "--set", "run.device=cpu")
@@ -107,6 +109,22 @@ def test_from_a_target_to_a_measured_draft(
     assert log[1]["accuracy"] == log[2]["accuracy"]  # goes on with what was saved
     assert log[0]["accuracy"][0] < log[-1]["accuracy"][0]
     assert log[-1]["loss"] < log[1]["loss"]
+
+    # The README's words for a head of the demo target, with few steps.
+    readme = (Path(train.__file__).parent / "README.md").read_text()
+    (words,) = re.findall(r"`train (eagle3\s[^`]+)`", readme)
+    assert re.search(r"`texts --target demo:target --prompts demo:prompts\s", readme)
+    head = tmp_path / "head"
+    asked = (*words.split(), "--texts", folder, "--out", head, *tiny[:8])
+    run(train, monkeypatch, *asked, "--inner", 64, "--links", 2)
+    log = [json.loads(line) for line in (head / "log.jsonl").read_text().splitlines()]
+    assert sum(log[-1]["accuracy"]) > sum(log[0]["accuracy"]) and len(log[0]["accuracy"]) == 2
+    ask = ("generate", "--target", "demo:target", "--prompt", "def f(x):", "--max-new-tokens", "6")
+    capsys.readouterr()
+    assert main([*ask, "--draft", str(head / "speculator"), "-k", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["recipe"]["speculation"]["method"] == "eagle3"
+    assert document["outputs"][0]["num_draft_tokens"] >= 2
 
     table = tmp_path / "table.json"
     few = ("--every", 25, "--new-tokens", 16, "--json", table)

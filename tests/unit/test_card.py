@@ -4,12 +4,15 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specdec_cli.report.card import card
 from specdec_cli.report.content import Content
+from specdec_cli.report.findings import best_by_batch_size
 from specdec_cli.report.folder import read_folder
 from specdec_cli.report.page import page
 from tests.report_helpers import DRAFT, RECIPE, sweep_points, write_folder
@@ -69,6 +72,10 @@ def test_inconclusive_runs_advise_nothing(tmp_path: Path) -> None:
     assert content.headline == "Inconclusive at batch size 1: the run's own words."
     assert card["Verdict"].startswith("inconclusive") and "Recommended" not in card
     assert "vLLM" not in card and "SGLang" not in card
+    results = content.tables["results"]
+    assert results is not None and not results.strong, "no row is marked as recommended"
+    assert content_of(tmp_path / "use", "use").tables["results"].strong  # type: ignore[union-attr]
+    assert content.reasons == [], "the headline has it"
     assert card["Would change it"] == (
         "more evidence: about 240 prompts like these, about 13 quiet minutes"
     )
@@ -90,16 +97,47 @@ def test_no_speculation_has_a_card_too(tmp_path: Path) -> None:
     [
         ("package:llm-small", "lies in an installed package"),
         ("models/small-q8.gguf", "is a GGUF file"),
+        ("demo:target", "is bundled"),
         ("org/target-8b", None),
     ],
 )
 def test_what_to_put_in_place_of_a_model(target: str, told: str | None, tmp_path: Path) -> None:
     recipe = json.loads(json.dumps(RECIPE))
     recipe["target"]["model"] = target
-    found = content_of(tmp_path, "use", recipe=recipe).deployment
-    assert found is not None
-    said = [note for note in found.notes if note.startswith(target)]
+    recipe["draft"]["model"] = "demo:nobody-runs-it"
+    content = content_of(tmp_path, "use", recipe=recipe)
+    assert content.deployment is not None
+    told_of = (f"{target} ", "demo:nobody")
+    said = [note for note in content.deployment.notes if note.startswith(told_of)]
     assert [told in note for note in said] == ([True] if told else [])
+    assert [told for title, told in content.card if title == "For servers"] == said
+
+
+@pytest.mark.parametrize(
+    ("needs", "told"),
+    [
+        (0.0, None),
+        (0.004, None),
+        (0.05, "prompts or a draft with fewer than 5 % of proposals accepted"),
+        (0.97, "prompts or a draft with more than 97 % of proposals accepted"),
+        (None, "a cheaper round: here no acceptance would make up for what it costs"),
+    ],
+)
+def test_the_acceptance_that_would_change_a_verdict(
+    needs: float | None, told: str | None, tmp_path: Path
+) -> None:
+    content = content_of(tmp_path, "use")
+    points = list(content.run.points)
+    place = next(i for i, p in enumerate(points) if p.k == 3)
+    even = points[place].break_even
+    assert even is not None
+    even = even.model_copy(update={"draft_acceptance_rate": needs})
+    points[place] = points[place].model_copy(update={"break_even": even})
+    run = replace(content.run, points=tuple(points))
+    found = card(run, best_by_batch_size(run), None)
+    said = [text for title, text in found if title == "Would change it"]
+    assert said[-1].startswith("another batch size than 1")
+    assert [text.startswith(told or "?") for text in said[:-1]] == ([True] if told else [])
 
 
 SGLANG = {"ngram": "NGRAM", "eagle3": "EAGLE3", "dflash": "DFLASH"}

@@ -20,6 +20,7 @@ from specdec_cli.recipe.choices import forms
 from specdec_cli.recipe.choices.eagle3 import dialect_of
 from specdec_cli.recipe.choices.forms import DraftForm
 from specdec_cli.recipe.choices.registry import METHODS, fitting_forms
+from tests.engine.test_formats import STORED, store_as
 from tests.support import save_tiny
 
 LLAMA: dict[str, Any] = {
@@ -379,7 +380,7 @@ def test_a_draft_whose_config_is_a_model_s_is_known_by_its_weights(
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 
 
-@pytest.mark.parametrize("kind", ["fp8", "gguf"])
+@pytest.mark.parametrize("kind", ["fp8", "gguf", "gptq", "packed, zeros", "mxfp4", "int8"])
 def test_weights_without_a_use_are_told_in_every_format(kind: str, tmp_path: Path) -> None:
     """Scales belong to what is used; another tensor is refused by its name."""
     target = save_tiny(tmp_path / "target", "llama")
@@ -398,11 +399,14 @@ def test_weights_without_a_use_are_told_in_every_format(kind: str, tmp_path: Pat
             assert ("would not be used" in caught.value.message) is ("nextn" in name)
             assert "nextn" not in name or name in caught.value.message
         return
-    config = json.loads((draft / "config.json").read_text()) | {"quantization_config": FP8}
-    (draft / "config.json").write_text(json.dumps(config))
     codes, scales = dict[str, Any](), dict[str, Any]()
+    if kind == "fp8":
+        config = json.loads((draft / "config.json").read_text()) | {"quantization_config": FP8}
+        (draft / "config.json").write_text(json.dumps(config))
+    else:
+        store_as(draft, tmp_path / "numbers", *STORED[kind])
     for name, tensor in load_file(draft / "model.safetensors").items():
-        is_matrix = "_proj" in name
+        is_matrix = "_proj" in name and kind == "fp8"
         codes[name] = tensor.to(torch.float8_e4m3fn) if is_matrix else tensor
         if is_matrix:
             scales[f"{name}_scale_inv"] = torch.ones(

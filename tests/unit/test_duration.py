@@ -20,7 +20,7 @@ H200 = Speeds(4.3e12, 700e12)
 
 def job_of(recipe: str, count: int, **keys: object) -> Job:
     sets = {"run.device": "cpu"} | {key.replace("__", "."): one for key, one in keys.items()}
-    planned = plan(load_recipe(recipe, sets))
+    planned = native.prepared(plan(load_recipe(recipe, sets)))
     ids = [(1, 2, 3, 4)] * count
     return Job(native, planned, [Prompt(i, None, ids[i]) for i in range(count)], ids)
 
@@ -28,7 +28,8 @@ def job_of(recipe: str, count: int, **keys: object) -> Job:
 def test_rounds_take_what_was_measured() -> None:
     """8B and 1B shapes on one H200 (docs/performance.md): milliseconds a round."""
     job = job_of("bench-8b-1b-dummy", 32)
-    job = replace(job, plan=replace(job.plan, device=torch.device("cuda", 0)))
+    on_gpu = replace(job.plan.own, device=torch.device("cuda", 0))
+    job = replace(job, plan=replace(job.plan, own=on_gpu))
     found = DurationEstimate(job, H200)
     for k, batch, measured in ((0, 1, 3.83), (5, 1, 7.70), (5, 8, 9.1), (5, 32, 12.5)):
         forecast = 1e3 * found.round_seconds(Key("d", batch, k))
@@ -43,19 +44,19 @@ def test_rounds_take_what_was_measured() -> None:
 def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
     job = job_of("bench-30b-a3b-dummy", 1)
     found = DurationEstimate(job, Speeds(4.3e12, 1e18))
-    one, eight, many = (found.pass_seconds(job.plan.target, n) for n in (1, 8, 4096))
+    one, eight, many = (found.pass_seconds(job.plan.own.target, n) for n in (1, 8, 4096))
     layers = 48 * 250e-6  # of a CPU's plan
     floors = 1.42e-3, 6.0e-3
     for seconds, floor in zip((one, eight), floors, strict=True):
         assert seconds - layers == pytest.approx(floor, rel=0.1)
     assert many - layers == pytest.approx(
-        (job.plan.target.weight_bytes - 0.62e9) / 4.3e12, rel=0.02
+        (job.plan.own.target.weight_bytes - 0.62e9) / 4.3e12, rel=0.02
     )
 
 
 def test_a_draft_takes_the_passes_that_it_says() -> None:
     job = job_of("bench-8b-1b-dummy", 4)
-    draft: Any = job.plan.draft
+    draft: Any = job.plan.own.draft
 
     class OnePass:
         def __getattr__(self, name: str) -> Any:
@@ -65,21 +66,23 @@ def test_a_draft_takes_the_passes_that_it_says() -> None:
             return Passes(1, k + 1)
 
     one: Any = OnePass()
-    block = replace(job, plan=replace(job.plan, draft=one))
+    planned = replace(job.plan, own=replace(job.plan.own, draft=one))
+    block = replace(job, plan=planned)
     for found, seconds in (
         (DurationEstimate(job, H200), lambda f: 5 * f.pass_seconds(draft, 4)),
         (DurationEstimate(block, H200), lambda f: f.pass_seconds(draft, 4 * 6)),
     ):
-        rest = found.pass_seconds(job.plan.target, 4 * 6)
+        rest = found.pass_seconds(job.plan.own.target, 4 * 6)
         assert found.round_seconds(Key("d", 4, 5)) == pytest.approx(rest + seconds(found))
 
 
 def test_degrees_share_what_is_read_and_add_sums() -> None:
     """Ranks on CPUs divide the machine's speed; each GPU has its own."""
     cpu = job_of("bench-8b-1b-dummy", 1)
-    gpu = replace(cpu, plan=replace(cpu.plan, device=torch.device("cuda", 0)))
+    on_gpu = replace(cpu.plan.own, device=torch.device("cuda", 0))
+    gpu = replace(cpu, plan=replace(cpu.plan, own=on_gpu))
     for job, ranks, one_sum in ((cpu, 4, 400e-6), (gpu, 1, 6e-6)):
-        target, draft = job.plan.target, job.plan.draft
+        target, draft = job.plan.own.target, job.plan.own.draft
         assert draft is not None
         alone, split = DurationEstimate(job, H200), DurationEstimate(job, H200, (4, 2))
         for model, degree, layer_count in ((target, 4, 32), (draft, 2, 16)):
@@ -93,7 +96,7 @@ def test_a_sweep_takes_its_repeats_warm_up_and_curve(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("specdec_cli.experiment.duration.speeds_of", lambda *_: H200)
     job = job_of("demo", 8, run__repeats=2, run__warmup=0)
     keys = {Key("d", 1, 0): job, Key("d", 1, 2): job}
-    start = 3.0 + sum(m.weight_bytes for m in job.plan.models) / 1e9
+    start = 3.0 + sum(m.weight_bytes for m in job.plan.own.models) / 1e9
     found, params = DurationEstimate(job, H200), job.plan.params
     once = sum(found.run_seconds(key, 8, params) for key in keys)
     curve = sum(found.run_seconds(key, 4, params) for key in keys)

@@ -24,8 +24,9 @@ from specdec_cli.experiment.load.arrivals import (
     process_of,
 )
 from specdec_cli.experiment.load.choice import best_at_rate, crossover
+from specdec_cli.experiment.load.crowding import Crowding, crowding
 from specdec_cli.experiment.load.goodput import blocks, meets, ratio_interval, share_interval
-from specdec_cli.experiment.load.points import points_at_rate
+from specdec_cli.experiment.load.points import load_warnings, points_at_rate
 from specdec_cli.experiment.load.stream import Stream
 from specdec_cli.experiment.load.window import in_flight, is_overloaded, stretch_of
 from specdec_cli.recipe.objectives import objective
@@ -162,8 +163,24 @@ def proof() -> ModuleType:
 def test_the_interval_s_coverage_on_queues(proof: ModuleType) -> None:
     """`scripts/proofs/load.py` has the whole table."""
     rng = np.random.default_rng(5)
-    hits = [proof.coverage(rng, 0.5, 8, share, 300, 250) for share in (0.7, 0.9)]
-    assert 0.93 <= sum(hits) / 2 <= 0.97
+    found = [proof.coverage(rng, 0.5, 8, share, 300, 250) for share in (0.7, 0.9)]
+    given, hits = (sum(one) / 2 for one in zip(*found, strict=True))
+    assert given > 0.9 and 0.93 <= hits / given <= 0.97
+    given, hits = proof.coverage(rng, 0.9, 8, 0.9, 200, 60)
+    assert given < 0.2, "requests wait for each other for longer than this window"
+
+
+def test_crowding_by_hand() -> None:
+    """Times in proportion to the requests under way, as of one that serves all in turn, have an
+    elasticity of 1; times of their own have none."""
+    beside = [1, 2, 3, 4] * 50
+    assert not crowding([1.0] * 200, beside).is_lasting
+    shared = crowding([0.1 * n for n in beside], beside)
+    assert shared.is_lasting and shared.widening == pytest.approx(10**0.75)
+    half = crowding([0.25 + 0.1 * n for n in beside], beside)
+    assert half.widening == pytest.approx(2**0.75) and half.is_lasting
+    assert not crowding([0.25 + 0.1 * n for n in beside * 20], beside * 20).is_lasting
+    assert crowding([], []) == crowding([1.0, 2.0], [1, 1]) == Crowding()
 
 
 @pytest.mark.parametrize(
@@ -259,6 +276,7 @@ def points_of(
     *,
     overloaded: tuple[int, ...] = (),
     failed: tuple[int, ...] = (),
+    crowded: tuple[int, ...] = (),
 ) -> tuple[list[Point], dict[Key, dict[int, Sample]]]:
     offered = Offered((4.0,), "poisson", 0, None, slo)
     samples, stretches = {}, {}
@@ -269,6 +287,7 @@ def points_of(
             0: Stretch(
                 **key.as_dict(), window_seconds=40.0, num_requests=160, num_answered=120,
                 num_unmeasured=7, max_in_flight=9, overloaded=k in overloaded,
+                autocorrelated=k in crowded, widening=1.0 + k,
             )
         }  # fmt: skip
     return points_at_rate(offered, samples, stretches, list(samples), {}), samples
@@ -292,6 +311,20 @@ def test_points_at_a_rate() -> None:
     assert plain.load.goodput_ci[0] == pytest.approx(4 * plain.load.slo_attainment_ci[0])
     assert (plain.load.num_failed, plain.load.num_unmeasured) == (2, 7)
     assert plain.as_dict()["batch_size"] is None and plain.as_dict()["request_rate"] == 4.0
+
+
+def test_a_window_that_is_short_against_its_queue_has_no_interval() -> None:
+    found, _ = points_of({0: wave(100.0), 2: wave(100.0)}, {"e2el_ms": 110.0}, crowded=(2,))
+    plain, crowded = (one.load for one in found)
+    assert plain is not None and crowded is not None
+    assert crowded.goodput == plain.goodput and plain.goodput_ci is not None
+    assert crowded.goodput_ci is None and crowded.slo_attainment_ci is None
+    (told,) = load_warnings(found)
+    assert told.code == "autocorrelated" and "k = 2" in told.message
+    wider, _ = points_of({0: wave(100.0), 1: wave(100.0)}, {"e2el_ms": 110.0})
+    ends = [one.load.slo_attainment_ci for one in wider if one.load is not None]
+    assert ends[0] is not None and ends[1] is not None
+    assert ends[1][1] - ends[1][0] == pytest.approx(2 * (ends[0][1] - ends[0][0]))
 
 
 def test_an_overloaded_point_has_no_latency() -> None:

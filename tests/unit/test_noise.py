@@ -234,7 +234,10 @@ def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(MachineWatch, "_read", lambda _, reading=reading: reading)
             monkeypatch.setattr(machine.time, "perf_counter", lambda second=second: float(second))
             watch.look() if second else watch.begin()
-        return [one.code for one in watch.notices()]
+        found = watch.notices()
+        remedies = ("no other program runs", "lift the limit", "raise its", "cool it", "end them")
+        assert all(any(remedy in one.message for remedy in remedies) for one in found)
+        return [one.code for one in found]
 
     assert told() == []
     assert told(waited=0.3) == told(process=0.6) == ["cpu_starved"]

@@ -81,6 +81,8 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "rates-rise": (PAIR + "speculation: {synthetic_acceptance_rates: [0.5, 0.6]}\n", 3, "should not rise"),
     "rates-range": (PAIR + "speculation: {synthetic_acceptance_rates: [1.5]}\n", 3, "less than or equal to 1"),
     "length-long": (PAIR + "speculation: {acceptance: synthetic, synthetic_acceptance_length: 7}\n", 3, "at most num_speculative_tokens + 1 (6)"),
+    "data-of-chat-and-rows": (GOOD + "data: {chat: on, limit: 2}\n", 2, "data.path: is required"),
+    "data-misspelt": (GOOD + "data: {pth: x}\n", 2, "did you mean data.path?"),
     "data-without-path": (GOOD + "data: {split: test}\n", 2, "data.path: is required"),
     "nul-escape": ('target: {model: "a\\0b"}\n', 1, "NUL"),
     "line-break": ('target: {model: "a\\nb"}\n', 1, "should not contain a line break"),
@@ -193,6 +195,17 @@ def error_document(output: str) -> dict[str, object]:
     error: dict[str, object] = document["error"]
     assert list(error) == ["code", "message", "hint"]
     return error
+
+
+@pytest.mark.parametrize("name", ["medusa", "lookahead", "suffix"])
+def test_a_method_of_others_is_no_slip_of_a_letter(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(PAIR + f"speculation: {{method: {name}}}\n")
+    assert main(["recipe", "validate", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert f'not "{name}"' in told and "did you mean" not in told
 
 
 @pytest.mark.parametrize("case", MALFORMED)

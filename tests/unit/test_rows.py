@@ -60,7 +60,7 @@ ROWS: dict[str, tuple[dict[str, Any], object]] = {
     "alpaca": ({"instruction": "Sum.", "input": "1 2", "output": "3"}, "Sum.\n\n1 2"),
     "alpaca-without": ({"instruction": "Sum.", "input": "", "output": "3"}, "Sum."),
     "dolly": ({"instruction": "Sum.", "context": "1 2", "response": "3"}, "Sum.\n\n1 2"),
-    "input-of-others": ({"question": "Sum.", "input": "1 2"}, "Sum."),
+    "input-of-others": ({"text": "Sum.", "input": " ", "context": None, "choices": {}}, "Sum."),
 }
 
 
@@ -145,14 +145,63 @@ def test_keys_without_an_effect_are_counted(tmp_path: Path) -> None:
     assert unused_keys(as_conversations(read(tmp_path, {"prompt": "x"}), "auto")) == []
 
 
+@pytest.mark.parametrize(
+    ("row", "told", "column"),
+    [
+        ({"question": "When?", "context": "In 1066.", "answers": ["1066"]}, ("context",), None),
+        ({"question": "Which?", "choices": ["a", "b"], "answer": 1}, ("choices",), None),
+        ({"question": "Is it?", "passage": "It is.", "answer": True}, ("passage",), None),
+        ({"instruction": "Go on.", "input": "1", "history": [["a", "b"]]}, ("history",), None),
+        ({"instruction": "Go on.", "input": "1", "context": "2"}, ("context",), None),
+        ({"instruction": "Go on.", "input": ["1"]}, ("input",), None),
+        ({"question": "Sum.", "input": "1 2"}, ("input",), None),
+        ({"question": "Sum.", "input": "1 2"}, (), "input"),
+        ({"question": [ASK], "function": [TOOL]}, ("function",), None),
+        ({"messages": [ASK], "enable_thinking": False}, ("enable_thinking",), None),
+        (
+            {"prompt": "Sum.", "output_len": 0, "output_tokens": 9},
+            ("output_len", "output_tokens"),
+            None,
+        ),
+    ],
+)
+def test_parts_of_a_question_that_are_left_out_are_told(
+    row: dict[str, Any], told: tuple[str, ...], column: str | None, tmp_path: Path
+) -> None:
+    (found,) = read(tmp_path, row, column=column)
+    assert found.unused == told
+
+
+@pytest.mark.parametrize(
+    "row", [{"conversation": [ASK], "model": "m"}, {"query": "Sum."}, {"body": {"input": "Sum."}}]
+)
+def test_a_row_without_a_known_key_says_which_it_has(row: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        read(tmp_path, row)
+    inner = row.get("body", row)
+    assert refused.value.message.endswith(f"there is {', '.join(inner)}")
+    assert "data.column" in (refused.value.hint or "")
+    if "body" not in row:
+        (found,) = read(tmp_path, row, column=next(iter(row)))
+        assert found.messages == (ASK,) or found.text == "Sum."
+
+
 def test_columns_of_images_are_told_without_reading_them(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict(
-        {"question": ["a", "b"], "image": ["x", "y"], "system_prompt": ["Be brief.", None]}
+        {
+            "question": ["a", "b"],
+            "image": ["x", "y"],
+            "system_prompt": ["Be brief.", None],
+            "options": [[], ["yes", "no"]],
+        }
     )
     table.to_parquet(tmp_path / "t.parquet")
     found = load_prompts(DataSection(path=str(tmp_path / "t.parquet"))).prompts
-    assert [(p.unused, p.system) for p in found] == [(("image",), "Be brief."), (("image",), None)]
+    assert [(p.unused, p.system) for p in found] == [
+        (("image",), "Be brief."),
+        (("image", "options"), None),
+    ]
 
 
 @pytest.mark.parametrize(

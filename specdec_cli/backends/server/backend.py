@@ -6,8 +6,8 @@ Imports of tokenizers wait inside functions.
 import platform
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from specdec_cli.backends.server.dialects import ServerFacts
 from specdec_cli.backends.server.flags import command_of, model_words
 from specdec_cli.backends.server.process import HOST, Process, free_port
 from specdec_cli.backends.server.session import Line, ServerSession
-from specdec_cli.core.detokenize import Tokenizer
-from specdec_cli.core.types import Permissions, SamplingParams
+from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, RunError, SetupError, UsageError
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from, without_draft
@@ -35,43 +34,6 @@ class Elsewhere:
     """The device of a run that computes nothing itself."""
 
     type: str = "elsewhere"
-
-
-@dataclass(frozen=True, slots=True)
-class ServerPlan:
-    """A recipe for servers. k: the largest of theirs. dtype_name: not told by servers that are up,
-    so that no text must be identical."""
-
-    recipe: Recipe
-    k: int
-    proposer: str | None
-    tokenizer: Tokenizer
-    vocab_size: int
-    max_model_len: int
-    device_name: str
-    generation_config: dict[str, Any]
-    dtype_name: str = "unknown"
-    device: Elsewhere = Elsewhere()
-    eos_ids: frozenset[int] = frozenset()
-    draft_max_len: int | None = None
-    num_ranks: int = 1
-    has_experts: bool = False
-    reads_hidden: bool = False
-    remark: str | None = None
-    readings: Sequence[Any] = ()
-    random_roles: set[str] = field(default_factory=set)
-
-    @property
-    def params(self) -> SamplingParams:
-        asked = self.recipe.sampling.model_dump(exclude={"source"})
-        return SamplingParams(**asked, seed=self.recipe.run.seed)
-
-    @property
-    def stages(self) -> list[str]:
-        return []
-
-    def fingerprint(self, role: str) -> str | None:
-        return None
 
 
 class ServerBackend:
@@ -176,7 +138,7 @@ class ServerBackend:
 
     def prepare(
         self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
-    ) -> ServerPlan:
+    ) -> Prepared:
         from specdec_cli.models.config_file import config_file
         from specdec_cli.models.generation_config import generation_config, with_sampling
         from specdec_cli.models.resolve import model_place
@@ -200,7 +162,7 @@ class ServerBackend:
             dtype = "unknown" if target.dtype == "auto" else target.dtype
             roles = {"target": target, "draft": recipe.draft}
             random = [n for n, m in roles.items() if m is not None and m.load_format == "dummy"]
-        return ServerPlan(
+        return Prepared(
             recipe=recipe,
             k=max(self.servers, default=largest[0] if largest else 0),
             proposer=self._proposer(recipe),
@@ -211,9 +173,10 @@ class ServerBackend:
             vocab_size=vocabulary,
             max_model_len=min(recipe.cache.max_model_len or _UNLIMITED, *(told or [own])),
             generation_config=generation_config(place),
+            device=Elsewhere(),
             device_name=f"server ({', '.join(sorted(kinds))})",
             dtype_name=dtype,
-            random_roles=set(random),
+            random_roles=frozenset(random),
         )
 
     def _proposer(self, recipe: Recipe) -> str | None:

@@ -11,6 +11,7 @@ from specdec_cli.errors import UsageError
 from specdec_cli.recipe import ModelSection, Recipe
 from specdec_cli.recipe.choices.base import sglang_flags
 from specdec_cli.recipe.choices.registry import METHODS
+from specdec_cli.recipe.choices.synthetic import marginal_rates
 
 _LAUNCH = {
     "vllm": ("vllm", "serve", "{model}"),
@@ -119,10 +120,8 @@ def _vllm_config(recipe: Recipe, k: int) -> dict[str, Any]:
     if (rule := _rule_of(recipe, "vLLM")) is not None:
         found["rejection_sample_method"] = rule
     if rule == "synthetic":
-        if (rates := speculation.synthetic_acceptance_rates) is not None:
-            found["synthetic_acceptance_rates"] = list(rates[:k])
-        else:
-            found["synthetic_acceptance_length"] = speculation.synthetic_acceptance_length
+        rates = marginal_rates(speculation, speculation.num_speculative_tokens, k)
+        found["synthetic_acceptance_rates"] = list(rates[:k])
     return found
 
 
@@ -142,10 +141,8 @@ def _sglang_length(recipe: Recipe, k: int) -> float | None:
     """The mean length of simulated acceptance, which SGLang draws once for a whole batch."""
     if _rule_of(recipe, "SGLang") != "synthetic":
         return None
-    rates = recipe.speculation.synthetic_acceptance_rates
-    if rates is not None:
-        return 1 + sum(rates[:k])
-    return recipe.speculation.synthetic_acceptance_length
+    speculation = recipe.speculation
+    return 1 + sum(marginal_rates(speculation, speculation.num_speculative_tokens, k)[:k])
 
 
 def _rule_of(recipe: Recipe, engine: str) -> str | None:

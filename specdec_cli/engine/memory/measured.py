@@ -17,6 +17,7 @@ from specdec_cli.engine.memory.budget import CacheNeed, Overhead, RankMemory, kv
 from specdec_cli.engine.memory.chunk_bytes import chunk_bytes
 from specdec_cli.engine.plan import Plan, block_bytes_of
 from specdec_cli.models.draft import Loaded
+from specdec_cli.models.held import return_unused
 from specdec_cli.models.paged import PagedModel
 
 SEGMENT = 2 * 2**20  # torch rounds a large allocation on CUDA up to a multiple of this
@@ -164,7 +165,6 @@ def cache_rounding(plan: Plan) -> int:
 
 
 def release(device: torch.device) -> None:
-    """Free unreferenced objects, and return torch's unused memory to the device."""
+    """Free unreferenced objects, and return unused memory to the device."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    return_unused(device)

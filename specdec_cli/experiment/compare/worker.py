@@ -71,7 +71,7 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     job = tokenised(native, planned, task.prompts)
     session = native.open_session(planned, job.longest_prompt)
     num_blocks = session.weights.cache.num_blocks
-    blocks = _blocks_per_rank(planned, num_blocks)
+    blocks = _blocks_per_rank(planned.own, num_blocks)
     world.ready()
     folder = RunFolder(task.folder)
     facts = PairFacts(
@@ -80,7 +80,7 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
         num_blocks=num_blocks,
         blocks_per_rank=blocks,
         load_seconds=time.perf_counter() - began,
-        execution=planned.execution,
+        execution=planned.own.execution,
         warnings=list(task.warnings),
     )
     if world.is_first:
@@ -91,7 +91,7 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
         # As opened, it has already captured its rounds for the largest batch.
         sized = session.resized(batch_size)
         samples = _measure_size(world, task, chosen, sized, folder, watch)
-        warnings = _warnings(task.pair, planned.parallel.gather_objects(watch.notices()))
+        warnings = _warnings(task.pair, planned.own.parallel.gather_objects(watch.notices()))
         if world.is_first:
             if warnings:
                 seen = {"warnings": [*task.warnings, *warnings]}

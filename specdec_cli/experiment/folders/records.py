@@ -327,7 +327,8 @@ class Stretch(Record):
     window_seconds: from the first measured due time to the last, and one mean gap; of requests all
     at once until the last answer. num_requests: measured. num_answered: answers in the window, also
     to others than the measured. num_unmeasured: those others that were due. max_in_flight: due and
-    not answered. shard: its place among merged ones.
+    not answered. widening: by which intervals over blocks are too narrow. autocorrelated: whether
+    requests wait for each other too long for one. shard: its place among merged ones.
     """
 
     draft: Name | None
@@ -340,6 +341,8 @@ class Stretch(Record):
     num_unmeasured: Count
     max_in_flight: Count
     overloaded: bool
+    widening: Time = 1.0
+    autocorrelated: bool = False
     shard: Count = 0
 
 

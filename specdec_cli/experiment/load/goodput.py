@@ -76,7 +76,10 @@ def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] 
     return [upper / lower / reach, upper / lower * reach]
 
 
-def share_interval(met: Sequence[bool]) -> list[float] | None:
-    """The interval of a share, within 0 and 1."""
+def share_interval(met: Sequence[bool], widening: float = 1.0) -> list[float] | None:
+    """The interval of a share, within 0 and 1. widening: by `crowding`."""
     found = mean_interval(block_means([float(one) for one in met]))
-    return None if found is None else [max(0.0, found[0]), min(1.0, found[1])]
+    if found is None:
+        return None
+    middle, reach = sum(found) / 2, (found[1] - found[0]) / 2 * widening
+    return [max(0.0, middle - reach), min(1.0, middle + reach)]

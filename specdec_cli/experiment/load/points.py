@@ -19,7 +19,7 @@ from specdec_cli.experiment.folders.records import (
     without_errors,
 )
 from specdec_cli.experiment.load.arrivals import Offered
-from specdec_cli.experiment.load.goodput import meets, ratio_interval, share_interval
+from specdec_cli.experiment.load.goodput import FEWEST, meets, ratio_interval, share_interval
 from specdec_cli.experiment.points import Failure, measured
 
 _LATE = 0.05  # of the mean gap
@@ -72,7 +72,9 @@ def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: O
     overloaded = any(one.overloaded for one in stretches)
     is_shown = bool(offered.slo) and not overloaded
     met = is_met(ordered, offered.slo) if is_shown else []
-    share, ends = (float(np.mean(met)), share_interval(met)) if is_shown else (None, None)
+    share, ends = float(np.mean(met)) if is_shown else None, None
+    if is_shown and not any(one.autocorrelated for one in stretches):
+        ends = share_interval(met, max(one.widening for one in stretches))
     rate = None if key.request_rate == "inf" else count / window
     good, good_ends = None, None
     if rate is not None and share is not None:
@@ -129,6 +131,10 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
         if load.overloaded:
             told = f"{where} is overloaded: answers come at {load.achieved_rate:.3g} a second"
             found.append(Notice("overloaded", told, evidence))
+        lacks = load.slo_attainment is not None and load.slo_attainment_ci is None
+        if lacks and load.num_requests >= FEWEST:
+            told = f"{where}: the queue lasts too long for an interval of goodput (--duration)"
+            found.append(Notice("autocorrelated", told, evidence))
         late, rate = load.send_lag_ms.p99, load.offered_rate
         if late is not None and rate and late > _LATE * 1e3 / rate:
             told = f"{where}: requests left late, one in a hundred by {late:.1f} ms or more"

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec_cli.experiment.folders.records import Key, Stretch
+from specdec_cli.experiment.load.crowding import crowding
 from specdec_cli.experiment.load.goodput import FEWEST
 
 _ERRORS, _GROWTH, _REQUESTS = 2.0, 1.2, 2.0
@@ -33,6 +34,9 @@ def stretch_of(
     arrived = [due[number] for number in sorted(due, key=due.__getitem__)]
     ends = [done.get(number, float("inf")) for number in due]
     under_way = in_flight(arrived, ends, measured)
+    took = [done[number] - due[number] for number in range(num_measured)]
+    order = sorted(range(num_measured), key=measured.__getitem__)
+    crowd = crowding([took[i] for i in order], [under_way[i] for i in order])
     return Stretch(
         **key.as_dict(),
         window_seconds=window,
@@ -41,6 +45,8 @@ def stretch_of(
         num_unmeasured=len(due) - num_measured,
         max_in_flight=max(in_flight(arrived, ends, arrived)),
         overloaded=key.request_rate != "inf" and is_overloaded(under_way, num_answered),
+        widening=crowd.widening,
+        autocorrelated=crowd.is_lasting,
     )
 
 

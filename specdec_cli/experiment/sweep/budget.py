@@ -80,9 +80,9 @@ def _seconds(plan: SweepPlan, size: Fit, speeds: Speeds) -> float:
 
 
 def _sized(job: Job, size: Fit) -> Job:
-    plan = own_plan(job)
-    recipe = of_size(plan.recipe, size)
-    return replace(job.part(0, size.prompts), plan=replace(plan, recipe=recipe))
+    recipe = of_size(job.plan.recipe, size)
+    plan = replace(job.plan, recipe=recipe, own=replace(own_plan(job), recipe=recipe))
+    return replace(job.part(0, size.prompts), plan=plan)
 
 
 def of_size(recipe: Recipe, size: Fit) -> Recipe:

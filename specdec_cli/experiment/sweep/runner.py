@@ -5,21 +5,19 @@ has a folder and computes points. Knows nothing of terminals.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from specdec_cli.backends.base import Session
-from specdec_cli.core.figures import STAGES, Rate
+from specdec_cli.core.figures import STAGES
 from specdec_cli.core.types import Request
 from specdec_cli.errors import ExitCode, Notice, RunError, SetupError, UsageError, is_out_of_memory
 from specdec_cli.experiment.folders.records import (
     CurvePart,
     Key,
     Point,
-    Sample,
     baseline_of,
     given,
     without_errors,
@@ -32,10 +30,9 @@ from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.statistics.noise import seams_in
 from specdec_cli.experiment.sweep.arms import Arms
-from specdec_cli.experiment.sweep.document import points_at
-from specdec_cli.experiment.sweep.rated import Rated
+from specdec_cli.experiment.sweep.running import Running
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
-from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
+from specdec_cli.experiment.sweep.sweep_records import SweepRecords
 from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_unit
 from specdec_cli.launch.world import World
 from specdec_cli.text import first_line
@@ -44,21 +41,13 @@ _log = logging.getLogger("specdec")
 _MOST_PASSES = 4  # of each arm over a batch size's prompts, where arms are loaded in turn
 
 
-class Sweep:
-    """Runs a plan; `records` holds everything that is finished.
-
-    records: the same on every rank except for the folder, since they determine what is left to do.
-    """
+class Sweep(Running):
+    """Sweeps whose sessions all batch sizes share."""
 
     def __init__(
         self, plan: SweepPlan, records: SweepRecords, watcher: Watcher, world: World
     ) -> None:
-        self.plan = plan
-        self.records = records
-        self.watcher = watcher
-        self.world = world
-        self.failures: dict[Key, Failure] = {}
-        self.clock = SweepClock()
+        super().__init__(plan, records, watcher, world)
         params = plan.jobs[0].plan.params
         self.check = LosslessCheck(plan.settings.dtype, params) if plan.check_lossless else None
         self._watch = MachineWatch(plan.jobs[0].plan.device)
@@ -66,7 +55,9 @@ class Sweep:
         self._agreement = world.agreement()
         self._backend, self._own = plan.jobs[0].backend, plan.jobs[0].plan
         self._earlier = {
-            of: frozenset(records.samples[of]) for of in list(records.samples) if of.k == 0
+            of: frozenset(records.samples[of])
+            for of in list(records.samples)
+            if of.k == 0 and of.request_rate is None
         }
         self._peak_memory = 0  # the largest of all ranks, updated after each part of a point
 
@@ -128,16 +119,12 @@ class Sweep:
             first = next(job for job in group if job.plan.proposer in sessions)
             hosts = {name: loads[name] for name in sessions} | {None: first}
             here = {name: one.resized(size) for name, one in sessions.items()}
-            rated = Rated(
-                *(settings, self.world, self.records, self.watcher),
-                *(self._guarded, self._most_memory, self.clock),
-            )
             own = [k for k in keys if k.draft in hosts and not self.records.stretches[k]]
             for number, (_, rate) in enumerate(settings.levels):
                 at = [key for key in own if key.request_rate == rate]
                 for key in balanced(at, number, settings.seed):
                     job = hosts[key.draft]
-                    rated.measure(key, job, here[job.plan.proposer])
+                    self._measure_at_rate(key, job, here[job.plan.proposer])
             for one in here.values():
                 one.forget_rounds()
         if keys:
@@ -145,18 +132,6 @@ class Sweep:
         for size, rate in settings.levels if self.world.is_first else ():
             points += self._points(size, rate)
         return points
-
-    def _points(self, batch_size: int, rate: Rate | None = None) -> list[Point]:
-        found = points_at(self.plan.settings, self.records, batch_size, self.failures, rate)
-        for point in found:
-            self.records.add_point(point)
-        with self.world.outside():
-            self.watcher.points(found)
-        return found
-
-    def _begin(self, what: str) -> None:
-        with self.world.outside():
-            self.watcher.begin(what)
 
     def _keys_of(self, job: Job, batch_size: int, ks: Iterable[int]) -> list[Key]:
         """The points of one arm, without a k = 0 that all arms share."""
@@ -252,7 +227,7 @@ class Sweep:
             return sessions[hosts[key.draft].plan.proposer]
 
         keys = [key for key in settings.keys(batch_size, settings.ks) if key.draft in hosts]
-        loop = MeasuringLoop(session_of, self.world, self._keep, self._most_memory, self._guarded)
+        loop = self._loop(session_of)
         self._begin("warming up")
         cold = keys
         if not self._backend.is_native:  # nothing is asked of servers that have answered all
@@ -260,31 +235,27 @@ class Sweep:
         loop.warm_up({key: hosts[key.draft] for key in cold})
         self._begin("measuring")
         self._watch.begin()
-        began, processor = time.perf_counter(), time.process_time()
         units = {name: units_of(job, batch_size) for name, job in hosts.items()}
         parts = range(curve_parts(plain, batch_size))
-        for number in numbers:
-            curve_began = time.perf_counter(), time.process_time()
-            for part in parts:
-                if curve_unit(plain, batch_size, part) == number:
-                    # In the same kind of order as the points that it predicts.
-                    for key in balanced(keys, part, settings.seed):
-                        if part not in self.records.costs[key]:
-                            unit = units[key.draft][number]
-                            self._guarded(key, partial(self._cost, loop, unit, key, part))
-            # The time curve counts neither as measuring nor as recording.
-            began += time.perf_counter() - curve_began[0]
-            processor += time.process_time() - curve_began[1]
-            at_unit = {key: units[key.draft][number] for key in keys}
-            loop.measure(self._without_samples(at_unit), number)
-            self._watch.look()
-            if batch_size == settings.batch_sizes[0]:
-                for name, session in sessions.items():
-                    self._forecast(units[name][number], session)
-        self._watch.look(at_end=True)
+        with self.clock.measures():
+            for number in numbers:
+                # The time curve counts neither as measuring nor as recording.
+                with self.clock.measures(-1):
+                    for part in parts:
+                        if curve_unit(plain, batch_size, part) == number:
+                            # In the same kind of order as the points that it predicts.
+                            for key in balanced(keys, part, settings.seed):
+                                if part not in self.records.costs[key]:
+                                    unit = units[key.draft][number]
+                                    self._guarded(key, partial(self._cost, loop, unit, key, part))
+                at_unit = {key: units[key.draft][number] for key in keys}
+                loop.measure(self._without_samples(at_unit), number)
+                self._watch.look()
+                if batch_size == settings.batch_sizes[0]:
+                    for name, session in sessions.items():
+                        self._forecast(units[name][number], session)
+            self._watch.look(at_end=True)
         self.clock.rounds += loop.seconds
-        self.clock.measuring += time.perf_counter() - began
-        self.clock.processor += time.process_time() - processor
         if numbers and numbers[-1] == len(units[plain.plan.proposer]) - 1:
             self._check(hosts, session_of, batch_size)
         for session in sessions.values():
@@ -346,12 +317,6 @@ class Sweep:
 
     def _most_memory(self) -> int:
         return max(self._backend.peak_memory(self._own), self._peak_memory)
-
-    def _keep(self, key: Key, samples: list[Sample]) -> None:
-        self.records.add(*samples)
-        with self.world.outside():
-            for sample in samples:
-                self.watcher.sample(key, sample)
 
     def _forecast(self, unit: Job, session: Session) -> None:
         """Record the acceptance of proposals for the outputs of the largest k, for predictions."""

@@ -12,8 +12,7 @@ from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
-from specdec_cli.experiment.sweep.runner import Sweep
-from specdec_cli.experiment.sweep.starts import StartedSweep
+from specdec_cli.experiment.sweep.running import Running
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, warnings_of
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords, SweepSettings
 
@@ -67,7 +66,7 @@ def read_settings(path: Path) -> SweepSettings:
 
 
 def finish(
-    sweep: Sweep | StartedSweep, points: Sequence[Point], warnings: Sequence[Notice]
+    sweep: Running, points: Sequence[Point], warnings: Sequence[Notice]
 ) -> tuple[dict[str, Any], ExitCode]:
     """The sweep's document, also written as the folder's summary, and the exit code.
 

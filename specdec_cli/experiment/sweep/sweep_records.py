@@ -1,7 +1,9 @@
 """The settings and the records of a sweep, in memory and in its folder. Imports no torch."""
 
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -117,6 +119,15 @@ class SweepClock:
     rounds: float = 0.0
     measuring: float = 0.0
     processor: float = 0.0
+
+    @contextmanager
+    def measures(self, sign: int = 1) -> Iterator[None]:
+        """Count a part as measuring, if it comes to its end. sign: -1 for what a part contains
+        that does not count."""
+        began, processor = time.perf_counter(), time.process_time()
+        yield
+        self.measuring += sign * (time.perf_counter() - began)
+        self.processor += sign * (time.process_time() - processor)
 
     def as_dict(self) -> dict[str, Any]:
         outside = 1 - self.rounds / self.measuring if self.measuring else None

@@ -4,7 +4,6 @@ A tensor is undone some rows at a time, straight into the wanted dtype: beside t
 never more than one tensor, and a few rows of it for each of up to four threads in float32.
 """
 
-import mmap
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -211,7 +210,7 @@ def _reader(stored: list[TensorPlace], dtype: torch.dtype, change: Change | None
             if stored[0].shape != stored[1].shape or len(stored[0].shape) != 3:
                 raise WrongShape(stored[0].shape)
             experts, rows, columns = stored[0].shape
-            whole = _fresh((experts, 2 * rows, columns), exact)
+            whole = torch.empty((experts, 2 * rows, columns), dtype=exact)
             for half, value in enumerate(stored):
                 read_stored(value, exact, out=whole[:, half * rows : (half + 1) * rows])
         if change is not None:
@@ -233,7 +232,7 @@ def read_stored(
     """
     first, last, _ = rows.indices(stored.shape[0])
     shape = (last - first, *stored.shape[1:])
-    out = _fresh(shape, dtype) if out is None else out
+    out = torch.empty(shape, dtype=dtype) if out is None else out
     width, nbytes = prod(stored.shape[1:]), stored.nbytes // stored.shape[0]
     kind = name_of(stored.kind)
     # Whole rows only, since blocks end with them. A vector is one row.
@@ -266,16 +265,6 @@ def _told(stored: TensorPlace) -> Iterator[None]:
             f"cannot read the weights in {stored.file}: {one_line(str(problem))}",
             "the file is truncated or damaged; download it again",
         ) from None
-
-
-def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor whose memory goes back to the system with it.
-
-    Pieces of the heap would stay, between weights that lie there: 200 MiB for a model of 513.
-    """
-    count = prod(shape)
-    memory = mmap.mmap(-1, count * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tensor:

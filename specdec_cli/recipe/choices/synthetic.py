@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from specdec_cli.errors import UsageError
 from specdec_cli.recipe.choices.base import RuleChoice
 from specdec_cli.recipe.fields import NUMBER, Probability, Section
 
@@ -52,6 +53,36 @@ def _check(keys: SyntheticKeys, k: int) -> None:
             "should be at most num_speculative_tokens + 1 ({most})",
             {"key": "synthetic_acceptance_length", "most": k + 1},
         )
+
+
+def even_rate(length: float, k: int) -> float:
+    """The one rate at each of k places that gives a round `length` tokens on average.
+
+    Solves (1 - a^(k+1)) / (1 - a) = length for a (Leviathan et al., equation 1).
+    """
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = (low + high) / 2
+        low, high = (rate, high) if sum(rate**i for i in range(k + 1)) < length else (low, rate)
+    return high
+
+
+def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]:
+    """The shares of drafts accepted up to each place, k of them at least.
+
+    own_k: the recipe's, to which a mean length belongs; its rate is used for every k. Raises
+    `UsageError` if fewer rates than k are given.
+    """
+    rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length
+    if rates is None:
+        assert length is not None, "the recipe's schema saw to it"
+        return tuple(even_rate(length, own_k or k) ** place for place in range(1, k + 1))
+    if len(rates) < k:
+        raise UsageError(
+            f"synthetic_acceptance_rates: {len(rates)} are given, and --k goes to {k}",
+            "give a rate for every position, or synthetic_acceptance_length",
+        )
+    return rates
 
 
 SYNTHETIC = RuleChoice("lossy, at given rates", is_given=True, check=_check)

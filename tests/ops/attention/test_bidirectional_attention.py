@@ -198,6 +198,7 @@ def test_layer(shape, dtype, device):
     assert out.isfinite().all()  # those of padding too
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("splits", [1, 33])
 @pytest.mark.parametrize(
     "shape",
@@ -257,6 +258,7 @@ def test_chunks_are_left_to_the_cache(device, monkeypatch):
 LIMIT = 24  # positions of the model below
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("heads", [4, 64])
 def test_a_padded_pass_is_its_live_rows(heads, window, device):

@@ -92,7 +92,7 @@ def test_layers_that_need_more_than_a_causal_mask_are_left_alone():
         assert not takes_chunks(plan, cache._replace(values=other.values), plain, kind)
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("norms", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_layer_s_attention_with_chunks(device, norms, monkeypatch):
     shape = replace(SHAPES[6], queries=(70, 20, 3, 2, 6, 1), contexts=(79, 20, 33, 2, 38, 70))
     layer = make_layer(shape, torch.float16, device, norms)

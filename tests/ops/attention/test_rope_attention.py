@@ -147,6 +147,7 @@ def test_kernel(shape, norms, dtype, device):
     assert_close("out", layer.expected, out, TOLERANCE[dtype])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "splits", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8)), 33]
 )

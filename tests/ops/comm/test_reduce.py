@@ -48,7 +48,7 @@ def peers_of(parts: Tensor, rank: int, flags: int) -> tuple[Peers, Tensor]:
     return peers, all_flags
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(("rows", "width"), [(1, 96), (2, 256), (6, 600), (33, 256), (69, 320)])
@@ -92,7 +92,7 @@ def words_of(part: Tensor, count: int) -> Tensor:
     return (part.view(torch.int32).long() & 0xFFFFFFFF) | count << 32
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("rows", "width"), [(1, 96), (2, 256), (6, 600), (32, 514)])
@@ -201,7 +201,7 @@ def test_sums_alone(rows, width, dtype, device):
         assert torch.equal(flags[:, :, 1], before)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("rows", "share"), [(1, 16), (5, 1100), (33, 90), (70, 2048)])

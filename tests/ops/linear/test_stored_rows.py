@@ -134,9 +134,18 @@ def test_forms_that_the_kernel_does_not_read_have_no_tiles() -> None:
     )
 
 
+# Every kind of number in the kernels of few tokens, and one beside mxfp4 in those of groups.
+FEW_AND_GROUPED = [
+    pytest.param(rows, name, id=f"{rows}-{name}", marks=[pytest.mark.slow] * is_slow)
+    for rows, name, is_slow in (
+        *((2, "fp8", False), (2, "int4-zeros", False), (2, "mxfp4", True)),
+        *((18, "fp8", True), (18, "int4-zeros", False), (18, "mxfp4", False)),
+    )
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES[::2])
-@pytest.mark.parametrize("name", ["fp8", "int4-zeros", "mxfp4"])
-@pytest.mark.parametrize("num_rows", [2, 18])
+@pytest.mark.parametrize(("num_rows", "name"), FEW_AND_GROUPED)
 def test_experts_are_those_with_plain_weights(name, num_rows, dtype, device) -> None:
     """Few tokens and grouped ones; those of mxfp4 are gpt-oss's."""
     storage, width = FORMS[name]

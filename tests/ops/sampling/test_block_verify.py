@@ -402,6 +402,7 @@ def test_follows_the_definition(
     check_block(made, settings, tokens, accepted)
 
 
+@pytest.mark.each_value
 @both
 @pytest.mark.parametrize(
     ("settings", "draft_vocabulary"),

@@ -165,6 +165,7 @@ def test_rows_follow_the_definition(vocabulary, dtype, settings, rows_of, device
     check_rows(logits, settings, rows_of(logits, *settings))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("settings", [(0.9, 0, 1.0), (0.9, 900, 0.9)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_several_parts(dtype, settings, device):
@@ -172,6 +173,7 @@ def test_rows_of_several_parts(dtype, settings, device):
     check_rows(logits, settings, logit_rows_triton(logits, *settings))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("few", [0, 1000], ids=["many", "few"])
 @pytest.mark.parametrize("settings", [(0.8, 0, 1.0), (1.3, 50, 1.0), (1.1, 90, 0.8)], ids=str)
 def test_cuts_of_the_vocabulary(settings, few, device, monkeypatch):
@@ -256,8 +258,13 @@ def check_draws(logits: Tensor, settings: Settings, noise: Tensor, drawn: Tensor
         check_cdf(weights[r], float(noise[r]), int(drawn[r]), f"row {r}")
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("vocabulary", [7, 1999])
+FEW_OR_MANY = [pytest.param(7, s, id=f"7-{s}") for s in SETTINGS] + [
+    pytest.param(1999, s, id=f"1999-{s}", marks=[pytest.mark.slow] * (s not in SETTINGS[::5]))
+    for s in SETTINGS
+]
+
+
+@pytest.mark.parametrize(("vocabulary", "settings"), FEW_OR_MANY)
 def test_draws_follow_the_definition(vocabulary, settings, device):
     logits = some_logits(5, vocabulary, torch.bfloat16, device)
     noise = torch.rand(5, 2, generator=torch.Generator().manual_seed(2)).to(device)[:, 0]
@@ -273,7 +280,9 @@ def rounds(device: torch.device) -> int:
     return 20_000 if device.type == "cuda" else 400
 
 
-@pytest.mark.parametrize("settings", [(0.7, 0, 1.0), (1.2, 12, 0.9)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [pytest.param((0.7, 0, 1.0), marks=pytest.mark.slow), (1.2, 12, 0.9)], ids=str
+)
 def test_draws_have_the_distribution(settings, device):
     """The test would also notice another temperature, or a missing filter."""
     count, vocabulary = rounds(device), 24
@@ -398,7 +407,7 @@ def test_rejection_follows_the_rule(lens, width, vocabulary, settings, lens_dtyp
     check_round(made, settings, tokens, accepted)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @both_rejections
 @pytest.mark.parametrize(
     ("lens", "width", "vocabulary", "settings"),
@@ -427,6 +436,7 @@ def test_proposals_that_were_not_drawn(
             assert tokens[b, accepted[b]] != made["draft_tokens"][b, accepted[b]]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("draft_vocabulary", [1, 130, 205])
 @pytest.mark.parametrize(
     ("dtypes", "settings"),
@@ -490,9 +500,18 @@ def test_a_draft_equal_to_the_target_is_accepted(reject, device):
     assert accepted.tolist() == [3, 3] and torch.equal(tokens[:, :3], made["draft_tokens"])
 
 
-@both_rejections
+# In every row the kernel decides as the rule does, above; a law takes the interpreter seconds.
 @pytest.mark.parametrize(
-    "settings", [pytest.param((0.8, 0, 1.0), marks=pytest.mark.slow), (1.2, 6, 0.9)], ids=str
+    ("reject", "settings"),
+    [
+        pytest.param(reject, s, id=f"{name}-{s}", marks=[pytest.mark.slow] * is_slow)
+        for name, reject, s, is_slow in (
+            ("torch", torch_rejects, (0.8, 0, 1.0), True),
+            ("torch", torch_rejects, (1.2, 6, 0.9), False),
+            ("triton", triton_rejects, (0.8, 0, 1.0), True),
+            ("triton", triton_rejects, (1.2, 6, 0.9), True),
+        )
+    ],
 )
 def test_the_emitted_token_has_the_targets_distribution(settings, reject, device):
     """The test would also notice a draft that claims another distribution than its own."""
