@@ -106,7 +106,7 @@ def _known(
 def _group_size(settings: Settings, model: str, at: str = "") -> int:
     """Columns of a group, 0 for a whole row."""
     found = settings.get("group_size")
-    if type(found) is not int or not (found > 0 or found == -1):
+    if type(found) is not int or not (0 < found < 1 << 31 or found == -1):
         raise _refused(f"{at}group_size", found, model, "a number of columns, or -1 for a row")
     return max(found, 0)
 
@@ -122,7 +122,7 @@ def _fp8(settings: Settings, model: str) -> Scheme:
 
 def _block(block: Any, model: str, key: str = "weight_block_size") -> tuple[int, int]:
     sizes = list(block) if isinstance(block, list | tuple) else []
-    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+    if len(sizes) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in sizes):
         raise _refused(key, block, model, "two numbers, or null for one scale a matrix")
     return sizes[0], sizes[1]
 

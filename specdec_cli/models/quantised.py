@@ -152,6 +152,8 @@ Parts = dict[str, Read]
 
 def _codes(own: Parts, group: Matrices, told: str, part: Part | None = None) -> torch.Tensor:
     found, bits = own["codes"](), 4 if group.storage.kind == INT4 else 8
+    if "zeros" in own and not group.storage.has_zeros:
+        _check_no_zeros(own["zeros"](), group, bits, told)
     match group.form:
         case "plain":
             return same(found, part)
@@ -164,13 +166,6 @@ def _codes(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
         case "gptq":
             numbers = _numbers(found.T, bits, told)
             _check_order(own, group, numbers.shape[1], told)
-            if not group.storage.has_zeros and "zeros" in own:
-                zeros = _numbers(own["zeros"](), bits, told)
-                if bool((zeros + group.zeros_less_one != 1 << bits - 1).any()):
-                    raise SetupError(
-                        f"{told} has zeros, and quantization_config.sym says that it has none",
-                        _DAMAGED,
-                    )
         case "awq":
             numbers = _ordered(_numbers(found, bits, told)).T
         case _:  # neighbours lie in one byte
@@ -187,7 +182,7 @@ def _scales(
     own: Parts, group: Matrices, dtype: torch.dtype, told: str, part: Part | None = None
 ) -> torch.Tensor:
     found = own["scales"]()
-    if group.form in (GPTQ, AWQ):
+    if group.form in (GPTQ, AWQ) and found.dim() == 2:
         found = found.T
     if dtype == torch.uint8 and found.dtype != dtype:
         raise SetupError(f"{told} has scales that are {_said(found)}, not uint8", _DAMAGED)
@@ -230,17 +225,33 @@ def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
     return same(zeros if bits == 4 else _signed(zeros), part)
 
 
+def _check_no_zeros(found: torch.Tensor, group: Matrices, bits: int, told: str) -> None:
+    """Raise for zeros other than the middle of the codes, where the config says that none are."""
+    if group.form == PLAIN:
+        has_zeros = bool(found.any())
+    else:
+        numbers = _numbers(found, bits, told) + group.zeros_less_one
+        has_zeros = bool((numbers != 1 << bits - 1).any())
+    if has_zeros:
+        key = {GPTQ: "sym", AWQ: "zero_point"}.get(group.form, "config_groups.weights.symmetric")
+        raise SetupError(
+            f"{told} has zeros, and quantization_config.{key} says that it has none", _DAMAGED
+        )
+
+
 def _numbers(words: torch.Tensor, bits: int, told: str) -> torch.Tensor:
     """Numbers uint8 [R, W * 32 / bits] of int32 [R, W]; the first is in a word's lowest bits."""
     if words.dtype != torch.int32 or words.dim() != 2:
         raise SetupError(f"{told} has words that are {_said(words)}, not int32 of two", _DAMAGED)
-    found = words.contiguous().view(torch.uint8)
+    rows, columns = words.shape
+    found = words.reshape(-1).view(torch.uint8).view(rows, 4 * columns)
     return found if bits == 8 else torch.stack((found & 15, found >> 4), -1).flatten(-2)
 
 
 def _ordered(numbers: torch.Tensor) -> torch.Tensor:
     """Columns in their order, of words as AWQ fills them."""
-    return numbers.view(len(numbers), -1, 8)[..., _AWQ_PLACES].flatten(-2)
+    rows, columns = numbers.shape
+    return numbers.view(rows, columns // 8, 8)[..., _AWQ_PLACES].flatten(-2)
 
 
 def _coded(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -254,7 +265,8 @@ def _signed(numbers: torch.Tensor) -> torch.Tensor:
 
 def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, int]:
     """The shape that a file says, of which words may hold a little more."""
-    rows, columns = found.tolist() if found.shape == (2,) else (0, 0)
+    is_whole = found.shape == (2,) and found.dtype in (torch.int32, torch.int64)
+    rows, columns = found.tolist() if is_whole else (0, 0)
     if rows != len(numbers) or not 0 <= numbers.shape[1] - columns < 8:
         raise SetupError(
             f"{told} has shape {found.tolist()} by its weight_shape, and words for "

@@ -107,6 +107,7 @@ def test_a_sweep_compiles_two_graphs_a_model(tmp_path: Path) -> None:
     assert widths == {5, 1, 2, 3, 4, 8}
 
 
+@pytest.mark.slow  # the sweep above counts the graphs of two models of one shape
 def test_models_of_one_shape_do_not_share_a_graph(tmp_path: Path) -> None:
     """Together they stay within the number of compilations that Dynamo allows one code object."""
     target = save_tiny(tmp_path / "target", "llama")

@@ -72,7 +72,9 @@ def test_the_head_s_pass_over_decided_rows_is_a_commit() -> None:
         pytest.param({"aux_ids": (1, 4, 6)}, marks=pytest.mark.slow),
         {"aux_ids": (3, 6, 7)},
         pytest.param({"norm_before_residual": True}, marks=pytest.mark.slow),
-        {"rope": {"rope_type": "default", "rope_theta": 500_000.0}},
+        pytest.param(
+            {"rope": {"rope_type": "default", "rope_theta": 500_000.0}}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

@@ -146,8 +146,17 @@ PLANTED = {
 }
 
 
+# CI has every argument, and windows of some layers and of all.
+NOTICED_IN_CI = {"mistral", "gemma2", "gemma3n", "gpt_oss", "mixtral-window"}
+
+
 @pytest.mark.parametrize(
-    ("argument", "family"), [(name, f) for name, (_, users) in PLANTED.items() for f in users]
+    ("argument", "family"),
+    [
+        pytest.param(name, f, marks=[pytest.mark.slow] * (f not in NOTICED_IN_CI))
+        for name, (_, users) in PLANTED.items()
+        for f in users
+    ],
 )
 def test_an_argument_that_is_ignored_is_noticed(
     argument: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

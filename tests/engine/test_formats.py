@@ -400,6 +400,10 @@ def with_code(code: int) -> Callable[[Tensor], Tensor]:
         (STORED["mxfp4"], {"weight_scale": lambda t: t.float()}, "scales that are float32"),
         (STORED["mxfp4"], {"weight_packed": lambda t: t.int()}, "codes that are int32"),
         (STORED["int8, zeros"], {"weight_zero_point": lambda t: t.int()}, "zeros that are int32"),
+        (GPTQ, {"qweight": lambda t: t[:1], "g_idx": None}, r"has shape \[128, 8\]"),
+        (GPTQ, {"scales": lambda t: t[0, 0]}, r"scales of shape \[\]"),
+        (AWQ, {"qzeros": lambda t: t[:0]}, r"zeros of shape \[128, 0\]"),
+        (PACKED, {"weight_shape": lambda t: t.float()}, "by its weight_shape"),
         (STORED["mxfp4"], {"weight_scale": lambda t: t | 255}, "scales that are no numbers"),
         (STORED["modelopt"], {"weight": with_code(0x7F)}, r"no numbers \(NaN\)"),
         (STORED["modelopt"], {"weight": with_code(0xFF)}, r"no numbers \(NaN\)"),
@@ -434,6 +438,7 @@ def changed(settings: Any, **weights: Any) -> Any:
     [
         (GPTQ[0] | {"bits": 3}, "bits is 3"),
         (GPTQ[0] | {"group_size": 0}, "group_size is 0"),
+        (GPTQ[0] | {"group_size": 1 << 70}, "group_size is 1180591620717411303424"),
         (GPTQ[0] | {"sym": None}, "sym is None"),
         (GPTQ[0] | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         (GPTQ[0] | {"dynamic": {"-:a": {}}}, "dynamic is"),
@@ -460,15 +465,28 @@ def test_settings_that_are_not_understood_are_refused_by_key(
         assert caught.value.code == ExitCode.ENVIRONMENT
 
 
-def test_a_config_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
-    settings, write = PACKED
-    folder = store(tmp_path, "llama", settings, write)
-    for other, told in (
-        (settings | {"ignore": [r"re:.*up_proj"]}, "ignore says that it is not"),
-        (settings | {"ignore": [NAMED]}, "ignore says that it is not"),
-        (GPTQ[0], "does not describe"),
-        (changed(settings, group_size=48), "which groups|groups of 48"),
-    ):
-        describe_as(folder, other)
-        with pytest.raises(SetupError, match=told):
-            load(described(folder, "dequantise"), CPU)
+@pytest.mark.parametrize(
+    ("form", "other", "told"),
+    [
+        (PACKED, PACKED[0] | {"ignore": [r"re:.*up_proj"]}, "ignore says that it is not"),
+        (PACKED, PACKED[0] | {"ignore": [NAMED]}, "ignore says that it is not"),
+        (PACKED, GPTQ[0], "does not describe"),
+        (PACKED, changed(PACKED[0], group_size=48), "groups of 48"),
+        (PACKED, changed(PACKED[0], symmetric=True), "symmetric says that it has none"),
+        (AWQ, AWQ[0] | {"zero_point": False}, "zero_point says that it has none"),
+        (
+            STORED["int8, zeros"],
+            changed(STORED["int8, zeros"][0], symmetric=True),
+            "symmetric says that it has none",
+        ),
+    ],
+    ids=str,
+)
+def test_a_config_that_contradicts_the_file_is_refused(
+    form: tuple[Any, Write], other: Any, told: str, tmp_path: Path
+) -> None:
+    folder = store(tmp_path, "llama", *form)
+    describe_as(folder, other)
+    with pytest.raises(SetupError, match=told) as caught:
+        load(described(folder, "dequantise"), CPU)
+    assert caught.value.code == ExitCode.ENVIRONMENT

@@ -179,7 +179,12 @@ def p_value(eight: tuple[Path, Path], k: int, *, kind: str = "draft", rule: Any 
 
 @pytest.mark.parametrize(
     ("kind", "k", "rule"),
-    [("draft", 0, None), ("draft", 3, None), ("draft", 2, Block()), ("ngram", 3, None)],
+    [
+        pytest.param("draft", 0, None, marks=pytest.mark.slow),
+        ("draft", 3, None),
+        ("draft", 2, Block()),
+        ("ngram", 3, None),
+    ],
 )
 def test_samples_follow_transformers(
     eight: tuple[Path, Path], kind: str, k: int, rule: Any

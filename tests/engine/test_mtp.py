@@ -205,7 +205,9 @@ def test_rows_of_a_chain_are_those_of_transformers(
         assert torch.allclose(found, wanted, atol=1e-4), index
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+)
 def test_a_chain_of_three(family: str, tmp_path: Path) -> None:
     """A short prompt has no row of the last module yet."""
     target = save_mtp(tmp_path / "three", family, 3)

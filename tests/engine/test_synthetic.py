@@ -87,7 +87,9 @@ def test_measured_rates_are_the_given_ones(k: int, temperature: float, engine: E
 
 
 @pytest.mark.parametrize(
-    ("k", "temperature"), [(2, 0.8), (4, 0.0), (7, 0.8)], ids=["shorter", "as long", "longer"]
+    ("k", "temperature"),
+    [pytest.param(2, 0.8, marks=pytest.mark.slow), (4, 0.0), (7, 0.8)],
+    ids=["shorter", "as long", "longer"],
 )
 def test_measured_length_is_the_given_one(k: int, temperature: float, engine: Engine) -> None:
     """A length of 3.0 tokens at k = 4 determines the rate, which then holds for every k."""
