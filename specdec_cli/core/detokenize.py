@@ -37,6 +37,10 @@ class Tokenizer(Decoder, Protocol):
         template: Mapping[str, object] = MappingProxyType({}),
     ) -> str: ...
 
+    def unread(self, template: Mapping[str, object]) -> list[str]:
+        """The names of `render`'s `template` that the chat template never reads."""
+        return []
+
     def vocabulary(self) -> dict[str, int]:
         return {}
 

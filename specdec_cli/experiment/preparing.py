@@ -1,5 +1,6 @@
 """Preparation that runs share: settings and warnings."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,8 +50,9 @@ def warnings_of_texts(job: Job, chat: str) -> list[Notice]:
     """Warnings about a cache that changes the text, the target's own sampling, and texts that go to
     it as they are.
 
-    That they have its first token already, which comes twice then; or that the model has a chat
-    template, and nobody chose to leave it out. chat: `data.chat`, of which `auto` is no choice.
+    That they have its first token already, which comes twice then; that the model has a chat
+    template, and nobody chose to leave it out; or that it never reads what rows and recipe give it.
+    chat: `data.chat`, of which `auto` is no choice.
     """
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
     if (kind := job.plan.recipe.cache.dtype) != "auto":
@@ -76,6 +78,13 @@ def warnings_of_texts(job: Job, chat: str) -> list[Notice]:
         )
         evidence = {"without": len(texts), "num_prompts": count}
         found.append(Notice("no_chat_template", told, evidence))
+    given = [p.template for p in job.prompts if p.messages is not None and p.template]
+    counts = Counter(name for template in given for name in tokenizer.unread(template))
+    if counts:
+        told = ", ".join(f"{name} ({rows} of {count} prompts)" for name, rows in counts.items())
+        found.append(
+            Notice("unread_by_template", f"the chat template never reads {told}", dict(counts))
+        )
     return found
 
 

@@ -3,6 +3,7 @@
 import filecmp
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -110,8 +111,18 @@ class PretrainedTokenizer:
             if len(text) > MOST_CHARACTERS:
                 raise MemoryError
         except Exception as problem:
-            raise _template_problem(problem, self._name) from problem
+            own = "{" in str(template.get("chat_template"))
+            raise _template_problem(problem, self._name, is_own=own) from problem
         return text
+
+    def unread(self, template: Mapping[str, object]) -> list[str]:
+        names = [name for name in template if name not in ("chat_template", DATE_KEY)]
+        if not names:
+            return []
+        written = self._tokenizer.get_chat_template(
+            template.get("chat_template"), template.get("tools")
+        )
+        return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", written)]
 
     def _check(self, given: Mapping[str, object]) -> None:
         """Raise `UsageError` for a template that is not there, and for switches that are ours."""
@@ -276,8 +287,9 @@ def _no_template(name: str) -> SpecdecError:
     )
 
 
-def _template_problem(problem: Exception, name: str) -> SpecdecError:
-    """The error for a chat template that gave no text, by whose fault that is."""
+def _template_problem(problem: Exception, name: str, *, is_own: bool) -> SpecdecError:
+    """The error for a chat template that gave no text, by whose fault that is. is_own: the user
+    gave the template."""
     if type(problem) is TemplateError:  # raised by the template, with `raise_exception`
         return UsageError(
             f"the chat template of {name} refuses these messages: {reason_of(problem)}"
@@ -290,6 +302,8 @@ def _template_problem(problem: Exception, name: str) -> SpecdecError:
         told = f"does not end: no text after {TEMPLATE_SECONDS:g} seconds"
     elif isinstance(problem, MemoryError):
         told = "makes too long a text"
+    if is_own:
+        return UsageError(f"the given chat template {told}", "see --chat-template")
     return SetupError(f"the chat template of {name} {told}", hint)
 
 

@@ -97,6 +97,45 @@ def test_switches_of_a_recipe(run: Run, tmp_path: Path) -> None:
     assert prompts(run(tmp_path / "loose" / "recipe.yaml", "--json")) == [want]
 
 
+@pytest.mark.parametrize(
+    ("template", "rows", "options", "told"),
+    [
+        (CHAT_TEMPLATE, [{"tools": TOOLS}, {}], (), {"tools": 1}),
+        (CHAT_TEMPLATE, [{}, {}], ("--template", "enable_thinking=false"), {"enable_thinking": 2}),
+        (CHAT_TEMPLATE, [{"chat_template_kwargs": {"a": 1}}], (), {"a": 1}),
+        (CHAT_TEMPLATE, [{}], (), None),
+        (TEMPLATE, [{"tools": TOOLS}], ("--template", "enable_thinking=false"), None),
+        (TEMPLATE, [{"documents": [{"text": "x"}]}], (), {"documents": 1}),
+    ],
+)
+def test_what_a_template_never_reads_is_told(
+    template: str,
+    rows: list[dict[str, Any]],
+    options: tuple[str, ...],
+    told: dict[str, int] | None,
+    run: Run,
+    tmp_path: Path,
+    lines: Any,
+) -> None:
+    model = chat_model(tmp_path / "m", template)
+    path = lines(*({"messages": [ASK], **row} for row in rows))
+    result = run("--target", model, "--prompt-file", path, *options, *FEW)
+    said = {w["code"]: w for w in result.document["warnings"]}.get("unread_by_template")
+    assert (said and said["evidence"]) == told
+    for name, count in (told or {}).items():
+        assert f"{name} ({count} of {len(rows)} prompts)" in said["message"]
+
+
+@pytest.mark.parametrize("text", ["{% for m in messages %}{{ m", "{{ nothing.at.all }}"])
+def test_a_given_template_is_not_the_models(text: str, run: Run, tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "m")
+    (tmp_path / "own.jinja").write_text(text)
+    given = ("--chat-template", tmp_path / "own.jinja", "--prompt", "x")
+    error = run("--target", model, *given, *FEW).document["error"]
+    assert error["code"] == 2 and "the given chat template" in error["message"]
+    assert str(model) not in error["message"]
+
+
 def test_another_template(run: Run, tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "rag: {{ messages[0].content }}"}]
     model = chat_model(tmp_path / "m", [*named, {"name": "default", "template": CHAT_TEMPLATE}])
