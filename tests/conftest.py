@@ -32,6 +32,7 @@ if not torch.cuda.is_available():
 
 
 from specdec_cli.core.kv_cache import LayerShape
+from specdec_cli.engine.memory import budget, estimate
 from specdec_cli.models import description, gate
 
 # Machines that are set up by hand for tests on a device may lack these two.
@@ -39,13 +40,30 @@ if find_spec("gguf") is None or find_spec("accelerate") is None:
     collect_ignore_glob = ["*/test_gguf*.py"]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def imported_once() -> Iterator[None]:
-    """Freeze imported objects: they live to the end, and the collector need not traverse them."""
+@pytest.fixture(scope="module", autouse=True)
+def imported_once() -> None:
+    """Freeze imported objects: they live to the end, and the collector need not traverse them.
+
+    Transformers imports a model's code when a test first asks for it, so modules before this one
+    have imported more.
+    """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def thawed_at_the_end() -> Iterator[None]:
+    """Let the interpreter free all at its end: libraries tell what is left."""
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory as it is now: an estimate and a measurement see the same."""
+    there = budget.available_memory()
+    for module in (budget, estimate):
+        monkeypatch.setattr(module, "available_memory", lambda: there)
 
 
 @pytest.fixture(scope="session", autouse=True)

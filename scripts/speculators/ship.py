@@ -5,10 +5,10 @@
       --texts TEXTS.json --target-name HuggingFaceTB/SmolLM2-135M-Instruct --licence Apache-2.0
 
 DRAFT is what train.py wrote. EVAL.json is what evaluate.py wrote of it, with a speculator's folder
-as the key of its runs; STORED.json is that of DRAFT/speculator and FP8/smollm2-draft in this order.
-TEXTS.json has the sums over the records of texts.py. Writes `specdec_cli/demo/NAME`, in fp8 as
-store.py has it, and the entries of `manifest-speculators.json` there. A speculator's tokenizer is
-its target's, and is not copied.
+as the key of its runs, and `form`, where that is not the plain one; STORED.json is that of
+DRAFT/speculator and FP8/smollm2-draft in this order. TEXTS.json has the sums over the records of
+texts.py. Writes `specdec_cli/demo/NAME`, in fp8 as store.py has it, and the entries of
+`manifest-speculators.json` there. A speculator's tokenizer is its target's, and is not copied.
 """
 
 import argparse
@@ -55,7 +55,7 @@ target's. Its large matrices are in fp8 (e4m3, a scale for each row), the rest i
 - In fp8 it has {ratio:.3f} ({ends}) times the tokens a round that it had in
   bf16, k = {stored_k}, paired over {stored_prompts} prompts, greedy, fp32 on a CPU.
 - Measured on {benchmark}, never trained on: {prompts} prompts, greedy, bf16, at most
-  {new_tokens} tokens, before it was stored in fp8:
+  {new_tokens} tokens, {measured_form}:
 
 | k | {ks} |
 |---|{rule}|
@@ -139,7 +139,9 @@ def record_of(
     }
 
 
-def card(name: str, found: dict[str, Any], args: argparse.Namespace, new_tokens: int) -> str:
+def card(
+    name: str, found: dict[str, Any], args: argparse.Namespace, evaluated: dict[str, Any]
+) -> str:
     training, runs = found["training"], found["measured"]
     form = FORMS[training["kind"]].format(target=args.target_name, depth=training["depth"])
     count, stored = len(training["accuracy"]), found["fp8"]
@@ -163,7 +165,8 @@ def card(name: str, found: dict[str, Any], args: argparse.Namespace, new_tokens:
         stored_k=stored["k"],
         stored_prompts=stored["prompts"],
         prompts=runs[0]["prompts"],
-        new_tokens=new_tokens,
+        new_tokens=evaluated["new_tokens"],
+        measured_form=evaluated.get("form", "before it was stored in fp8"),
         ks=" | ".join(str(run["k"]) for run in runs),
         rule="|".join(["---"] * len(runs)),
         rounds=" | ".join(f"{run['tokens_a_round']:.2f}" for run in runs),
@@ -188,7 +191,7 @@ def main() -> None:
             config["speculators_config"]["verifier"]["name_or_path"] = args.target_name
         write(target, "fp8", plain_tensors(source)[0], config)
         found = file_record(target / WEIGHTS) | found
-        (target / "README.md").write_text(card(name, found, args, evaluated["new_tokens"]))
+        (target / "README.md").write_text(card(name, found, args, evaluated))
         records[name] = {"target": args.target_name, "licence": args.licence} | found
     RECORD.write_text(json.dumps(records, indent=1) + "\n")
 

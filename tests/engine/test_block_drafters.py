@@ -203,6 +203,7 @@ def test_greedy_replay_is_exact(pairs: dict[str, Pair], kind: str) -> None:
 ESTIMATED = [("z-lab", 0.8), ("reduced", 0.0), ("gated", 0.8)]
 
 
+@pytest.mark.usefixtures("steady_memory")
 @pytest.mark.parametrize(("kind", "temperature"), ESTIMATED)
 def test_estimates_are_near_on_a_cpu(pairs: dict[str, Pair], kind: str, temperature: float) -> None:
     keys = {"run.batch_size": 4, "sampling.temperature": temperature}

@@ -472,6 +472,7 @@ def estimates(found: Plan, need: CacheNeed) -> list[Any]:
     return [estimate_rank(p, need, this_machine(found.device, 1)) for p in plans]
 
 
+@pytest.mark.usefixtures("steady_memory")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_estimates_are_near_on_a_cpu(pair: Pair, temperature: float) -> None:
     keys: dict[str, object] = {"run__batch_size": 4, "sampling__temperature": temperature}

@@ -320,6 +320,7 @@ def test_copies_of_embedding_and_head(target: Path, tmp_path: Path) -> None:
     assert found.draft.weight_bytes - saved == 2 * 97 * 64 * 4
 
 
+@pytest.mark.usefixtures("steady_memory")
 @pytest.mark.each_value
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -179,6 +179,7 @@ def test_crowding_by_hand() -> None:
     assert shared.is_lasting and shared.widening == pytest.approx(10**0.75)
     half = crowding([0.25 + 0.1 * n for n in beside], beside)
     assert half.widening == pytest.approx(2**0.75) and half.is_lasting
+    assert crowding([0.25 + 0.1 * n for n in beside * 2], beside * 2).is_lasting
     assert not crowding([0.25 + 0.1 * n for n in beside * 20], beside * 20).is_lasting
     assert crowding([], []) == crowding([1.0, 2.0], [1, 1]) == Crowding()
 

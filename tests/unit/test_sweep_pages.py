@@ -18,8 +18,11 @@ _TABLES = {
         "categories-32": lambda found: comparison.categories(found, 32),
     },
     "smollm2-cpu": {"cpu": lambda found: comparison.best(found, {})},
-    "demo-sweep": {"demo": comparison.lengths},
+    "smollm2-methods": {"methods": comparison.lengths},
+    "demo-methods": {"demo": comparison.lengths},
 }
+_ARMS["smollm2-methods"] = (*_SMOLLM2, *(f"demo:smollm2-{n}" for n in ("mtp", "dspark", "dflash")))
+_ARMS["demo-methods"] = ("demo:mtp", "demo:dspark", "demo:dflash", "demo:peagle", "ngram")
 _LARGE = {"smollm2", "smollm2-sampled"}  # 14,400 samples in 13 categories
 
 
