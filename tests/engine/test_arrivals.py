@@ -126,10 +126,10 @@ def test_a_closed_batch_asks_nobody_and_never_sleeps(
     engine = fake_engine(sometimes, batch_size=2)
     found = engine.run(requests_at([0.0] * 5), 2, SamplingParams(max_new_tokens=9))
     assert {s.arrived_at for s in found.seqs} == {found.seqs[0].arrived_at}
-    rounds, prefills = found.metrics.num_rounds, 5
-    # A round: its step, its launch, and its end. A chunk: its step, the host's end, and its end.
-    # And the run's start.
-    assert clock.num_read == 1 + 3 * rounds + 3 * prefills
+    rounds, chunks = found.metrics.num_rounds, 3
+    # A round: its step, its launch, and its end. A chunk: its step, two moments, and its end as the
+    # host sees it. And the run's start.
+    assert clock.num_read == 1 + 3 * rounds + 4 * chunks
 
 
 @pytest.mark.parametrize("k", [0, 2])

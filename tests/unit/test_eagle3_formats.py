@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.speculators.store import in_fp8
+from scripts.speculators.store import stored_as
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.draft_form import with_method
@@ -321,7 +321,7 @@ def test_matrices_in_fp8(tmp_path: Path) -> None:
     folder = save_head(tmp_path, head, "safeailab")
     plain = dict(weights_of(folder, head).tensors)
     file = folder / "model.safetensors"
-    tensors, settings = in_fp8(load_file(file))
+    tensors, settings = stored_as("fp8", load_file(file))
     save_file(tensors, file)
     with pytest.raises(SetupError, match=r"first fc\.weight_scale"):
         weights_of(folder, head)
