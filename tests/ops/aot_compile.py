@@ -510,6 +510,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("add-wide", "*bf16", linear("add", 48, 13824, 5120), SQUARES),
             ("add-split", "*bf16", linear("add", 48, 2048, 2048), SQUARES),
             ("head", "*bf16", linear("norm", 8, 4096, 128256), SQUARES),
+            ("one-feature", "*bf16", linear("norm", 8, 584, 1) | {"num_features": 1}, SQUARES),
             (
                 *("fp64-scalar", "*fp16", linear("gate", 48, 896, 9728) | {"PARTS": 28}),
                 {**SQUARES, "eps": "fp64"},
