@@ -494,12 +494,6 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
                     "add": (14336, 4096),
                 }.items()
             ),
-            (
-                "one-feature",
-                "*bf16",
-                linear("norm", 8, 4096, 1) | {"num_features": 1} | absent("bias"),
-                SQUARES,
-            ),
             ("gate-of-8", "*bf16", linear("gate", 1, 4096, 7168), SQUARES),
             *(
                 (f"gate-128-of-{width}", "*bf16", linear("gate", 128, width, rows) | APART, SQUARES)

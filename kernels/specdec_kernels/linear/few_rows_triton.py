@@ -256,13 +256,7 @@ def few_rows_linear_kernel(
     column = tl.program_id(0) * TILES.block_n + tl.arange(0, TILES.block_n)
     column_live = column < num_features
     weight_ptr += tl.minimum(column, num_features - 1).to(tl.int64) * K
-<<<<<<< HEAD
-    up_ptr = weight_ptr
-    if GATED:
-        up_ptr += num_features.to(tl.int64) * K  # without a gate it may be 1, a constant
-=======
     up_ptr = weight_ptr + tl.cast(num_features, tl.int64) * K  # one feature is a constant
->>>>>>> main
     if TILES.prefetch > 0:
         prefetch_rows(weight_ptr, first, TILES.prefetch)
         if GATED:
