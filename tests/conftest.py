@@ -128,12 +128,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `slow` what a test marked `each_value` or `pairwise` has beside the cases of CI.
 
     Raises `UsageError` for a test of several processes outside the folders in which `make
-    test-ranks` looks for them.
+    test-ranks` looks for them, and for a case whose id holds an address, which each worker has
+    otherwise.
     """
     cases: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if "dist" in item.keywords and item.path.parent.name not in ("dist", "launch", "cli"):
             raise pytest.UsageError(f"make test-ranks does not look for {item.nodeid}")
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"name the values of this case: {item.nodeid}")
         here = isinstance(item, pytest.Function) and TOGETHER.keys() & set(item.keywords)
         skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
         if here and not skipped and "slow" not in item.keywords:

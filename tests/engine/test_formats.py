@@ -480,7 +480,7 @@ def test_settings_that_are_not_understood_are_refused_by_key(
             "symmetric says that it has none",
         ),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_config_that_contradicts_the_file_is_refused(
     form: tuple[Any, Write], other: Any, told: str, tmp_path: Path
