@@ -87,6 +87,20 @@ def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
     assert "share a batch and end together, and so it has no interval" in best.reason
 
 
+def test_a_fastest_point_that_does_not_pay_beyond_chance_leaves_plain_decoding() -> None:
+    """Every resampling of three prompts has it ahead, and their interval holds 1."""
+    samples = {
+        Key("d", 1, 0): {i: sample(i, [], 1.0) for i in range(3)},
+        Key("d", 1, 2): {i: sample(i, [(2, 2)] * 4, (0.95, 0.6, 0.9)[i]) for i in range(3)},
+    }
+    plain, point = [point_of(key, found, samples[Key("d", 1, 0)]) for key, found in samples.items()]
+    plain = plain.model_copy(update={"draft": None})
+    samples[Key.of(plain)] = samples.pop(Key("d", 1, 0))
+    points = [plain, point]
+    best = recommend(points, measured_gains(points, samples), seed=0)
+    assert (best.k, best.tied, best.verdict) == (0, [0], "inconclusive")
+
+
 @pytest.mark.parametrize(
     ("status", "told"),
     [("ok", "k = 0 has no round"), ("failed", "no point with proposals could be measured")],

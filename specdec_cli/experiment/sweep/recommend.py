@@ -35,7 +35,8 @@ def recommend(
     chosen = _smallest_with_draft_of(fastest, paying, gains.value)
     if chosen is None:
         chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
-    same_draft = {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
+    # Few prompts can set plain decoding apart from the fastest though that does not pay.
+    same_draft = {chosen.k} | {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
     proposing = [p for p in candidates if p.k]
     ends = [gains.interval(p) for p in proposing]
     own = gains.interval(chosen) if chosen.k else None
