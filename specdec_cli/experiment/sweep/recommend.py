@@ -35,7 +35,7 @@ def recommend(
     chosen = _smallest_with_draft_of(fastest, paying, gains.value)
     if chosen is None:
         chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
-    # Few prompts can set plain decoding apart from the fastest though that does not pay.
+    # After an interruption a point's own gain is of other prompts than its comparison.
     same_draft = {chosen.k} | {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
     proposing = [p for p in candidates if p.k]
     ends = [gains.interval(p) for p in proposing]
