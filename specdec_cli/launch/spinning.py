@@ -18,7 +18,7 @@ from specdec_cli.launch.rank import num_cores
 
 SPINS = "GOMP_SPINCOUNT"
 _POLICY = "OMP_WAIT_POLICY"
-_ALONE, _CROWDED = 20_000, 1_000  # spins; libgomp's own default is 300,000
+_ALONE, _CROWDED = 20_000, 100  # spins; libgomp's own default is 300,000
 _OTHERS = 0.3  # processors that other work may use of those that torch's threads need
 _WINDOW = 0.25  # least seconds to see other work in
 

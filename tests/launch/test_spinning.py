@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_spins_by_use(used: float, own: float, threads: int, cores: int, is_crowded: bool) -> None:
     began = Use(100.0, 5000.0, 2.0)
     now = Use(101.0, 5000.0 + used, 2.0 + own)
-    assert spins_for(began, now, threads, cores) == (1_000 if is_crowded else 20_000)
+    assert spins_for(began, now, threads, cores) == (100 if is_crowded else 20_000)
     # The same rates over half a second.
     half = Use(100.5, 5000.0 + used / 2, 2.0 + own / 2)
     assert spins_for(began, half, threads, cores) == spins_for(began, now, threads, cores)
@@ -74,7 +74,7 @@ def test_the_system_s_own_figures(bare: pytest.MonkeyPatch) -> None:
     assert now is not None and now.own > began.own and now.clock > began.clock
     assert now.all - began.all >= now.own - began.own - 0.03  # ticks of a hundredth
     choose_spins()
-    assert os.environ["GOMP_SPINCOUNT"] in ("1000", "20000")
+    assert os.environ["GOMP_SPINCOUNT"] in ("100", "20000")
     assert spinning.told(2) == f"GOMP_SPINCOUNT={os.environ['GOMP_SPINCOUNT']}"
 
 
@@ -94,6 +94,6 @@ def test_a_command_chooses_before_torch_and_records_it(tmp_path: Path) -> None:
     if "GOMP_SPINCOUNT" not in done.stderr:
         pytest.skip("torch runs on another library for threads")
     shown = done.stderr.partition("GOMP_SPINCOUNT = '")[2].partition("'")[0]
-    assert shown in ("1000", "20000") or os.cpu_count() == 1
+    assert shown in ("100", "20000") or os.cpu_count() == 1
     # The demo pair is so small that it runs on one thread.
     assert json.loads(done.stdout)["environment"]["thread_spins"] == "none: one thread"
