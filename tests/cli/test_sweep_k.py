@@ -958,7 +958,9 @@ def test_signals_keep_what_is_finished(
     folder = tmp_path / "run"
     ended, told = stopped_sweep([*SWEEP, "-q", "-o", folder], 0.02, number, after=4)
     assert ended == code and 4 <= len(told) < 12
-    assert lost_or_torn(folder, told) == (0, 0) and len(samples(folder)) == len(told)
+    assert lost_or_torn(folder, told) == (0, 0)
+    # The signal may come between a record and the word that it is written.
+    assert len(samples(folder)) - len(told) in (0, 1)
     assert specdec(capsys, *SWEEP, "-o", folder, "--resume", "-q").code == 0
     assert without_times(samples(folder)) == without_times(samples(whole[0]))
 
