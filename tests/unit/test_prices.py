@@ -38,7 +38,7 @@ def test_a_round_that_costs_more_than_all_its_tokens_never_breaks_even() -> None
 
 
 def test_rounds_that_were_measured_are_the_sums_of_their_stages() -> None:
-    """Of docs/performance-blocks.md and docs/performance-ranks.md."""
+    """The rows are those of docs/performance-blocks.md and docs/performance-ranks.md."""
     found = {(s.model, s.batch_size): s for s in read_stages()}
     for model, batch_size, method, k, ms in [
         ("8B", 1, "DFlash", 7, 5.11),

@@ -1,4 +1,4 @@
-"""How much requests wait for each other, and whether a window is long against the memory of that.
+"""Crowding: requests that wait for each other, and a queue that remembers longer than a window.
 
 The number of requests under way drifts back to its mean at the rate (1 - elasticity) / latency, by
 Little's law, where elasticity says by how many per cent a request takes longer if one per cent more
@@ -13,7 +13,7 @@ import numpy as np
 _FREE = 0.15  # elasticity up to which any window will do
 _NEEDED = 150.0  # memories that a window has to last, for each unit of elasticity above that
 _MOST = 0.9  # elasticity that intervals are widened for
-_POWER = 0.75
+_POWER = 0.75  # of 1 / (1 - elasticity), by which they are widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,10 @@ class Crowding:
 
 
 def crowding(latencies: Sequence[float], under_way: Sequence[int]) -> Crowding:
-    """Of the requests of a window, in order: the seconds that each took, and the requests under way
-    when it came, itself included."""
+    """The crowding of a window, from its requests in order.
+
+    latencies: seconds that each took. under_way: requests under way when it came, itself included.
+    """
     took, beside = np.asarray(latencies, float), np.asarray(under_way, float)
     if not len(took) or not (spread := float(beside.var())) or not took.mean():
         return Crowding()

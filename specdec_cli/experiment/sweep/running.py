@@ -1,4 +1,4 @@
-"""What sweeps share, however their arms come to run: records, progress, and points at rates."""
+"""Records, progress and points at rates, which sweeps share however their arms come to run."""
 
 import logging
 from collections.abc import Callable, Sequence
