@@ -52,15 +52,23 @@ def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
     """
     if FORM.kind == "int8":
         numbers = codes.to(tl.int8, bitcast=True).to(dtype)
+    elif dtype == tl.float8e4nv:
+        numbers = codes.to(dtype, bitcast=True)
     elif dtype == tl.bfloat16 and not INTERPRETED:
         numbers = tl.inline_asm_elementwise(
             _FP8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     else:
-        code = codes.to(tl.int32)
-        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-        numbers = (bits.to(tl.float32, bitcast=True) * 2.0**120).to(dtype)
+        numbers = from_e4m3(codes).to(dtype)
     return numbers
+
+
+@triton.jit
+def from_e4m3(codes):
+    """The numbers, fp32, of bytes of e4m3."""
+    code = codes.to(tl.int32)
+    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit
