@@ -59,16 +59,10 @@ def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
             _FP8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     else:
-        numbers = from_e4m3(codes).to(dtype)
+        code = codes.to(tl.int32)
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+        numbers = (bits.to(tl.float32, bitcast=True) * 2.0**120).to(dtype)
     return numbers
-
-
-@triton.jit
-def from_e4m3(codes):
-    """The numbers, fp32, of bytes of e4m3."""
-    code = codes.to(tl.int32)
-    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    return bits.to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Rows of bf16 as sums of two numbers of fp8 each, which tensor cores multiply with codes of fp8.
 
-A bf16 has 8 significant bits and an e4m3 has 4. The first term is a number rounded to e4m3, and the
-second is what is left of it. Each row is scaled by a power of two, so that its largest number lies
-between 128 and 256. Then both terms are exact down to 2^-9 of that number, and off by at most 2^-17
+A bf16 has 8 significant bits and an e4m3 has 4. The first term has a number's first four bits, and
+the second what is left of it. Each row is scaled by a power of two, so that its largest number lies
+between 128 and 256. Then both terms are exact down to 2^-9 of that number, and off by at most 2^-16
 of it below.
 """
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from specdec_kernels.gpu import power_of_2_from
 from specdec_kernels.launch_triton import after_predecessor, dependence
-from specdec_kernels.linear.decode_triton import from_e4m3
 
 TERMS = tl.constexpr(2)
 
@@ -36,11 +35,12 @@ def terms_kernel(
     exponent = tl.maximum(bits >> 23, 8)  # so that both powers below are normal
     x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
-    first = x.to(tl.float8e4nv)
-    # Where `first` is converted back by `to`, the assembler of Triton 3.6 gets half of it wrong.
-    second = (x - from_e4m3(first.to(tl.uint8, bitcast=True))).to(tl.float8e4nv)
+    # Bits are cut off, not rounded, so that nothing reads a converted number: ptxas 12.8 takes one
+    # from another register where it is also packed into a word.
+    first = (x.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
+    second = (x - first).to(tl.float8e4nv)
     terms_ptr += row * (TERMS * K) + column
-    tl.store(terms_ptr, first, mask=column < K)
+    tl.store(terms_ptr, first.to(tl.float8e4nv), mask=column < K)
     tl.store(terms_ptr + K, second, mask=column < K)
     # e4m3 has no infinity: a row with one, or with NaN, has a scale of NaN.
     tl.store(scales_ptr + row, tl.where(bits < 0x7F800000, scale, float("nan")))
@@ -54,10 +54,10 @@ def terms_of(x: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.frexp(x.float().abs().amax(1).clamp(min=2.0**-119)).exponent
     scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 8)
     scaled = x.float() / scales[:, None]
-    first = scaled.to(torch.float8_e4m3fn)
-    second = (scaled - first.float()).to(torch.float8_e4m3fn)
+    first = (scaled.view(torch.int32) & -(1 << 20)).view(torch.float32)
+    terms = torch.stack((first, scaled - first), 1).to(torch.float8_e4m3fn)
     finite = x.isfinite().all(1)
-    return torch.stack((first, second), 1), torch.where(finite, scales, float("nan"))
+    return terms, torch.where(finite, scales, float("nan"))
 
 
 def terms_triton(x: Tensor) -> tuple[Tensor, Tensor]:
