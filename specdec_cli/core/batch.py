@@ -108,7 +108,8 @@ class Rectangle:
     Others are padding: their keys go to the trash block, and their logits have no meaning.
     last_only: whether logits of each slot's last token are enough. first_logit: of a slot's tokens,
     the first that needs logits. cached: int64 [B], tokens of each sequence that the model's cache
-    is known to hold; a CPU does not feed them again.
+    is known to hold; a CPU does not feed them again. before: int64 [B], places by which each slot's
+    tokens and its length, as the rules above read it, lie further back.
     """
 
     token_ids: torch.Tensor  # int64 [B, Q]
@@ -119,11 +120,16 @@ class Rectangle:
     last_only: bool
     cached: torch.Tensor | None = None
     first_logit: int = 0
+    before: torch.Tensor | None = None
 
     @property
     def num_logits(self) -> int:
         """Rows of logits of each slot."""
         return 1 if self.last_only else self.token_ids.shape[1] - self.first_logit
+
+    def lengths(self, state: BatchState) -> torch.Tensor:
+        """int64 [B], what the tokens' positions are counted from."""
+        return state.length if self.before is None else torch.sub(state.length, self.before)
 
 
 class LiveRows(NamedTuple):
@@ -146,7 +152,7 @@ def live_batch(
     num_ids: size of the model's vocabulary; token ids are clamped into it.
     """
     batch, width = what.token_ids.shape
-    lengths, active = state.length.tolist(), state.active.tolist()
+    lengths, active = what.lengths(state).tolist(), state.active.tolist()
     lens = None if what.lens is None else what.lens.tolist()
     cached = [0] * batch if what.cached is None else what.cached.tolist()
     tokens, tables = what.token_ids.tolist(), state.block_tables.numpy()
@@ -211,7 +217,7 @@ def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: i
     """
     count, width = what.token_ids.shape
     ids, positions, kv_slots, context_lens = ops.padded_pass(
-        *(what.token_ids, state.length, what.lens, state.active, state.block_tables),
+        *(what.token_ids, what.lengths(state), what.lens, state.active, state.block_tables),
         *(what.offset, what.margin, block_size, what.max_len, num_ids),
     )
     query_start, rows = rectangle(count, width, what.num_logits, state.device)

@@ -245,10 +245,11 @@ class RoundCache:
         self._pool = self._texts = None
 
     def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        # Rows reach so far past the longest sequence; columns of padding hold block 0.
+        # Rows reach so far past the longest sequence, and k of padding further where a pass makes
+        # up for tokens; columns of padding hold block 0.
         ahead = max(k, parts.proposer.ahead(k)) if parts.proposer is not None else k
         held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
-        columns = held + self.allocator.blocks_for(ahead + 1)
+        columns = held + self.allocator.blocks_for(ahead + k + 1)
         device = parts.target.device
         if self.is_captured and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -265,7 +266,7 @@ class RoundCache:
         ks = parts.policy.lengths(k) if k else (0,)
         # The largest first: the smaller ones then fit into the memory it reserved.
         counts = reversed(slot_counts(self.batch_size))
-        tail = parts.proposer.tail if parts.proposer is not None else 2
+        tail = parts.proposer.tail_for(k) if parts.proposer is not None else 2
         states = [BatchState(count, columns, device, texts, tail) for count in counts]
         if self.is_captured:
             begin_stage("compiling the kernels of rounds")

@@ -130,6 +130,10 @@ class Proposer:
     is_paged: bool = False
     depends_on_k: bool = False
 
+    def tail_for(self, k: int) -> int:
+        """Tokens of `BatchState.tail` that it reads in a run whose longest proposals have k."""
+        return self.tail
+
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Take in prompt tokens. features: [T, F], hidden states of these tokens, or None."""
 

@@ -6,13 +6,16 @@ from pathlib import Path
 
 from specdec_cli.methods.base import DraftPlace, Method
 from specdec_cli.methods.step_head import estimate_bytes, make
-from specdec_cli.models.heads.description import HeadDescription, describe_head
+from specdec_cli.models.heads.description import Bind, HeadDescription, describe_head
 from specdec_cli.models.heads.eagle3.config import Eagle3Config, overridden, read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
+from specdec_cli.models.heads.paged import PagedHead
 
 
 def describe(
-    place: DraftPlace, read_config: Callable[[str, Path], Eagle3Config] = read_head_config
+    place: DraftPlace,
+    read_config: Callable[[str, Path], Eagle3Config] = read_head_config,
+    bind: Bind = PagedHead,
 ) -> HeadDescription:
     """The head at its place, with the layers that the recipe chooses."""
 
@@ -21,7 +24,7 @@ def describe(
         return replace(config, takes_embedding="embeddings" in place.share)
 
     places = place.spec, place.device, place.parallel, place.target, place.max_model_len
-    return describe_head(*places, read, Eagle3Head)
+    return describe_head(*places, read, Eagle3Head, bind)
 
 
 METHOD = Method(make, estimate_bytes, describe, can_share=("embeddings",))

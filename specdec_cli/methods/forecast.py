@@ -134,8 +134,8 @@ class _Replay:
             if texts is not None and how is not None:
                 shape = width, len(how.suppressed) + 1
                 texts.seen = torch.zeros(shape, dtype=torch.bool, device=device)
-            columns = allocator.blocks_for(reach) + touched
-            state = BatchState(width, columns, device, texts, self.proposer.tail)
+            columns = allocator.blocks_for(reach + self.k) + touched
+            state = BatchState(width, columns, device, texts, self.proposer.tail_for(self.k))
             for begin in range(self.text.num_prompt_tokens, reach, width):
                 starts = range(begin, min(begin + width, reach))
                 # The last of them runs in the text's own blocks.

@@ -1,53 +1,109 @@
 """Proposing tokens with a P-EAGLE head: EAGLE-3's rows, and masks in place of its further steps.
 
-The last true row decides the first proposal, as EAGLE-3's does. A row of masks decides each of the
-others: k - 1 rows in one causal pass, so that proposals of a smaller k are the first of a larger
-one's. True rows are written over theirs. Legend: B slots, K proposal length, H width of the head.
+The last true row decides the first proposal, as EAGLE-3's does, and a row of masks each of the
+others. One causal pass takes the true rows of the last round and K - 1 masks behind them, so that
+proposals of a smaller k are the first of a larger one's. True rows are written over masks. Legend:
+B slots, K proposal length, W rows that may wait, H width of the head.
 """
 
-from functools import partial
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from specdec_cli.core.batch import Rectangle
-from specdec_cli.core.candidates import Candidates
+from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.state import BatchState
-from specdec_cli.methods import dflash, eagle3
-from specdec_cli.methods.base import Method, MethodParts
-from specdec_cli.methods.step_head import StepHead
+from specdec_cli.methods import eagle3
+from specdec_cli.methods.base import DraftPlace, Method, MethodBytes, MethodParts, RoundSize
+from specdec_cli.methods.step_head import HeadProposer
+from specdec_cli.models.heads.description import HeadDescription
 from specdec_cli.models.heads.eagle3.config import PEagleConfig, read_peagle_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
-from specdec_cli.models.heads.paged import PagedHead
+from specdec_cli.models.heads.eagle3.waiting import WaitingHead
 
 
-class PEagle(StepHead):
-    """Draws K tokens a sequence from one pass over masks."""
+class PEagle(HeadProposer):
+    """Draws K tokens a sequence from one pass over true rows and masks."""
+
+    head: WaitingHead | None
+
+    def tail_for(self, k: int) -> int:
+        """A round that accepts all of k completes k + 1 rows."""
+        return k + 1
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """All tokens, from the last true row's output and those of K - 1 rows of masks."""
-        if self.head is None or draft.is_over:
+        if self.head is None:
             return draft.nothing()
-        head = self.head.head
+        rows = self._passed(self.head, state, draft.lens, draft.k - 1)
+        if not draft.is_over:
+            head = self.head.head
+            logits = head.logits(head.normed(rows.flatten(0, 1)))
+            draft.draw_all(logits.unflatten(0, (-1, draft.k)), head.ids)
+        return draft.candidates()
+
+    def _passed(
+        self, paged: WaitingHead, state: BatchState, lens: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """Hidden states [B, count + 1, H] of the last true row and of the masks behind it, after a
+        pass over these and the rows that wait. lens: int64 [B], proposals of each sequence."""
+        head, most = paged.head, state.tail.shape[1]
         assert isinstance(head, Eagle3Head) and head.mask_hidden is not None
         assert isinstance(head.config, PEagleConfig)
-        hidden = self.head.carried(state).hidden[:, None]
-        if (count := draft.k - 1) > 0:
-            masks = state.tail.new_full((state.num_slots, count), head.config.mask_id)
-            # Row j decides proposal j + 1; sequences that take more than j + 1 need it.
-            what = Rectangle(masks, draft.lens, -1, 3, self.max_len, False)
-            given = head.mask_hidden.expand(*masks.shape, -1)
-            x = self.head.forward_slots(what, state, given, fused=True)
-            hidden = torch.cat((hidden, x.hidden.unflatten(0, (-1, count))), dim=1)
-        logits = head.logits(head.normed(hidden.flatten(0, 1)))
-        draft.draw_all(logits.unflatten(0, (-1, draft.k)), head.ids)
-        return draft.candidates()
+        waiting, counts = paged.waiting(state, most)
+        # Of each row, its place behind the last true one.
+        place = torch.arange(1, most + count + 1, device=state.device) - counts[:, None]
+        is_true = place < 1
+        tokens = state.tail.gather(1, (place + most - 1).clamp(max=most - 1))
+        tokens = tokens.masked_fill(~is_true, head.config.mask_id)
+        given = torch.nn.functional.pad(waiting, (0, 0, 0, count))
+        given = torch.where(is_true[..., None], given, head.mask_hidden)
+        # A sequence that takes j + 1 proposals needs j masks; true rows are needed in any case.
+        live = counts + lens.clamp(min=1) - 1
+        what = Rectangle(tokens, live, -1, 2, self.max_len, False, before=counts)
+        x = paged.forward_slots(what, state, given, fused=True)
+        read = torch.arange(count + 1, device=state.device) + counts[:, None] - 1
+        rows = x.hidden.view(-1, most + count, given.shape[2])
+        rows = rows.gather(1, read.clamp(min=0)[..., None].expand(-1, -1, rows.shape[2]))
+        return rows.masked_fill((read < 0)[..., None], 0.0)
+
+    def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
+        """Keep the rows that the decision completes for the next pass. A round without proposals
+        had none, so that rows would pile up."""
+        if self.head is None:
+            return
+        assert target.features is not None, "the target has to return hidden states"
+        if verdict.token_ids.shape[1] == 1:
+            self._passed(self.head, state, verdict.num_accepted, 0)
+        self.head.keep(state, target.features, verdict.num_accepted)
 
 
 def _make(parts: MethodParts) -> PEagle:
-    assert parts.draft is None or isinstance(parts.draft, PagedHead)
+    assert parts.draft is None or isinstance(parts.draft, WaitingHead)
     return PEagle(parts.draft, parts.target.hidden_layers, parts.draft_max_len)
 
 
-_describe = partial(eagle3.describe, read_config=read_peagle_config)
-METHOD = Method(_make, dflash.estimate_bytes, _describe, can_share=("embeddings",))
+def _describe(place: DraftPlace) -> HeadDescription:
+    most = place.speculation.num_speculative_tokens
+
+    def read(name: str, folder: Path) -> PEagleConfig:
+        return replace(read_peagle_config(name, folder), most_drafted=most)
+
+    return eagle3.describe(place, read, WaitingHead)
+
+
+def _estimate_bytes(size: RoundSize) -> MethodBytes:
+    """The pass and what goes into it, and logits: over its own ids, or, if tokens are drawn, over
+    the target's too."""
+    if size.draft is None:
+        return MethodBytes()
+    rows = size.batch_size * size.k
+    width = size.draft.vocab_size + (0 if size.is_greedy else 2 * size.vocab_size)
+    drawing = rows * width * size.draft.dtype.itemsize
+    passing = size.draft.pass_bytes(2 * rows, 0, gathers=False)
+    return MethodBytes(in_round=drawing + passing if size.is_cuda else max(drawing, passing))
+
+
+METHOD = Method(_make, _estimate_bytes, _describe, can_share=("embeddings",))

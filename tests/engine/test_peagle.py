@@ -1,7 +1,7 @@
 """P-EAGLE heads: rounds against a plain reference, which computes every row again."""
 
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from specdec_cli.core.batch import Rectangle, padded_batch
+from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import SetupError
+from specdec_cli.lengths.fixed import FixedLength
+from specdec_cli.models.heads.eagle3.head import Eagle3Head
+from specdec_cli.models.heads.eagle3.waiting import WaitingHead
 from specdec_cli.recipe.choices.peagle import PEAGLE
 from tests import drafting, lossless
 from tests.cli.generate_helpers import word_tokenizer
@@ -96,12 +101,13 @@ def _trained(head: Head, oracle: Any, steps: int) -> Head:
     return replace(head, tensors={n: t.detach() for n, t in head.tensors.items()})
 
 
-def expected_rounds(pair: Pair, prompt: list[int], k: int) -> list[tuple[int, int]]:
+def expected_rounds(pair: Pair, prompt: list[int], *ks: int) -> list[tuple[int, int]]:
+    """ks: of the rounds, in turn. Those that propose nothing are left out."""
     oracle, plain = reference(pair.target), Reference(pair.head)
     text = prompt + greedy_text(pair.target, prompt, NEW_TOKENS)
-    features, found, n = states(oracle, pair.head, text), [], len(prompt)
+    features, found, n, lengths = states(oracle, pair.head, text), [], len(prompt), cycle(ks)
     while n < len(text):
-        count, stand = min(k, len(text) - n - 1), 0
+        count, stand = min(next(lengths), len(text) - n - 1), 0
         if count:
             logits = masked(plain, features[: n - 1], text[:n], count, MASK)
             drafts = pair.head.ids[logits.argmax(1)].tolist()
@@ -109,6 +115,19 @@ def expected_rounds(pair: Pair, prompt: list[int], k: int) -> list[tuple[int, in
             found.append((count, stand))
         n += stand + 1
     return found
+
+
+class Turns(FixedLength):
+    """Rounds of these lengths in turn."""
+
+    def __init__(self, *ks: int) -> None:
+        self.ks, self.left = ks, cycle(ks)
+
+    def lengths(self, k: int) -> tuple[int, ...]:
+        return tuple(sorted(set(self.ks)))
+
+    def next_k(self, *about: Any) -> int:
+        return next(self.left)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +147,37 @@ def test_text_and_rounds_are_those_of_the_reference(pair: Pair, case: str) -> No
         assert rounds_of(seq) == expected_rounds(pair, prompt, K)
     assert len({a for seq in seqs for a in seq.accepted_per_round}) > 2
     assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_round_takes_one_pass_of_the_head(
+    pair: Pair, is_padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """True rows and masks go together, whether or not a round proposes; on a GPU with padding."""
+    passes: list[int] = []
+
+    def counted(self: Eagle3Head, ids: Tensor, *more: Any) -> Any:
+        passes.append(len(ids))
+        return forward(self, ids, *more)
+
+    def padded(self: WaitingHead, what: Rectangle, state: BatchState) -> Any:
+        return padded_batch(what, state, self.cache.block_size, VOCAB), None
+
+    forward = Eagle3Head.__call__
+    monkeypatch.setattr(Eagle3Head, "__call__", counted)
+    if is_padded:
+        monkeypatch.setattr(WaitingHead, "_batch", padded)
+    found, ks = planned(pair), (4, 0, 0, 2, 4, 0, 1, 3)
+    for prompt in PROMPTS:
+        passes.clear()
+        engine = build(found, 12)
+        engine.policy = Turns(*ks)
+        (seq,) = engine.run([Request(0, tuple(prompt))], K, found.params).seqs
+        assert seq.output_ids == greedy_text(pair.target, prompt, NEW_TOKENS)
+        assert rounds_of(seq) == expected_rounds(pair, prompt, *ks)
+        rounds = len(seq.proposed_per_round) + seq.rounds_without_proposal
+        assert len(passes) == rounds + (len(prompt) > 1)  # that of the prompt
+        assert not is_padded or set(passes[-len(ks) :]) == {K + 1 + max(k - 1, 0) for k in ks}
 
 
 def test_one_k_predicts_the_others(pair: Pair) -> None:
@@ -181,6 +231,9 @@ def test_facts_of_a_run(pair: Pair) -> None:
     assert found.recipe.speculation.method == "peagle"
     assert found.execution["draft_masks"] == "mask token 95"
     assert "draft_conventions" not in found.execution
+    paged: Any = build(found, 12).proposer.head  # type: ignore[union-attr]
+    held = paged.cache.num_bytes + paged.rows.nbytes + paged.counts.nbytes
+    assert found.draft is not None and found.draft.block_bytes(4) * paged.cache.num_blocks == held
     told = PEAGLE.to_vllm(lambda *key: None, "d")  # type: ignore[misc]
     assert told.config == {"method": "eagle3", "model": "d", "parallel_drafting": True}
 

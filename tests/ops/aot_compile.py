@@ -115,17 +115,16 @@ def one_row(
     weight = plain if storage is None else on_meta(storage, size)
     tiles = choose_row_tiles(kind, x, weight)
     assert tiles is not None
-    has_zeros = storage is not None and storage.has_zeros
-    missing = [*([] if storage else ["scales"]), *([] if has_zeros else ["zeros"])]
-    constants = {"TILES": tiles, "FORM": form_of(weight)} | options_of(tiles)
-    return constants | around(kind, width) | absent(*missing)
+    constants = {"TILES": tiles, "FORM": form_of(weight)} | options_of(tiles) | around(kind, width)
+    return constants | (without_zeros(storage) if storage else absent("scales", "zeros"))
 
 
 def on_meta(storage: Storage, size: tuple[int, ...]) -> Stored:
     """A stored weight without numbers."""
     codes = torch.empty(storage.codes_shape(size), dtype=KINDS[storage.kind].codes, device="meta")
     scales = torch.empty(storage.scales_shape(size), dtype=storage.scales, device="meta")
-    return Stored(codes, scales, scales.to(torch.uint8) if storage.has_zeros else None, storage)
+    zeros = scales.to(torch.uint8) if storage.has_zeros else None
+    return Stored(codes, scales, scales if storage.has_minima else zeros, storage)
 
 
 def stored_types(storage: Storage) -> dict[str, str]:
@@ -133,7 +132,12 @@ def stored_types(storage: Storage) -> dict[str, str]:
     names = dict.fromkeys(
         ("codes_ptr", "zeros_ptr", "gate_up_ptr", "down_ptr", "weight_ptr"), "*u8"
     )
-    return names | {"scales_ptr": f"*{scale.get(storage.scales, 'bf16')}"}
+    names["scales_ptr"] = f"*{scale.get(storage.scales, 'bf16')}"
+    return names | ({"zeros_ptr": names["scales_ptr"]} if storage.has_minima else {})
+
+
+def without_zeros(storage: Storage) -> dict[str, None]:
+    return absent(*([] if storage.has_zeros or storage.has_minima else ["zeros"]))
 
 
 def stored(
@@ -147,7 +151,7 @@ def stored(
     assert tiles is not None
     constants = {"TILES": tiles, "FORM": form_of(weight)} | options_of(tiles)
     constants |= around(kind, width) | more
-    constants |= absent(*([] if storage.has_zeros else ["zeros"]))
+    constants |= without_zeros(storage)
     constants |= absent(*([] if as_terms else ["x_scales"]))
     constants |= absent(*([] if tiles.splits > 1 else ["partial", "counters"]))
     types = SQUARES | stored_types(storage)
@@ -215,7 +219,7 @@ def mixture(
     if storage is not None:
         held = [on_meta(storage, tuple(weight.shape)) for weight in (gate_up, down)]
         experts = experts._replace(gate_up=held[0], down=held[1])
-    fields = absent("scales", "zeros") if storage is None else absent("zeros")
+    fields = absent("scales", "zeros") if storage is None else without_zeros(storage)
     if "group" in name:
         return grouped(name, rows, experts, room) | fields
     gate_tiles, down_tiles = choose_expert_tiles(rows, dtype.itemsize, storage is not None)
@@ -258,11 +262,14 @@ def grouped(name: str, rows: int, experts: Experts, room: int) -> dict[str, Any]
 FP16 = torch.float16
 GPTQ = Storage("int4", (1, 128), scales=torch.bfloat16)
 AWQ = Storage("int4", (1, 32), True, torch.float16)
+Q4_K = Storage("int4", (1, 32), scales=torch.float16, has_minima=True)
+MIXED = Storage("int8", (1, 16), scales=torch.float16, has_minima=True)
 MX = Storage("mxfp4", (1, 32), scales=torch.uint8)
 BLOCKS = Storage("fp8", (128, 128))
 ROWS = Storage("int4", has_zeros=True, scales=torch.float16)
 CODES = SQUARES | {"weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
 BYTES = SQUARES | {"weight_ptr": "*u8", "scales_ptr": "*bf16", "zeros_ptr": "*u8"}
+SIGNED = SQUARES | stored_types(MIXED) | {"weight_ptr": "*i8"}
 
 OSS = {"activation": CLAMPED, "interleaved": True}
 OSS_SIZES = {"sizes": (32, 2880, 2880), "routing": Routing(4, False), **OSS}
@@ -471,6 +478,9 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("int8-32", "*fp16", stored("norm", 32, 4096, 6144, Storage("int8"), dtype=FP16)),
             ("int4-add-6", "*bf16", stored("add", 6, 14336, 4096, GPTQ)),
             ("int4-zeros-48", "*bf16", stored("gate", 48, 4096, 28672, AWQ)),
+            ("int4-minima-6", "*bf16", stored("gate", 6, 4096, 28672, Q4_K)),
+            ("int8-minima-16", "*bf16", stored("norm", 16, 4096, 6144, MIXED)),
+            ("int4-minima-48", "*bf16", stored("gate", 48, 4096, 28672, Q4_K)),
             ("mxfp4-6", "*bf16", stored("norm", 6, 2880, 5760, MX)),
             ("mxfp4-fp32", "*fp32", stored("gate", 6, 2880, 5760, MX, dtype=torch.float32)),
         ]
@@ -484,10 +494,10 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         f"plain-{name}": (
             *("linear.plain_triton", "plain_kernel", "*bf16"),
             {"K": 4096, "FORM": stored("norm", 1, 4096, 64, storage)[0]["FORM"], "BLOCK": 1024}
-            | absent(*([] if storage.has_zeros else ["zeros"])),
-            {"codes_ptr": "*u8", "zeros_ptr": "*u8", "scales_ptr": scale},
+            | without_zeros(storage),
+            stored_types(storage),
         )
-        for name, storage, scale in [("fp8", Storage("fp8"), "*fp32"), ("int4", AWQ, "*fp16")]
+        for name, storage in [("fp8", Storage("fp8")), ("int4", AWQ), ("minima", Q4_K)]
     },
     **{
         f"linear-{name}": (
@@ -543,6 +553,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("fp8-blocks", "*bf16", one_row("gate", 2048, 8192, storage=BLOCKS), CODES),
             ("int4", "*bf16", one_row("add", 8192, 2048, storage=GPTQ), BYTES),
             ("int4-zeros", "*bf16", one_row("gate", 2048, 8192, storage=ROWS), BYTES),
+            ("minima", "*bf16", one_row("add", 8192, 2048, storage=MIXED), SIGNED),
             ("fp64-scalar", "*fp16", one_row("gate", 896, 4864), {**SQUARES, "eps": "fp64"}),
         ]
     },
@@ -618,6 +629,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("down", "mxfp4", 2, MX, OSS_SIZES),
             ("gate_up", "fp8", 8, Storage("fp8"), {}),
             ("down", "fp8", 8, Storage("fp8"), {}),
+            ("down", "minima", 8, Q4_K, {}),
             ("grouped_gate_up", "mxfp4", 128, MX, OSS_SIZES),
             ("grouped_down", "fp8", 128, Storage("fp8", (128, 128)), {}),
         )

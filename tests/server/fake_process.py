@@ -43,7 +43,7 @@ def main() -> None:
     if kind == "vllm":
         k = json.loads(asked.speculative_config or "{}").get("num_speculative_tokens", 0)
     else:
-        k = int(asked.speculative_num_steps or 0)
+        k = int(asked.speculative_num_draft_tokens or 1) - 1
     if wrong.get("refuse") == k:
         sys.exit(f"this k is refused: {k}")
     if "child" in wrong:
@@ -53,6 +53,8 @@ def main() -> None:
     if wrong.get("stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server = FakeServer(kind, k, health=503 if wrong.get("never") == k else 200)
+    if kind == "sglang":
+        server.algorithm = asked.speculative_algorithm or ""
     server.faults.other_text = wrong.get("other") == k
     server.round_s = wrong.get("round_s", server.round_s)
     app = server.app()

@@ -73,6 +73,7 @@ class FakeServer:
     version: str = "0.25.1"
     models: tuple[str, ...] = ("demo",)
     key: str | None = None
+    algorithm: str = "STANDALONE"
     slots: int | None = None
     round_s: float = ROUND_S
     crowd: float = 0.0
@@ -111,8 +112,11 @@ class FakeServer:
             raise web.HTTPNotFound
         return web.json_response(
             {
-                "speculative_algorithm": "STANDALONE" if self.k else None,
-                "speculative_num_steps": self.k or None,
+                "speculative_algorithm": self.algorithm if self.k else None,
+                # A drafter of blocks takes one step.
+                "speculative_num_steps": 1 if self.algorithm == "DFLASH" else self.k or None,
+                "speculative_num_draft_tokens": self.k + 1 if self.k else None,
+                "speculative_eagle_topk": 1 if self.k else None,
                 "incremental_streaming_output": self.incremental,
                 "version": self.version,
                 "internal_states": [{"avg_spec_accept_length": 99.0}],

@@ -53,7 +53,8 @@ def test_a_server_for_each_k(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     for kind, ks, source in (("vllm", [0, 2, 3], "chunks"), ("sglang", [0, 2], "per_request")):
         out = tmp_path / kind
         kept = ("-o", str(out)) if kind == "vllm" else ()
-        found = specdec(capsys, *words(kind, ",".join(map(str, ks))), "--json", *kept)
+        drafts = ("--draft", "demo:dflash") if kind == "sglang" else ()
+        found = specdec(capsys, *words(kind, ",".join(map(str, ks))), "--json", *kept, *drafts)
         assert found.code == 0, found.err
         document = json.loads(found.out)
         assert [p["k"] for p in document["points"]] == ks

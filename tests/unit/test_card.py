@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,18 +141,26 @@ def test_the_acceptance_that_would_change_a_verdict(
     assert [text.startswith(told or "?") for text in said[:-1]] == ([True] if told else [])
 
 
-SGLANG = {"ngram": "NGRAM", "eagle3": "EAGLE3", "dflash": "DFLASH"}
+SGLANG = {
+    "ngram": {"algorithm": "NGRAM"},
+    "eagle3": {"algorithm": "EAGLE3", "num-steps": "3", "eagle-topk": "1"},
+    "mtp": {"algorithm": "NEXTN", "num-steps": "3", "eagle-topk": "1"},
+    "dflash": {"algorithm": "DFLASH"},
+    "dspark": {"algorithm": "DSPARK", "dspark-block-size": "3"},
+}
 
 
-@pytest.mark.parametrize(("method", "algorithm"), [*SGLANG.items()])
-def test_methods_of_sglang(method: str, algorithm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", SGLANG)
+def test_methods_of_sglang(method: str, tmp_path: Path) -> None:
     recipe = json.loads(json.dumps(RECIPE))
     recipe["speculation"]["method"] = method
     found = content_of(tmp_path, "use", recipe=recipe).deployment
     assert found is not None and found.sglang_command is not None
     parts = shlex.split(found.sglang_command)
-    assert parts[parts.index("--speculative-algorithm") + 1] == algorithm
-    assert ("--speculative-num-steps" in parts) == (method != "ngram")
+    told = {a: b for a, b in pairwise(parts) if a.startswith("--speculative-")}
+    told.pop("--speculative-draft-model-path", None)
+    expected = SGLANG[method] | {"num-draft-tokens": "4"}
+    assert told == {f"--speculative-{name}": value for name, value in expected.items()}
 
 
 @pytest.mark.parametrize("method", ["peagle", "pard"])

@@ -99,18 +99,24 @@ def dot_products(
     sums = tl.zeros([N, CHUNK // LANE], tl.float32)
     for chunk in tl.static_range((ROW + CHUNK - 1) // CHUNK):
         if per_code_of(FORM) == 1:
-            found = lane_sums(weight[chunk].to(tl.float32) * x[chunk].to(tl.float32), LANE)
+            x_both = x[chunk].to(tl.float32)
+            found = lane_sums(weight[chunk].to(tl.float32) * x_both, LANE)
         else:
             low, high = decoded_halves(weight[chunk], FORM, x[chunk].dtype)
             x_low, x_up = x[chunk].to(tl.float32), x_high[chunk].to(tl.float32)
             found = lane_sums(low.to(tl.float32) * x_low + high.to(tl.float32) * x_up, LANE)
+            x_both = x_low + x_up
             offset = 136.0  # 8 is the zero of codes without zeros, which are numbers less 128
-            if FORM.has_zeros:
+            if FORM.has_minima:
+                offset = 128.0
+            elif FORM.has_zeros:
                 offset = 128.0 + zeros[chunk].to(tl.float32)
-            found -= offset * lane_sums(x_low + x_up, LANE)
+            found -= offset * lane_sums(x_both, LANE)
         if FORM is not None:
             if FORM.wide > 0:
                 found *= scale_of(scales[chunk])
+            if FORM.has_minima:
+                found -= scale_of(zeros[chunk]) * lane_sums(x_both, LANE)
         sums += found
     return tl.sum(sums, axis=1)
 

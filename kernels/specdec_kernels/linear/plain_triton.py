@@ -46,16 +46,22 @@ def plain_kernel(
 
 @triton.jit
 def store_scaled(out_ptr, numbers, column, scales_ptr, zeros_ptr, live, FORM: tl.constexpr):
-    """Store numbers, as from a decoder, minus their zeros and times their scales."""
+    """Store numbers, as from a decoder, less their zeros, times their scales, less their minima."""
     group = column // FORM.wide if FORM.wide > 0 else tl.zeros(column.shape, tl.int32)
+    shift = 0.0
     if FORM.has_zeros:
-        numbers -= tl.load(zeros_ptr + group, mask=live, other=0).to(tl.float32)
-    elif FORM.kind == "int4":
+        shift = tl.load(zeros_ptr + group, mask=live, other=0).to(tl.float32)
+    if FORM.has_zeros and not FORM.has_minima:
+        numbers -= shift
+    elif FORM.kind == "int4" and not FORM.has_minima:
         numbers -= 8.0
     if FORM.kind == "int4":
         numbers -= 128.0
     scale = scale_of(tl.load(scales_ptr + group, mask=live, other=0))
-    tl.store(out_ptr + column, (numbers * scale).to(out_ptr.dtype.element_ty), mask=live)
+    numbers *= scale
+    if FORM.has_minima:
+        numbers -= shift
+    tl.store(out_ptr + column, numbers.to(out_ptr.dtype.element_ty), mask=live)
 
 
 def plain_triton(weight: Tensor | Stored, dtype: torch.dtype) -> Tensor:

@@ -21,8 +21,9 @@ class Kind(NamedTuple):
     codes: the codes' dtype. per_code: numbers in each code, of one row. decode: the numbers
     [..., N, K] of codes [..., N, K / per_code] before zeros and scales, fp32, in a new tensor.
     encode: the codes of fp32 numbers, each rounded to the nearest one that there is. largest: the
-    greatest magnitude. middle: the number that is subtracted from decoded ones where there are no
-    zeros. block: columns of a row whose codes lie together; the last ones may be fewer.
+    greatest magnitude. middle: the number that is subtracted from decoded ones where there are
+    neither zeros nor minima. block: columns of a row whose codes lie together; the last ones may be
+    fewer.
     """
 
     codes: torch.dtype
@@ -104,19 +105,22 @@ class Storage:
     number, int8 for codes of int8 and else uint8, that is subtracted from their decoded codes.
     scales: their dtype, fp32, fp16 or bf16, or uint8 for powers of two: the exponent plus 127
     (e8m0 of https://arxiv.org/abs/2310.10537, which has no zero and no sign; 255 is NaN).
+    has_minima: groups have a number in place of a zero, of the scales' dtype, that is subtracted
+    from the products of codes and scales.
     """
 
     kind: str
     group: tuple[int, int] = (1, 0)
     has_zeros: bool = False
     scales: torch.dtype = torch.float32
+    has_minima: bool = False
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the codes of a weight of `shape`."""
         return (*shape[:-1], shape[-1] // KINDS[self.kind].per_code)
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the scales, and of the zeros, of a weight of `shape`."""
+        """The shape of the scales, and of the zeros or minima, of a weight of `shape`."""
         *outer, rows, columns = shape
         high, wide = self.group
         return (*outer, -(-rows // high), -(-columns // wide) if wide else 1)
@@ -124,7 +128,7 @@ class Storage:
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Bytes of a weight of `shape`."""
         codes = torch.Size(self.codes_shape(shape)).numel() * KINDS[self.kind].codes.itemsize
-        of_group = self.scales.itemsize + self.has_zeros
+        of_group = self.scales.itemsize * (1 + self.has_minima) + self.has_zeros
         return codes + torch.Size(self.scales_shape(shape)).numel() * of_group
 
     def numbers_of_code(self, dim: int) -> int:
@@ -151,8 +155,7 @@ class Storage:
 
     def quantised(self, numbers: Tensor) -> "Stored":
         """Numbers [..., N, K] in this form; the largest of a group has the largest code, or with
-        powers of two at least half of it."""
-        assert not self.has_zeros
+        powers of two at least half of it. Zeros and minima are those of the kind's middle."""
         kind, (high, wide), (rows, columns) = KINDS[self.kind], self.group, numbers.shape[-2:]
         wide = wide or columns
         most = F.pad(numbers.float().abs(), (0, -columns % wide, 0, -rows % high))
@@ -162,14 +165,17 @@ class Storage:
         scales = (most / kind.largest).clamp_(min=least)
         scales = (scales.log2().ceil() + 127 if powers else scales).to(self.scales)
         found = numbers / self.of_each(self.factors(scales), numbers.shape)
-        return Stored(kind.encode(found.add_(kind.middle)), scales, None, self)
+        shift = torch.full_like(scales, kind.middle, dtype=kind.codes) if self.has_zeros else None
+        if self.has_minima:
+            shift = scales * kind.middle
+        return Stored(kind.encode(found.add_(kind.middle)), scales, shift, self)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A weight [..., N, K] that products read as it lies; see `Storage` for the shapes.
 
-    codes: of the kind's dtype. scales, zeros: of the storage's dtypes; zeros may be None.
+    codes: of the kind's dtype. scales, zeros: of the storage's dtypes. zeros: or minima, or None.
     """
 
     codes: Tensor
@@ -194,11 +200,15 @@ class Stored:
         """The numbers, [..., N, K], contiguous; they are rounded once, to `dtype`."""
         kind, factors = KINDS[self.storage.kind], self.storage.factors(self.scales)
         numbers = kind.decode(self.codes)
+        shift: Tensor | float = kind.middle
         if self.zeros is not None:
-            numbers.sub_(self.storage.of_each(self.zeros, self.shape))
-        elif kind.middle:
-            numbers.sub_(kind.middle)
-        return numbers.mul_(self.storage.of_each(factors, self.shape)).to(dtype)
+            shift = self.storage.of_each(self.zeros, self.shape)
+        if not self.storage.has_minima and (kind.middle or self.storage.has_zeros):
+            numbers.sub_(shift)
+        numbers.mul_(self.storage.of_each(factors, self.shape))
+        if self.storage.has_minima:
+            numbers.sub_(shift)
+        return numbers.to(dtype)
 
     def rows(self, start: int, stop: int) -> "Stored":
         """A view of the rows start..stop. Raises `ValueError` for a cut through a group."""

@@ -38,6 +38,7 @@ from specdec_kernels.linear.few_rows_triton import (
     prefetch_rows,
     sum_of_splits,
     tile_at,
+    transposed,
     whole_sums,
     zero_sums,
 )
@@ -57,8 +58,9 @@ class Form(NamedTuple):
     high: int
     wide: int  # 0 for scales of whole rows
     groups: int  # of each row
-    has_zeros: bool
-    is_apart: bool  # the two numbers of a byte may have different scales
+    has_zeros: bool  # or minima
+    has_minima: bool
+    is_apart: bool  # the two numbers of a byte may have different scales, or have minima
     whole: int  # columns before the last block, if that is shorter
     rest: int  # columns between the two numbers of a byte of the last block
 
@@ -66,10 +68,10 @@ class Form(NamedTuple):
     def of(cls, weight: Stored) -> "Form":
         kind, (high, wide) = weight.storage.kind, weight.storage.group
         per_code, groups = KINDS[kind].per_code, weight.scales.shape[-1]
-        rest = weight.shape[-1] % BLOCK
+        rest, minima = weight.shape[-1] % BLOCK, weight.storage.has_minima
         return cls(
-            *(kind, per_code, high, wide, groups, weight.zeros is not None),
-            *(per_code == 2 and 0 < wide < BLOCK, weight.shape[-1] - rest, rest // 2),
+            *(kind, per_code, high, wide, groups, weight.zeros is not None, minima),
+            *(per_code == 2 and (0 < wide < BLOCK or minima), weight.shape[-1] - rest, rest // 2),
         )
 
 
@@ -159,8 +161,8 @@ def of_groups(fields_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr
 
 @triton.jit
 def groups_of(scales_ptr, zeros_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """Scales and zeros of a tile's codes in the groups of some columns. Constants take the place of
-    absent zeros, and of scales of whole rows, which multiply sums at the end."""
+    """Scales, and zeros or minima, of a tile's codes in the groups of some columns. Constants take
+    the place of absent zeros, and of scales of whole rows, which multiply sums at the end."""
     scale, zero = 1.0, 0
     if FORM.wide > 0:
         scale = of_groups(scales_ptr, column, live, FORM, SLICES)
@@ -186,21 +188,29 @@ def tile_groups(
 @triton.jit
 def without_zeros(numbers, zero, FORM: tl.constexpr):
     """int4 numbers as of `decoded_halves` minus their zeros."""
-    if FORM.has_zeros:
+    if FORM.has_minima:
+        return numbers - tl.full([], 128.0, numbers.dtype)
+    elif FORM.has_zeros:
         return numbers - (zero.to(tl.int32) + 128).to(numbers.dtype)
     else:
         return numbers - tl.full([], 136.0, numbers.dtype)
 
 
 @triton.jit
-def add_scaled(x, numbers, scale, sums, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """sums + (numbers @ x.T) * scale, slice by slice; without scales where they are of rows."""
+def add_scaled(x, numbers, scale, zero, sums, FORM: tl.constexpr, SLICES: tl.constexpr):
+    """sums + (numbers @ x.T) * scale, slice by slice; without scales where they are of rows.
+
+    Minima, in the place of zeros, are multiplied by sums of x, so that no number is rounded.
+    """
     if FORM.wide == 0:
         sums = add_product(x, numbers, sums, SLICES, True)
     else:
         none = tl.zeros(sums.shape, tl.float32)
         found = add_product(x, numbers, none, SLICES, True)
         sums += corrected(found, FORM, x.dtype) * scale_of(scale)
+    if FORM.has_minima:
+        x_sums = tl.sum(x.to(tl.float32), axis=-1, keep_dims=True)
+        sums -= scale_of(zero) * transposed(x_sums, SLICES)
     return sums
 
 
@@ -218,15 +228,15 @@ def add_stored(
     scale, zero, scale_high, zero_high = groups
     if FORM.per_code == 1:
         numbers = decoded(codes, FORM, x.dtype)
-        sums = add_scaled(x, numbers, scale, sums, FORM, SLICES)
+        sums = add_scaled(x, numbers, scale, zero, sums, FORM, SLICES)
     else:
         low, high = decoded_halves(codes, FORM, x.dtype)
         if FORM.kind == "int4":
             low = without_zeros(low, zero, FORM)
             high = without_zeros(high, zero_high, FORM)
         if FORM.is_apart or FORM.wide == 0:
-            sums = add_scaled(x, low, scale, sums, FORM, SLICES)
-            sums = add_scaled(x_high, high, scale_high, sums, FORM, SLICES)
+            sums = add_scaled(x, low, scale, zero, sums, FORM, SLICES)
+            sums = add_scaled(x_high, high, scale_high, zero_high, sums, FORM, SLICES)
         else:
             found = add_product(x, low, tl.zeros(sums.shape, tl.float32), SLICES, True)
             found = add_product(x_high, high, found, SLICES, True)
@@ -336,7 +346,7 @@ def stored_rows_kernel(
     scaled_ptr,  # [T, N], out times norm, out; only with norm
     out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
     scales_ptr,  # [N / FORM.high, FORM.groups]
-    zeros_ptr,  # the same shape, uint8, or None
+    zeros_ptr,  # the same shape, uint8, or minima of the scales' dtype, or None
     x_scales_ptr,  # [T] fp32, of terms; else None
     partial_ptr,  # [1, or 2 with ACTIVATION, SPLITS, T, N] fp32, out; only with SPLITS > 1
     counters_ptr,  # [>= row blocks * N / BLOCK_N] int32, zeros; only with SPLITS > 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec_kernels.gpu import MULTIPROCESSORS, gpu_of, power_of_2_from, power_of_2_to
 from specdec_kernels.linear.stored import BLOCK, FP8, KINDS, Stored
-from specdec_kernels.linear.tile_tables import STORED, TERMS, Tiles
+from specdec_kernels.linear.tile_tables import FINE, STORED, TERMS, Tiles
 from specdec_kernels.tiles import first_fit
 
 LEAST = 512  # numbers of a row in each split of a sum
@@ -28,6 +28,8 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     kinds = STORED.get(weight.storage.kind)
     if kinds is None:
         return None
+    if weight.storage.has_minima or 0 < weight.storage.group[1] < 32:
+        kinds = FINE
     features = weight.shape[0] // (2 if kind == "gate" else 1)
     tiles = first_fit(kinds[kind], (x.shape[0], features), (weight.shape[1],))
     if tiles is None:
@@ -81,6 +83,9 @@ def slices_for(weight: Stored, tiles: Depth) -> int | None:
     if kind.per_code == 2:
         size = math.gcd(size, BLOCK // 2, width % BLOCK // 2)
         assert tiles.block_k % BLOCK == 0
-    if size & (size - 1) or size < SLICE or (kind.per_code == 1 and weight.zeros is not None):
+    has_zeros, has_minima = weight.storage.has_zeros, weight.storage.has_minima
+    if (has_zeros and kind.per_code == 1) or (has_minima and not wide):
+        return None
+    if size & (size - 1) or size < SLICE:
         return None
     return max(tiles.slices, tile // size)

@@ -138,6 +138,17 @@ _HALVES: Products = {
         *_BYTES["add"][2:],
     ),
 }
+# With minima, or groups of fewer than 32 columns: larger tiles have more sums, or sums of x, than
+# registers (by the compiler's count; not timed).
+FINE: Products = {
+    kind: (
+        Case(Tiles(8, 16, 256, 4, splits, 256, 4, 3), (8, ANY), (0,)),
+        Case(Tiles(16, 16, 256, 4, splits, 256, 4, 3), (16, ANY), (0,)),
+        Case(Tiles(32, 32, 128, 1, 0, 256, 8, 3), (32, ANY), (0,)),
+        Case(Tiles(64, 32, 128, 1, 0, 256, 8, 3), (64, ANY), (0,)),
+    )
+    for kind, splits in (("norm", 1), ("gate", 1), ("add", 2))
+}
 STORED_ROWS = 64  # most rows of a product that reads a stored weight; more have it made plain
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
 

@@ -82,11 +82,13 @@ async def look_at(
 
 
 def _sglang_k(info: Mapping[str, Any]) -> int:
-    """Steps of the draft. N-grams tell a number of tokens, and one of them is the target's."""
+    """Tokens of a chain, of which one is the target's; where drafts are trees their steps."""
     if info["speculative_algorithm"] is None:
         return 0
     steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
-    return int(steps) if steps is not None else max(0, int(tokens or 1) - 1)
+    if steps is not None and (tokens is None or info.get("speculative_eagle_topk") != 1):
+        return int(steps)
+    return max(0, int(tokens or 1) - 1)  # drafters of blocks say one step, n-grams none
 
 
 def _chosen(

@@ -107,6 +107,10 @@ class HeadConfig:
         """Numbers of weights that are held in another form, by name."""
         return {}
 
+    def carried_bytes(self, itemsize: int) -> int:
+        """Bytes that are kept of a sequence beside the keys of each block."""
+        return self.hidden_size * itemsize * self.carries
+
     @property
     def has_confidence(self) -> bool:
         """As in `models.draft.Draft`."""

@@ -35,6 +35,7 @@ from specdec_cli.models.spec import ModelSpec
 # A head from settings of its own kind, weights, and the number of positions that it may use. All
 # ranks that share it make it together.
 Make = Callable[[Any, HeadWeights, int, TensorParallel], Head]
+Bind = Callable[[Head, KVCache], PagedHead]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class HeadDescription:
     borrows: frozenset[str]
     gathers_head: bool
     parallel: TensorParallel
+    bind: Bind = PagedHead
 
     has_experts: ClassVar[bool] = False
     shared: ClassVar[tuple[str, ...]] = ()
@@ -142,8 +144,8 @@ class HeadDescription:
         return found
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its cache, and of the vector [H] that may be carried with it."""
-        carried = self.config.hidden_size * self.dtype.itemsize * self.config.carries
+        """Bytes of one block of its cache, and of what is carried with it."""
+        carried = self.config.carried_bytes(self.dtype.itemsize)
         held = block_bytes(self.layers, block_size, cache_dtype(self.spec, self.dtype))
         return held + carried
 
@@ -182,7 +184,7 @@ class HeadDescription:
             )
         kind = cache_dtype(self.spec, self.dtype)
         cache = KVCache(self.layers, 0, block_size, kind, device)
-        return PagedHead(self.make(config, weights, self.max_len, ranks), cache)
+        return self.bind(self.make(config, weights, self.max_len, ranks), cache)
 
 
 def describe_head(
@@ -193,11 +195,12 @@ def describe_head(
     max_len: int,
     read: Callable[[str, Path, int], HeadConfig],
     make: Make,
+    bind: Bind = PagedHead,
 ) -> HeadDescription:
     """Read a head's config and the names of its weights, and check them against its target.
 
     parallel: its ranks. max_len: positions that passes may use. read: gives the settings of the
-    head by its name, its folder and the number of the target's layers.
+    head by its name, its folder and the number of the target's layers. bind: puts it over a cache.
 
     Raises `SetupError`, which names the key or the tensor, where they do not fit, `UsageError` for
     weights in fp8, and what `read` raises.
@@ -242,6 +245,7 @@ def describe_head(
         borrows=borrows,
         gathers_head=is_apart and HEAD in borrows,
         parallel=parallel,
+        bind=bind,
     )
 
 

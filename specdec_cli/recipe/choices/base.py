@@ -13,6 +13,8 @@ from specdec_cli.recipe.choices.forms import DraftForm
 WeightsFrom = Literal["none", "draft", "target"]
 
 Setting = Callable[[str, str], Any]  # a recipe's value by section and key, None where it has none
+# SGLang's values for k, by the names of its flags behind --speculative-
+SglangValues = Callable[[int], dict[str, str | int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +45,28 @@ def drafted(
     return VllmConfig(config, tuple(found))
 
 
+def sglang_block(algorithm: str) -> SglangValues:
+    """For a method that drafts k tokens at once."""
+    return lambda k: {"algorithm": algorithm, "num-draft-tokens": k + 1}
+
+
+def sglang_steps(algorithm: str) -> SglangValues:
+    """For a method that takes k steps, one token each."""
+    return lambda k: sglang_block(algorithm)(k) | {"num-steps": k, "eagle-topk": 1}
+
+
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
     """what: a few words for the recipe's reference. weights_from: where the method's weights are:
     in the draft that the recipe names, or in the target's own files. to_vllm: makes vLLM's config
-    from a recipe and the draft's name; None if vLLM has no such method. to_sglang: its name in
-    SGLang, likewise. form: of its drafts; None
-    for models that transformers knows. code: a plugin's `methods.Method`.
+    from a recipe and the draft's name; None if vLLM has no such method. to_sglang: likewise. form:
+    of its drafts; None for models that transformers knows. code: a plugin's `methods.Method`.
     """
 
     what: str = ""
     weights_from: WeightsFrom = "none"
     to_vllm: Callable[[Setting, str | None], VllmConfig] | None = None
-    to_sglang: str | None = None
+    to_sglang: SglangValues | None = None
     form: DraftForm | None = None
     code: Any = None
 
@@ -63,12 +74,10 @@ class MethodChoice:
 def sglang_flags(choice: MethodChoice, k: int, draft: str | None) -> list[tuple[str, str]]:
     """SGLang's flags for a method that it has. draft: where its own weights are."""
     assert choice.to_sglang is not None
-    found = [("algorithm", choice.to_sglang), ("num-draft-tokens", str(k + 1))]
-    if choice.weights_from != "none":
-        found += [("num-steps", str(k)), ("eagle-topk", "1")]
+    found = choice.to_sglang(k)
     if choice.weights_from == "draft" and draft is not None:
-        found.append(("draft-model-path", draft))
-    return [(f"--speculative-{name}", value) for name, value in found]
+        found["draft-model-path"] = draft
+    return [(f"--speculative-{name}", str(value)) for name, value in found.items()]
 
 
 @dataclass(frozen=True, slots=True)

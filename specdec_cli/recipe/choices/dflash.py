@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from specdec_cli.recipe.choices import forms
-from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted
+from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted, sglang_block
 from specdec_cli.recipe.choices.forms import DraftForm, speculator
 from specdec_cli.recipe.fields import Section
 
@@ -29,11 +29,16 @@ def _dspark_to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
     return drafted("dspark", "drafter", setting, draft, notes)
 
 
+def _dspark_to_sglang(k: int) -> dict[str, str | int]:
+    """SGLang refuses a k that differs from the drafter's `block_size` unless it is said twice."""
+    return sglang_block("DSPARK")(k) | {"dspark-block-size": k}
+
+
 DFLASH = MethodChoice(
     "a drafter of a whole block in one pass",
     weights_from="draft",
     to_vllm=_to_vllm,
-    to_sglang="DFLASH",
+    to_sglang=sglang_block("DFLASH"),
     form=DraftForm(
         "a DFlash drafter", (forms.DFLASH,), (forms.DSPARK, speculator("dflash", others=True))
     ),
@@ -42,5 +47,6 @@ DSPARK = MethodChoice(
     "the same with a head that reads the token drawn before",
     weights_from="draft",
     to_vllm=_dspark_to_vllm,
+    to_sglang=_dspark_to_sglang,
     form=DraftForm("a DSpark drafter", (forms.DSPARK,), (speculator("dspark", others=True),)),
 )

@@ -1,6 +1,6 @@
 """A draft model in vLLM's config."""
 
-from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted
+from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted, sglang_steps
 
 
 def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
@@ -13,5 +13,5 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
 
 
 DRAFT_MODEL = MethodChoice(
-    "a smaller model", weights_from="draft", to_vllm=_to_vllm, to_sglang="STANDALONE"
+    "a smaller model", weights_from="draft", to_vllm=_to_vllm, to_sglang=sglang_steps("STANDALONE")
 )

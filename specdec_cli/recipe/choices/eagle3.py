@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from specdec_cli.recipe.choices import forms
-from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted
+from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted, sglang_steps
 from specdec_cli.recipe.choices.forms import DraftForm, first_seen, named, speculator
 from specdec_cli.recipe.fields import CountOrZero, Section
 
@@ -86,6 +86,6 @@ EAGLE3 = MethodChoice(
     "a head that reads the target's hidden states",
     weights_from="draft",
     to_vllm=_to_vllm,
-    to_sglang="EAGLE3",
+    to_sglang=sglang_steps("EAGLE3"),
     form=FORM,
 )

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted
+from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted, sglang_steps
 from specdec_cli.recipe.choices.forms import DraftForm, speculator
 from specdec_cli.recipe.fields import Section
 
@@ -37,7 +37,7 @@ MTP = MethodChoice(
     "modules for multi-token prediction in the target's own checkpoint",
     weights_from="target",
     to_vllm=_to_vllm,
-    to_sglang="NEXTN",
+    to_sglang=sglang_steps("NEXTN"),
 )
 MTP_MODULE = MethodChoice(
     "such a module in a folder of its own",

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field, StrictInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig
+from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, sglang_block
 from specdec_cli.recipe.fields import Count, Section
 
 
@@ -38,4 +38,6 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
     )
 
 
-NGRAM = MethodChoice("looks the text's end up in the text", to_vllm=_to_vllm, to_sglang="NGRAM")
+NGRAM = MethodChoice(
+    "looks the text's end up in the text", to_vllm=_to_vllm, to_sglang=sglang_block("NGRAM")
+)

@@ -119,7 +119,8 @@ def test_each_code_is_its_number() -> None:
 KEPT = [
     Storage(FP8, (1, 0)),
     Storage(INT4, (1, 32), scales=torch.float16),
-    Storage(INT4, (1, 0), scales=torch.bfloat16),
+    Storage(INT4, (1, 32), scales=torch.float16, has_minima=True),
+    Storage(INT4, (1, 0), True, torch.bfloat16),
     Storage(INT8, (1, 64), scales=torch.bfloat16),
     Storage(MXFP4, (1, 32), scales=torch.uint8),
 ]
@@ -145,14 +146,16 @@ def test_numbers_of_each_kind(storage: Storage, size: tuple[int, ...]) -> None:
             assert columns.num_bytes == storage.num_bytes((*size[:-1], stop - start))
 
 
-def test_four_bits_with_zeros() -> None:
+@pytest.mark.parametrize("has_minima", [False, True])
+def test_four_bits_with_zeros_or_minima(has_minima: bool) -> None:
     numbers = torch.arange(256, dtype=torch.uint8).view(2, 128) % 16
     zeros = torch.tensor([[0, 15, 8, 3], [16, 1, 7, 9]], dtype=torch.uint8)
     scales = torch.tensor([[1.0, 2.0, -0.5, 0.0], [3.0, float("inf"), 6e-8, 1.0]]).half()
-    storage = Storage(INT4, (1, 32), has_zeros=True, scales=torch.float16)
+    storage = Storage(INT4, (1, 32), not has_minima, torch.float16, has_minima)
     found = Stored(packed(numbers), scales, zeros, storage).plain(torch.float32)
-    each = [t.float().repeat_interleave(32, 1) for t in (zeros, scales)]
-    assert torch.equal(found.nan_to_num(7.0), ((numbers - each[0]) * each[1]).nan_to_num(7.0))
+    shift, scale = (t.float().repeat_interleave(32, 1) for t in (zeros, scales))
+    want = numbers * scale - shift if has_minima else (numbers - shift) * scale
+    assert torch.equal(found.nan_to_num(7.0), want.nan_to_num(7.0))
 
 
 def test_scales_of_bytes_are_powers() -> None:

@@ -22,6 +22,7 @@ from specdec_kernels.linear.tile_tables import Tiles
 from specdec_kernels.linear.tiles import RowTiles
 from torch import Tensor
 
+MINIMA = Storage("int4", (1, 32), scales=torch.float32, has_minima=True)
 FORMS = {
     "fp8": (Storage("fp8"), 200),
     "fp8-blocks": (Storage("fp8", (32, 128)), 384),
@@ -30,6 +31,8 @@ FORMS = {
     "int4-rows": (Storage("int4"), 256),
     "int4-rows-zeros": (Storage("int4", has_zeros=True), 256),
     "int4-zeros": (Storage("int4", (1, 32), True, torch.float16), 256),
+    "int4-minima": (MINIMA, 2 * 128 + 64),
+    "int8-minima": (Storage("int8", (1, 16), scales=torch.float16, has_minima=True), 272),
     "mxfp4": (Storage("mxfp4", (1, 32), scales=torch.uint8), 2 * 128 + 64),
 }
 EPS = 1e-5
@@ -46,13 +49,15 @@ def filled(storage: Storage, rows: int, width: int, device: torch.device) -> Sto
     scales = 0.01 + torch.rand(shape, generator=generator)
     if storage.scales == torch.uint8:
         scales = torch.randint(120, 130, shape, generator=generator)
-    zeros = torch.randint(0, 16, shape, generator=generator).to(torch.uint8)
-    held = Stored(
-        codes.view(kind.codes),
-        scales.to(storage.scales),
-        zeros if storage.has_zeros else None,
-        storage,
-    )
+    zeros = None
+    if storage.has_zeros:
+        zeros = torch.randint(0, 16, shape, generator=generator).to(torch.uint8)
+    if (
+        storage.has_minima
+    ):  # like a middle of codes; half floats, whose products with codes are exact
+        scales = scales.half()
+        zeros = (scales * 16 * torch.rand(shape, generator=generator)).to(storage.scales)
+    held = Stored(codes.view(kind.codes), scales.to(storage.scales), zeros, storage)
     return held.copied(device)
 
 
@@ -81,7 +86,7 @@ def test_products_are_those_with_the_plain_weight(name, rows, dtype, device) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["fp8", "int4-zeros", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8", "int4-zeros", "int4-minima", "mxfp4"])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_gates_and_sums_of_splits(name, splits, dtype, device) -> None:
     storage, width = FORMS[name]
@@ -166,14 +171,20 @@ def test_a_plain_weight_is_the_reference_bit_for_bit(name, dtype, device) -> Non
 
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), 1e-42], ids=["zero", "inf", "denormal"])
-def test_odd_scales_are_multiplied_like_others(scale, device) -> None:
-    weight = filled(Storage("fp8"), 32, 128, device)
+@pytest.mark.parametrize("storage", [Storage("fp8"), MINIMA], ids=["fp8", "minima"])
+def test_odd_scales_are_multiplied_like_others(storage, scale, device) -> None:
+    weight = filled(storage, 32, 256, device)
+    if weight.zeros is not None:  # scales and minima that are those of a row
+        weight.scales.copy_(weight.scales[:, :1])
+        weight.zeros.copy_(weight.zeros[:, :1])
     weight.scales[3] = scale
-    x = normal(2, 128, dtype=torch.float32, device=device).abs() + 1
+    x = normal(2, 256, dtype=torch.float32, device=device).abs() + 1
     made = kernel_for("add", x, weight)
     assert made is not None
-    out, codes = made(x, weight)[0], weight.codes.double()
+    out, codes = made(x, weight)[0], KINDS[storage.kind].decode(weight.codes).double()
     want = (x.double() @ codes.T) * weight.scales[:, 0].double()
+    if weight.zeros is not None:
+        want -= x.double().sum(1, keepdim=True) * weight.zeros[:, 0].double()
     kept = torch.arange(32, device=device) != 3
     assert_close("others", want[:, kept], out[:, kept], 1e-5)
     assert torch.allclose(out[:, 3].double(), want[:, 3], rtol=1e-3, atol=1e-44)
@@ -182,6 +193,8 @@ def test_odd_scales_are_multiplied_like_others(scale, device) -> None:
 def test_forms_that_the_kernel_does_not_read_have_no_tiles() -> None:
     x = torch.empty(1, 48)
     cpu = torch.device("cpu")
+    for storage in (Storage("int8", (1, 64), True), Storage("int4", has_minima=True)):
+        assert choose_stored_tiles("norm", x, storage.quantised(torch.ones(8, 128))) is None
     assert choose_stored_tiles("norm", x, filled(Storage("int4", (1, 8)), 8, 48, cpu)) is None
     assert (
         choose_stored_tiles("norm", torch.empty(300, 128), filled(Storage("fp8"), 8, 128, cpu))
@@ -193,7 +206,7 @@ def test_forms_that_the_kernel_does_not_read_have_no_tiles() -> None:
 FEW_AND_GROUPED = [
     pytest.param(rows, name, marks=[pytest.mark.slow] * ((rows, name) == (2, "mxfp4")))
     for rows in (2, 18)
-    for name in ("fp8", "int4-zeros", "mxfp4")
+    for name in ("fp8", "int4-zeros", "mxfp4", *["int4-minima"] * (rows == 2))
 ]
 
 
@@ -237,6 +250,7 @@ LANES = {
     "int8-groups": (Storage("int8", (1, 64), scales=torch.bfloat16), 320),
     "int4-zeros": (Storage("int4", (1, 128), True, torch.float16), 640),
     "int4-rows": (Storage("int4", has_zeros=True), 320),
+    "int8-minima": (FORMS["int8-minima"][0], 272),
 }
 
 

@@ -118,11 +118,13 @@ class Eagle3Config(HeadConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PEagleConfig(Eagle3Config):
     """A head that drafts all tokens in one pass. mask_id: the token that rows of masks embed, which
-    read `mask_hidden` in place of features."""
+    read `mask_hidden` in place of features. most_drafted: tokens of the longest round."""
 
     noun: ClassVar[str] = "P-EAGLE head"
+    carries: ClassVar[bool] = False
 
     mask_id: int
+    most_drafted: int = 1
 
     @property
     def facts(self) -> dict[str, str]:
@@ -139,7 +141,11 @@ class PEagleConfig(Eagle3Config):
         return {"mask_hidden": self.hidden_size}
 
     def passes(self, k: int) -> Passes:
-        return Passes(1 + (k > 1), k)
+        return Passes(1, k + 1)
+
+    def carried_bytes(self, itemsize: int) -> int:
+        """The rows that may wait for a round's pass, and their number."""
+        return (self.most_drafted + 1) * self.hidden_size * itemsize + 8
 
 
 Config = TypeVar("Config", bound=Eagle3Config)
