@@ -75,42 +75,46 @@ def fields_of(kind: str, blocks: Tensor, storage: Storage) -> list[Tensor]:
     of `shared_by`. Raises `ValueError` for scales and minima that are not finite in their dtype.
     """
     layout = KEPT[kind]
-    parts = dict(zip(layout.fields, blocks.split(list(layout.fields.values()), -1), strict=True))
-    if (whole := parts.get("whole")) is not None:
-        numbers = whole.view(torch.int8)
-    else:
-        numbers, middle = _spread(parts["low"], layout.low, 4), 8
-        if "high" in parts:
-            width, bits = layout.high
-            numbers, middle = numbers | _spread(parts["high"], width, bits) << 4, 8 << bits
-        numbers = numbers.to(torch.int8).sub_(0 if "m" in parts else middle)
-    numbers = numbers.flatten(-2)
-    is_signed = storage.kind == INT4 and not storage.has_minima
-    codes = packed(numbers.add(8 * is_signed).to(torch.uint8)) if storage.kind == INT4 else numbers
-    factors = [_factor(parts["d"]), *([_factor(parts["m"])] if "m" in parts else [])]
-    if "scales" in parts:
-        shares = _shares(parts["scales"]) if "m" in parts else [parts["scales"].view(torch.int8)]
-        factors = [factor * share for factor, share in zip(factors, shares, strict=True)]
-    elif "m" in parts:  # added where those of the K types are subtracted
-        factors[1] = -factors[1]
+    sizes = list(layout.fields.values())
+    parts = dict(zip(layout.fields, blocks.split(sizes, -1), strict=True))
+    numbers, factors = _numbers(layout, parts).flatten(-2), _factors(parts)
+    if storage.kind == INT4:
+        numbers = packed(numbers.add(0 if storage.has_minima else 8).to(torch.uint8))
     if storage.has_minima and "m" not in parts:
         factors.append(torch.zeros_like(factors[0]))
     repeats = layout.storage.group[1] // storage.group[1]
     shared = [f.flatten(-2).repeat_interleave(repeats, -1).to(storage.scales) for f in factors]
     if not all(bool(field.isfinite().all()) for field in shared):
         raise ValueError(f"scales that are no numbers, or too large for {storage.scales}")
-    return [codes, *shared]
+    return [numbers, *shared]
+
+
+def _numbers(layout: Layout, parts: dict[str, Tensor]) -> Tensor:
+    """int8 [..., B, numbers of a block]; those of types without minima have both signs."""
+    if (whole := parts.get("whole")) is not None:
+        return whole.view(torch.int8)
+    numbers, middle = _spread(parts["low"], layout.low, 4), 8
+    if "high" in parts:
+        width, bits = layout.high
+        numbers, middle = numbers | _spread(parts["high"], width, bits) << 4, 8 << bits
+    return numbers.to(torch.int8).sub_(0 if "m" in parts else middle)
+
+
+def _factors(parts: dict[str, Tensor]) -> list[Tensor]:
+    """The scales of the groups of each block, and their minima if they have some, fp32."""
+    found = [parts[f].contiguous().view(torch.float16).float() for f in "dm" if f in parts]
+    if "scales" in parts:
+        shares = _shares(parts["scales"]) if "m" in parts else [parts["scales"].view(torch.int8)]
+        found = [factor * share for factor, share in zip(found, shares, strict=True)]
+    elif "m" in parts:  # added where those of the K types are subtracted
+        found[1] = -found[1]
+    return found
 
 
 def _spread(content: Tensor, width: int, bits: int) -> Tensor:
     """Numbers of so many bits: of each `width` bytes the lowest bits of all, then the next ones."""
     parts, mask = content.unflatten(-1, (-1, width)), (1 << bits) - 1
     return torch.stack([parts >> at & mask for at in range(0, 8, bits)], -2).flatten(-3)
-
-
-def _factor(content: Tensor) -> Tensor:
-    """Half floats, [..., 1] of two bytes, in fp32."""
-    return content.contiguous().view(torch.float16).float()
 
 
 def _shares(codes: Tensor) -> list[Tensor]:
