@@ -22,6 +22,7 @@ from specdec_cli.models.config import dtype_of, eos_ids_of, max_len_of, read_con
 from specdec_cli.models.draft import Passes, Reading
 from specdec_cli.models.fused import busy_width, bytes_held_twice, fuse, is_fusable
 from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
+from specdec_cli.models.gguf.blocks import KEPT
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kinds_of
@@ -80,12 +81,13 @@ class Description(Unfilled):
     @property
     def notes(self) -> dict[str, str]:
         """Facts for the record of a run, by a word for each."""
-        stored = quantisation(self.module.config)
+        stored, some = quantisation(self.module.config), ""
         if is_gguf(self.place):
-            stored = f"GGUF ({kinds_of(read_model(self.place))})"
+            kinds = kinds_of(read_model(self.place))
+            stored = f"GGUF ({', '.join(kinds)})"
+            some = f"{' and '.join(kind for kind in kinds if kind in KEPT)} "
         found = cache_note(self.spec, self.place)
         if stored is not None:
-            some = "Q4_0 and Q8_0 " if is_gguf(self.place) else ""
             is_kept = self.keeps_stored and self.spec.weights != FP8
             how = f"{stored}, {some}as stored" if is_kept else f"dequantised from {stored}"
             found["weights"] = f"{how}, quantised to fp8" if self.spec.weights == FP8 else how

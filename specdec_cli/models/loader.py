@@ -134,7 +134,7 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
         plain, unused = gguf_readers(module, header, description.dtype)
         as_stored = kept_readers(module, header) if spec.weights != FP8 else {}
         kept: dict[str, ReadWeight] = {
-            name: stored_reader(read, held[name])
+            name: stored_reader(partial(read, held[name].stored_as), held[name])
             for name, (_, read) in as_stored.items()
             if name in held
         }
