@@ -28,7 +28,7 @@ from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kinds_of
 from specdec_cli.models.held import borrowed_weights, held_bytes
 from specdec_cli.models.kv_scales import cache_dtype, cache_note, read_scales
-from specdec_cli.models.loader import Unfilled, load
+from specdec_cli.models.loader import Names, Unfilled, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.pass_bytes import PassShapes, peak_bytes
 from specdec_cli.models.refusals import Unsupported
@@ -211,12 +211,12 @@ def describe_config(
     config: Any,
     device: torch.device,
     parallel: TensorParallel,
-    renamed: Callable[[str], str | None] | None = None,
+    names: Names | None = None,
 ) -> Description:
-    """`describe` for transformers' `config` of what lies at `place`. renamed: see `Description`."""
+    """`describe` for transformers' `config` of what lies at `place`. names: see `Description`."""
     try:
         check_config(config, spec.name)
-        is_whole = spec.load_format != "dummy" and renamed is None
+        is_whole = spec.load_format != "dummy" and names is None
         if is_whole and (held := layers_held(place)) is not None:
             check_layers(config, spec.name, held)
         dtype = dtype_of(spec.dtype, config, device)
@@ -255,5 +255,5 @@ def describe_config(
         parallel=parallel,
         shards=shards,
         device=device,
-        renamed=renamed,
+        names=names,
     )

@@ -195,7 +195,7 @@ def test_what_cannot_stay_stored_is_told(tmp_path: Path) -> None:
         stream.seek(place.start)
         stream.write(np.float16(60000).tobytes())  # times integers of 6 bits
     load(describe(stored_in("float32", file), CPU), CPU)
-    with pytest.raises(SetupError, match=r"up_proj.weight in .* too large for torch.float16"):
+    with pytest.raises(SetupError, match=r"up_proj.weight in .* too large for float16"):
         load(describe(stored_in("bfloat16", file), CPU), CPU)
 
 

@@ -85,7 +85,8 @@ def fields_of(kind: str, blocks: Tensor, storage: Storage) -> list[Tensor]:
     repeats = layout.storage.group[1] // storage.group[1]
     shared = [f.flatten(-2).repeat_interleave(repeats, -1).to(storage.scales) for f in factors]
     if not all(bool(field.isfinite().all()) for field in shared):
-        raise ValueError(f"scales that are no numbers, or too large for {storage.scales}")
+        dtype = str(storage.scales).removeprefix("torch.")
+        raise ValueError(f"scales that are no numbers, or too large for {dtype}")
     return [numbers, *shared]
 
 
