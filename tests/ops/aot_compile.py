@@ -832,7 +832,9 @@ def compile_case(
     key = hashlib.sha256(said.encode()).hexdigest()[:32]
     if known is not None and known[0] == key:
         return key, known[1]
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True  # it holds this folder's path
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     before_wait, _, after_wait = compiled.asm["ptx"].partition("griddepcontrol.wait")
     return key, {
         "cubin": len(compiled.asm["cubin"]),
