@@ -47,8 +47,8 @@ def common_settings(
 
 
 def warnings_of_job(job: Job, chat: str) -> list[Notice]:
-    """Warnings about few threads, a cache that changes the text, the target's own sampling, and texts
-    that go to it as they are.
+    """Warnings about few threads, a cache that changes the text, the target's own sampling, and
+    texts that go to it as they are.
 
     That they have its first token already, which comes twice then; that the model has a chat
     template, and nobody chose to leave it out; or that it never reads what rows and recipe give it.

@@ -1,4 +1,4 @@
-"""The number of torch's threads on a CPU, and the time that they spin while they wait for each other.
+"""The number of torch's threads on a CPU, and the time that they spin while they wait for another.
 
 Spins are chosen before torch starts, since libgomp reads them when it is loaded.
 
