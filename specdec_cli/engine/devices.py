@@ -5,6 +5,7 @@ import torch
 from specdec_cli.core.parallel import local_rank, world_size
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.launch import spinning
+from specdec_cli.launch.rank import num_cores
 from specdec_cli.recipe import Recipe
 
 # Models smaller than this run on one CPU thread. Their products take microseconds, so threads gain
@@ -60,7 +61,7 @@ def use_few_threads(device: torch.device, weight_bytes: int) -> Notice | None:
         return None
     if world_size() > 1 or (use := spinning.others()) is None:
         return None  # ranks have their share of the processors
-    cores = spinning.num_cores()
+    cores = num_cores()
     if (few := spinning.threads_beside(use, cores)) == cores:
         return None
     torch.set_num_threads(few)

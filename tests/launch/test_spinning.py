@@ -131,7 +131,7 @@ def test_a_large_model_runs_on_the_threads_that_are_free(
 ) -> None:
     """A user's number stays, and so does that of ranks; a GPU needs none."""
     bare.setattr(spinning, "others", lambda: 1.4)
-    bare.setattr(spinning, "num_cores", lambda: 2)
+    bare.setattr("specdec_cli.engine.devices.num_cores", lambda: 2)
     if chosen is not None:
         bare.setenv("OMP_NUM_THREADS", chosen)
     before = torch.get_num_threads()
