@@ -50,6 +50,8 @@ STORAGES = {
     "int8": Storage("int8"),
     "int4": Storage("int4", (1, 128), scales=torch.bfloat16),
     "int4-32": Storage("int4", (1, 32), scales=torch.float16),
+    "int4-minima": Storage("int4", (1, 32), scales=torch.float16, has_minima=True),
+    "int8-16": Storage("int8", (1, 16), scales=torch.float16),
     "mxfp4": Storage("mxfp4", (1, 32), scales=torch.uint8),
 }
 Try = dict[str, Tiles | RowTiles | None]
