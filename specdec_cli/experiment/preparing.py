@@ -85,7 +85,12 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
     if counts:
         told = ", ".join(f"{name} ({rows} of {count} prompts)" for name, rows in counts.items())
         found.append(
-            Notice("unread_by_template", f"the chat template never reads {told}", dict(counts))
+            Notice(
+                "unread_by_template",
+                f"the chat template never reads {told}: leave it out, or pass a "
+                "--chat-template that does",
+                dict(counts),
+            )
         )
     return found
 

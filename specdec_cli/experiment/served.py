@@ -23,9 +23,10 @@ _REMARKS = {
     "tokens came early: start it without prefix caching",
     "max_tokens_cut": "the server ended texts as too long before max_new_tokens: its own limit is "
     "lower, so that texts are shorter than asked",
-    "counters_reset": "the server's counters were reset, so that acceptance is not known",
+    "counters_reset": "the server's counters were reset, so that acceptance is not known: let it "
+    "run on while it is measured",
     "other_traffic": "the server answered others too: acceptance is not known, and times are not "
-    "those of these requests alone",
+    "those of these requests alone: measure while nobody else asks it",
     "counters_late": "the server's counters fell behind its answers, so that acceptance is not "
     "known",
     "spec_details_invalid": "the server's details of rounds contradict themselves: its counters "

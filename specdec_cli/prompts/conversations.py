@@ -66,7 +66,8 @@ def unused_keys(prompts: Sequence[Prompt]) -> list[Notice]:
             "leave the key out of the rows if their text is enough",
         )
     listed = ", ".join(f"{key} ({count} of {len(prompts)} rows)" for key, count in counts.items())
-    return [Notice("unused_keys", f"these keys of the data have no effect: {listed}", dict(counts))]
+    told = f"these keys of the data have no effect: {listed}; docs/data.md lists those that have"
+    return [Notice("unused_keys", told, dict(counts))]
 
 
 def _as_conversation(
