@@ -3,6 +3,7 @@
 `test_launch.py` and `test_generate_ranks.py` start them as users do.
 """
 
+import atexit
 import os
 import select
 import signal
@@ -59,6 +60,7 @@ def forked_agent(
         return ForkedAgent(pid)
     try:
         os.setsid()
+        atexit._clear()  # an agent's own process has no temporary folders of the command to remove
         # The command may have replaced its own.
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         os.environ[seat.FOLDER] = str(folder)
