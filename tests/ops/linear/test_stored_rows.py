@@ -157,7 +157,6 @@ FEW_AND_GROUPED = [
 ]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES[::2])
 @pytest.mark.parametrize(("num_rows", "name"), FEW_AND_GROUPED)
 def test_experts_are_those_with_plain_weights(name, num_rows, dtype, device) -> None:
