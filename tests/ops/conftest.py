@@ -14,25 +14,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let `-m gpu` run every kernel test on a CUDA machine, since all use the device there.
 
     The interpreter computes in fp32, and half precision differs in loads and stores alone. So of a
-    test's cases in fp16 and in bf16 the first runs there, if it has some in fp32; others are slow.
+    test's cases in fp16 the first runs there; the others are slow.
     """
-    seen = set[tuple[str, torch.dtype]]()
-    kept = {i.nodeid.split("[")[0] for i in items if _dtype(i) == torch.float32}
+    seen = set[str]()
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
         if torch.cuda.is_available():
             if "device" in getattr(item, "fixturenames", ()):
                 item.add_marker("gpu")
-        elif (dtype := _dtype(item)) in (torch.float16, torch.bfloat16):
-            case = item.nodeid.split("[")[0], dtype
-            if case in seen and (dtype == torch.float16 or case[0] in kept):
+        elif hasattr(item, "callspec") and item.callspec.params.get("dtype") == torch.float16:
+            test = item.nodeid.split("[")[0]
+            if test in seen:
                 item.add_marker("slow")
-            seen.add(case)
-
-
-def _dtype(item: pytest.Item) -> torch.dtype | None:
-    return item.callspec.params.get("dtype") if hasattr(item, "callspec") else None
+            seen.add(test)
 
 
 @pytest.fixture
