@@ -14,7 +14,7 @@ from tests.support import CPU, TINY
 
 TYPES = GGMLQuantizationType
 # Where a block's scales are, as half floats. Any bytes make a block, if its scales are sane.
-_SCALES = {TYPES.Q4_K: (0, 2), TYPES.Q6_K: (208,)}
+_SCALES = {TYPES.Q4_K: (0, 2), TYPES.Q5_K: (0, 2), TYPES.Q6_K: (208,)}
 _FAMILY_OF = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
@@ -68,9 +68,11 @@ def save_gguf(
     named: str | None = None,
     more: dict[str, Any] | None = None,
     extra: dict[str, torch.Tensor] | None = None,
+    others: dict[str, GGMLQuantizationType] | None = None,
 ) -> Path:
     """Write a model. named: the family whose names of tensors it has. more: keys beside those of
-    the config; None leaves one out. extra: tensors that the model lacks."""
+    the config; None leaves one out. extra: tensors that the model lacks. others: types in place of
+    `kind`, by the last part of a tensor's name before "weight"."""
     writer = GGUFWriter(str(file), architecture)
     config = model.config
     rope = config.rope_parameters
@@ -91,7 +93,8 @@ def save_gguf(
     tensors = file_tensors(architecture, model, named) | (extra or {})
     for name, tensor in tensors.items():
         array, is_matrix = tensor.float().numpy(), tensor.dim() > 1 and "ffn_gate_inp" not in name
-        stored = kind if is_matrix else TYPES.F32
+        own = (others or {}).get(name.split(".")[-2], kind)
+        stored = own if is_matrix else TYPES.F32
         writer.add_tensor(name, packed(array, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

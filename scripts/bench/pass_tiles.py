@@ -4,7 +4,8 @@
         --tries add:64,64,128,1,1,512,4,6 norm:64,64,128,1,1,256,4,5+gate:64,64,128,1,1,256,8,4
 
 A try gives tiles (the fields of `Tiles`) to some linear layers: norm (q, k and v), gate (gate and
-up), out, down, or add (out and down). Three fields are those of `RowTiles`, for one row. The others
+up), out, down, or add (out and down). Three fields are those of `RowTiles`, for one row; 0 slices
+are for terms of x over stored fp8. The others
 keep their chosen tiles, as all do in the first line. There is no attention. Needs a CUDA device;
 bf16. Graphs alternate: most differences of 0.3 us a layer repeat. N processes with `--compile I/N`
 compile in advance.
@@ -50,6 +51,8 @@ STORAGES = {
     "int8": Storage("int8"),
     "int4": Storage("int4", (1, 128), scales=torch.bfloat16),
     "int4-32": Storage("int4", (1, 32), scales=torch.float16),
+    "int4-minima": Storage("int4", (1, 32), scales=torch.float16, has_minima=True),
+    "int8-16": Storage("int8", (1, 16), scales=torch.float16),
     "mxfp4": Storage("mxfp4", (1, 32), scales=torch.uint8),
 }
 Try = dict[str, Tiles | RowTiles | None]
@@ -132,6 +135,9 @@ def product(name: str, x: Tensor, weights: dict[str, Any], tries: Try) -> partia
         if isinstance(tiles, RowTiles):
             return partial(one_row_linear, x, weight, tiles)
         if isinstance(weight, Stored):
+            if tiles.slices == 0:
+                tiles = tiles._replace(slices=1)
+                return partial(stored_rows_linear, x, weight, tiles, as_terms=True)
             slices = slices_for(weight, tiles)
             assert slices is not None, "no slices fit its groups"
             return partial(stored_rows_linear, x, weight, tiles._replace(slices=slices))

@@ -59,7 +59,8 @@ def check_shared(target: Description, draft: Description, share: tuple[str, ...]
         if isinstance(theirs, StoredParameter):
             raise SetupError(
                 f"draft.share: {what} cannot be borrowed; target {target.spec.name} holds it as "
-                "its checkpoint stores it"
+                "its checkpoint stores it",
+                "target.weights: dequantise makes it plain",
             )
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             raise SetupError(

@@ -22,12 +22,13 @@ from specdec_cli.models.config import dtype_of, eos_ids_of, max_len_of, read_con
 from specdec_cli.models.draft import Passes, Reading
 from specdec_cli.models.fused import busy_width, bytes_held_twice, fuse, is_fusable
 from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
+from specdec_cli.models.gguf.blocks import KEPT
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kinds_of
 from specdec_cli.models.held import borrowed_weights, held_bytes
 from specdec_cli.models.kv_scales import cache_dtype, cache_note, read_scales
-from specdec_cli.models.loader import Unfilled, load
+from specdec_cli.models.loader import Names, Unfilled, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.pass_bytes import PassShapes, peak_bytes
 from specdec_cli.models.refusals import Unsupported
@@ -80,12 +81,13 @@ class Description(Unfilled):
     @property
     def notes(self) -> dict[str, str]:
         """Facts for the record of a run, by a word for each."""
-        stored = quantisation(self.module.config)
+        stored, some = quantisation(self.module.config), ""
         if is_gguf(self.place):
-            stored = f"GGUF ({kinds_of(read_model(self.place))})"
+            kinds = kinds_of(read_model(self.place))
+            stored = f"GGUF ({', '.join(kinds)})"
+            some = f"{' and '.join(kind for kind in kinds if kind in KEPT)} "
         found = cache_note(self.spec, self.place)
         if stored is not None:
-            some = "Q4_0 and Q8_0 " if is_gguf(self.place) else ""
             is_kept = self.keeps_stored and self.spec.weights != FP8
             how = f"{stored}, {some}as stored" if is_kept else f"dequantised from {stored}"
             found["weights"] = f"{how}, quantised to fp8" if self.spec.weights == FP8 else how
@@ -209,12 +211,12 @@ def describe_config(
     config: Any,
     device: torch.device,
     parallel: TensorParallel,
-    renamed: Callable[[str], str | None] | None = None,
+    names: Names | None = None,
 ) -> Description:
-    """`describe` for transformers' `config` of what lies at `place`. renamed: see `Description`."""
+    """`describe` for transformers' `config` of what lies at `place`. names: see `Description`."""
     try:
         check_config(config, spec.name)
-        is_whole = spec.load_format != "dummy" and renamed is None
+        is_whole = spec.load_format != "dummy" and names is None
         if is_whole and (held := layers_held(place)) is not None:
             check_layers(config, spec.name, held)
         dtype = dtype_of(spec.dtype, config, device)
@@ -253,5 +255,5 @@ def describe_config(
         parallel=parallel,
         shards=shards,
         device=device,
-        renamed=renamed,
+        names=names,
     )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from specdec_kernels.linear.stored import FP8, Stored
@@ -46,13 +46,19 @@ _LARGE = 1 << 18  # numbers of a weight whose reader leaves much memory unused
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
 
 
+class Names(Protocol):
+    """The names of a module's tensors in a file, and its own; own: None for another module's."""
+
+    def own(self, stored: str, /) -> str | None: ...
+    def stored(self, own: str, /) -> str: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfilled:
     """A model on meta, as far as its weights follow from it.
 
     place: a folder, or a GGUF file. draft_tensors: the names in its files of tensors that its draft
-    reads. renamed: the module's names of tensors in a file that holds another model too, None for
-    that one's.
+    reads. names: of the module's tensors in a file that holds another model too.
     """
 
     spec: ModelSpec
@@ -61,7 +67,7 @@ class Unfilled:
     dtype: torch.dtype
     shards: Shards = WHOLE
     draft_tensors: re.Pattern[str] | None = None
-    renamed: Callable[[str], str | None] | None = None
+    names: Names | None = None
 
 
 def load(
@@ -107,10 +113,10 @@ def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
 
 def _by_own_names(description: Unfilled, tensors: dict[str, Read]) -> dict[str, Read]:
     """A file's tensors, or those of them that the model has, by its names for them."""
-    renamed = description.renamed
-    if renamed is None:
+    names = description.names
+    if names is None:
         return tensors
-    return {own: read for name, read in tensors.items() if (own := renamed(name)) is not None}
+    return {own: read for name, read in tensors.items() if (own := names.own(name)) is not None}
 
 
 ReadWeight = Callable[[Part | None], torch.Tensor | Stored]
@@ -128,7 +134,7 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
         plain, unused = gguf_readers(module, header, description.dtype)
         as_stored = kept_readers(module, header) if spec.weights != FP8 else {}
         kept: dict[str, ReadWeight] = {
-            name: stored_reader(read, held[name])
+            name: stored_reader(partial(read, held[name].stored_as), held[name])
             for name, (_, read) in as_stored.items()
             if name in held
         }
@@ -274,6 +280,7 @@ def _checkpoint_source(
 ) -> Source:
     """Tensors from a checkpoint. Raises `SetupError` where it lacks some of the module's."""
     module, spec, tied = description.module, description.spec, description.shards.tied
+    told = description.names.stored if description.names is not None else str
     method, lent = quantisation(module.config), description.draft_tensors
     unused = [name for name in unused if lent is None or not lent.search(name)]
     if unused and method is None:
@@ -297,7 +304,7 @@ def _checkpoint_source(
             missing.append(aliases[0])
     if missing:
         raise SetupError(
-            f"the weights of {spec.name} lack {len(missing)} tensors, first {missing[0]}",
+            f"the weights of {spec.name} lack {len(missing)} tensors, first {told(missing[0])}",
             "its config and the weights do not belong together, or a file is missing",
         )
 
@@ -308,10 +315,10 @@ def _checkpoint_source(
         try:
             value = found[name](None if is_whole else part)
         except WrongShape as problem:
-            raise _wrong_shape(name, spec, list(problem.found), shape) from None
+            raise _wrong_shape(told(name), spec, list(problem.found), shape) from None
         except ValueError as problem:
             raise SetupError(
-                f"{name} of {spec.name} cannot be put together from its parts in the weights "
+                f"{told(name)} of {spec.name} cannot be put together from its parts in the weights "
                 f"({reason_of(problem)})",
                 "its config and the weights do not belong together, or a file is missing",
             ) from None
@@ -322,7 +329,7 @@ def _checkpoint_source(
         if meta.is_floating_point() and not is_plain:
             lacks = "config.json does not say how" if method is None else no_scales(name, unused)
             raise SetupError(
-                f"{name} of {spec.name} is quantised, and {lacks}",
+                f"{told(name)} of {spec.name} is quantised, and {lacks}",
                 "take the checkpoint that it was made from",
             )
         if is_whole and isinstance(value, torch.Tensor) and list(value.shape) == shape:
@@ -330,7 +337,7 @@ def _checkpoint_source(
             value = quantised(meta, value.to(device), part)
         wanted = meta.shape_written if isinstance(meta, StoredParameter) else meta.shape
         if tuple(value.shape) != tuple(wanted):
-            raise _wrong_shape(name, spec, list(value.shape), shape)
+            raise _wrong_shape(told(name), spec, list(value.shape), shape)
         return value
 
     return source

@@ -21,8 +21,9 @@ from specdec_cli.models.formats import Scheme, scheme_of
 from specdec_cli.models.fused_layer import family_of, matrices
 from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf import tensors as gguf
+from specdec_cli.models.gguf.blocks import KEPT, shared_by
 from specdec_cli.models.gguf.files import read_model
-from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.gguf.header import Header, is_gguf
 from specdec_cli.models.held import StoredParameter
 from specdec_cli.models.quantised import fields_of, read_stored
 from specdec_cli.models.refusals import Unsupported
@@ -70,12 +71,12 @@ def choose_form(
         reason = f"{key} orders the columns of groups, and products read them as they lie"
     if reason is None:
         if header is not None and wanted != FP8:
-            storages = {n: own for n, (own, _) in gguf.kept_readers(module, header).items()}
+            storages = _gguf_storages(module, header)
         else:
             storages = dict(_asked_storages(module, spec, place, scheme))
         problems = _hold_as_stored(module, storages, shards, spec.name)
         if header is not None and not (problems or stored_parameters(module)):
-            reason = "none of its matrices is Q4_0 or Q8_0, and others are dequantised"
+            reason = f"none of its matrices is {' or '.join(KEPT)}, and others are dequantised"
         elif not problems:
             return
     if reason is None:
@@ -86,6 +87,24 @@ def choose_form(
     if is_asked:
         raise UsageError(f"{spec.role}.weights: {wanted} does not suit {spec.name}: {reason}")
     _log.warning("weights of %s are dequantised: %s", spec.name, reason)
+
+
+def _gguf_storages(module: Any, header: Header) -> dict[str, Storage]:
+    """The storage of each matrix that can stay as a file has it. Those of one product share one:
+    files of Q4_K have values in Q6_K."""
+    found = {name: own for name, (own, _) in gguf.kept_readers(module, header).items()}
+    for names in _products(module):
+        own = {found[name] for name in names if name in found}
+        if len(own) > 1 and found.keys() >= set(names):
+            found |= dict.fromkeys(names, shared_by(own))
+    return found
+
+
+def _products(module: Any) -> list[list[str]]:
+    """The names of the matrices that are merged into one product, of each of them."""
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = [group for layer in module.model.layers for group in matrices(layer)]
+    return [[name_of[id(parameter)] for parameter in group] for group in groups]
 
 
 def _asked_storages(
@@ -161,9 +180,7 @@ def _hold_as_stored(
             chosen[name] = owner, leaf, held
         else:
             problems[name] = problem
-    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
-    for group in (group for layer in module.model.layers for group in matrices(layer)):
-        names = [name_of[id(parameter)] for parameter in group]
+    for names in _products(module):
         if len({chosen[n][2].stored_as if n in chosen else None for n in names}) > 1:
             told = f"{' and '.join(names)} are one product, and stored in different ways"
             for name in names:

@@ -28,27 +28,37 @@ _SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 _SPLIT = {_COLUMNS, _ROWS} | _GATHERED | _SPLIT_INPUT
 _EXPERTS = "moe_tp_experts"
 # Every rank holds these whole. (Splitting the embedding would cost an all-reduce a pass.)
-_WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise"}
+_WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
 _SINKS = ".sinks"  # a number for each head, beside its keys
+# Latent attention by whole heads: what makes the latent vectors is whole on every rank.
+_LATENT = {
+    "model.layers.*.self_attn.q_proj": _COLUMNS,
+    "model.layers.*.self_attn.q_b_proj": _COLUMNS,
+    "model.layers.*.self_attn.kv_b_proj": _COLUMNS,
+    "model.layers.*.self_attn.o_proj": _ROWS,
+}
 # Plans that transformers lacks, for the layers of a family.
 _OWN_PLANS = {
+    "deepseek_v3": _LATENT,
+    "youtu": _LATENT,
     "gpt_oss": {
         "model.layers.*.self_attn.q_proj": _COLUMNS,
         "model.layers.*.self_attn.k_proj": _COLUMNS,
         "model.layers.*.self_attn.v_proj": _COLUMNS,
         "model.layers.*.self_attn.o_proj": _ROWS,
         "model.layers.*.mlp.experts": _EXPERTS,
-    }
+    },
 }
 # A plan does not show that a family uses statistics over all of a layer's features (gemma3n does,
 # for sparse activations), which would silently change its text when split. So these are the
 # families whose logits the tests compare, split over 4 ranks.
 FAMILIES = frozenset(
     """
-    apertus arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text glm glm4
-    glm4_moe gpt_neox gpt_oss granite helium llama ministral ministral3 mistral mixtral olmo olmo2
-    olmo3 phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 starcoder2 vaultgemma youtu
+    apertus arcee cohere cohere2 cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 exaone4 gemma gemma2
+    gemma3_text gemma4_text glm glm4 glm4_moe gpt_neox gpt_oss granite helium llama mellum ministral
+    ministral3 mistral mixtral olmo olmo2 olmo3 phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3
+    starcoder2 vaultgemma youtu
     """.split()
 )
 
@@ -98,7 +108,7 @@ def shard(
         reason = f"it is not known that {kind} stays the same when it is split over ranks"
         hint += (
             "; of the common families llama, qwen2, qwen3, mistral, gemma, phi3 and olmo2 can be "
-            "split, and of those with experts qwen3_moe, mixtral, gpt_oss and glm4_moe"
+            "split, and of those with experts qwen3_moe, mixtral, gpt_oss, glm4_moe and deepseek_v3"
         )
     if reason is not None:
         raise Unsupported(name, reason, hint)

@@ -165,24 +165,32 @@ def test_ranks_share_a_draft_in_the_target_s_files(two: World, tmp_path: Path) -
     del METHODS["inside"]
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "count", "params"),
+    [
+        pytest.param("deepseek_v3", 1, SAMPLED, id="latent-sampled"),
+        pytest.param("glm4_moe", 2, GREEDY, id="two-greedy"),
+        pytest.param("deepseek_v3", 2, GREEDY, id="latent-two-greedy", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", 1, GREEDY, id="one-greedy", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", 2, SAMPLED, id="two-sampled", marks=pytest.mark.slow),
+        pytest.param("mellum", 1, SAMPLED, id="mellum-sampled", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_share_modules_in_the_target_s_files(
-    two: World, tmp_path: Path, count: int, params: dict[str, Any]
+    world: World, tmp_path: Path, family: str, count: int, params: dict[str, Any]
 ) -> None:
-    """MTP modules, whose experts are split as the target's are."""
+    """MTP modules, whose heads and experts are split over four ranks as the target's are."""
     pytest.importorskip("transformers", minversion="5.23")
     from tests.mtp_pair import save_mtp
 
-    target = save_mtp(tmp_path / "target", count=count)
+    target = save_mtp(tmp_path / "target", family, count)
     sets = {"target.model": str(target), "speculation.method": "mtp", "run.device": "cpu"}
     sets |= {"speculation.num_speculative_tokens": 2, "cache.block_size": 4, "run.batch_size": 3}
     sets |= {"sampling.max_new_tokens": NEW_TOKENS, "sampling.ignore_eos": True, **params}
     one = cases.built(0, sets, PROMPTS)
-    found = two.run(cases.built, sets | {"target.tensor_parallel_size": 2}, PROMPTS)
-    assert [x["outputs"] for x in found] == [one["outputs"]] * 2
-    assert [x["rounds"] for x in found] == [one["rounds"]] * 2
+    found = world.run(cases.built, sets | {"target.tensor_parallel_size": 4}, PROMPTS)
+    assert [x["outputs"] for x in found] == [one["outputs"]] * 4
+    assert [x["rounds"] for x in found] == [one["rounds"]] * 4
     assert sum(one["accepted"]) >= 3
     assert all(x["held"] == ["target", "draft"] for x in found)
     assert all(x["draft_bytes"] < 0.8 * one["draft_bytes"] for x in found)
@@ -205,19 +213,33 @@ def test_ranks_share_a_block_drafter(
     checked(two, save_block_pair(tmp_path), params, draft_tp)
 
 
-@pytest.mark.parametrize("kind", ["dspark", "peagle", "pard"])
-def test_ranks_share_a_drafter_of_another_kind(two: World, tmp_path: Path, kind: str) -> None:
-    if kind == "dspark":
-        pytest.importorskip("transformers", minversion="5.23")
-        from tests.block_pair import save_pair as save_block_pair
-
-        pair: Any = save_block_pair(tmp_path, "deepspec", anchor=True, markov="gated")
-    elif kind == "peagle":
+def saved(kind: str, folder: Path) -> Any:
+    """A target and a drafter of this kind."""
+    if kind == "peagle":
         from tests.engine.test_peagle import save_pair as save_masked_head
 
-        pair = save_masked_head(tmp_path, draft_vocab=80)
-    else:
+        return save_masked_head(folder, draft_vocab=80)
+    if kind == "pard":
         from tests.engine.test_pard import save_pair as save_masked_draft
 
-        pair = save_masked_draft(tmp_path)
-    checked(two, pair, SAMPLED, draft_tp=2)
+        return save_masked_draft(folder)
+    pytest.importorskip("transformers", minversion="5.23")
+    from tests.block_pair import save_pair as save_block_pair
+
+    if kind == "dflash":
+        return save_block_pair(folder)
+    return save_block_pair(folder, "deepspec", anchor=True, markov="gated")
+
+
+@pytest.mark.parametrize("kind", ["dspark", "peagle", "pard"])
+def test_ranks_share_a_drafter_of_another_kind(two: World, tmp_path: Path, kind: str) -> None:
+    checked(two, saved(kind, tmp_path), SAMPLED, draft_tp=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "peagle", "pard"])
+def test_four_ranks_share_a_drafter(world: World, tmp_path: Path, kind: str) -> None:
+    """Or two of them, or the first has it alone."""
+    pair = saved(kind, tmp_path)
+    for draft_tp in (1, 2, 4):
+        checked(world, pair, GREEDY, draft_tp)

@@ -140,6 +140,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_target_layers": 5}, "its num_target_layers is 5"),
     "sliding": ({"layer_types": ["sliding_attention"] * 2}, "layer_types is .* not built"),
     "causal": ({"causal": True}, "causal is true: that variant"),
+    "sinks": ({"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias is true: that"),
     "model type": ({"model_type": "muse_glimmer_assistant"}, "model_type is .*layers of qwen3"),
     "ids": ({"target_layer_ids": 3}, "target_layer_ids is 3"),
     "rope": ({"rope_theta": "x"}, "rope_theta is"),
@@ -252,6 +253,7 @@ MARKOV: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"markov_head_type": "tree"}, "markov_head_type is .tree.: vanilla, gated, rnn"),
     "rank": ({"markov_rank": 9}, r"markov_w1.weight has shape \[97, 8\], and \[97, 9\]"),
     "confidence": ({"enable_confidence_head": False}, "2 tensors do not belong to it, first conf"),
+    "no flag": ({"enable_confidence_head": "yes"}, "enable_confidence_head is .yes.: it has to"),
 }
 
 

@@ -13,11 +13,13 @@ from gguf import dequantize
 from gguf.constants import GGML_QUANT_SIZES
 
 from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.description import describe
+from specdec_cli.models.gguf.blocks import KEPT
+from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import TensorPlace
 from specdec_cli.models.gguf.tensors import FROM_GGUF, is_undone, read_stored
-from specdec_cli.models.held import plain_weight
+from specdec_cli.models.held import held_bytes, plain_weight
 from specdec_cli.models.loader import load
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import stored_parameters
@@ -103,36 +105,98 @@ def test_types_as_transformers_loads_them(kind: str, tmp_path: Path) -> None:
     assert_as_transformers(save_gguf(tmp_path / "m.gguf", "llama", model, TYPES[kind]))
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
-def test_blocks_stay_stored(kind: str, architecture: str, tmp_path: Path) -> None:
-    """Their numbers are those of the gguf package, in the module's order of rows, on ranks too."""
-    more: dict[str, Any] = {}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+Q4_K_M = {"attn_v": TYPES.Q6_K, "ffn_down": TYPES.Q6_K, "output": TYPES.Q6_K}
+
+
+def written(file: Path, architecture: str, kind: str, **more: Any) -> Path:
+    """A model whose embedding is not its head. Blocks of the K types have 256 numbers."""
+    sizes: dict[str, Any] = WIDE if kind.endswith("_K") or kind == "TQ2_0" else {}
     if "moe" in architecture:
-        more = DEFAULTS["qwen3moe"] | {"moe_intermediate_size": 64}
-    model = tiny_model(architecture, **more, tie_word_embeddings=False)
-    file = save_gguf(tmp_path / "m.gguf", architecture, model, TYPES[kind])
-    spec = ModelSpec("target", str(file), None, "float32", "auto", weights="stored")
+        wide = {"moe_intermediate_size": 256, "head_dim": 64}
+        sizes = DEFAULTS["qwen3moe"] | sizes | (wide if sizes else {"moe_intermediate_size": 64})
+    model = tiny_model(architecture, **sizes, initializer_range=0.05, tie_word_embeddings=False)
+    return save_gguf(file, architecture, model, TYPES[kind], **more)
+
+
+def stored_in(dtype: str, file: Path) -> ModelSpec:
+    return ModelSpec("target", str(file), None, dtype, "auto", weights="stored")
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "others"),
+    [
+        *((kind, "llama", None) for kind in KEPT),
+        *((kind, "qwen3moe", None) for kind in ("Q4_0", "Q8_0", "Q4_K")),
+        ("Q4_K", "llama", Q4_K_M),
+        ("Q4_0", "llama", {"attn_k": TYPES.Q5_1}),
+    ],
+)
+def test_blocks_stay_stored(
+    kind: str, architecture: str, others: dict[str, TYPES] | None, tmp_path: Path
+) -> None:
+    """Their numbers are those of the gguf package, in the module's order of rows, on ranks too."""
+    file = written(tmp_path / "m.gguf", architecture, kind, others=others)
+    spec = stored_in("float32", file)
     want = dict(load(describe(replace(spec, weights="dequantise"), CPU), CPU).named_parameters())
     for rank in range(3):
         parallel = ALONE if rank == 2 else TensorParallel(rank, 2, None, CPU)
         about = describe(spec, CPU, parallel)
         held = stored_parameters(load(about, CPU))
-        assert len(held) >= 12 and "model.layers.0.self_attn.q_proj.weight" in held
+        count = 2 + 5 * (architecture == "llama")
+        assert len(held) >= count and "model.layers.0.self_attn.q_proj.weight" in held
         for name, parameter in held.items():
             numbers = want[name]
             if name in about.shards.parts:
                 numbers = about.shards.parts[name].of(numbers)
             assert torch.equal(plain_weight(parameter), numbers), name
-    assert about.notes["weights"].endswith("Q4_0 and Q8_0 as stored")
+            assert held_bytes(parameter) == parameter.value.num_bytes, name
+    kinds = [kind, *(other.name for other in (others or {}).values())]
+    told = about.notes["weights"]
+    assert told.endswith(" as stored") and all(told.count(one) == 2 for one in kinds)
     texts = [
         decode(make_engine(file, None, weights=weights), [[5, 17, 31]], 0, max_new_tokens=8)
         for weights in ("stored", "dequantise")
     ]
     assert texts[0][0].tokens == texts[1][0].tokens
-    file = save_gguf(tmp_path / "other.gguf", architecture, model, TYPES.Q4_1)
-    with pytest.raises(UsageError, match="none of its matrices is Q4_0 or Q8_0"):
-        describe(replace(spec, name=str(file)), CPU)
+
+
+def test_a_mixed_file_stays_stored_as_transformers_computes_it(tmp_path: Path) -> None:
+    """As Q4_K_M is mixed: query and key in 4 bits and values in 6 are one product, in 8."""
+    file = written(tmp_path / "m.gguf", "llama", "Q4_K", others=Q4_K_M)
+    oracle = gguf_reference(file)
+    driver = Driver(paged_model(file, 120, 4, fused=True, weights="stored"), oracle, [19, 6, 33])
+    assert driver.feed([(0, 18), (0, 5), (0, 20)]) < TOLERANCE
+    found = decode(make_engine(file, None, weights="stored"), PROMPTS, 0, max_new_tokens=12)
+    for seq, prompt in zip(found, PROMPTS, strict=True):
+        assert seq.tokens[len(prompt) :] == greedy_reference(oracle, prompt, 12)
+    exact, halves = (
+        stored_parameters(load(describe(stored_in(dtype, file), CPU), CPU))
+        for dtype in ("float32", "bfloat16")
+    )
+    assert len(exact) == len(halves) == 8
+    in_4_bits = {name for name, held in exact.items() if held.stored_as.kind == "int4"}
+    assert {name.split(".")[-2] for name in in_4_bits} == {"o_proj", "gate_proj", "up_proj"}
+    for name, parameter in exact.items():
+        (codes, *shared), (same, *rounded) = parameter.value.tensors, halves[name].value.tensors
+        assert torch.equal(codes, same), name
+        for one, half in zip(shared, rounded, strict=True):
+            assert one.dtype == torch.float32 and half.dtype == torch.float16
+            assert ((half.float() - one).abs() <= one.abs() * 2**-11).all(), name
+
+
+def test_what_cannot_stay_stored_is_told(tmp_path: Path) -> None:
+    file = written(tmp_path / "other.gguf", "llama", "TQ2_0")
+    with pytest.raises(UsageError, match=r"none of its matrices is Q4_0 or .* or Q6_K"):
+        describe(stored_in("float32", file), CPU)
+    file = written(tmp_path / "m.gguf", "llama", "Q4_K")
+    place = read_model(file).tensors["blk.0.ffn_up.weight"]
+    with file.open("r+b") as stream:
+        stream.seek(place.start)
+        stream.write(np.float16(60000).tobytes())  # times integers of 6 bits
+    load(describe(stored_in("float32", file), CPU), CPU)
+    with pytest.raises(SetupError, match=r"up_proj.weight in .* too large for float16"):
+        load(describe(stored_in("bfloat16", file), CPU), CPU)
 
 
 @pytest.mark.parametrize("kind", [k for k in TYPES if is_undone(int(k))], ids=lambda k: k.name)

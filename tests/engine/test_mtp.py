@@ -138,13 +138,23 @@ def test_a_missing_tensor_is_named(target: Path, name: str, tmp_path: Path) -> N
         planned(folder)
 
 
-def test_a_projection_of_another_shape_is_refused(target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("eh_proj.weight", r"has shape \[64, 64\] .* \[64, 128\]"),
+        ("self_attn.o_proj.weight", r"has shape \[64, 32\] .* \[64, 64\]"),
+        ("hnorm.weight", "is torch.int8, which is quantised"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused_by_its_name(
+    target: Path, tmp_path: Path, name: str, told: str
+) -> None:
     folder = shutil.copytree(target, tmp_path / "narrow")
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.2.eh_proj.weight"
-    tensors[name] = tensors[name][:, :64].clone()
+    whole = tensors[name := f"model.layers.2.{name}"]
+    tensors[name] = whole.chunk(2, -1)[0].clone() if whole.dim() > 1 else whole.to(torch.int8)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(SetupError, match=rf"{name} of .* has shape \[64, 64\] .* \[64, 128\]"):
+    with pytest.raises(SetupError, match=rf"^{name} of .* {told}"):
         build(planned(folder), 12)
 
 

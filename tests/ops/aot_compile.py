@@ -32,7 +32,7 @@ from specdec_kernels.gpu import SHARED_MEMORY, Gpu, power_of_2_from
 from specdec_kernels.launch_triton import launch_options, options_of
 from specdec_kernels.linear.stored import KINDS, Storage, Stored
 from specdec_kernels.linear.stored_rows_triton import form_of
-from specdec_kernels.linear.stored_tiles import choose_stored_tiles
+from specdec_kernels.linear.stored_tiles import choose_stored_tiles, choose_terms_tiles
 from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
 from specdec_kernels.sampling.logit_rows_triton import cut
 from triton.backends.compiler import GPUTarget
@@ -145,13 +145,19 @@ def stored(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Constants of a product with a stored weight, as the launcher chooses them, and types."""
     weight, dtype = on_meta(storage, (features, width)), more.pop("dtype", torch.bfloat16)
-    tiles = choose_stored_tiles(kind, torch.empty(rows, width, dtype=dtype, device="meta"), weight)
+    x = torch.empty(rows, width, dtype=dtype, device="meta")
+    as_terms = choose_terms_tiles(kind, x, weight)
+    tiles = as_terms or choose_stored_tiles(kind, x, weight)
     assert tiles is not None
     constants = {"TILES": tiles, "FORM": form_of(weight)} | options_of(tiles)
     constants |= around(kind, width) | more
     constants |= without_zeros(storage)
+    constants |= absent(*([] if as_terms else ["x_scales"]))
     constants |= absent(*([] if tiles.splits > 1 else ["partial", "counters"]))
-    return constants, SQUARES | stored_types(storage)
+    types = SQUARES | stored_types(storage)
+    if as_terms:
+        types |= {"x_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32"}
+    return constants, types
 
 
 def around(kind: str, width: int) -> dict[str, Any]:
@@ -467,6 +473,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("fp8-1", "*bf16", stored("norm", 1, 4096, 6144, Storage("fp8"))),
             ("fp8-gate-16", "*bf16", stored("gate", 16, 4096, 28672, Storage("fp8"))),
             ("fp8-blocks-64", "*bf16", stored("add", 64, 14336, 4096, Storage("fp8", (128, 128)))),
+            ("fp8-gate-48", "*bf16", stored("gate", 48, 4096, 28672, Storage("fp8"))),
+            ("fp8-32", "*fp16", stored("norm", 32, 4096, 6144, Storage("fp8"), dtype=FP16)),
             ("int8-32", "*fp16", stored("norm", 32, 4096, 6144, Storage("int8"), dtype=FP16)),
             ("int4-add-6", "*bf16", stored("add", 6, 14336, 4096, GPTQ)),
             ("int4-zeros-48", "*bf16", stored("gate", 48, 4096, 28672, AWQ)),
@@ -477,6 +485,11 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("mxfp4-fp32", "*fp32", stored("gate", 6, 2880, 5760, MX, dtype=torch.float32)),
         ]
     },
+    "terms": (
+        *("linear.terms_triton", "terms_kernel", "*bf16"),
+        {"K": 14336, "BLOCK": 16384, "DEPENDENT": True, "num_warps": 16},
+        {"terms_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
+    ),
     **{
         f"plain-{name}": (
             *("linear.plain_triton", "plain_kernel", "*bf16"),

@@ -309,6 +309,32 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "a speculator of an unknown kind",
         'speculators_model_type: "dflash2"',
     ),
+    "dflash 2, by its class": (
+        QWEN3 | {"architectures": ["DFlash2DraftModel"], "dflash_config": {}},
+        "a successor of DFlash (DFlash 2, Domino)",
+        'architectures: ["DFlash2DraftModel"]',
+    ),
+    "domino": (
+        QWEN3
+        | {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
+        "a successor of DFlash (DFlash 2, Domino)",
+        'dflash_config.projector_type: "domino"',
+    ),
+    "dflash, by its projector": (
+        QWEN3 | {"dflash_config": {"projector_type": "dflash"}},
+        "a DFlash drafter",
+        "dflash_config",
+    ),
+    "another pard": (
+        QWEN3 | {"pard_token": 90, "spd_type": "pard3"},
+        "a draft of an unknown kind",
+        'spd_type: "pard3"',
+    ),
+    "a speculator whose kind is no word": (
+        {"speculators_model_type": ["dflash"], "mask_token_id": 90, **REDUCED},
+        "a speculator of an unknown kind",
+        "speculators_model_type",
+    ),
 }
 DIALECTS = {
     "SafeAILab": "flat",

@@ -17,7 +17,7 @@ from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.reference import Normed, linear_reference, norm_linear_reference
 from specdec_kernels.linear.stored import Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
-from specdec_kernels.linear.stored_tiles import choose_stored_tiles
+from specdec_kernels.linear.stored_tiles import choose_stored_tiles, choose_terms_tiles
 from specdec_kernels.linear.tiles import FEW_ROWS, choose_row_tiles, choose_tiles
 
 Product = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -30,15 +30,18 @@ def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
     if row_tiles is not None:
         return partial(one_row_linear, tiles=row_tiles)
     if isinstance(weight, Stored):
-        stored_tiles = choose_stored_tiles(kind, x, weight)
-        return None if stored_tiles is None else partial(stored_rows_linear, tiles=stored_tiles)
+        as_terms = choose_terms_tiles(kind, x, weight)
+        stored_tiles = as_terms or choose_stored_tiles(kind, x, weight)
+        if stored_tiles is None:
+            return None
+        return partial(stored_rows_linear, tiles=stored_tiles, as_terms=as_terms is not None)
     tiles = choose_tiles(kind, x, weight)
     return None if tiles is None else partial(few_rows_linear, tiles=tiles)
 
 
 def readable(kind: str, x: Tensor, weight: Tensor | Stored) -> Tensor | Stored:
     """The weight as it is held where a kernel reads it so for x, else its plain form."""
-    if isinstance(weight, Stored) and choose_stored_tiles(kind, x, weight) is None:
+    if isinstance(weight, Stored) and kernel_for(kind, x, weight) is None:
         return plain_triton(weight, x.dtype)
     return weight
 

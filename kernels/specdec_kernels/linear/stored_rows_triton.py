@@ -3,6 +3,9 @@
 The work around it is that of `few_rows_triton`. The weight is the left operand of every product,
 which tensor cores read from registers, and x the right one. Each slice of a tile lies in one group
 of columns; its product is multiplied by the group's scales. Those of whole rows come at the end.
+
+Codes of fp8 that meet x as terms of fp8 (see `terms_triton`) need no registers: tensor cores read
+them as they are stored. Then each row of x is two, and its sums are added up before the scales.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +43,8 @@ from specdec_kernels.linear.few_rows_triton import (
     zero_sums,
 )
 from specdec_kernels.linear.fused import Fused, prepared
-from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
+from specdec_kernels.linear.stored import BLOCK, FP8, KINDS, Stored
+from specdec_kernels.linear.terms_triton import TERMS, terms_triton
 from specdec_kernels.linear.tile_tables import Tiles
 
 HALF = tl.constexpr(BLOCK // 2)  # columns between the two numbers of a byte
@@ -322,9 +326,17 @@ def row_scaled(sums, scale, FORM: tl.constexpr, dtype: tl.constexpr):
     return sums
 
 
+@triton.jit
+def sums_of_terms(sums, TERMS: tl.constexpr):
+    """Sums [N, M * TERMS] of products with the terms of rows, those of a row side by side, as
+    [N, M]."""
+    M: tl.constexpr = sums.shape[1] // TERMS
+    return tl.sum(tl.reshape(sums, [sums.shape[0], M, TERMS]), axis=2)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def stored_rows_kernel(
-    x_ptr,  # [T, K]
+    x_ptr,  # [T, K]; or [T, TERMS, K], terms of x
     squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
     codes_ptr,  # [N, K / FORM.per_code] bytes; with ACTIVATION [2 N, ...], the gate's rows first
     bias_ptr,  # [N], or None
@@ -335,6 +347,7 @@ def stored_rows_kernel(
     out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
     scales_ptr,  # [N / FORM.high, FORM.groups]
     zeros_ptr,  # the same shape, uint8, or minima of the scales' dtype, or None
+    x_scales_ptr,  # [T] fp32, of terms; else None
     partial_ptr,  # [1, or 2 with ACTIVATION, SPLITS, T, N] fp32, out; only with SPLITS > 1
     counters_ptr,  # [>= row blocks * N / BLOCK_N] int32, zeros; only with SPLITS > 1
     num_rows,
@@ -356,6 +369,8 @@ def stored_rows_kernel(
     ROW: tl.constexpr = K // FORM.per_code  # bytes of a row of the weight, and below of a tile
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     SHARE: tl.constexpr = (ROW + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
+    OF_ROW: tl.constexpr = 1 if x_scales_ptr is None else TERMS  # rows of x for each row of out
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
 
     split = tl.program_id(1)
@@ -392,16 +407,23 @@ def stored_rows_kernel(
     if PARTS > 0:
         squares = load_squares(squares_ptr, row, row_live, PARTS, BLOCK_P)
 
-    x_ptr += row.to(tl.int64) * x_stride
-    acc = zero_sums(TILES.block_m, TILES.block_n, SLICES, True)
+    M: tl.constexpr = TILES.block_m * OF_ROW
+    x_row = tl.program_id(2) * M + tl.arange(0, M)
+    acc = zero_sums(M, TILES.block_n, SLICES, True)
     acc, acc_up = stored_sums(
-        *(x_ptr, row_live, codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
+        *(x_ptr + x_row.to(tl.int64) * x_stride, x_row < num_rows * OF_ROW),
+        *(codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
         *(first, first + SHARE, acc, acc, K, FORM, TILES, GATED, SPLITS),
     )
+    if OF_ROW > 1:
+        acc, acc_up = sums_of_terms(acc, OF_ROW), sums_of_terms(acc_up, OF_ROW)
     acc, acc_up = whole_sums(acc, acc_up, SLICES, True)
-    acc = row_scaled(acc, row_scale, FORM, out_ptr.dtype.element_ty)
+    acc = row_scaled(acc, row_scale, FORM, dtype)
     if GATED:
-        acc_up = row_scaled(acc_up, row_scale_up, FORM, out_ptr.dtype.element_ty)
+        acc_up = row_scaled(acc_up, row_scale_up, FORM, dtype)
+    if OF_ROW > 1:
+        x_scale = tl.load(x_scales_ptr + row, mask=row_live, other=0.0)[:, None]
+        acc, acc_up = acc * x_scale, acc_up * x_scale
 
     if SPLITS > 1:
         size = num_rows.to(tl.int64) * num_features
@@ -422,9 +444,12 @@ def stored_rows_kernel(
 
 
 def stored_rows_linear(
-    x: Tensor, weight: Stored, tiles: Tiles, **fused: Any
+    x: Tensor, weight: Stored, tiles: Tiles, as_terms: bool = False, **fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel for x [T, K]; `fused` as in `Fused`, results as in `Launch`."""
+    """Launch the kernel for x [T, K]; `fused` as in `Fused`, results as in `Launch`.
+
+    as_terms: whether x meets the codes as terms of fp8, which takes codes of fp8 and one slice.
+    """
     operands, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     num_rows, num_features = results[0].shape
     form, held = Form.of(weight), tiles.block_k // KINDS[weight.storage.kind].per_code
@@ -441,12 +466,16 @@ def stored_rows_linear(
         size = (2 if constants["ACTIVATION"] else 1, tiles.splits, num_rows, num_features)
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counts = counters(x.device)
-    residual = fused.get("residual")
+    residual, x_scales = fused.get("residual"), None
     if not constants["DEPENDENT"]:
         tiles = tiles._replace(prefetch=0)
+    if as_terms:
+        assert weight.storage.kind == FP8 and tiles.slices == 1
+        x, x_scales = terms_triton(x)
     stored_rows_kernel[(blocks, tiles.splits, row_blocks)](
-        *(*operands, weight.scales, weight.zeros, partial, counts, num_rows, num_features),
-        *(x.stride(0), 0 if residual is None else residual.stride(0)),
+        *(x, *operands[1:], weight.scales, weight.zeros, x_scales, partial, counts),
+        *(num_rows, num_features, x.stride(-2)),
+        0 if residual is None else residual.stride(0),
         float(fused.get("eps", 0.0)),
         FORM=form,
         TILES=tiles,

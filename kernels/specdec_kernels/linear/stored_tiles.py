@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdec_kernels.gpu import MULTIPROCESSORS, power_of_2_from, power_of_2_to
-from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
-from specdec_kernels.linear.tile_tables import FINE, STORED, Tiles
+from specdec_kernels.gpu import MULTIPROCESSORS, gpu_of, power_of_2_from, power_of_2_to
+from specdec_kernels.linear.stored import BLOCK, FP8, KINDS, Stored
+from specdec_kernels.linear.tile_tables import FINE, STORED, TERMS, Tiles
 from specdec_kernels.tiles import first_fit
 
 LEAST = 512  # numbers of a row in each split of a sum
@@ -43,6 +43,23 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
         tiles = tiles._replace(splits=min(SPLITS, most, power_of_2_from(-(-wanted // blocks))))
     slices = slices_for(weight, tiles)
     return None if slices is None else tiles._replace(slices=slices)
+
+
+def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
+    """Tiles for a product whose x [T, K] meets the codes as terms of fp8.
+
+    None where codes in registers are faster, or x or the codes do not have such terms.
+    """
+    table = TERMS.get(gpu_of(x.device).capability)
+    if table is None or weight.storage.kind != FP8 or x.dtype != torch.bfloat16:
+        return None
+    features = weight.shape[0] // (2 if kind == "gate" else 1)
+    tiles = first_fit(table[kind], (x.shape[0], features), (weight.shape[1],))
+    if tiles is None or x.shape[0] <= 16 or slices_for(weight, tiles) != 1:
+        return None
+    blocks, most = -(-features // tiles.block_n), power_of_2_to(weight.shape[1] // LEAST)
+    splits = min(SPLITS, most, power_of_2_to(MULTIPROCESSORS // blocks))
+    return tiles._replace(splits=tiles.splits or splits)
 
 
 class Depth(Protocol):

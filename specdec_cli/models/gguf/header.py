@@ -211,6 +211,11 @@ class _HeaderReader:
         return TensorPlace(self.file, shape, kind, start, stored)
 
 
+def block_bytes(kind: int) -> int:
+    """Bytes of a block of a type."""
+    return _block(kind, name_of(kind))[1]
+
+
 def _block(kind: int, name: str) -> tuple[int, int]:
     """Numbers and bytes of a block of a type."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType

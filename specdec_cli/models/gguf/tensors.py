@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from specdec_kernels.linear.stored import INT4, INT8, Storage, Stored, packed
+from specdec_kernels.linear.stored import Storage, Stored
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.gguf.header import Header, TensorPlace, name_of
+from specdec_cli.models.gguf.blocks import fields_of, kept_as
+from specdec_cli.models.gguf.header import Header, TensorPlace, block_bytes, name_of
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.weights import Part, Read, WrongShape
 from specdec_cli.text import one_line, shown
@@ -39,12 +40,8 @@ FROM_GGUF = {
 _NAMED_LIKE = {"mistral": "llama"}  # the gguf package has no names for mistral itself
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _PLAIN |= {"BF16": torch.bfloat16}
-# Others have offsets that are no whole codes (Q4_1, Q4_K), or codes of other widths.
-_KEPT = {
-    "Q4_0": Storage(INT4, (1, 32), scales=torch.float16),
-    "Q8_0": Storage(INT8, (1, 32), scales=torch.float16),
-}
 _NUMBERS_AT_ONCE = 1 << 18  # by one thread
+_KEPT_AT_ONCE = 1 << 24  # that stay stored
 _MOST_THREADS = min(4, os.cpu_count() or 1)  # numpy lets other threads run meanwhile
 _ALL = slice(None)
 _GATE_UP = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
@@ -74,13 +71,13 @@ def check_kinds(name: str, header: Header) -> None:
             raise Unsupported(name, f"the gguf package does not dequantise {name_of(kind)}")
 
 
-def kinds_of(header: Header) -> str:
+def kinds_of(header: Header) -> list[str]:
     """The types that the tensors' numbers are stored in, those with most bytes first."""
     sizes: dict[str, int] = {}
     for tensor in header.tensors.values():
         kind = name_of(tensor.kind)
         sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
-    return ", ".join(sorted(sizes, key=lambda kind: -sizes[kind]))
+    return sorted(sizes, key=lambda kind: -sizes[kind])
 
 
 def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, Read], list[str]]:
@@ -93,14 +90,20 @@ def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, 
     return found, unused
 
 
-def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, Callable[[], Stored]]]:
-    """Storages and readers of the matrices of `module` that can stay as the file has them."""
-    found: dict[str, tuple[Storage, Callable[[], Stored]]] = {}
+ReadAs = Callable[[Storage], Stored]
+
+
+def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, ReadAs]]:
+    """Storages and readers of the matrices of `module` that can stay as the file has them.
+
+    A reader takes the storage, or one that matrices share (`blocks.shared_by`).
+    """
+    found: dict[str, tuple[Storage, ReadAs]] = {}
     for name, sources, change in _sources(module, header):
         stored = [header.tensors[source] for source in sources]
         kinds = {name_of(place.kind) for place in stored}
-        if len(kinds) == 1 and (storage := _KEPT.get(kinds.pop())) is not None:
-            found[name] = storage, partial(_as_stored, stored, storage, change)
+        if len(kinds) == 1 and (storage := kept_as(kinds.pop(), module.dtype)) is not None:
+            found[name] = storage, partial(_as_stored, name, stored, change)
     return found
 
 
@@ -124,22 +127,29 @@ def _sources(module: Any, header: Header) -> Iterator[tuple[str, list[str], Chan
             yield name, sources, _layout(architecture, sources[0], module)
 
 
-def _as_stored(stored: list[TensorPlace], storage: Storage, change: Change | None) -> Stored:
-    """Blocks of 32 numbers as codes and scales: a half float, and then bytes, of which those of
-    four bits have the first 16 numbers in their low bits."""
+def _as_stored(
+    name: str, stored: list[TensorPlace], change: Change | None, storage: Storage
+) -> Stored:
+    """A matrix in `storage`; raises `SetupError`, with its name, for scales that do not fit it."""
     parts = []
     for place in stored:
         with _told(place):
             content = np.memmap(place.file, np.uint8, "r", place.start, (place.nbytes,))
-        *outer, columns = place.shape
-        blocks = torch.from_numpy(np.array(content)).view(*outer, columns // 32, -1)
-        scales, codes = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
-        if storage.kind == INT4:
-            codes = packed(torch.cat((codes & 15, codes >> 4), -1).flatten(-2))
-        else:
-            codes = codes.flatten(-2).view(torch.int8)
-        fields = (codes, scales) if change is None else (change(codes), change(scales))
-        parts.append(Stored(*fields, None, storage))
+        kind, (first, *rest) = name_of(place.kind), place.shape
+        rows = content.reshape(first, *rest[:-1], -1, block_bytes(place.kind))
+        step = max(1, _KEPT_AT_ONCE // prod(rest))
+        try:
+            pieces = [
+                fields_of(kind, torch.from_numpy(np.array(rows[at : at + step])), storage)
+                for at in range(0, first, step)
+            ]
+        except ValueError as problem:
+            raise SetupError(
+                f"{name} in {place.file} has {problem}", "run it with weights: dequantise"
+            ) from None
+        whole = [torch.cat(piece) for piece in zip(*pieces, strict=True)]
+        codes, scales, *minima = whole if change is None else map(change, whole)
+        parts.append(Stored(codes, scales, minima[0] if minima else None, storage))
     if len({part.shape for part in parts}) > 1:
         raise WrongShape(parts[0].shape)
     return parts[0] if len(parts) == 1 else Stored.joined(parts)

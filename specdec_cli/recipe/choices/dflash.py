@@ -40,7 +40,9 @@ DFLASH = MethodChoice(
     to_vllm=_to_vllm,
     to_sglang=sglang_block("DFLASH"),
     form=DraftForm(
-        "a DFlash drafter", (forms.DFLASH,), (forms.DSPARK, speculator("dflash", others=True))
+        "a DFlash drafter",
+        (forms.DFLASH,),
+        (forms.BEYOND_DFLASH, forms.DSPARK, speculator("dflash", others=True)),
     ),
 )
 DSPARK = MethodChoice(
@@ -48,5 +50,9 @@ DSPARK = MethodChoice(
     weights_from="draft",
     to_vllm=_dspark_to_vllm,
     to_sglang=_dspark_to_sglang,
-    form=DraftForm("a DSpark drafter", (forms.DSPARK,), (speculator("dspark", others=True),)),
+    form=DraftForm(
+        "a DSpark drafter",
+        (forms.DSPARK,),
+        (forms.BEYOND_DFLASH, speculator("dspark", others=True)),
+    ),
 )

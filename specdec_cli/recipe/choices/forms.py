@@ -56,7 +56,7 @@ def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
     """Signs of a config of speculators' whose kind is one of `names`, or is none of them."""
 
     def counts(value: Any) -> bool:
-        return isinstance(value, str) and (value in names) != others
+        return value is not None and (value in names) != others
 
     return tuple(
         Sign(key, counts) for key in ("speculators_model_type", "speculators_config.algorithm")
@@ -73,9 +73,9 @@ def named(pattern: str) -> Sign:
     return Sign("architectures", counts)
 
 
-def valued(key: str, *values: str) -> Sign:
-    """Sign of a key with one of these values."""
-    return Sign(key, lambda value: value in values)
+def valued(key: str, *values: str, others: bool = False) -> Sign:
+    """Sign of a key with one of these values, or with none of them."""
+    return Sign(key, lambda value: value is not None and (value in values) != others)
 
 
 def _is_count(value: Any) -> bool:
@@ -103,6 +103,12 @@ DFLASH = (
     named("dflash|museglimmerassistant"),
     Sign("dflash_config", lambda value: isinstance(value, Mapping)),
 )
+# DFlash 2, Domino and what else has grown out of DFlash.
+BEYOND_DFLASH = (
+    named(r"dflash\d|domino"),
+    valued("dflash_config.projector_type", "dflash", "dspark", others=True),
+)
 # Keys that hold the id of the mask token: all proposals come from one pass.
 MASK = tuple(map(Sign, ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")))
 PARD2 = (valued("spd_type", "pard2"), Sign("pard2_target_layers"))
+BEYOND_PARD = (*PARD2, valued("spd_type", "pard", others=True))

@@ -17,6 +17,6 @@ PARD = MethodChoice(
     form=DraftForm(
         "a PARD draft",
         ((Sign("pard_token"), valued("spd_type", "pard")),),
-        (forms.PARD2, forms.DSPARK, forms.DFLASH, forms.PEAGLE, forms.EAGLE3),
+        (forms.BEYOND_PARD, forms.DSPARK, forms.DFLASH, forms.PEAGLE, forms.EAGLE3),
     ),
 )

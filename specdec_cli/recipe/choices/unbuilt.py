@@ -7,6 +7,12 @@ _KNOWN = "eagle3", "peagle", "dspark", "dflash", "eagle", "mtp"
 
 UNBUILT = (
     DraftForm("a PARD-2 draft", (forms.PARD2,)),
+    DraftForm("a draft of an unknown kind", (forms.BEYOND_PARD,), (forms.PARD2,)),
+    DraftForm(
+        "a successor of DFlash (DFlash 2, Domino)",
+        (forms.BEYOND_DFLASH,),
+        (speculator(*_KNOWN, others=True),),
+    ),
     DraftForm(
         "an EAGLE head of the first kinds (EAGLE-1, EAGLE-2 or HASS)",
         (forms.EAGLE,),

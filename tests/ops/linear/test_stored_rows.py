@@ -12,7 +12,12 @@ from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.products_triton import kernel_for
 from specdec_kernels.linear.stored import KINDS, Storage, Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
-from specdec_kernels.linear.stored_tiles import choose_stored_tiles, slices_for
+from specdec_kernels.linear.stored_tiles import (
+    choose_stored_tiles,
+    choose_terms_tiles,
+    slices_for,
+)
+from specdec_kernels.linear.terms_triton import terms_of, terms_triton
 from specdec_kernels.linear.tile_tables import Tiles
 from specdec_kernels.linear.tiles import RowTiles
 from torch import Tensor
@@ -107,6 +112,54 @@ def test_the_next_norm_and_blocks_of_rows(dtype, device) -> None:
     assert_close("sum", want, out, TOLERANCE[dtype])
     assert_close("scaled", out.double() * norm.double(), scaled, TOLERANCE[dtype])
     assert_close("squares", out.double().square().sum(1), squares.sum(1), 1e-4)
+
+
+def test_terms_of_rows_are_exact_far_below_the_largest_number(device) -> None:
+    x = normal(6, 300, dtype=torch.bfloat16, device=device)
+    x[1] *= 2.0**-100
+    x[2, 5:] *= 2.0**-9
+    x[3] = 0
+    x[4, 7], x[5, 9] = float("inf"), float("nan")
+    terms, scales = terms_triton(x)
+    for parts, scale in (terms, scales), terms_of(x):
+        off = (parts.double().sum(1) * scale[:, None] - x.double())[:4].abs()
+        most = x[:4].double().abs().amax(1, keepdim=True)
+        assert (off <= most * 2.0**-16).all()
+        assert (off == 0)[x[:4].abs() >= most * 2.0**-9].all()
+        assert scale[4:].isnan().all()
+    assert torch.equal(terms.view(torch.uint8)[:4], terms_of(x)[0].view(torch.uint8)[:4])
+    assert torch.equal(scales[:4], terms_of(x)[1][:4])
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-blocks"])
+@pytest.mark.parametrize("activation", ["", "silu"])
+def test_products_of_terms(name, activation, device) -> None:
+    storage, width = FORMS[name]
+    weight = filled(storage, 2 * 96, width, device)
+    tiles = Tiles(16, 64, 128, 1, 2 if activation else 1, 0, 4, 3)
+    x = normal(21, width, dtype=torch.bfloat16, device=device) / 50
+    squares = x.float().square().sum(1, keepdim=True)
+    fused = {"squares": squares, "eps": EPS, "activation": activation}
+    out = stored_rows_linear(x, weight, tiles, as_terms=True, **fused)[0]
+    factor = (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()
+    want = factor * (x.double() @ weight.plain(torch.float64).T)
+    if activation:
+        gate, up = want.chunk(2, 1)
+        want = F.silu(gate) * up
+    assert_close("product", want, out, 5e-3)
+
+
+def test_terms_are_for_bf16_and_fp8_from_17_rows_on() -> None:
+    cpu = torch.device("cpu")
+    for rows, kind, dtype in (
+        (17, "fp8", torch.bfloat16),
+        (16, "fp8", torch.bfloat16),
+        (17, "int8", torch.bfloat16),
+        (17, "fp8", torch.float16),
+    ):
+        x, weight = torch.empty(rows, 256, dtype=dtype), filled(Storage(kind), 8, 256, cpu)
+        has_terms = choose_terms_tiles("norm", x, weight) is not None
+        assert has_terms == (rows == 17 and kind == "fp8" and dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -32,7 +32,11 @@ MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 }
 _JOINT = re.compile("^markov_head[.](gate_proj|joint_proj)")
 # Variants of the net that some readers know, with the value that means its plain form.
-_VARIANTS = {"use_swa": False, "causal": False, "is_neox_style": True, "attention_value_scale": 1.0}
+_VARIANTS = {
+    **dict.fromkeys(("use_swa", "causal", "add_swa_attention_sink_bias"), False),
+    "is_neox_style": True,
+    "attention_value_scale": 1.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +235,8 @@ def _heads(settings: HeadSettings, is_nested: bool, width: int) -> dict[str, Any
     if kind not in MARKOV_TYPES:
         raise settings.bad("markov_head_type", kind, f"{', '.join(MARKOV_TYPES)} are built")
     alpha = own.get("confidence_head_alpha") or 0
-    is_sure = own.get("enable_confidence_head", is_nested or alpha > 0)
-    reads_both = own.get("confidence_head_with_markov", is_nested) and rank
+    key, both = "enable_confidence_head", "confidence_head_with_markov"
+    is_sure = settings.flag(key) if key in own else is_nested or alpha > 0
+    reads_both = (settings.flag(both) if both in own else is_nested) and rank
     found = width + rank * bool(reads_both)
     return {"markov_rank": rank, "markov_type": kind, "confidence_width": found * bool(is_sure)}

@@ -7,7 +7,6 @@ and a projection with two norms before it.
 from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -49,6 +48,20 @@ class Form(NamedTuple):
             if own.startswith(f"{prefix}."):
                 return stored.format(self.first + index) + own.removeprefix(prefix)
         return self.layer.format(self.first + index) + own.removeprefix("model.layers.0.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """The names of one module, as `loader.Names`."""
+
+    form: Form
+    index: int
+
+    def own(self, stored: str, /) -> str | None:
+        return self.form.own(self.index, stored)
+
+    def stored(self, own: str, /) -> str:
+        return self.form.stored(self.index, own)
 
 
 def _deepseek(num_layers: int) -> Form:
@@ -110,10 +123,6 @@ class MtpConfig:
     def max_k(self) -> int | None:
         """A single module is run again and again; several are a chain."""
         return None if self.count == 1 else self.count
-
-    def renamed(self, index: int) -> "partial[str | None]":
-        """See `Description.renamed`."""
-        return partial(self.form.own, index)
 
     def lacks(self, index: int, missing: Collection[str]) -> SetupError:
         first = self.form.stored(index, min(missing))

@@ -21,6 +21,7 @@ from specdec_cli.models.heads.mtp.config import (
     EXTRACTED,
     NORMS,
     PROJECTION,
+    ModuleNames,
     MtpConfig,
     layer_config,
     read_module_config,
@@ -204,11 +205,16 @@ class MtpDraft:
             return {PROJECTION: drawn, **dict.fromkeys(NORMS, ones)}
         with open_tensors(self.bodies[index]) as tensors:
             for name, shape in wanted.items():
-                tensor = tensors[name]()
+                tensor, told = tensors[name](), self.config.form.stored(index, name)
                 if tuple(tensor.shape) != shape:
                     raise SetupError(
-                        f"{self.config.form.stored(index, name)} of {self.spec.name} has shape "
-                        f"{list(tensor.shape)} in the weights, and {list(shape)} by its config"
+                        f"{told} of {self.spec.name} has shape {list(tensor.shape)} in the "
+                        f"weights, and {list(shape)} by its config"
+                    )
+                if not tensor.is_floating_point() or tensor.element_size() == 1:
+                    raise SetupError(
+                        f"{told} of {self.spec.name} is {tensor.dtype}, which is quantised, and "
+                        "config.json does not say how"
                     )
                 found[name] = tensor.to(device, self.dtype).contiguous()
         return found
@@ -271,7 +277,7 @@ def _body(
     own_spec = replace(spec, weights="dequantise", name=f"{spec.name} (MTP module {index})")
     body = describe_config(
         *(own_spec, place, settings, target.device, parallel),
-        config.renamed(index),
+        ModuleNames(config.form, index),
     )
     own = {own for name in names if (own := config.form.own(index, name)) is not None}
     if names:

@@ -1,0 +1,76 @@
+"""Rows of bf16 as sums of two numbers of fp8 each, which tensor cores multiply with codes of fp8.
+
+A bf16 has 8 significant bits and an e4m3 has 4. The first term has a number's first four bits, and
+the second what is left of it. Each row is scaled by a power of two, so that its largest number lies
+between 128 and 256. Then both terms are exact down to 2^-9 of that number, and off by at most 2^-16
+of it below.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.gpu import power_of_2_from
+from specdec_kernels.launch_triton import after_predecessor, dependence
+
+TERMS = tl.constexpr(2)
+
+
+@triton.jit
+def terms_kernel(
+    x_ptr,  # [T, K]
+    terms_ptr,  # [T, TERMS, K] e4m3, out
+    scales_ptr,  # [T] fp32, out
+    x_stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    after_predecessor(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # of magnitudes
+    exponent = tl.maximum(bits >> 23, 8)  # so that both powers below are normal
+    x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    # Bits are cut off, not rounded, so that nothing reads a converted number: ptxas 12.8 takes one
+    # from another register where it is also packed into a word.
+    first = (x.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
+    second = (x - first).to(tl.float8e4nv)
+    terms_ptr += row * (TERMS * K) + column
+    tl.store(terms_ptr, first.to(tl.float8e4nv), mask=column < K)
+    tl.store(terms_ptr + K, second, mask=column < K)
+    # e4m3 has no infinity: a row with one, or with NaN, has a scale of NaN.
+    tl.store(scales_ptr + row, tl.where(bits < 0x7F800000, scale, float("nan")))
+
+
+def terms_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The reference: terms [T, 2, K] e4m3 and scales [T] fp32 of x [T, K] bf16.
+
+    terms.sum(1) * scales is x.
+    """
+    exponent = torch.frexp(x.float().abs().amax(1).clamp(min=2.0**-119)).exponent
+    scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 8)
+    scaled = x.float() / scales[:, None]
+    first = (scaled.view(torch.int32) & -(1 << 20)).view(torch.float32)
+    terms = torch.stack((first, scaled - first), 1).to(torch.float8_e4m3fn)
+    finite = x.isfinite().all(1)
+    return terms, torch.where(finite, scales, float("nan"))
+
+
+def terms_triton(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `terms_of`."""
+    num_rows, width = x.shape
+    terms = torch.empty(num_rows, TERMS.value, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    block = power_of_2_from(width)
+    terms_kernel[(num_rows,)](
+        *(x, terms, scales, x.stride(0)),
+        K=width,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+        **dependence(x),
+    )
+    return terms, scales
