@@ -44,10 +44,12 @@ def engine_of(samples: Iterable[Sample]) -> EngineFacts | None:
 
 def engine_fields(samples: Collection[Sample]) -> dict[str, Any]:
     """The fields of a `Point` that servers' have. samples: also those that failed."""
-    done = engine_of(s for s in samples if s.could_run)
-    if done is None:
+    engine = engine_of(s for s in samples if s.could_run)
+    if engine is None and (asked := engine_of(samples)) is not None:
+        engine = asked.model_copy(update={"acceptance_source": None})
+    if engine is None:
         return {}
-    return {"engine": done, "num_retries": sum(s.num_retries for s in samples)}
+    return {"engine": engine, "num_retries": sum(s.num_retries for s in samples)}
 
 
 def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:

@@ -127,7 +127,8 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
         if (load := point.load) is None or point.request_rate is None:
             continue
         where = f"k = {point.k} at {rate_in_words(point.request_rate)}"
-        evidence = {"k": point.k, "draft": point.draft, "request_rate": point.request_rate}
+        draft = point.draft if point.k else None
+        evidence = {"k": point.k, "draft": draft, "request_rate": point.request_rate}
         if load.overloaded:
             told = f"{where} is overloaded: answers come at {load.achieved_rate:.3g} a second"
             found.append(Notice("overloaded", told, evidence))
