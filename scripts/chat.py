@@ -15,6 +15,7 @@ from rich.text import Text
 
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError
+from specdec_cli.launch.spinning import choose_spins
 from specdec_cli.text import inert
 
 RECIPE = "smollm2-offline"
@@ -75,6 +76,7 @@ def chat(recipe: str, arm: Mapping[str, object], question: str) -> tuple[Answer,
     that its context cannot hold.
     """
     with waiting("getting ready", quiet=False) as stages:
+        choose_spins()  # before torch is imported
         from specdec_cli.backends import native
         from specdec_cli.core.types import Permissions
         from specdec_cli.experiment.generation import prepare, requests

@@ -14,6 +14,7 @@ from specdec_cli.core.detokenize import Tokenizer
 from specdec_cli.core.figures import Counted, EngineFacts, Metrics
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.types import Arrivals, FinishReason, Permissions, Request, SamplingParams
+from specdec_cli.errors import Notice
 from specdec_cli.recipe import Recipe
 
 
@@ -98,7 +99,7 @@ class Prepared:
     reads_hidden: whether the draft takes the target's hidden states. generation_config: the
     target's file of that name, or empty. stages: of opening a session. fingerprint: gives a hash
     that tells models of one name apart, by role; None for a model that takes no part. own: what
-    the backend itself needs to know.
+    the backend itself needs to know. few_threads: the notice that it runs on fewer than it could.
     """
 
     recipe: Recipe
@@ -122,6 +123,7 @@ class Prepared:
     stages: Sequence[str] = ()
     fingerprint: Callable[[str], str | None] = lambda role: None
     own: Any = None
+    few_threads: Notice | None = None
 
     @property
     def params(self) -> SamplingParams:

@@ -163,6 +163,7 @@ def prepared(plan: Plan) -> Prepared:
         stages=plan.stages,
         fingerprint=fingerprint_of,
         own=plan,
+        few_threads=plan.few_threads,
     )
 
 

@@ -32,7 +32,7 @@ from specdec_cli.experiment.lossless_check import (
 from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import sample_of, units_of
 from specdec_cli.experiment.points import point_metrics
-from specdec_cli.experiment.preparing import unlisted_end, warnings_of_texts
+from specdec_cli.experiment.preparing import unlisted_end, warnings_of_job
 from specdec_cli.experiment.served import engine_fields, remarks_of
 from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
@@ -101,7 +101,7 @@ def get_ready(
         raise UsageError(problem, "shorten the prompt")
     begin_stage("recording the environment")
     where = backend.environment(job.plan)
-    notices = [*found.notices, *warnings_of_texts(job, found.chat)]
+    notices = [*found.notices, *warnings_of_job(job, found.chat)]
     kept = Kept()
     if (path := asked.output) is not None:
         if world.is_first:

@@ -21,7 +21,7 @@ def listed_ks(text: str) -> list[int]:
     """Parse `0-8`, `1,2,4` or a mixture into ascending numbers."""
     found = set[int]()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]{1,4})\s*(?:-\s*([0-9]{1,4})\s*)?", part)
+        match = re.fullmatch(r"\s*([0-9]{1,18})\s*(?:-\s*([0-9]{1,18})\s*)?", part)
         if match is None:
             raise UsageError(f"--k: expected numbers such as 0-8 or 0,1,2,4, got {text!r}")
         low, high = int(match[1]), int(match[2] or match[1])

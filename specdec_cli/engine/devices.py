@@ -1,11 +1,11 @@
 """The processes and the device of a run, before anything is placed on them."""
 
-import os
-
 import torch
 
 from specdec_cli.core.parallel import local_rank, world_size
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import Notice, SetupError, UsageError
+from specdec_cli.launch import spinning
+from specdec_cli.launch.rank import num_cores
 from specdec_cli.recipe import Recipe
 
 # Models smaller than this run on one CPU thread. Their products take microseconds, so threads gain
@@ -51,8 +51,23 @@ def resolve_device(wanted: str) -> torch.device:
     return device
 
 
-def use_few_threads(device: torch.device, weight_bytes: int) -> None:
-    """Run torch on one thread for small models on a CPU, unless the user has chosen a number."""
-    is_small = device.type == "cpu" and weight_bytes < _ONE_THREAD_BYTES
-    if is_small and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+def use_few_threads(device: torch.device, weight_bytes: int) -> Notice | None:
+    """Run torch on one thread for small models on a CPU, and on fewer than there are processors
+    beside other work, which the notice tells. Does nothing if the user has chosen a number."""
+    if device.type != "cpu" or spinning.chosen_threads() is not None:
+        return None
+    if weight_bytes < _ONE_THREAD_BYTES:
         torch.set_num_threads(1)
+        return None
+    if world_size() > 1 or (use := spinning.others()) is None:
+        return None  # ranks have their share of the processors
+    cores = num_cores()
+    if (few := spinning.threads_beside(use, cores)) == cores:
+        return None
+    torch.set_num_threads(few)
+    threads = "one thread runs" if few == 1 else f"{few} threads run"
+    told = (
+        f"other work used {use:.1f} of {cores} processors as this command began, so {threads}: end "
+        f"it and start again to measure, or pass --threads {cores} to use all"
+    )
+    return Notice("few_threads", told, {"threads": few, "processors": cores, "others": use})

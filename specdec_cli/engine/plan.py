@@ -25,7 +25,7 @@ from specdec_cli.engine.pairing import (
     describe_draft,
     tokenizer_of,
 )
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import Notice, UsageError
 from specdec_cli.methods.base import DraftPlace
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.description import Description, describe
@@ -47,7 +47,8 @@ class Plan:
 
     draft: None if no draft model proposes. groups: this rank's place among those that share each
     model. On a rank that holds no part of the draft, `draft` still describes it and `groups.draft`
-    is None. compiled: roles of the models whose padded passes are compiled.
+    is None. compiled: roles of the models whose padded passes are compiled. few_threads: the notice
+    that torch runs on fewer threads than there are processors.
     """
 
     recipe: Recipe
@@ -58,6 +59,7 @@ class Plan:
     max_model_len: int
     groups: Groups = ONE_RANK
     compiled: tuple[str, ...] = ()
+    few_threads: Notice | None = None
 
     @property
     def k(self) -> int:
@@ -270,7 +272,8 @@ def _plan_on(
     if k:
         check_policy(found.draft, recipe.speculation)
     found = replace(found, target=_as_target(target, found))
-    use_few_threads(device, sum(m.weight_bytes for m in found.models))
+    few_threads = use_few_threads(device, sum(m.weight_bytes for m in found.models))
+    found = replace(found, few_threads=few_threads)
     for key, wanted, reason in (
         ("cuda_graphs", recipe.run.cuda_graphs, found.no_cuda_graphs),
         ("compile", recipe.run.compile, found.no_compile),

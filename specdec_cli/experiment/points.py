@@ -104,6 +104,7 @@ def measured(
             "status": failure.status,
             "per_category": {},
             "reason": failure.reason,
+            **engine_fields(samples.values()),
         }
     metrics = point_metrics(list(samples.values()), key)
     gain = _gain(speedup(usable, baseline), key.k, seed, _most_speedup(usable))
@@ -119,7 +120,7 @@ def measured(
         "per_category": _per_category(usable, baseline, key.k, seed),
         **gain,
         "break_even": _break_even(usable, baseline, key.k, seed) if is_possible else None,
-        **intervals_of(usable, key.k, seed),
+        **intervals_of(usable, key.k, seed, metrics),
     }
 
 
@@ -260,8 +261,14 @@ def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) ->
     return [min(low, mean), max(high, mean)]
 
 
-def intervals_of(samples: Mapping[int, Sample], k: int, seed: int) -> dict[str, Any]:
-    """The intervals of figures of a point's metrics."""
+def intervals_of(
+    samples: Mapping[int, Sample], k: int, seed: int, metrics: Metrics
+) -> dict[str, Any]:
+    """The intervals of figures of a point's metrics.
+
+    A server's counters count what its rounds accepted beyond the ends of texts, and chunks do not
+    show it: a rate's interval reaches to the rate that was counted.
+    """
     own = [samples[index] for index in sorted(samples)]
     seconds = [s.usual_seconds for s in own]
     shares = [s.usual_mean(s.round_share) for s in own]
@@ -270,6 +277,9 @@ def intervals_of(samples: Mapping[int, Sample], k: int, seed: int) -> dict[str, 
     speed = stats.speed(tokens, seconds)
     rounds = stats.speed(tokens, [s.num_rounds for s in own])
     marginal, conditional = [], []
+    unknown: list[float | None] = [None] * k
+    rates = metrics.acceptance_rate_per_pos or unknown
+    given = metrics.conditional_acceptance_rate_per_pos or unknown
     for place in range(1, k + 1):
         accepted = [sum(a >= place for a in s.accepted_per_round) for s in own]
         reached = [
@@ -277,8 +287,8 @@ def intervals_of(samples: Mapping[int, Sample], k: int, seed: int) -> dict[str, 
             for pair in ((s.proposed_per_round, s.accepted_per_round) for s in own)
         ]
         drafts = [len(s.accepted_per_round) for s in own]
-        marginal.append(_share_interval(accepted, drafts))
-        conditional.append(_share_interval(accepted, reached))
+        marginal.append(_share_interval(accepted, drafts, rates[place - 1]))
+        conditional.append(_share_interval(accepted, reached, given[place - 1]))
     return {
         "tokens_per_round_ci": [1.0, 1.0] if k == 0 else stats.interval(rounds, seed),
         "decode_tokens_per_second_ci": stats.linear_interval(speed),
@@ -289,6 +299,10 @@ def intervals_of(samples: Mapping[int, Sample], k: int, seed: int) -> dict[str, 
     }
 
 
-def _share_interval(accepted: Sequence[float], of: Sequence[float]) -> list[float] | None:
+def _share_interval(
+    accepted: Sequence[float], of: Sequence[float], share: float | None
+) -> list[float] | None:
     found = stats.linear_interval(stats.speed(accepted, of))
-    return None if found is None else [found[0], min(1.0, found[1])]
+    if found is None or share is None:
+        return None
+    return [min(found[0], share), min(1.0, max(found[1], share))]

@@ -46,15 +46,17 @@ def common_settings(
     }
 
 
-def warnings_of_texts(job: Job, chat: str) -> list[Notice]:
-    """Warnings about a cache that changes the text, the target's own sampling, and texts that go to
-    it as they are.
+def warnings_of_job(job: Job, chat: str) -> list[Notice]:
+    """Warnings about few threads, a cache that changes the text, the target's own sampling, and
+    texts that go to it as they are.
 
     That they have its first token already, which comes twice then; that the model has a chat
     template, and nobody chose to leave it out; or that it never reads what rows and recipe give it.
     chat: `data.chat`, of which `auto` is no choice.
     """
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
+    if job.plan.few_threads is not None:
+        found.append(job.plan.few_threads)
     if (kind := job.plan.recipe.cache.dtype) != "auto":
         told = (
             f"keys and values are held in {kind} (cache.dtype), which changes the text: the same "
@@ -83,7 +85,12 @@ def warnings_of_texts(job: Job, chat: str) -> list[Notice]:
     if counts:
         told = ", ".join(f"{name} ({rows} of {count} prompts)" for name, rows in counts.items())
         found.append(
-            Notice("unread_by_template", f"the chat template never reads {told}", dict(counts))
+            Notice(
+                "unread_by_template",
+                f"the chat template never reads {told}: leave it out, or pass a "
+                "--chat-template that does",
+                dict(counts),
+            )
         )
     return found
 

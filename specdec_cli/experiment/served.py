@@ -23,9 +23,10 @@ _REMARKS = {
     "tokens came early: start it without prefix caching",
     "max_tokens_cut": "the server ended texts as too long before max_new_tokens: its own limit is "
     "lower, so that texts are shorter than asked",
-    "counters_reset": "the server's counters were reset, so that acceptance is not known",
+    "counters_reset": "the server's counters were reset, so that acceptance is not known: let it "
+    "run on while it is measured",
     "other_traffic": "the server answered others too: acceptance is not known, and times are not "
-    "those of these requests alone",
+    "those of these requests alone: measure while nobody else asks it",
     "counters_late": "the server's counters fell behind its answers, so that acceptance is not "
     "known",
     "spec_details_invalid": "the server's details of rounds contradict themselves: its counters "
@@ -44,10 +45,12 @@ def engine_of(samples: Iterable[Sample]) -> EngineFacts | None:
 
 def engine_fields(samples: Collection[Sample]) -> dict[str, Any]:
     """The fields of a `Point` that servers' have. samples: also those that failed."""
-    done = engine_of(s for s in samples if s.could_run)
-    if done is None:
+    engine = engine_of(s for s in samples if s.could_run)
+    if engine is None and (asked := engine_of(samples)) is not None:
+        engine = asked.model_copy(update={"acceptance_source": None})
+    if engine is None:
         return {}
-    return {"engine": done, "num_retries": sum(s.num_retries for s in samples)}
+    return {"engine": engine, "num_retries": sum(s.num_retries for s in samples)}
 
 
 def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from specdec_cli.errors import ExitCode, SetupError
-from specdec_cli.launch import agent, seat
+from specdec_cli.launch import agent, seat, spinning
 from specdec_cli.launch.agent import Exit
 from specdec_cli.launch.heartbeat import LEAST_START_S, find_stuck, read_beats
 from specdec_cli.launch.rank import num_cores, stuck
@@ -30,7 +30,6 @@ from specdec_cli.launch.reports import (
     read_reports,
     root_cause,
 )
-from specdec_cli.launch.spinning import choose_spins
 
 _LOOK_S = 0.1
 _SETTLE_S = 5.0  # wait after a failure for the failure that caused it
@@ -55,7 +54,7 @@ def run_ranks(
     an exception from a signal handler. Call it from the main thread: the ranks die with it. It may
     be called repeatedly.
     """
-    choose_spins()  # once for all ranks, which would see each other
+    spinning.choose_spins()  # once for all ranks, which would see each other
     folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # mode 0700
     try:
         if inputs is not None:
@@ -78,7 +77,8 @@ def _start(
     command = [sys.executable, "-P", str(Path(agent.__file__)), *arguments]
     env = {**environ, seat.FOLDER: str(folder)}
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & env.keys():
-        env[seat.THREADS] = str(max(1, num_cores() // num_ranks))
+        threads = spinning.threads_beside(spinning.others() or 0.0, num_cores())
+        env[seat.THREADS] = str(max(1, threads // num_ranks))
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         # A session of its own: a terminal's Ctrl-C reaches only us, and we end the ranks.

@@ -1,23 +1,26 @@
-"""The time that torch's threads on a CPU spin while they wait for each other.
+"""The number of torch's threads on a CPU, and the time that they spin while they wait for another.
 
-It is chosen before torch starts, since libgomp reads it when it is loaded.
+Spins are chosen before torch starts, since libgomp reads them when it is loaded.
 
 A product of a small model takes less time than it takes to wake a thread, so libgomp's threads spin
 between products, for milliseconds by default. Beside other work a thread that spins uses its time
 up and then has to wait for a processor, and every product waits for it: tokens take five times as
 long, or fifty (docs/performance.md, CPU). Few spins cost a tenth on a machine that nobody else
-uses, so the number follows from what other work used while this process started.
+uses. One thread waits for no other, and costs a seventh on two processors. So both numbers follow
+from what other work used while this process started.
 """
 
 import os
 import time
 from contextlib import suppress
+from functools import cache
 from typing import NamedTuple
 
 from specdec_cli.launch.rank import num_cores
 
 SPINS = "GOMP_SPINCOUNT"
 _POLICY = "OMP_WAIT_POLICY"
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ALONE, _CROWDED = 20_000, 100  # spins; libgomp's own default is 300,000
 _OTHERS = 0.3  # processors that other work may use of those that torch's threads need
 _WINDOW = 0.25  # least seconds to see other work in
@@ -32,34 +35,70 @@ class Use(NamedTuple):
 
 
 def in_use() -> Use | None:
-    """The machine's use of processors so far; None where the system does not tell."""
-    with suppress(OSError, ValueError, IndexError):
+    """The use so far of the processors that this process may run on; None where the system does not
+    tell."""
+    with suppress(OSError, ValueError, IndexError, AttributeError):
+        ours = {f"cpu{index}" for index in os.sched_getaffinity(0)}
+        ticks = 0
         with open("/proc/stat", encoding="ascii") as stat:
-            user, nice, system, _, _, irq, softirq, steal = map(int, stat.readline().split()[1:9])
-        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-        return Use(time.monotonic(), busy, sum(os.times()[:4]))
+            for line in stat:
+                name, *numbers = line.split()[:9]
+                if name in ours:
+                    user, nice, system, _, _, irq, softirq, steal = map(int, numbers)
+                    ticks += user + nice + system + irq + softirq + steal
+        return Use(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4]))
     return None
 
 
 _BEGAN = in_use()
 
 
+@cache
+def others() -> float | None:
+    """Processors that other work used while this process started; None where unknown."""
+    if _BEGAN is None:
+        return None
+    while time.monotonic() < _BEGAN.clock + _WINDOW:
+        pass  # a process that sleeps would not be seen to lack its share
+    now = in_use()
+    return None if now is None else used_by_others(_BEGAN, now)
+
+
+def used_by_others(began: Use, now: Use) -> float:
+    """Processors that other work used meanwhile, on average."""
+    return (now.all - began.all - (now.own - began.own)) / (now.clock - began.clock)
+
+
 def choose_spins() -> None:
     """Set the number of spins, unless the user has chosen one, or one thread. Call it before torch
     is imported, or processes are started that import it."""
-    threads = _threads()
-    if threads == 1 or {SPINS, _POLICY} & os.environ.keys() or _BEGAN is None:
-        return
-    if (left := _WINDOW - (time.monotonic() - _BEGAN.clock)) > 0:
-        time.sleep(left)
-    if (now := in_use()) is not None:
-        os.environ[SPINS] = str(spins_for(_BEGAN, now, threads, os.cpu_count() or 1))
+    threads = chosen_threads() or num_cores()
+    if threads > 1 and not {SPINS, _POLICY} & os.environ.keys() and (use := others()) is not None:
+        threads = threads if chosen_threads() else threads_beside(use, num_cores())
+        os.environ[SPINS] = str(spins_for(use, threads, num_cores()))
 
 
-def spins_for(began: Use, now: Use, threads: int, cores: int) -> int:
-    """The number of spins by the use of `cores` processors meanwhile."""
-    others = (now.all - began.all - (now.own - began.own)) / (now.clock - began.clock)
-    return _CROWDED if others > cores - min(threads, cores) + _OTHERS else _ALONE
+def chosen_threads() -> int | None:
+    """The number of torch's threads that the user chose; None if nobody did."""
+    for name in _THREADS:
+        if (chosen := os.environ.get(name, "")).isdigit():
+            return int(chosen)
+    return num_cores() if set(_THREADS) & os.environ.keys() else None
+
+
+def threads_beside(use: float, cores: int) -> int:
+    """The number of threads where other work uses so many of `cores` processors.
+
+    As many as it leaves free, so that none waits for a processor and all others for it. It may use
+    all: half of the processors then, whose threads get two thirds of a processor each beside as
+    many processes as processors.
+    """
+    return cores if use <= _OTHERS else max(1, cores // 2, round(cores - use))
+
+
+def spins_for(use: float, threads: int, cores: int) -> int:
+    """The number of spins where other work uses so many of `cores` processors."""
+    return _CROWDED if use > cores - min(threads, cores) + _OTHERS else _ALONE
 
 
 def told(threads: int) -> str:
@@ -68,11 +107,3 @@ def told(threads: int) -> str:
         return "none: one thread"
     set_ones = [f"{name}={os.environ[name]}" for name in (_POLICY, SPINS) if name in os.environ]
     return ", ".join(set_ones) or "by default"
-
-
-def _threads() -> int:
-    """Threads that torch will use, at most."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        if (chosen := os.environ.get(name, "")).isdigit():
-            return int(chosen)
-    return num_cores()

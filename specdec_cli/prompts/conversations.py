@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.prompts.records import NOT_UNICODE, SYSTEM_KEYS
+from specdec_cli.prompts.records import MEDIA_KEYS, NOT_UNICODE, SYSTEM_KEYS
 from specdec_cli.prompts.types import Prompt
 from specdec_cli.text import in_lines, is_unicode, of_many
 
@@ -54,12 +54,20 @@ def refuse(bad: Sequence[UsageError], *, skip: bool) -> None:
 
 
 def unused_keys(prompts: Sequence[Prompt]) -> list[Notice]:
-    """A warning that names the rows' keys that have no effect, and counts the rows of each."""
+    """A warning that names the rows' keys that have no effect, and counts the rows of each.
+
+    Raises `UsageError` where every row has images or the like: none of these prompts is whole."""
     counts = Counter(key for prompt in prompts for key in dict.fromkeys(prompt.unused))
     if not counts:
         return []
+    if media := [key for key in MEDIA_KEYS if counts[key] == len(prompts)]:
+        raise UsageError(
+            f"all {len(prompts)} rows have {' and '.join(media)}, and models read text alone",
+            "leave the key out of the rows if their text is enough",
+        )
     listed = ", ".join(f"{key} ({count} of {len(prompts)} rows)" for key, count in counts.items())
-    return [Notice("unused_keys", f"these keys of the data have no effect: {listed}", dict(counts))]
+    told = f"these keys of the data have no effect: {listed}; docs/data.md lists those that have"
+    return [Notice("unused_keys", told, dict(counts))]
 
 
 def _as_conversation(

@@ -113,13 +113,14 @@ def _rate(value: object) -> object:
 
 
 def _rising(rates: tuple[float | str, ...]) -> tuple[float | str, ...]:
+    if not rates:
+        raise PydanticCustomError("rate", "should not be empty")
     return tuple(sorted(set(rates), key=float))
 
 
 _Rate = Annotated[float | Literal["inf"], BeforeValidator(_rate)]
 Rates = Annotated[
     tuple[_Rate, ...],
-    Field(min_length=1),
     AfterValidator(_rising),
     BeforeValidator(_rates, json_schema_input_type=tuple[_Rate, ...] | _Rate | None),
 ]

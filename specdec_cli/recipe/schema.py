@@ -296,14 +296,15 @@ class LoadSection(Section):
         default={}, description="objectives: ttft, tpot or e2el, each with a time such as 500ms"
     )
 
-    @field_validator("slo")
+    @field_validator("slo", mode="before")
     @classmethod
-    def _times_have_units(cls, value: dict[str, str]) -> dict[str, str]:
-        for name, text in value.items():
+    def _times_have_units(cls, value: object) -> object:
+        for name, time in value.items() if isinstance(value, dict) else ():
             try:
-                objective(name, text)
+                objective(name, str(time))
             except ValueError as problem:
-                raise PydanticCustomError("slo", "{told}", {"told": str(problem)}) from None
+                context = {"key": str(name), "told": str(problem)}
+                raise PydanticCustomError("slo", "{told}", context) from None
         return value
 
     @model_validator(mode="after")

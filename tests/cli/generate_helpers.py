@@ -8,9 +8,11 @@ import os
 import pty
 import re
 import shutil
+import signal
 import struct
 import sys
 import termios
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,7 @@ class Result:
 
 
 Run = Callable[..., Result]
+ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT  # asks, and leaves the process to be waited for
 
 
 def generate(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Result:
@@ -90,10 +93,19 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "specdec_cli", *map(str, arguments)]
 
 
-def specdec(*arguments: str | Path, **extra: str) -> Result:
-    """Run `specdec ARGUMENTS` in a process of its own, with an empty standard input."""
+def specdec(
+    *arguments: str | Path, until: Callable[[], bool] | None = None, **extra: str
+) -> Result:
+    """Run `specdec ARGUMENTS` in a process of its own, with an empty standard input.
+
+    until: send Ctrl-C once this is true. extra: added to its environment.
+    """
     with open(os.devnull, "rb") as empty, TemporaryFile() as out, TemporaryFile() as err:
         child = forked(arguments, (empty.fileno(), out.fileno(), err.fileno()), extra)
+        if until is not None:
+            while not until() and os.waitid(os.P_PID, child, ENDED) is None:
+                time.sleep(0.02)
+            os.kill(child, signal.SIGINT)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         out.seek(0)
         err.seek(0)

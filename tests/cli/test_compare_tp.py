@@ -256,7 +256,8 @@ def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
     assert {p["status"] for p in result.document["points"]} == {"ok"}
     samples = records(folder, "samples.jsonl")
     assert [s for s in samples if s["batch_size"] == 1] == kept  # none is measured again
-    assert len(records(folder, "pairs.jsonl")) == 2
+    # Two worlds; one that other work disturbed writes its facts again, with a warning.
+    assert len({facts["load_seconds"] for facts in records(folder, "pairs.jsonl")}) == 2
     said = f"samples are of two environments: cpu_count was 99 and is {where['cpu_count']}"
     assert (
         said in [one["message"] for one in result.document["warnings"]]

@@ -927,6 +927,7 @@ def test_arms_that_do_not_fit_together_take_turns(
         (["--k", "8-0"], 2, "--k: 8-0 falls"),
         (["--k", "a"], 2, "--k: expected numbers such as 0-8"),
         (["--k", "0-2000"], 2, "--k: 0-2000 is more than 1024"),
+        (["--k", "99999"], 2, "--k: 99999 is more than 1024"),
         (["--shard", "2/2"], 2, "shards are counted from 0: 0/2 to 1/2"),
         (["--shard", "x"], 2, "--shard: expected I/N"),
         (["--shard", "7/9"], 2, "shard 7/9 has no prompts: there are 4"),

@@ -314,4 +314,7 @@ def test_unused_keys_are_told(run: Run, tmp_path: Path, lines: Any) -> None:
     path = lines({"prompt": "x", "image": "a.png"}, {"prompt": "y"})
     result = run("--target", "demo:target", "--prompt-file", path, *FEW)
     told = [w["message"] for w in result.document["warnings"] if w["code"] == "unused_keys"]
-    assert told == ["these keys of the data have no effect: image (1 of 2 rows)"]
+    assert told == [
+        "these keys of the data have no effect: image (1 of 2 rows); docs/data.md lists those that "
+        "have"
+    ]

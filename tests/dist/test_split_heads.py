@@ -77,7 +77,7 @@ def checked(
     ("kind", "params"),
     [
         pytest.param("reduced", SAMPLED, id="reduced-sampled"),
-        pytest.param("borrowing", GREEDY, id="borrowing-greedy"),
+        # test_rounds_are_the_reference_s has the other head, greedily.
         pytest.param("reduced", GREEDY, id="reduced-greedy", marks=pytest.mark.slow),
         pytest.param("borrowing", SAMPLED, id="borrowing-sampled", marks=pytest.mark.slow),
     ],
@@ -113,7 +113,8 @@ def test_four_ranks(world: World, pairs: dict[str, Pair], kind: str, draft_tp: i
     checked(world, pairs[kind], GREEDY, draft_tp)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+# test_split_models.py has passes of every form of stored weights.
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.slow), 4])
 def test_rounds_over_a_quantised_target(
     two: World, pairs: dict[str, Pair], bits: int, tmp_path: Path
 ) -> None:

@@ -341,9 +341,10 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-# A block without a Markov head is drawn as the reference draws: test_distribution.py has such.
+# A block without a Markov head is drawn as the reference draws: test_distribution.py has such. Of
+# the heads the one with a state between places runs, whose law needs more to be right.
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=[pytest.mark.slow] * (n == "dflash")) for n in SAMPLED]
+    "case", [pytest.param(n, marks=[pytest.mark.slow] * ("cut" not in n)) for n in SAMPLED]
 )
 def test_sampled_text_follows_the_target(case: str, tmp_path: Path) -> None:
     """Joint distribution of the first tokens."""

@@ -82,9 +82,8 @@ def test_compiled_rounds_equal_plain_ones(family: str, tmp_path: Path) -> None:
     compiled = compiled_engine(target, draft, "aot_eager", batch_size=2)
     compiled.target.hidden_layers = STATES
     widths = compare_passes(compiled.target)
-    for k in (3, 0):
-        assert told(run(compiled, k)) == told(run(plain, k))
-    assert widths == {4, 1}
+    assert told(run(compiled, 3)) == told(run(plain, 3))
+    assert widths == {4}
 
 
 def test_a_sweep_compiles_two_graphs_a_model(tmp_path: Path) -> None:
@@ -100,11 +99,11 @@ def test_a_sweep_compiles_two_graphs_a_model(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == 0
     widths = compare_passes(engine.target)
     for _ in range(2):
-        for k in (4, 0, 1, 2, 3, 7):
+        for k in (4, 0, 2, 7):
             run(engine, k)
         assert counters["stats"]["unique_graphs"] == 4
         assert not counters["graph_break"]
-    assert widths == {5, 1, 2, 3, 4, 8}
+    assert widths == {5, 1, 3, 8}
 
 
 @pytest.mark.slow  # the sweep above counts the graphs of two models of one shape
@@ -131,18 +130,18 @@ def test_what_cannot_be_compiled_whole_is_an_error(tmp_path: Path) -> None:
 
     model.norm.register_forward_hook(lambda _, __, out: peeks(out))
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
-        run(engine, 2)
+        run(engine, 0)
 
 
 def test_a_second_compilation_is_an_error(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama")
     engine = compiled_engine(folder, folder, "eager")
-    run(engine, 2)
+    run(engine, 0)
     engine.target.hidden_layers = (1,)  # too late
     with pytest.raises(torch._dynamo.exc.RecompileError):
-        run(engine, 2)
+        run(engine, 0)
     engine.target.hidden_layers = ()
-    run(engine, 2)
+    run(engine, 0)
     engine.target.module.model.layers[0].self_attn.scaling = 0.5  # a guarded constant
     with pytest.raises(torch._dynamo.exc.RecompileError):
-        run(engine, 2)
+        run(engine, 0)

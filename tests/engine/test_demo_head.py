@@ -70,7 +70,7 @@ def test_the_head_s_pass_over_decided_rows_is_a_commit() -> None:
     [
         {"feeds_norm": True},
         pytest.param({"aux_ids": (1, 4, 6)}, marks=pytest.mark.slow),
-        {"aux_ids": (3, 6, 7)},
+        pytest.param({"aux_ids": (3, 6, 7)}, marks=pytest.mark.slow),
         pytest.param({"norm_before_residual": True}, marks=pytest.mark.slow),
         pytest.param(
             {"rope": {"rope_type": "default", "rope_theta": 500_000.0}}, marks=pytest.mark.slow
@@ -100,7 +100,13 @@ def early(fuse: Callable[..., Any]) -> Callable[..., Any]:
     return shifted
 
 
-@pytest.mark.parametrize(("name", "fault"), [("__call__", late), ("fuse", early)])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("__call__", late),
+        pytest.param("fuse", early, marks=pytest.mark.slow),
+    ],
+)
 def test_a_shift_by_one_misses_the_floor(
     monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., Any]
 ) -> None:

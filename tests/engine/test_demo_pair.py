@@ -83,8 +83,8 @@ def run(draft: str, k: int, batch_size: int, **more: object) -> RunResult:
 
 CASES = [("demo", 0), *((draft, k) for draft in ("demo", "unrelated", "same") for k in (1, 3, 6))]
 FOR_ONE = [("demo", 3)]
-# Each draft meets one k in CI; tiny models meet them all in test_greedy.py.
-IN_CI = [("demo", 3), ("unrelated", 1), ("same", 6)]
+# Drafts of real weights meet one k in CI; tiny models meet them all in test_greedy.py.
+IN_CI = [("demo", 3), ("same", 6)]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_forty_pairs() -> None:
         assert stats.kstest([p[name] for p in found.values()], "uniform").pvalue > 0.01, name
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("k", [1, 4])
 def test_acceptance_rate_is_the_overlap(k: int) -> None:
     """The rate equals the sum of min(p, q), to the precision of 20 000 rounds."""
     for number in (0, 6, 12, 18, 24):
@@ -124,7 +124,12 @@ def test_acceptance_rate_is_the_overlap(k: int) -> None:
         assert lossless.acceptance(pair, k, noise) > SIGNIFICANT
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=label)
+# The draws and the rule are these tests' own, so nothing but a change of them changes the outcome.
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, marks=[pytest.mark.slow] * (n % 5 > 0)) for n, fault in enumerate(FAULTS)],
+    ids=label,
+)
 def test_fault_is_caught(fault: Rule) -> None:
     """The tests above have power: at least 3 of 5 pairs show each fault."""
     caught = [n for n in POWER_PAIRS if lossless.adjusted(trial(n, 3, fault)) < SIGNIFICANT]
@@ -142,7 +147,7 @@ def test_proposals_that_are_not_drawn() -> None:
     assert not {n: p for n, p in found.items() if lossless.adjusted(p) < SIGNIFICANT}
 
 
-@pytest.mark.parametrize("fault", LOOKUP_FAULTS[:4], ids=label)
+@pytest.mark.parametrize("fault", LOOKUP_FAULTS[:2], ids=label)
 def test_fault_is_caught_in_proposals_that_are_not_drawn(fault: Rule) -> None:
     caught = [n for n in (9, 17, 23) if lossless.adjusted(lookup_trial(n, 2, fault)) < SIGNIFICANT]
     assert len(caught) == 3
@@ -227,7 +232,10 @@ def test_fault_in_the_engine_with_prompt_lookup_is_caught(
 
 @pytest.mark.parametrize(
     "fault",
-    [lossless.ResampleFromTarget(), lossless.BonusFromDraft()],
+    [
+        lossless.ResampleFromTarget(),
+        pytest.param(lossless.BonusFromDraft(), marks=pytest.mark.slow),
+    ],
     ids=label,
 )
 def test_fault_in_the_engine_is_caught(tiny: tuple[Path, Path], fault: Rule) -> None:
@@ -307,8 +315,12 @@ def test_blocks_drawn_at_once_follow_transformers(
     assert blocks_p(tiny, how, RULES[rule]) > SIGNIFICANT
 
 
+SLOW_FAULTS = ["fault: its own draw", "after, fault: not as drawn"]
+
+
 @pytest.mark.parametrize(
-    "how", ["fault: its own draw", "fault: a later draw", "after, fault: not as drawn"]
+    "how",
+    ["fault: a later draw", *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW_FAULTS)],
 )
 def test_a_fault_in_a_block_is_caught(tiny: tuple[Path, Path], how: str) -> None:
     assert blocks_p(tiny, how) < SIGNIFICANT

@@ -357,6 +357,16 @@ def test_rounds_that_overlap_count_no_time_twice(monkeypatch: pytest.MonkeyPatch
     assert seq.decode_seconds < seq.finished_at - seq.admitted_at
 
 
+def test_prompts_of_one_pass_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock counts its readings, so their sums are exact: no more than passed in all."""
+    ticks = iter(range(10_000))
+    monkeypatch.setattr("specdec_cli.engine.prefill.time.perf_counter", lambda: float(next(ticks)))
+    requests = [Request(i, tuple(random_prompt(5, i))) for i in range(6)]
+    found = fake_engine(None, batch_size=6).run(requests, 0, SamplingParams(max_new_tokens=1))
+    seconds = [s.prefill_seconds + s.decode_seconds for s in found.seqs]
+    assert len(set(seconds)) == 1 and 0 < sum(seconds) < next(ticks)
+
+
 class Mark:
     """An event of a device whose n-th one comes after 2 ** n milliseconds."""
 

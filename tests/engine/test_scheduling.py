@@ -163,6 +163,7 @@ def test_what_cannot_run_is_reported_before_the_first_round() -> None:
 def test_the_smallest_cache_that_a_sequence_can_run_in(room: int) -> None:
     """The last token needs no keys and values, so 13 tokens take 3 blocks of 4."""
     engine = fake_engine(sometimes, num_blocks=4 - room)
+    assert [Sequence(0, [1] * n, 5, 13).room(99) for n in (5, 11, 12)] == [7, 1, 0]
     (seq,) = decode(engine, [random_prompt(5)], 3, max_new_tokens=8)
     assert seq.finish_reason == ("error" if room else "length")
 

@@ -375,19 +375,23 @@ def test_settings_that_are_not_understood_are_refused_by_key(
         assert caught.value.code == ExitCode.ENVIRONMENT
 
 
-@pytest.mark.parametrize("weights", ["auto", "stored"])
+@pytest.mark.parametrize("weights", ["auto", "stored", "not quantised"])
 def test_a_tied_head_that_is_stored_apart_is_refused(weights: str, tmp_path: Path) -> None:
-    """It would not be the embedding that the config says it is."""
+    """It would not be the embedding that the config says it is; nor are codes without scales."""
     folder = save_tiny(tmp_path / "stored", "llama-tied")
-    store_fp8(folder, *FP8[3])
+    settings, *stored = FP8[3]
+    if is_quantised := weights != "not quantised":
+        store_fp8(folder, settings | {"ignore": []}, *stored)
     tensors = load_file(folder / "model.safetensors")
     matrix = tensors["model.embed_tokens.weight"]
     scales = matrix.abs().amax(1, keepdim=True) / 448
-    tensors |= {"lm_head.weight": (matrix / scales).to(FLOAT8), "lm_head.weight_scale": scales}
+    tensors |= {"lm_head.weight": (matrix / scales).to(FLOAT8)}
+    tensors |= {"lm_head.weight_scale": scales} if is_quantised else {}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(SetupError) as caught:
-        load(described(folder, weights=weights), CPU)
+        load(described(folder, weights=weights if is_quantised else "auto"), CPU)
     assert "lm_head.weight" in caught.value.message and "\n" not in caught.value.message
+    assert "differ" in caught.value.message
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])

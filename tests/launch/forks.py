@@ -1,15 +1,16 @@
 """Runs commands with ranks as forks of the tests' process, which has imported what they need.
 
-`test_launch.py` and `test_generate_ranks.py` start them as users do.
+`test_launch.py` starts them as users do, and `test_generate_ranks.py` a run of models.
 """
 
+import atexit
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -59,6 +60,7 @@ def forked_agent(
         return ForkedAgent(pid)
     try:
         os.setsid()
+        atexit._clear()  # an agent's own process has no temporary folders of the command to remove
         # The command may have replaced its own.
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         os.environ[seat.FOLDER] = str(folder)
@@ -69,15 +71,18 @@ def forked_agent(
         os._exit(1)
 
 
-def over_forks(*arguments: str | Path, **extra: str) -> Result:
+def over_forks(
+    *arguments: str | Path, until: Callable[[], bool] | None = None, **extra: str
+) -> Result:
     """Run `specdec ARGUMENTS`, which starts ranks; fails if one outlives it.
 
-    extra: added to its environment; PLANTED_FAULT as for `faults.plant`.
+    until: send it Ctrl-C once this is true. extra: added to its environment; PLANTED_FAULT as for
+    `faults.plant`.
     """
     reading, writing = os.pipe()  # its end comes when no descendant holds the other end
     try:
         with patch.object(ranks, "_start", forked_agent):
-            result = specdec(*arguments, **extra)
+            result = specdec(*arguments, until=until, **extra)
     finally:
         os.close(writing)
     outlived = not select.select([reading], [], [], 0)[0]

@@ -1,16 +1,26 @@
-"""The number of spins of torch's threads follows from what other work used as the process began."""
+"""Threads of torch and their spins follow from what other work used as the process began."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from specdec_cli.engine.devices import use_few_threads
 from specdec_cli.launch import spinning
-from specdec_cli.launch.spinning import Use, choose_spins, in_use, spins_for
+from specdec_cli.launch.spinning import (
+    Use,
+    choose_spins,
+    in_use,
+    spins_for,
+    threads_beside,
+    used_by_others,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,20 +40,57 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_spins_by_use(used: float, own: float, threads: int, cores: int, is_crowded: bool) -> None:
     began = Use(100.0, 5000.0, 2.0)
     now = Use(101.0, 5000.0 + used, 2.0 + own)
-    assert spins_for(began, now, threads, cores) == (100 if is_crowded else 20_000)
+    use = used_by_others(began, now)
+    assert spins_for(use, threads, cores) == (100 if is_crowded else 20_000)
     # The same rates over half a second.
     half = Use(100.5, 5000.0 + used / 2, 2.0 + own / 2)
-    assert spins_for(began, half, threads, cores) == spins_for(began, now, threads, cores)
+    assert used_by_others(began, half) == pytest.approx(use)
+
+
+@pytest.mark.parametrize(
+    ("use", "cores", "threads"),
+    [
+        (0.0, 2, 2),
+        (0.3, 2, 2),
+        (1.0, 2, 1),  # one is free
+        (1.6, 2, 1),  # none is: four hogs, and this process
+        (0.9, 1, 1),
+        (4.0, 16, 12),
+        (15.5, 16, 8),  # half have their share, and a large model is not left to one
+    ],
+)
+def test_threads_by_use(use: float, cores: int, threads: int) -> None:
+    assert threads_beside(use, cores) == threads
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity")
+def test_other_processors_do_not_matter() -> None:
+    """The use of one processor is less than that of two."""
+    mine = sorted(os.sched_getaffinity(0))
+    if len(mine) < 2 or in_use() is None:
+        pytest.skip("one processor")
+    seen = []
+    for index in mine[:2]:
+        os.sched_setaffinity(0, {index})
+        try:
+            seen.append(in_use())
+        finally:
+            os.sched_setaffinity(0, mine)
+    whole = in_use()
+    assert whole is not None and all(one is not None and one.all < whole.all for one in seen)
 
 
 @pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     monkeypatch.setattr(spinning, "num_cores", lambda: 4)
     monkeypatch.setattr(spinning, "_BEGAN", Use(0.0, 0.0, 0.0))
-    return monkeypatch
+    measured = spinning.others
+    measured.cache_clear()
+    yield monkeypatch
+    measured.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -76,6 +123,28 @@ def test_the_system_s_own_figures(bare: pytest.MonkeyPatch) -> None:
     choose_spins()
     assert os.environ["GOMP_SPINCOUNT"] in ("100", "20000")
     assert spinning.told(2) == f"GOMP_SPINCOUNT={os.environ['GOMP_SPINCOUNT']}"
+
+
+@pytest.mark.parametrize(("chosen", "threads"), [(None, 1), ("3", 5)])
+def test_a_large_model_runs_on_the_threads_that_are_free(
+    bare: pytest.MonkeyPatch, chosen: str | None, threads: int
+) -> None:
+    """A user's number stays, and so does that of ranks; a GPU needs none."""
+    bare.setattr(spinning, "others", lambda: 1.4)
+    bare.setattr("specdec_cli.engine.devices.num_cores", lambda: 2)
+    if chosen is not None:
+        bare.setenv("OMP_NUM_THREADS", chosen)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        assert use_few_threads(torch.device("cuda"), 2**30) is None
+        assert torch.get_num_threads() == 5
+        found = use_few_threads(torch.device("cpu"), 2**30)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert (found is None) == (chosen is not None)
+    assert found is None or (found.code == "few_threads" and "--threads 2" in found.message)
 
 
 def test_a_command_chooses_before_torch_and_records_it(tmp_path: Path) -> None:

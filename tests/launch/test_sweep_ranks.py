@@ -1,7 +1,6 @@
 """`specdec sweep-k` over ranks: samples as of one rank, interruptions and failures."""
 
 import json
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -25,10 +24,15 @@ OPTIONS = [
 SPLIT = ["-m", "specdec_cli", *OPTIONS, "--target-tp", "2"]
 
 
+def has_samples(folder: Path, count: int) -> bool:
+    path = folder / "samples.jsonl"
+    return path.exists() and path.read_bytes().count(b"\n") >= count
+
+
 def begun(folder: Path, count: int, parent: "subprocess.Popen[str]") -> None:
     """Wait until a sweep has the given number of samples: beside busy workers that took 120 s."""
-    path, deadline = folder / "samples.jsonl", time.monotonic() + 200
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
+    deadline = time.monotonic() + 200
+    while not has_samples(folder, count):
         assert parent.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -49,21 +53,19 @@ def test_two_ranks_measure_what_one_measures(
     launcher: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The parent is interrupted; another launch measures the rest."""
-    folder, environ = tmp_path / "run", marked()
+    folder = tmp_path / "run"
     options = ["-o", str(folder), "--resume"]
-    parent = start([*SPLIT, *options], environ)
-    begun(folder, 2, parent)
-    parent.send_signal(signal.SIGINT)
-    _, err = parent.communicate(timeout=60)
+    of_two = [*OPTIONS, "--target-tp", "2", *options]
+    ended = over_forks(*of_two, until=lambda: has_samples(folder, 2))
     kept = (folder / "samples.jsonl").read_text()
-    assert parent.returncode == 130 and kept.count("\n") < 8
-    assert f"{kept.count(chr(10))} samples are kept in {folder}\n" in err
-    assert err.count("error: ") == 1 and living(environ) == []
+    assert ended.code == 130 and kept.count("\n") < 8
+    assert f"{kept.count(chr(10))} samples are kept in {folder}\n" in ended.err
+    assert ended.err.count("error: ") == 1
 
     if launcher:
-        out, _, code = finished([*launcher, *SPLIT, *options, "--json"], environ)
+        out, _, code = finished([*launcher, *SPLIT, *options, "--json"], marked())
     else:
-        result = over_forks(*OPTIONS, "--target-tp", "2", *options, "--json")
+        result = over_forks(*of_two, "--json")
         out, code = result.out, result.code
     assert code == 0
     document = json.loads(out)

@@ -207,7 +207,12 @@ def test_warnings(capsys: pytest.CaptureFixture[str], faults: Faults, code: str)
     server = FakeServer(k=3, detailed=True, faults=faults)
     with running(server):
         found = swept(capsys, *urls(server))
-    assert code in codes(found) and point(found, 3)["metrics"]["num_output_tokens"] == 48
+    p = point(found, 3)
+    assert code in codes(found) and p["metrics"]["num_output_tokens"] == 48
+    # Counters have what rounds accepted beyond the ends of texts; chunks have not.
+    for name in ("acceptance_rate_per_pos", "conditional_acceptance_rate_per_pos"):
+        pairs = zip(p["metrics"][name], p[f"{name}_ci"], strict=True)
+        assert all(low <= rate <= high for rate, (low, high) in pairs)
 
 
 def test_other_texts_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,10 +234,12 @@ def test_what_fails_is_a_sample_and_the_point_stays(
     assert first["num_retries"] == 1 and {s["finish_reason"] for s in others} == {"length"}
     p = point(found, 3)
     assert p["status"] == "ok" and p["num_retries"] == 1 and p["metrics"]["num_prompts"] == 3
-    server = FakeServer(k=3, faults=Faults(statuses=[(400, {})] * 9))
+    server = FakeServer(k=3, faults=Faults(statuses=[(500, {}), *[(400, {})] * 9]))
     with running(server):
-        found = swept(capsys, *urls(server), code=3)
-    assert point(found, 3)["status"] == "failed" and "planted 400" in point(found, 3)["reason"]
+        found = swept(capsys, *urls(server), "--set", "run.warmup=0", code=3)
+    p = point(found, 3)
+    assert p["status"] == "failed" and "planted 400" in p["reason"] and p["num_retries"] == 1
+    assert p["engine"] == {"kind": "vllm", "version": "0.25.1", "acceptance_source": None}
 
 
 def test_kill_9_and_resume_ask_for_nothing_twice(

@@ -98,11 +98,17 @@ def test_what_a_server_dies_of_is_the_points_reason(
 
 def test_a_server_that_is_never_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
-    found = specdec(capsys, *words("sglang", "0", {"never": 0}, start_timeout_s=1.0), "--json")
+    found = specdec(capsys, *words("sglang", "0", {"never": 0}, start_timeout_s=3.0), "--json")
     assert time.monotonic() - began < 40, "it was waited for longer than asked"
-    assert found.code == 1
+    assert found.code == 5
     (point,) = json.loads(found.out)["points"]
     assert "start_timeout_s" in point["reason"] and "HTTP 503" in point["reason"]
+
+
+def test_a_server_that_cannot_be_started(capsys: pytest.CaptureFixture[str]) -> None:
+    found = specdec(capsys, *words("sglang", "0,1", launch=["/nowhere/serve"]), "--json")
+    assert found.code == 5
+    assert "cannot start /nowhere/serve" in json.loads(found.out)["error"]["message"]
 
 
 def test_nothing_is_left_of_a_stubborn_server(

@@ -322,6 +322,9 @@ def test_a_window_that_is_short_against_its_queue_has_no_interval() -> None:
     assert crowded.goodput_ci is None and crowded.slo_attainment_ci is None
     (told,) = load_warnings(found)
     assert told.code == "autocorrelated" and "k = 2" in told.message
+    assert told.evidence["draft"] == "d"
+    (told,) = load_warnings(points_of({0: wave(100.0)}, {}, overloaded=(0,))[0])
+    assert told.code == "overloaded" and told.evidence["draft"] is None
     wider, _ = points_of({0: wave(100.0), 1: wave(100.0)}, {"e2el_ms": 110.0})
     ends = [one.load.slo_attainment_ci for one in wider if one.load is not None]
     assert ends[0] is not None and ends[1] is not None

@@ -36,6 +36,8 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "unknown-section": (GOOD + "samplin: {}\n", 2, "did you mean sampling?"),
     "unknown-key": (GOOD + "run:\n  seeds: 1\n", 3, "run.seeds: unknown key (did you mean run.seed?)"),
     "far-key": (GOOD + "run:\n  qqqq: 1\n", 3, "run.qqqq: unknown key (nearest key: run."),
+    "slo-number": (GOOD + "load: {request_rate: 1, slo: {ttft: 500}}\n", 2, "load.slo.ttft: expected a time with its unit, ms or s, got '500' (did you mean 500ms?)"),
+    "no-rates": (GOOD + "load: {request_rate: []}\n", 2, "load.request_rate: should not be empty"),
     "misplaced-key": (GOOD + "temperature: 1\n", 2, "did you mean sampling.temperature?"),
     "share-on-target": ("target:\n  model: t\n  share: []\n", 3, "did you mean draft.share?"),
     "never-a-recipe-key": (GOOD + "run: {trust_remote_code: true}\n", 2, "unknown key"),

@@ -143,6 +143,8 @@ def test_keys_without_an_effect_are_counted(tmp_path: Path) -> None:
     assert dict(said.evidence) == want
     assert "temperature (2 of 6 rows)" in said.message
     assert unused_keys(as_conversations(read(tmp_path, {"prompt": "x"}), "auto")) == []
+    with pytest.raises(UsageError, match="all 2 rows have image,"):
+        unused_keys(as_conversations(read(tmp_path, rows[0], rows[0]), "auto"))
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,9 @@ def test_nothing_to_compare_is_inconclusive() -> None:
     assert (best.k, best.verdict, best.needed, best.reason) == (
         None, "inconclusive", None, "no prompt",
     )  # fmt: skip
+    plain = [p for p in points if p.k == 0]
+    best = recommend(plain, replace(gains, points=plain), 0)
+    assert best.reason.startswith("no k but k = 0 was measured") and best.verdict == "inconclusive"
 
 
 def compared(

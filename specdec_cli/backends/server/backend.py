@@ -18,7 +18,7 @@ from specdec_cli.backends.server.client import Limits
 from specdec_cli.backends.server.detect import look_at
 from specdec_cli.backends.server.dialects import ServerFacts
 from specdec_cli.backends.server.flags import command_of, model_words
-from specdec_cli.backends.server.process import HOST, Process, free_port
+from specdec_cli.backends.server.process import HOST, NotUpError, Process, free_port
 from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, RunError, SetupError, UsageError
@@ -117,7 +117,7 @@ class ServerBackend:
             except SetupError as problem:
                 waited = time.monotonic() - began
                 if waited > engine.start_timeout_s:
-                    raise RunError(
+                    raise NotUpError(
                         f"{name} is not healthy after {engine.start_timeout_s:g} s "
                         f"(engine.start_timeout_s): {problem.message}; {process.last_words}"
                     ) from None

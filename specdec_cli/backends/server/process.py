@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdec_cli.errors import RunError
+from specdec_cli.errors import ExitCode, RunError
 from specdec_cli.launch import guardian
 from specdec_cli.text import inert
 
@@ -19,6 +19,16 @@ HOST = "127.0.0.1"
 _LAST_LINES = 5
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
 _SLACK_S = 20.0  # beyond the stop's own limit, until killed processes are gone
+
+
+_NOT_FOUND = 127  # as shells say it, and our guardian
+
+
+class NotUpError(RunError):
+    """A server that we start cannot be started, or is not healthy in time: exit code 5, if no point
+    was measured."""
+
+    code = ExitCode.ENVIRONMENT
 
 
 class Process:
@@ -56,7 +66,8 @@ class Process:
     def check(self) -> None:
         """Raise `RunError` with its exit code and its last words if the server has ended."""
         if self.has_ended():
-            raise RunError(f"the server ended with {self.end_in_words}: {self.last_words}")
+            kind = NotUpError if self.code == _NOT_FOUND else RunError
+            raise kind(f"the server ended with {self.end_in_words}: {self.last_words}")
 
     @property
     def end_in_words(self) -> str:

@@ -26,7 +26,7 @@ from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.records import Pair
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
-from specdec_cli.experiment.preparing import common_settings, few_prompts, warnings_of_texts
+from specdec_cli.experiment.preparing import common_settings, few_prompts, warnings_of_job
 from specdec_cli.models.description import describe
 from specdec_cli.models.draft import Draft
 from specdec_cli.prompts.types import PromptSet
@@ -117,7 +117,7 @@ def plan_comparison(
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
     kept = dated(with_degrees(recipe, first).model_copy(update={"run": run}), job)
-    notices = [*prompts.notices, *warnings_of_texts(job, prompts.chat)]
+    notices = [*prompts.notices, *warnings_of_job(job, prompts.chat)]
     return ComparisonPlan(kept, settings, job, skips, permissions, notices, prompts.own)
 
 

@@ -127,16 +127,23 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
         if (load := point.load) is None or point.request_rate is None:
             continue
         where = f"k = {point.k} at {rate_in_words(point.request_rate)}"
-        evidence = {"k": point.k, "draft": point.draft, "request_rate": point.request_rate}
+        draft = point.draft if point.k else None
+        evidence = {"k": point.k, "draft": draft, "request_rate": point.request_rate}
         if load.overloaded:
-            told = f"{where} is overloaded: answers come at {load.achieved_rate:.3g} a second"
+            told = (
+                f"{where} is overloaded: answers come at {load.achieved_rate:.3g} a second; lower "
+                "--request-rate"
+            )
             found.append(Notice("overloaded", told, evidence))
         lacks = load.slo_attainment is not None and load.slo_attainment_ci is None
         if lacks and load.num_requests >= FEWEST:
-            told = f"{where}: the queue lasts too long for an interval of goodput (--duration)"
+            told = f"{where}: the queue lasts too long for an interval of goodput: raise --duration"
             found.append(Notice("autocorrelated", told, evidence))
         late, rate = load.send_lag_ms.p99, load.offered_rate
         if late is not None and rate and late > _LATE * 1e3 / rate:
-            told = f"{where}: requests left late, one in a hundred by {late:.1f} ms or more"
+            told = (
+                f"{where}: requests left late, one in a hundred by {late:.1f} ms or more; give the "
+                "client free processors, or lower --request-rate"
+            )
             found.append(Notice("client_late", told, evidence))
     return found

@@ -215,7 +215,8 @@ def predictions_off(points: Iterable[Point]) -> list[Notice]:
     point, error = max(large, key=lambda item: abs(item[1]))
     told = (
         f"the predicted speed-up at {_name(Key.of(point))} is {abs(error) * 100:.1f} % too "
-        f"{'high' if error > 0 else 'low'}, more than chance explains"
+        f"{'high' if error > 0 else 'low'}, more than chance "
+        "explains: go by the measured one, or predict again from more prompts on a quiet machine"
     )
     more = f" (and {len(large) - 1} more are off)" if len(large) > 1 else ""
     evidence = [Key.of(p).as_dict() | {"error": e} for p, e in large]

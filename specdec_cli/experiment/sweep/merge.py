@@ -114,7 +114,9 @@ def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
     names = [f"{place}/{count}" for place in missing]
     shown = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
     is_one = len(names) == 1
-    told = f"{'shard' if is_one else 'shards'} {shown} {'is' if is_one else 'are'} missing"
+    told = (
+        f"{'shard' if is_one else 'shards'} {shown} {'is' if is_one else 'are'} missing: merge all"
+    )
     return [Notice("shards_missing", told, {"missing": names, "num_shards": count})]
 
 
@@ -124,7 +126,10 @@ def _several_dates(paths: Sequence[Path]) -> list[Notice]:
     dates = sorted({one.date for one in data if one is not None and one.date is not None})
     if len(dates) < 2:
         return []
-    told = f"the chat template wrote {len(dates)} dates into the prompts: {', '.join(dates)}"
+    told = (
+        f"the chat template wrote {len(dates)} dates into the prompts: {', '.join(dates)}; "
+        "data.date fixes one"
+    )
     return [Notice("several_dates", told, {"dates": dates})]
 
 
@@ -205,7 +210,7 @@ def _missing(whole: SweepSettings, records: SweepRecords) -> list[Notice]:
     if not short:
         return []
     lack = "1 point lacks" if len(short) == 1 else f"{len(short)} points lack"
-    told = f"{lack} prompts: at most {most} of {count} are there"
+    told = f"{lack} prompts: at most {most} of {count} are there; --resume measures them"
     return [Notice("points_lack_prompts", told, {"points": len(short), "most": most})]
 
 

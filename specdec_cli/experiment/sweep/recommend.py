@@ -152,6 +152,8 @@ class _Choice:
             in_words(p.k, p.draft, with_draft=self.with_draft) for p in (chosen, fastest)
         )
         none = "" if self.is_open else "no speculation: "
+        if not any(p.k for p in self.gains.points):
+            return f"no k but k = 0 was measured{over}"
         if fastest.k == 0:
             ends = [
                 e for p in self.gains.points if p.k and (e := self.gains.interval(p)) is not None

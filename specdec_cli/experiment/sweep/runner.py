@@ -70,7 +70,7 @@ class Sweep(Running):
         told = (
             "the drafts do not fit in memory together: they were loaded in turn and measured in "
             f"passes of at most {_MOST_PASSES} over the prompts, so that a comparison of drafts "
-            "also compares different minutes"
+            "also compares different minutes; a smaller --batch-size may let them fit"
         )
         return [*found, Notice("arms_alternate", told, {"most_passes": _MOST_PASSES})]
 

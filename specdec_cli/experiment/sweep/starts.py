@@ -87,6 +87,6 @@ class StartedSweep(Running):
             self.clock.rounds += loop.seconds
         except RunError as problem:
             for key in keys:
-                self.failures.setdefault(key, Failure("failed", problem.message))
+                self.failures.setdefault(key, Failure("failed", problem.message, problem.code))
         finally:
             self._starter.stop()

@@ -12,7 +12,7 @@ from specdec_cli.experiment.folders.records import rate_name
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
 from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.lossless_check import refuse_unfit
-from specdec_cli.experiment.preparing import common_settings, warnings_of_texts, with_weights
+from specdec_cli.experiment.preparing import common_settings, warnings_of_job, with_weights
 from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
@@ -115,7 +115,7 @@ def plan_sweep(
         shard=shard,
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
-    found = [*prompts.notices, *warnings_of_texts(jobs[0], prompts.chat), *_short_drafts(jobs)]
+    found = [*prompts.notices, *warnings_of_job(jobs[0], prompts.chat), *_short_drafts(jobs)]
     found += _other_rate(recipe)
     if shard is not None:
         place, count = shard
