@@ -400,7 +400,7 @@ def test_shards_merge_into_the_whole(capsys: Capture, tmp_path: Path) -> None:
     )
     alone = specdec(capsys, "merge", shards[0], "-o", tmp_path / "half", "-q")
     assert alone.code == 3 and "3 points lack prompts: at most 2 of 4" in alone.err
-    assert "warning: shard 1/2 is missing\n" in alone.err
+    assert "warning: shard 1/2 is missing: merge it too\n" in alone.err
     other = tmp_path / "other"
     assert specdec(capsys, *options, "--seed", "9", "--shard", "1/2", "-o", other).code == 0
     refused(

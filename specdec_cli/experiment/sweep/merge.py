@@ -115,7 +115,9 @@ def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
     shown = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
     is_one = len(names) == 1
     told = (
-        f"{'shard' if is_one else 'shards'} {shown} {'is' if is_one else 'are'} missing: merge all"
+        f"shard {shown} is missing: merge it too"
+        if is_one
+        else (f"shards {shown} are missing: merge them too")
     )
     return [Notice("shards_missing", told, {"missing": names, "num_shards": count})]
 
