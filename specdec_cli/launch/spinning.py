@@ -6,8 +6,8 @@ A product of a small model takes less time than it takes to wake a thread, so li
 between products, for milliseconds by default. Beside other work a thread that spins uses its time
 up and then has to wait for a processor, and every product waits for it: tokens take five times as
 long, or fifty (docs/performance.md, CPU). Few spins cost a tenth on a machine that nobody else
-uses. One thread waits for no other, and costs a seventh on two processors. So both numbers follow
-from what other work used while this process started.
+uses. Fewer threads than processors need not share one, beside a little other work. So both numbers
+follow from what other work used while this process started.
 """
 
 import os
@@ -23,6 +23,7 @@ _POLICY = "OMP_WAIT_POLICY"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ALONE, _CROWDED = 20_000, 100  # spins; libgomp's own default is 300,000
 _OTHERS = 0.3  # processors that other work may use of those that torch's threads need
+_UNSURE = 0.1  # processors by which the use is seen too high or too low
 _WINDOW = 0.25  # least seconds to see other work in
 
 
@@ -89,11 +90,11 @@ def chosen_threads() -> int | None:
 def threads_beside(use: float, cores: int) -> int:
     """The number of threads where other work uses so many of `cores` processors.
 
-    As many as it leaves free, so that none waits for a processor and all others for it. It may use
-    all: half of the processors then, whose threads get two thirds of a processor each beside as
-    many processes as processors.
+    As many as it leaves free, if it leaves half: so none waits for a processor, and all others for
+    it. Beside more work all are better: they get more of the processors in all than few would.
     """
-    return cores if use <= _OTHERS else max(1, cores // 2, round(cores - use))
+    leaves_half = use <= cores / 2 + _UNSURE
+    return max(1, round(cores - use)) if _OTHERS < use and leaves_half else cores
 
 
 def spins_for(use: float, threads: int, cores: int) -> int:
