@@ -90,8 +90,9 @@ def chosen_threads() -> int | None:
 def threads_beside(use: float, cores: int) -> int:
     """The number of threads where other work uses so many of `cores` processors.
 
-    As many as it leaves free, if it leaves half: so none waits for a processor, and all others for
-    it. Beside more work all are better: they get more of the processors in all than few would.
+    If it leaves half of them, as many as are free: then no thread waits for a processor while all
+    others wait for that thread. Beside more work, all: together they get more of the processors
+    than fewer threads would.
     """
     leaves_half = use <= cores / 2 + _UNSURE
     return max(1, round(cores - use)) if _OTHERS < use and leaves_half else cores

@@ -327,7 +327,7 @@ def row_scaled(sums, scale, FORM: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def sums_of_terms(sums, TERMS: tl.constexpr):
+def sums_of_terms(sums):
     """Sums [N, M * TERMS] of products with the terms of rows, those of a row side by side, as
     [N, M]."""
     M: tl.constexpr = sums.shape[1] // TERMS
@@ -416,7 +416,7 @@ def stored_rows_kernel(
         *(first, first + SHARE, acc, acc, K, FORM, TILES, GATED, SPLITS),
     )
     if OF_ROW > 1:
-        acc, acc_up = sums_of_terms(acc, OF_ROW), sums_of_terms(acc_up, OF_ROW)
+        acc, acc_up = sums_of_terms(acc), sums_of_terms(acc_up)
     acc, acc_up = whole_sums(acc, acc_up, SLICES, True)
     acc = row_scaled(acc, row_scale, FORM, dtype)
     if GATED:

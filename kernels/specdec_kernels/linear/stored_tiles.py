@@ -16,6 +16,7 @@ from specdec_kernels.tiles import first_fit
 
 LEAST = 512  # numbers of a row in each split of a sum
 SPLITS = 8  # most of them
+FEW = 16  # rows up to which codes in registers are faster than terms of x
 SLICE = 16  # least bytes of a slice, a product of tensor cores
 
 
@@ -55,11 +56,10 @@ def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
         return None
     features = weight.shape[0] // (2 if kind == "gate" else 1)
     tiles = first_fit(table[kind], (x.shape[0], features), (weight.shape[1],))
-    if tiles is None or x.shape[0] <= 16 or slices_for(weight, tiles) != 1:
+    if tiles is None or x.shape[0] <= FEW or slices_for(weight, tiles) != 1:
         return None
     blocks, most = -(-features // tiles.block_n), power_of_2_to(weight.shape[1] // LEAST)
-    splits = min(SPLITS, most, power_of_2_to(MULTIPROCESSORS // blocks))
-    return tiles._replace(splits=tiles.splits or splits)
+    return tiles._replace(splits=min(SPLITS, most, power_of_2_to(MULTIPROCESSORS // blocks)))
 
 
 class Depth(Protocol):

@@ -153,19 +153,12 @@ STORED_ROWS = 64  # most rows of a product that reads a stored weight; more have
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
 
 # The same for more than 16 rows where x meets codes of fp8 as terms, on devices that have a table.
-# 0 splits: as many as leave every program a multiprocessor.
+# Splits are as many as leave every program a multiprocessor.
 _TERMS: Products = {
-    "norm": (
-        Case(Tiles(32, 128, 128, 1, 0, 256, 8, 5), (32, ANY), (0,)),
-        Case(Tiles(64, 128, 128, 1, 0, 256, 8, 5), (256, ANY), (0,)),
-    ),
-    "gate": (
-        Case(Tiles(32, 128, 128, 1, 0, 256, 8, 4), (32, ANY), (0,)),
-        Case(Tiles(64, 128, 128, 1, 0, 256, 8, 3), (256, ANY), (0,)),
-    ),
-    "add": (
-        Case(Tiles(32, 128, 128, 1, 0, 256, 8, 5), (32, ANY), (0,)),
-        Case(Tiles(64, 128, 128, 1, 0, 256, 8, 5), (256, ANY), (0,)),
-    ),
+    kind: (
+        Case(Tiles(32, 128, 128, 1, 0, 256, 8, few), (32, ANY), (0,)),
+        Case(Tiles(64, 128, 128, 1, 0, 256, 8, many), (256, ANY), (0,)),
+    )
+    for kind, few, many in (("norm", 5, 5), ("gate", 4, 3), ("add", 5, 5))
 }
 TERMS = {(9, 0): _TERMS}

@@ -113,12 +113,9 @@ def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
         return []
     names = [f"{place}/{count}" for place in missing]
     shown = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
-    is_one = len(names) == 1
-    told = (
-        f"shard {shown} is missing: merge it too"
-        if is_one
-        else (f"shards {shown} are missing: merge them too")
-    )
+    told = f"shards {shown} are missing: merge them too"
+    if len(names) == 1:
+        told = f"shard {shown} is missing: merge it too"
     return [Notice("shards_missing", told, {"missing": names, "num_shards": count})]
 
 
