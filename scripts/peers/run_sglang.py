@@ -18,7 +18,9 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
 
 import work
 
-ALGORITHMS = {"eagle3": "EAGLE3", "draft_model": "STANDALONE", "ngram": "NGRAM"}
+ALGORITHMS = {
+    "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN", "ngram": "NGRAM",
+}  # fmt: skip
 IN_PYTORCH = "SPECDEC_PEERS_IN_PYTORCH"
 
 
@@ -57,9 +59,9 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
             "speculative_algorithm": ALGORITHMS[what.method],
             "speculative_num_draft_tokens": what.k + 1,
         }
-    if what.draft is not None:
+    if what.k and (what.draft is not None or what.method == "mtp"):
         keys |= {
-            "speculative_draft_model_path": what.draft,
+            "speculative_draft_model_path": what.draft or what.target,
             "speculative_num_steps": what.k,
             "speculative_eagle_topk": 1,
         }
