@@ -135,3 +135,14 @@ def test_quiet_hides_progress_and_no_warning(
     assert main(given) == 0
     louder = capsys.readouterr().err.splitlines()
     assert "--dry-run" in given or len(louder) > len(lines)
+
+
+def test_due_times_of_another_rate_than_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "due.txt"
+    file.write_text("0\n0.5\n1.0\n")
+    asked = ["sweep-k", "--request-rate", "9", "--arrivals", str(file), "--k", "1", "--dry-run"]
+    assert main(asked) == 0
+    assert "come at 2 a second, not 9" in (told := capsys.readouterr().err)
+    assert "pass --request-rate 2, or another file" in told
