@@ -2,20 +2,18 @@
 
 from typing import Literal
 
-from pydantic import Field
-
 from specdec_cli.recipe.choices import forms
 from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted, sglang_block
 from specdec_cli.recipe.choices.forms import DraftForm, speculator
-from specdec_cli.recipe.fields import Section
+from specdec_cli.recipe.fields import Section, entry
 
 
 class BlockKeys(Section):
     """The keys of drafters that draft a block."""
 
-    block_width: Literal["k", "trained"] = Field(
-        default="k",
-        description="rows of a DFlash or DSpark drafter's pass: as many as k asks for (z-lab, "
+    block_width: Literal["k", "trained"] = entry(
+        "k",
+        "rows of a DFlash or DSpark drafter's pass: as many as k asks for (z-lab, "
         "vLLM), or always block_size (transformers), so that one run predicts every k",
     )
 
