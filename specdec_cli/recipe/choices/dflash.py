@@ -3,7 +3,7 @@
 from typing import Literal
 
 from specdec_cli.recipe.choices import forms
-from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted, sglang_block
+from specdec_cli.recipe.choices.base import MethodChoice, drafted, sglang_block
 from specdec_cli.recipe.choices.forms import DraftForm, speculator
 from specdec_cli.recipe.fields import Section, entry
 
@@ -18,15 +18,6 @@ class BlockKeys(Section):
     )
 
 
-def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
-    return drafted("dflash", "drafter", setting, draft, ())
-
-
-def _dspark_to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
-    notes = ["vLLM runs DSpark drafters with vanilla Markov heads alone."]
-    return drafted("dspark", "drafter", setting, draft, notes)
-
-
 def _dspark_to_sglang(k: int) -> dict[str, str | int]:
     """SGLang refuses a k that differs from the drafter's `block_size` unless it is said twice."""
     return sglang_block("DSPARK")(k) | {"dspark-block-size": k}
@@ -35,7 +26,7 @@ def _dspark_to_sglang(k: int) -> dict[str, str | int]:
 DFLASH = MethodChoice(
     "a drafter of a whole block in one pass",
     weights_from="draft",
-    to_vllm=_to_vllm,
+    to_vllm=drafted("dflash", "drafter"),
     to_sglang=sglang_block("DFLASH"),
     form=DraftForm(
         "a DFlash drafter",
@@ -46,7 +37,9 @@ DFLASH = MethodChoice(
 DSPARK = MethodChoice(
     "the same with a head that reads the token drawn before",
     weights_from="draft",
-    to_vllm=_dspark_to_vllm,
+    to_vllm=drafted(
+        *("dspark", "drafter", "vLLM runs DSpark drafters with vanilla Markov heads alone.")
+    ),
     to_sglang=_dspark_to_sglang,
     form=DraftForm(
         "a DSpark drafter",

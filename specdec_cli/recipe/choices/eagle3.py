@@ -79,7 +79,7 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
             "Measured with layers that the recipe chose (speculation.eagle3_layers, "
             "eagle3_counting). vLLM takes them from the head's config.json: change them there."
         )
-    return drafted("eagle3", "head", setting, draft, notes)
+    return drafted("eagle3", "head", *notes)(setting, draft)
 
 
 EAGLE3 = MethodChoice(

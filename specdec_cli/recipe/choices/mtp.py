@@ -26,7 +26,7 @@ class MtpKeys(Section):
 
 
 def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
-    found = drafted("mtp", "module", setting, draft, ())
+    found = drafted("mtp", "module")(setting, draft)
     return VllmConfig({k: v for k, v in found.config.items() if v is not None}, found.notes)
 
 
