@@ -1,8 +1,5 @@
-"""The folder or GGUF file on disk for a model's name in a recipe.
-
-A name is a path, one of the bundled demo models (`demo:target`), an installed package
-(`package:NAME`), or a hub id. Reads no weights.
-"""
+"""The folder or GGUF file for a model's name in a recipe: a path, `demo:NAME`, `package:NAME`, or a
+hub id. Reads no weights."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -32,11 +29,10 @@ def model_place(
     weights: bool = True,
     allow_pickle: bool = False,
 ) -> Path:
-    """The folder of a model's config and, with `weights`, its weights, or pickled ones if allowed;
-    or its GGUF file.
+    """The folder of a model's config and, with `weights`, its weights; or its GGUF file.
 
-    file: the name of one of several GGUF files. A hub id is taken from the local cache, or
-    downloaded where that is possible. Raises `SetupError` when there is no such model, or several.
+    A hub id is taken from the local cache, or downloaded. Raises `SetupError` when there is no such
+    model, or several.
     """
     if (local := local_place(name, file)) is not None:
         return local
