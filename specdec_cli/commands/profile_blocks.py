@@ -33,7 +33,7 @@ Context = Annotated[int | None, option("--context", "N", _CONTEXT, min=1)]
 _DRAFT_TPS = "Ranks of the draft, such as 1,2,4."
 DraftTPs = Annotated[str | None, option("--draft-tp", "LIST", _DRAFT_TPS)]
 Ks = Annotated[
-    str | None, option("-k --num-speculative-tokens", "LIST", "Proposed tokens a round.")
+    str | None, option("-k --k --num-speculative-tokens", "LIST", "Proposed tokens a round.")
 ]
 BlockSizes = Annotated[str | None, option("--block-size", "LIST", "Tokens per KV cache block.")]
 _UTILIZATIONS = "Fraction of a GPU's memory to use."
