@@ -48,10 +48,8 @@ class Attention(Protocol):
 
 
 class Recorder:
-    """Attention that only records the layers' calls: each one's shape of the cache, and arguments.
-
-    It returns zeros, on any device.
-    """
+    """Attention that records each call's layer, shape of the cache and arguments, and returns
+    zeros."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, LayerShape, ops.AttentionCall]] = []

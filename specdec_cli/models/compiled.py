@@ -1,11 +1,8 @@
 """Compiled forward passes: one callable for each model and kind of shape, never eager by accident.
 
-Draft and target share one `forward` code object, and Dynamo silently stops compiling code that has
-too many callers. So each callable here has a code object of its own, has to be a whole graph, and
-is compiled once: a second compilation is an error. Passes of one token have their own graph. All
-others share one graph with a variable number of tokens, so a sweep over proposal lengths compiles
-nothing new. Inductor keeps its output on disk. The key is the content of the graph: shapes, dtypes,
-constants and the handle of the model's attention.
+Draft and target share one `forward`, and Dynamo silently stops compiling code that has too many
+callers. So each callable has a code object of its own, is one whole graph, and is compiled once.
+Passes of one token have their own graph; all others share one with a variable number of tokens.
 """
 
 import contextlib
@@ -58,12 +55,9 @@ class CompiledForward:
     ) -> Outputs:
         """Logits [T, V], or [M, V] of `logit_rows`, and the hidden states [T, L * H] of `states`.
 
-        token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: keeps hidden states of the
-        same module; the same object, or None, in every call.
-
-        Compiles at the first call with one token, and at the first with more, unless torch's stance
-        is to run eagerly. Raises Dynamo's exceptions when the model is not a whole graph or would
-        be compiled again.
+        token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: of the same module; the same
+        object, or None, in every call. Compiles at the first call with one token, and at the first
+        with more. Raises Dynamo's exceptions for what is no whole graph or would be compiled again.
         """
         one = len(token_ids) == 1
         ids, places = token_ids[None], positions[None]

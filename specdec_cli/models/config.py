@@ -19,10 +19,7 @@ from specdec_cli.text import reason_of, shown
 
 
 def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
-    """transformers' config of a folder or GGUF file.
-
-    Raises `SetupError` if it is unreadable or of an unknown type.
-    """
+    """transformers' config of a folder or GGUF file. Raises `SetupError` if it cannot be read."""
     if is_gguf(place):
         return gguf_config(name, read_model(place))
     kind = config_file(name, place).get("model_type")
@@ -47,10 +44,8 @@ def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
 
 
 def dtype_of(wanted: str, config: Any, device: torch.device) -> torch.dtype:
-    """Resolve a dtype's name.
-
-    `auto` is the checkpoint's dtype on CUDA, and float32 on a CPU, where 16-bit types are slow.
-    """
+    """Resolve a dtype's name. `auto` is the checkpoint's on CUDA, and float32 on a CPU, where
+    16-bit types are slow."""
     if wanted != "auto":
         named: torch.dtype = getattr(torch, wanted)
         return named
@@ -66,11 +61,8 @@ _STRETCHED = ("yarn", "linear")
 
 
 def max_len_of(config: Any) -> int:
-    """The most tokens of a sequence; 2**20 where the config has no limit.
-
-    A factor of the rotary embedding stretches the length of training, or that of the config where
-    this is not said. Where layers have several embeddings the config's own length counts.
-    """
+    """The most tokens of a sequence, as its rotary embedding stretches them; 2**20 without a
+    limit."""
     for key in ("max_position_embeddings", "n_positions"):
         value = getattr(config, key, None)
         if isinstance(value, int) and value > 0:

@@ -1,6 +1,5 @@
-"""A model's config before transformers reads it: what config.json must be, and possible sizes.
+"""A model's config before transformers reads it, which makes a module for each layer it names.
 
-transformers makes a list entry or a module for each layer that a config names, however many.
 Imports nothing heavy.
 """
 
@@ -30,10 +29,9 @@ _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 
 def config_file(name: str, place: Path) -> dict[str, Any]:
-    """The content of config.json in a folder; of a GGUF file, the number of heads alone.
+    """The object in a folder's config.json; of a GGUF file, the number of heads alone.
 
-    Raises `SetupError` for what is no JSON object in a regular file of at most 16 MiB, and, with
-    the key, for a number that no model has.
+    Raises `SetupError` for what is no config, and, with the key, for a number that no model has.
     """
     if is_gguf(place):
         return _of_header(place)

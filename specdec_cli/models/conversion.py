@@ -1,8 +1,6 @@
 """Conversion of a checkpoint's tensors to the module's, by transformers' own tables.
 
-Files keep older names, and hold separately the experts that the classes stack. transformers
-describes both as data: renamings, and operations such as stack and concatenate. They are applied
-here for any family. Does not know files.
+They are data: renamings, and operations such as stacking experts. Does not know files.
 """
 
 import re
@@ -32,9 +30,8 @@ _NEVER_USED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
 def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], list[str]]:
     """Readers for the tensors of `module` by its names, and the file's names that have no use.
 
-    tensors: readers by the file's names. Names that the model's family is known not to use are left
-    out of the second result. A reader raises `ValueError` when the parts of a tensor do not fit
-    together.
+    tensors: readers by the file's names. Those that the family is known not to use are left out of
+    the second result. A reader raises `ValueError` where the parts of a tensor do not fit together.
     """
     table = get_model_conversion_mapping(module)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -66,10 +63,8 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
 
 
 class _Group:
-    """Tensors of a file that are converted together, to one or several tensors of the module.
-
-    name: the first of the module's tensors; names: all of them.
-    """
+    """Tensors of a file that make one or several of the module's, `names`, of which `name` is
+    first."""
 
     def __init__(self, module: Any, name: str, converter: Any) -> None:
         self.module, self.name, self.converter = module, name, converter
@@ -78,10 +73,8 @@ class _Group:
         self._made: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """Read one of `names`, each at most once.
-
-        The first call reads and converts all tensors, of stacked experts only what `part` needs.
-        """
+        """Read one of `names`, each once. The first call converts all, of stacked experts only
+        `part`."""
         if part is not None and (of_each := _part_of_each(self.converter, part)) is not None:
             # Tensors that do not fit together are read whole, which shows their shapes.
             with suppress(WrongShape, RuntimeError):

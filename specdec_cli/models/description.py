@@ -169,10 +169,7 @@ class Description(Unfilled):
         on_compile: Callable[[str], None] | None = None,
         foreign_ids: bool = False,
     ) -> PagedModel:
-        """The loaded module over a cache of zero blocks, in the form in which its passes run.
-
-        The arguments are those of `load` and `PagedModel`.
-        """
+        """The loaded module over a cache of zero blocks, in the form in which its passes run."""
         fused = None
         if on_compile is None:
             begin_stage(f"fusing the {self.spec.role}")
@@ -189,8 +186,7 @@ class Description(Unfilled):
 def describe(
     spec: ModelSpec, device: torch.device, parallel: TensorParallel = ALONE
 ) -> Description:
-    """Read the config, build the module on meta, pass it through the gate and take this rank's
-    part of it.
+    """Read the config, build the module on meta, and take this rank's part of it.
 
     Raises `SetupError` for a model that cannot be found or read, or is not supported.
     """

@@ -1,8 +1,4 @@
-"""The interface between the engine and a draft: a small model, or a head of the target.
-
-A draft is described before its weights are read, and loaded beside its target. The engine asks it
-for sizes and never for its kind.
-"""
+"""The interface between the engine and a draft, which it asks for sizes and never for its kind."""
 
 import re
 from collections.abc import Callable
@@ -56,17 +52,15 @@ class Reading:
 class Draft(Protocol):
     """A draft on one rank, before its weights are read.
 
-    layers: what each layer caches. max_len: positions that it may use. vocab_size: number of ids
-    that it can propose. feature_layers: hidden states of the target that it reads; a draft that
-    reads none stands alone, with a vocabulary and a tokenizer of its own. weight_bytes: of its
-    parameters without what it borrows. notes: facts for the record of a run, by a word for each.
-    has_confidence: whether it says how sure it is of a token before it draws it.
-    max_k: most tokens that a round may propose; None for any number. shared, shared_bytes: what
-    `draft.share` lends it, and the bytes that it need not load. target_tensors: names of tensors in
-    the target's files that it reads itself; None if there are none. captured_width: tokens of the
-    largest prefill pass that is captured; 0 if its passes have no fused form. can_compile: whether
-    its padded passes can be compiled. keeps_stored: whether any weight is held in other bits than
-    the model's dtype.
+    layers: what each caches. max_len: positions that it may use. vocab_size: ids that it can
+    propose. feature_layers: hidden states of the target that it reads; a draft that reads none has
+    a vocabulary and a tokenizer of its own. weight_bytes: without what it borrows. notes: facts for
+    the record of a run, by a word for each. has_confidence: whether it says how sure it is of a
+    token before it draws it. max_k: most tokens of a round; None for any number. shared,
+    shared_bytes: what `draft.share` lends it, and the bytes that this saves. target_tensors: names
+    of tensors in the target's files that it reads itself. captured_width: tokens of the largest
+    captured prefill pass; 0 without a fused form. can_compile: whether its padded passes can be
+    compiled. keeps_stored: whether any weight is held in other bits than the dtype's.
     """
 
     @property
@@ -129,9 +123,8 @@ class Draft(Protocol):
     ) -> int:
         """Bytes of the tensors that are alive at a pass's peak, beside its inputs.
 
-        logit_rows: of a model that has them within its pass. gathers: whether keys and values of
-        several tokens are gathered, as in prefill on CUDA, whose allocator then does not use
-        attention's memory for the MLP.
+        logit_rows: of a model that has them within its pass. gathers: as in prefill on CUDA, whose
+        allocator does not use attention's memory for the MLP.
         """
         ...
 

@@ -17,11 +17,9 @@ _CONFIGS = ("config.json", "generation_config.json")  # the second may name the 
 def fingerprint(place: Path, load_format: str) -> str:
     """A hash of a model's folder or GGUF file: equal for copies, another for other weights.
 
-    It covers each weight file's name, size and header, and pieces spread evenly over the file,
-    since training changes weights everywhere. It leaves out file times, which differ between
-    copies, and all weights where they are random. Of GGUF files it takes the header and, of their
-    names, none: one file has any number of names. Raises `SetupError` for files that
-    cannot be read.
+    Of each weight file it covers the header and evenly spread pieces, since training changes
+    weights everywhere, and the name, except GGUF's; of random weights nothing. Raises `SetupError`
+    for files that cannot be read.
     """
     found = hashlib.sha256()
     try:

@@ -51,10 +51,8 @@ class Scheme(NamedTuple):
     unused: tuple[str, ...] = ()
 
     def of(self, path: str) -> Matrices | None:
-        """The matrices that a module belongs to, by its path.
-
-        Names count before patterns, and patterns before all.
-        """
+        """The matrices that a module belongs to. Names count before patterns, and patterns before
+        all."""
         for fits in (str.__eq__, _matches, lambda target, _: target == _LINEAR):
             for group in self.groups:
                 if any(fits(target, path) for target in group.targets):
@@ -79,11 +77,7 @@ def _matches(target: str, path: str) -> bool:
 
 
 def scheme_of(settings: Settings, model: str) -> Scheme:
-    """The scheme of a checkpoint, of a method in `FORMATS`.
-
-    model: its name in messages. Raises `SetupError`, which names the key, for what is not
-    understood.
-    """
+    """The scheme of a checkpoint. Raises `SetupError`, with the key, for what is not understood."""
     return FORMATS[settings["quant_method"]](settings, model)
 
 

@@ -138,12 +138,7 @@ def busy_width(module: Any) -> int:
 
 
 def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
-    """The fused form of a loaded model, or None where it has none.
-
-    Weights are held once. On CUDA `module` keeps working, on views of the merged weights. On a CPU
-    large weights are packed, and the module's own become NaN, except for the embedding and the
-    head.
-    """
+    """The fused form of a loaded model, which holds its weights once; None where it has none."""
     return FusedForward(module, max_len, parallel) if is_fusable(module) else None
 
 

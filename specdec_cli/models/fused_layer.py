@@ -1,7 +1,6 @@
 """Decoder layers as fused passes take them: merged weights, and what differs by family.
 
-transformers defines what a model computes. Only classes whose code is known to compute the same as
-`models.fused` have a fused form, which is tested against the original.
+Only classes that are known to compute what `models.fused` does have a fused form.
 """
 
 from dataclasses import dataclass, replace
@@ -89,11 +88,10 @@ def has_experts(layer: Any) -> bool:
 
 
 def dense_mlp(layer: Any) -> Any:
-    """The MLP that all tokens pass: the layer's own, or its shared experts, or None.
+    """The MLP that all tokens pass: the layer's own, or its shared experts as one, or None.
 
-    Shared experts are one MLP of the width of all. It stays one, because products of a dense layer
-    have tiles for every number of rows. As one of the experts, which read each weight once for a
-    few tokens, it would be the one that all tokens choose, and so last longer than the others.
+    As one of the experts it would be the one that all tokens choose, and last longer than the
+    others.
     """
     return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
@@ -216,9 +214,8 @@ class FusedLayer:
     ) -> Self:
         """The fused form of a transformers layer, whose matrices become views of the merged ones.
 
-        index: of its entry in the cache. call: its arguments to attention. following_norm: the norm
-        module that comes after it. read: int32 [1], gets the number of experts that a pass reads,
-        for a layer with experts.
+        index: of its entry in the cache. following_norm: the norm module after it. read: int32 [1],
+        gets the number of experts that a pass reads.
         """
         attention = layer.self_attn
         before_mlp = layer.post_attention_layernorm
@@ -299,8 +296,7 @@ def _norm(norm: Any, family: Family) -> Tensor:
 def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
     """A layer's weights in groups that are merged: q, k and v; output; gate and up; down.
 
-    Weights of experts stay as they are. The latter two groups are then those of shared experts, and
-    missing if there are none.
+    The latter two are of the MLP that all tokens pass, if there is one.
     """
     attention, mlp = layer.self_attn, dense_mlp(layer)
     groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
@@ -312,8 +308,7 @@ def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
 def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weight:
     """One weight of the rows of all [N_i, K]; the parameters become views of it.
 
-    A packed weight has no plain form to view: the parameters then keep only their shapes, or with
-    `keep` stay as they are.
+    A packed weight has no plain form: they then keep their shapes alone, or with `keep` all.
     """
     if isinstance(parameters[0], StoredParameter):
         return _joined([p for p in parameters if isinstance(p, StoredParameter)])

@@ -1,7 +1,6 @@
-"""The check that the engine can run a model, made before any weight is read.
+"""The check, before any weight is read, that all layers ask for causal or sliding-window attention.
 
-A model passes when every layer asks our attention function for plain causal or sliding-window
-attention. Most models that fail it would not crash but write wrong text.
+Most models that fail it would not crash but write wrong text.
 """
 
 from collections.abc import Iterator
@@ -85,8 +84,7 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 def probe(model: Any, name: str) -> list[LayerShape]:
     """Run a pass on the meta device; returns the cache shapes of the layers, in order.
 
-    Raises `Unsupported` unless every layer calls the registered attention exactly once and nothing
-    else mixes tokens.
+    Raises `Unsupported` unless each layer calls our attention once and nothing else mixes tokens.
     """
     kind = model.config.model_type
     if not getattr(model, "_supports_attention_backend", False):
@@ -133,8 +131,7 @@ def _trial_pass(model: Any, name: str) -> None:
 
 @contextmanager
 def batched_experts(model: Any) -> Iterator[None]:
-    """Let experts run by the one implementation whose shapes do not depend on the routing, and that
-    takes weights without numbers."""
+    """Let experts run by the one implementation whose shapes do not depend on the routing."""
     chosen = model.get_experts_implementation()
     model.set_experts_implementation(dict.fromkeys(chosen, "batched_mm"))
     try:

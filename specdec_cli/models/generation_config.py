@@ -80,8 +80,7 @@ def unsupported(stored: Mapping[str, Any]) -> dict[str, Any]:
 def with_sampling(recipe: Recipe) -> Recipe:
     """The recipe with the sampling of its target, where `sampling.from` is model.
 
-    Raises `UsageError` where the recipe has another value of its own, or the file asks for what is
-    not supported, and `SetupError` where it is no file of settings.
+    Raises `UsageError` where the two differ, and `SetupError` for a damaged file.
     """
     asked, target = recipe.sampling, recipe.target
     if asked.source == "recipe":

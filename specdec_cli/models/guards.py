@@ -128,10 +128,8 @@ def refusing(
 
 
 def in_time(work: Callable[[], T], length: int) -> T:
-    """The result of `work` on a text of a length, without the lines of native code.
-
-    Raises `TimeoutError` if it takes too long; then it is left behind in its thread.
-    """
+    """The result of `work` on a text of a length. Raises `TimeoutError` if it takes too long; then
+    it is left behind in its thread."""
     done = Future[T]()
 
     def run() -> None:
@@ -152,11 +150,10 @@ def in_time(work: Callable[[], T], length: int) -> T:
 
 @contextmanager
 def native_lines() -> Iterator[None]:
-    """Keep lines of native code from standard output, and the lines of its panics from both.
+    """Keep lines of native code from standard output, and those of its panics from both.
 
-    They go to the file descriptors 1 and 2, so these lead to memory meanwhile. A result may be on
-    standard output: what native code says there goes to standard error instead. Lines of other
-    threads come out at the end.
+    The descriptors 1 and 2 lead to memory meanwhile. All lines but those of panics go to standard
+    error at the end.
     """
     with _held:
         held: dict[int, tuple[int, int]] = {}  # a copy of the descriptor, and the memory

@@ -68,10 +68,8 @@ def plain_weight(parameter: Tensor) -> Tensor:
 def borrowed_weights(
     draft: Any, target: Any, share: tuple[str, ...]
 ) -> dict[str, torch.nn.Parameter]:
-    """The target's weights that the draft module is to use, by their names in the draft.
-
-    Modules are not shared, because those of some families scale their outputs.
-    """
+    """The target's weights that the draft module is to use, by their names in the draft. Modules
+    are not shared, because those of some families scale their outputs."""
     names = {id(module): name for name, module in draft.named_modules()}
     found = {}
     for what in share:
@@ -84,10 +82,7 @@ def borrowed_weights(
 
 
 def return_unused(device: torch.device) -> None:
-    """Return memory that is free in torch's reserve, or on a CPU in the heap, to the device.
-
-    glibc keeps pieces of a heap between others until it is asked.
-    """
+    """Return memory that is free in torch's reserve, or in glibc's heap, to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:

@@ -1,8 +1,7 @@
 """Hidden states of transformers' own modules, for proposers that read them.
 
-They are counted as transformers counts them: state 0 is the embedding output, state i the input of
-layer i, and the state after the last layer is the output of the final norm. `models.fused` has the
-same states at hand and does not need this.
+State 0 is the embedding output, state i the input of layer i, and the last the output of the final
+norm. `models.fused` has them at hand.
 """
 
 from functools import partial
@@ -38,10 +37,7 @@ def check_hidden_layers(module: Any, layers: tuple[int, ...]) -> None:
 
 
 class HiddenStates:
-    """Keeps the hidden states of `layers` while `module` runs, by hooks on its layers.
-
-    Compiled passes trace the hooks: register them before the first pass.
-    """
+    """Keeps hidden states while `module` runs, by hooks; compiled passes trace those set before."""
 
     def __init__(self, module: Any, layers: tuple[int, ...]) -> None:
         decoder, stack = _decoder_of(module)

@@ -1,9 +1,7 @@
 """Scales of a cache in fp8: a checkpoint's own, or 1. Does not know passes.
 
 A checkpoint has one scale of keys and one of values a layer, or one a head, for numbers that are
-divided by them. The names are those of compressed-tensors (`self_attn.k_scale`), Model-Optimizer
-(`self_attn.k_proj.k_scale`) and AutoFP8 (`self_attn.k_proj.output_scale`, or `self_attn.kv_scale`
-for both).
+divided by them, by the names of compressed-tensors, Model-Optimizer or AutoFP8.
 """
 
 import re
@@ -52,11 +50,9 @@ def read_scales(
     parallel: TensorParallel,
     device: torch.device,
 ) -> list[torch.Tensor] | None:
-    """The scales of each layer's heads on this rank, as in `ops.LayerCache`; None where the cache
-    is not in fp8 or the checkpoint has none.
+    """The scales of each of this rank's layers, as in `ops.LayerCache`; None where there are none.
 
-    layers: this rank's. Raises `SetupError`, which names the tensor or the key, for scales that are
-    missing, do not fit, or are for other numbers than fp8.
+    Raises `SetupError`, with the tensor or the key, for scales that do not fit, or are not of fp8.
     """
     names = _scales_in(spec, place) if spec.cache == "fp8" else {}
     if not names:

@@ -1,8 +1,4 @@
-"""Filling a transformers module with its weights and buffers.
-
-A module on meta is filled tensor by tensor from safetensors or GGUF, or with random numbers for
-`load_format: dummy`.
-"""
+"""Filling a transformers module on meta, from a checkpoint or with random numbers."""
 
 import hashlib
 import logging
@@ -77,10 +73,9 @@ def load(
 ) -> Any:
     """Fill the described module with its weights on `device` and return it.
 
-    borrowed: parameters of another model, by name, that replace its own; they are not read, and
-    need not be in the checkpoint. A tied parameter is replaced only under the names given.
-    Raises `SetupError`, which names the file or tensor, when the checkpoint does not fit the
-    config.
+    borrowed: parameters of another model, by name, in place of its own; a tied one is replaced only
+    under the names given. Raises `SetupError`, which names the file or tensor, where the checkpoint
+    does not fit the config.
     """
     module, spec, borrowed = description.module, description.spec, borrowed or {}
     if spec.load_format == "dummy":
@@ -95,8 +90,7 @@ def load(
 
 @contextmanager
 def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
-    """Readers of every tensor in a model's files, by its name there, in plain form: for a draft
-    that lies in the target's files.
+    """Plain readers of every tensor in a model's files, for a draft that lies there.
 
     Raises `SetupError` for a GGUF file, which holds no such draft, and for damaged files.
     """
@@ -124,10 +118,7 @@ ReadWeight = Callable[[Part | None], torch.Tensor | Stored]
 
 @contextmanager
 def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list[str]]]:
-    """Readers of the module's tensors by its names, and the stored names without a use.
-
-    Raises `SetupError` for damaged files and quantised tensors that cannot be undone.
-    """
+    """Readers of the module's tensors by its names, and the stored names without a use."""
     module, spec, place = description.module, description.spec, description.place
     if is_gguf(place):
         header, held = read_model(place), stored_parameters(module)
@@ -185,9 +176,8 @@ def _fill(
 ) -> None:
     """Fill every parameter and stored buffer from `source`, with this rank's part of each.
 
-    A tied parameter is one object under several names and is read once; a head that is a part of
-    the embedding becomes a view of it. A tensor that the source does not have is left to
-    transformers' own initialisation (`_restore_buffers`).
+    A tied parameter is read once; a head that is a part of the embedding becomes a view of it. What
+    the source does not have is left to transformers' own initialisation.
     """
     module, shards = description.module, description.shards
     exact = _exact_names(module, description.dtype)
@@ -236,10 +226,8 @@ def _fill(
 def _placed(
     value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A weight of its own on `device`: the value itself, if it is one there, or a copy of it.
-
-    Zeros without a value, since initialisation misses some tensors (activations of apertus).
-    """
+    """A weight of its own on `device`: the value itself or a copy; zeros without a value, since
+    initialisation misses some tensors (activations of apertus)."""
     if value is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     is_whole = value.untyped_storage().nbytes() == value.nbytes and value.is_contiguous()
@@ -251,10 +239,8 @@ def _placed(
 
 
 def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
-    """The tensors that a checkpoint holds, as (name, owning module, name there, tensor).
-
-    A tied tensor is listed once for each name.
-    """
+    """The tensors that a checkpoint holds, as (name, owning module, name there, tensor), by every
+    name."""
     found = []
     for name, tensor in module.state_dict(keep_vars=True).items():
         prefix, _, leaf = name.rpartition(".")
@@ -263,10 +249,8 @@ def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
 
 
 def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Names of the tensors that the family keeps in float32 whatever the model's dtype, or None.
-
-    Biases of routers, for example, choose other experts when they are rounded.
-    """
+    """Names of tensors, such as routers' biases, that the family keeps in float32; None without
+    any."""
     globs = [glob for glob, kept in module._get_dtype_plan(dtype).items() if kept == torch.float32]
     return re.compile("|".join(glob.replace("*", ".*") for glob in globs)) if globs else None
 
@@ -346,8 +330,7 @@ def _checkpoint_source(
 def _same(names: list[str], readers: dict[str, ReadWeight], spec: ModelSpec) -> ReadWeight:
     """The reader of one tensor that the weights hold under these names.
 
-    Raises `SetupError` if the weights differ although config.json ties them: with either one alone
-    the model would not be the one that was trained.
+    Raises `SetupError` if they differ, although config.json ties them.
     """
     if len(names) == 1:
         return readers[names[0]]
@@ -377,9 +360,8 @@ def _wrong_shape(name: str, spec: ModelSpec, stored: list[int], wanted: list[int
 def _dummy_source(module: Any, device: torch.device) -> Source:
     """Random matrices, seeded by parameter name; each rank takes its part of them.
 
-    Norms and biases are left to transformers' initialisation, which makes them neutral and zero.
-    (Norms of heads and biases of experts are stacked, as matrices.) It would draw each rank's sinks
-    of attention anew, so they are drawn here.
+    Norms and biases, some of them stacked, are left to transformers' initialisation, which makes
+    them neutral. It would draw each rank's sinks of attention anew.
     """
     std = float(getattr(module.config, "initializer_range", 0.02))
 
@@ -407,11 +389,9 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
 
 
 def _restore_buffers(module: Any, device: torch.device) -> None:
-    """Give buffers (rotary tables, embedding scales) and unread vectors their initial values.
+    """Give buffers, which are computed in code, and unread vectors their initial values.
 
-    They are computed in code, not stored, and a build on meta leaves them empty. transformers'
-    `initialize_weights` skips tensors that are marked as initialised. The seed is fixed because
-    some families draw vectors at random (biases of routers).
+    The seed is fixed because some families draw vectors at random (biases of routers).
     """
     for owner in module.modules():
         for name, buffer in list(owner._buffers.items()):

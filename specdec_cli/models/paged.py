@@ -37,13 +37,11 @@ class PassOutput(NamedTuple):
 class PagedModel:
     """Runs passes through `module`, keeping keys and values in `cache`.
 
-    vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary (a
-    draft beside a target with more padding). They are fed as the last id, which may make proposals
-    worse but never the output wrong. fused: runs all passes in place of `module`. compiled: runs
-    padded passes in place of `module`. hidden_layers: whose hidden states passes return too, in any
-    order, counted as in `models.hidden`, unless a pass is told otherwise; it may be set until a
-    pass is compiled or captured, and setting it raises `SetupError` for what the model does not
-    have.
+    vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary,
+    which are fed as the last id (a draft beside a target with more padding). fused: runs all passes
+    in place of `module`. compiled: runs padded passes. hidden_layers: whose hidden states passes
+    return too, counted as in `models.hidden`; setting it, before a pass is compiled or captured,
+    raises `SetupError` for what the model does not have.
     """
 
     def __init__(
@@ -111,10 +109,8 @@ class PagedModel:
     def forward(
         self, spans: list[Span], logits_per_span: list[int], *, with_hidden: bool = True
     ) -> PassOutput:
-        """Feed `spans`; logits [M, V] of the last rows of each, hidden states of all rows.
-
-        Other arguments as in `core.batch.make_batch`.
-        """
+        """Feed `spans`; logits [M, V] as `core.batch.make_batch` says, hidden states of all
+        rows."""
         found = make_batch(spans, logits_per_span, self.cache.block_size, self.device)
         return self._run(found, with_hidden=with_hidden)
 
@@ -128,9 +124,8 @@ class PagedModel:
     ) -> Results:
         """Feed `spans`; the results are valid until the next call.
 
-        num_logits: the number M of spans, from the first one on, whose last rows reach the
-        vocabulary head: logits [M, V]. Hidden states [T, L * H] if they are asked for. draws: a
-        captured pass draws the M tokens itself, and has no logits. Others leave it to the caller.
+        num_logits: spans, from the first on, whose last rows get logits [M, V]. draws: a captured
+        pass draws the M tokens itself, and has no logits. Others leave it to the caller.
         """
         if self._prompts is None or not self._prompts.fits(spans):
             rows = [1] * num_logits + [0] * (len(spans) - num_logits)

@@ -1,10 +1,9 @@
 """Passes over prompts, padded to one of a few widths, which CUDA captures as graphs.
 
-A short pass takes the device less time than the host needs to queue its kernels one by one. Each
-width is run as it is when it is first needed, then captured, and replayed from then on. Longer
-passes keep the device busy anyway. A pass reads inputs and leaves results at addresses that stay,
-and nothing else, so graphs of several models can share memory.
-Legend: W a pass's width, B most sequences.
+A short pass takes the device less time than the host needs to queue its kernels. Each width is run
+as it is first, then captured, and replayed from then on. A pass reads inputs and leaves results at
+addresses that stay, so graphs of several models can share memory. Legend: W a pass's width, B most
+sequences.
 """
 
 import gc
@@ -63,9 +62,8 @@ Body = Callable[[ForwardBatch, Any, Tensor | None], Results]
 class PromptGraphs:
     """The passes over prompts of an engine's models, and the memory that their graphs share.
 
-    num_tokens: most of one pass; longer ones run as they are, and all of them if it is set to 0.
-    num_columns: of block tables. is_captured: False runs padded passes without graphs, as tests do.
-    Of engines that share a target the first has its passes.
+    num_tokens: most of one pass; longer ones run as they are, all if it is 0. num_columns: of block
+    tables. is_captured: False runs padded passes without graphs, as tests do.
     """
 
     def __init__(
@@ -176,8 +174,7 @@ class PromptPasses:
         """A pass over `spans`. Its results are valid until the next one.
 
         kind: handed to the body. given: [T, ...] further input of each token. shift: as in
-        `PackedInputs.fill`. num_logits: the number of spans, from the first one on, whose last
-        tokens need logits. draws: draw a token from each row of them, see `sampling.next_tokens`.
+        `PackedInputs.fill`. num_logits, draws: as in `PagedModel.prefill`.
         """
         count = sum(stop - start for _, start, stop in spans)
         width = width_of(count)

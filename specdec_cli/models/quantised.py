@@ -3,9 +3,6 @@
 The orders of the formats end here: float8, int8 and mxfp4 along a row; GPTQ's words along a column
 (https://github.com/AutoGPTQ/AutoGPTQ), AWQ's across columns in an order of their own
 (https://github.com/casper-hansen/AutoAWQ), compressed-tensors' along a row.
-
-transformers derives the size of a block of float8 from the shape of the scales, which is wrong
-where the last block is smaller, and does not notice scales that lack rows.
 """
 
 from collections.abc import Collection, Iterable
@@ -303,10 +300,7 @@ def _of_columns(found: torch.Tensor, own: Parts, group: Matrices, told: str) -> 
 
 
 def read_stored(name: str, fields: Fields, storage: Storage, model: str) -> Stored:
-    """A matrix as it is stored.
-
-    Raises `SetupError`, which names it, for scales or zeros that are missing or do not fit.
-    """
+    """A matrix as it is stored. Raises `SetupError`, with its name, for scales that do not fit."""
     codes, told = fields.codes[name](), f"{name} of {model}"
     if name not in fields.scales:
         raise SetupError(f"{told} is quantised, and {no_scales(name, fields.codes)}", _DAMAGED)
@@ -357,10 +351,8 @@ def no_scales(name: str, names: Iterable[str]) -> str:
 
 
 def plain_names(names: Collection[str], settings: Settings, model: str) -> list[str]:
-    """The names of a quantised checkpoint's tensors once its matrices are plain.
-
-    Raises as `scheme_of` does, and for a tensor that the config does not describe.
-    """
+    """The names of a quantised checkpoint's tensors once its matrices are plain; raises as
+    `fields_of`."""
     found = _matrices(names, scheme_of(settings, model), model)
     used = {part for _, own in found.values() for part in own.values()}
     return [*(name for name in names if name not in used), *found]
@@ -369,11 +361,8 @@ def plain_names(names: Collection[str], settings: Settings, model: str) -> list[
 def dequantised(
     tensors: dict[str, Read], settings: Settings, dtype: torch.dtype, model: str
 ) -> dict[str, Read]:
-    """Readers of plain tensors in `dtype` for the tensors of a quantised checkpoint.
-
-    Raises as `scheme_of` and `fields_of` do. So does a reader, with the tensor's name, when its
-    scales do not fit it.
-    """
+    """Readers of plain tensors in `dtype` for those of a quantised checkpoint; they, and it, raise
+    as `scheme_of` and `fields_of` do."""
     scheme = scheme_of(settings, model)
     # gpt-oss multiplies by experts [experts, in, out], and its files have [experts, out, in].
     is_turned = any(group.form == BLOCKS for group in scheme.groups)

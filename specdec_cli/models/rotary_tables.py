@@ -1,9 +1,8 @@
 """Rotary embeddings of fused passes: tables of cosines and sines by position.
 
-Some families turn the first features of a head and pass the others. Kernels turn the pairs
-(i, i + D / 2) of all D features. The order of a head's features changes no score, as long as
-queries and keys have the same. So the features are put into an order in which those pairs are the
-family's own, and pairs of others, which an angle of zero passes.
+Some families turn the first features of a head alone, and kernels turn the pairs (i, i + D / 2) of
+all D. So features of queries and keys are put into an order in which those pairs are the family's
+own, and pairs of others, which an angle of zero passes.
 """
 
 from typing import Any
@@ -18,11 +17,8 @@ _CHUNK = 1 << 16  # positions
 
 
 def turns_of(module: Any, max_len: int) -> tuple[Tensor, Tensor, list[int]]:
-    """The rotary embeddings of a loaded model's layers at its first `max_len` positions.
-
-    Returns cosines and sines [max_len, R * D], R embeddings side by side, and the index of each
-    layer's embedding.
-    """
+    """Cosines and sines [max_len, R * D] of a loaded model, R embeddings side by side, and the
+    index of each layer's embedding."""
     rotary = module.model.rotary_emb
     kinds = _kinds(module)
     distinct = sorted(set(kinds), key=str)
@@ -80,8 +76,7 @@ def table_of(
 def turn_whole_heads(module: Any, turned: int) -> None:
     """Reorder queries and keys of a loaded model, whose rotary embedding then turns whole heads.
 
-    The model computes the same as before; its cached keys have the new order. turned: features of
-    a head that turn. Does nothing for a model whose heads turn as a whole.
+    It computes the same as before; cached keys have the new order. turned: features that turn.
     """
     head_dim = int(module.model.layers[0].self_attn.head_dim)
     if turned == head_dim:

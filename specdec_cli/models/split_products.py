@@ -1,7 +1,6 @@
 """Products of fused layers whose weights are split over ranks; every rank gets the whole result.
 
-With one rank they are the plain kernels. Sums and logits of few rows go through memory that the
-GPUs read from each other, where there is such memory.
+Sums and logits of few rows go through memory that GPUs read from each other, where there is such.
 """
 
 from dataclasses import dataclass
@@ -71,8 +70,7 @@ class SplitProducts:
     ) -> Normed:
         """`ops.mixture_add_norm` of experts that are split by their inner features.
 
-        It takes the place of the MLP's product in a layer. shared: gated features of shared experts
-        and the weight that they are multiplied by, whose product is added too.
+        shared: gated features of shared experts and their weight, whose product is added too.
         """
         if self.parallel.size == 1:
             if shared is not None:  # its norm is not used

@@ -1,7 +1,6 @@
 """Weights that stay as a checkpoint stores them: the matrices that do, and their readers.
 
-`specdec_kernels.linear.stored` has the arithmetic. Only fused layers read such weights; those of
-other families are dequantised while loading.
+Only fused layers read such weights; those of other families are dequantised while loading.
 """
 
 import logging
@@ -163,9 +162,8 @@ def _hold_as_stored(
 ) -> dict[str, SetupError]:
     """Mark the matrices of a module on meta, which has a fused form, that are held as stored.
 
-    shards: this rank's parts. model: its name in messages. A tied head stays plain, as the
-    embedding does. Returns errors, by the names of the matrices that stay plain for them: groups
-    that a part would cut, and products of which only a part is stored.
+    shards: this rank's parts. A tied head stays plain. Returns errors, by the names of the matrices
+    that stay plain: groups that a part would cut, and products of which a part alone is stored.
     """
     embedding = module.get_input_embeddings().weight
     problems: dict[str, SetupError] = {}
@@ -219,10 +217,8 @@ def stored_part(held: StoredParameter, part: Part) -> Part:
 
 
 def quantised(held: StoredParameter, numbers: Tensor, part: Part | None) -> Stored:
-    """This rank's part of a plain weight in the form in which it is held.
-
-    numbers: the whole, on any device, since columns that a scale belongs to may be on other ranks.
-    """
+    """This rank's part of a plain weight, of which `numbers` are the whole, in the form that is
+    held."""
     whole = held.stored_as.quantised(numbers.transpose(1, 2) if held.is_transposed else numbers)
     return whole if part is None else part_of(whole, stored_part(held, part))
 

@@ -89,11 +89,10 @@ class PretrainedTokenizer:
     ) -> str:
         """Fill the model's chat template with a conversation, up to where the answer begins.
 
-        template: what else it gets: tools, documents, its own switches; `chat_template`, another
-        template or a name among the model's; `DATE_KEY`, the ISO moment that it takes for now. The
-        text includes special tokens, also the first one: encode it without adding any. Raises
-        `UsageError` when there is no template, or it refuses these messages or knows no such name,
-        and `SetupError` when the template itself is at fault.
+        template: what else it gets; `chat_template`, another one or a name among the model's;
+        `DATE_KEY`, the ISO moment that it takes for now. The text includes special tokens. Raises
+        `UsageError` where there is no template, or it refuses these messages, and `SetupError` when
+        it is itself at fault.
         """
         given = dict(template)
         moment = given.pop(DATE_KEY, None)
@@ -170,10 +169,7 @@ class PretrainedTokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """A stand-in for config-only folders without a tokenizer: UTF-8 bytes are the ids.
-
-    Only for dummy weights, whose output means nothing anyway.
-    """
+    """A stand-in for folders without a tokenizer, for dummy weights: UTF-8 bytes are the ids."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -202,10 +198,8 @@ def has_tokenizer(place: Path) -> bool:
 
 
 def is_same_tokenizer(one: Path, other: Path) -> bool:
-    """Whether two folders hold a tokenizer in the same files, byte by byte.
-
-    To read one of 128,000 words takes half a second, to compare its files a hundredth of one.
-    """
+    """Whether two folders hold a tokenizer in the same files: compared in a hundredth of a second,
+    where reading one of 128,000 words takes half of one."""
     if is_gguf(one) or is_gguf(other) or not has_tokenizer(one):
         return False
     names, others = (
@@ -220,10 +214,8 @@ def is_same_tokenizer(one: Path, other: Path) -> bool:
 def load_tokenizer(
     place: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
 ) -> Tokenizer:
-    """The tokenizer in a folder or GGUF file.
-
-    Raises `SetupError` when there is none and weights are real.
-    """
+    """The tokenizer of a folder or GGUF file. Raises `SetupError` when a model with weights has
+    none."""
     if is_gguf(place):
         return _loaded(partial(gguf_tokenizer, read_model(place)), name, "the GGUF file is damaged")
     folder = place
@@ -310,10 +302,9 @@ def _template_problem(problem: Exception, name: str, *, is_own: bool) -> Specdec
 def check_same_vocabulary(
     target: Tokenizer, draft: Tokenizer, names: tuple[str, str], sizes: tuple[int, int]
 ) -> None:
-    """Refuse a pair whose tokenizers give a token different ids, or whose draft lacks some.
+    """Raise `SetupError`, with the first id that differs, unless two tokenizers agree.
 
-    sizes: the models' vocabulary sizes. They may differ by padding, but not in ids that stand for
-    text. Raises `SetupError` naming the first id that differs.
+    sizes: the models' vocabulary sizes. They may differ by padding, but not in ids of text.
     """
     by_id = {i: t for t, i in target.vocabulary().items()}
     other = {i: t for t, i in draft.vocabulary().items()}

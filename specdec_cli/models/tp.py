@@ -84,11 +84,8 @@ def shard(
 ) -> tuple[Shards, list[LayerShape]]:
     """Reduce `module`, on meta, to this rank's part; returns the parts and what its layers cache.
 
-    Afterwards the modules of the group compute together what one computed alone. layers: cache
-    shapes of the whole model's layers. name: the model's, for messages.
-
-    Raises `Unsupported` for a family without a plan, or whose split form is not tested, for kinds
-    of splitting that are not built here, and where heads or features do not divide.
+    layers: cache shapes of the whole model's layers. Raises `Unsupported` for a family without a
+    plan, or whose split form is not tested, and where heads or features do not divide.
     """
     kind, size = module.config.model_type, parallel.size
     whole_plan = (module._tp_plan or {}) | _OWN_PLANS.get(kind, {})
@@ -138,10 +135,7 @@ def shard(
 def shard_layers(
     body: nn.Module, config: Any, layers: list[LayerShape], parallel: TensorParallel, name: str
 ) -> dict[str, Part]:
-    """Reduce a head's decoder layers, on meta, to this rank's part; returns the parts.
-
-    body: has them as `layers`. config: theirs. layers, name: as in `shard`. Raises `Indivisible`.
-    """
+    """Reduce a head's decoder layers, on meta, to this rank's part; arguments as of `shard`."""
     plan = config.base_model_tp_plan
     styles = {n: s for n in _names(body) if (s := plan.get(_pattern(n))) in _SPLIT}
     return _split_products(body, styles, config, layers, parallel, name)
@@ -194,10 +188,7 @@ def _share(
     name: str,
 ) -> tuple[int, int]:
     """This rank's range of a product's features: whole heads in attention, else an even share.
-
-    Outputs that are gathered at once may be cut anywhere. Raises `Unsupported` where features or
-    heads do not divide.
-    """
+    Raises `Unsupported` where they do not divide."""
     if style in _GATHERED:
         return parallel.share(linear.out_features)
     size, reads = parallel.size, style != _COLUMNS

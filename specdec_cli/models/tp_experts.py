@@ -1,14 +1,9 @@
 """Experts split over ranks by the features inside them, as a dense MLP is split.
 
-Each rank holds a part of every expert, and one sum over ranks ends the layer. The alternative,
-whole experts on each rank, needs that sum too, but a pass then lasts as long as on the rank that
-holds most of the chosen experts. Passes of few tokens, which speculation makes, choose few: of 8
-experts among 128, 4 ranks hold 2 on average, and the rank with most of them 3.5. Parts of all
-experts give every rank the same bytes to read and to store, whatever the routing. Their price is
-narrower matrices: 96 features of an expert of 768 on 8 ranks.
-
-Routers are whole on every rank. They read the same bits there, so all ranks choose the same experts
-without a message. Knows no plans and no collectives.
+Each rank holds a part of every expert, and one sum over ranks ends the layer. With whole experts on
+each rank a pass would last as long as on the rank with most of the chosen ones: of 8 among 128, 4
+ranks hold 2 on average, and that rank 3.5. The price is narrower matrices: 96 features of an expert
+of 768 on 8 ranks. Routers are whole, so all ranks choose the same experts without a message.
 """
 
 from typing import Any
@@ -24,8 +19,7 @@ ADDED_ONCE = "down_proj_bias"
 def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[str, Part]:
     """This rank's parts of a module of stacked experts, by the module's names of its tensors.
 
-    experts: of a class that transformers marks with the layout of its weights. name: the model's,
-    for messages. Raises `Indivisible` where the inner features do not divide.
+    name: the model's. Raises `Indivisible` where the inner features do not divide.
     """
     # [experts, written, read], or with `is_transposed` [experts, read, written].
     read = 1 if experts.is_transposed else 2

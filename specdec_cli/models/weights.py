@@ -1,7 +1,6 @@
 """Checkpoint files: which of them holds which tensor, and errors for those that do not open.
 
-Safetensors only, unless pickle is allowed explicitly; then only tensors are unpickled. Does not
-know models.
+Safetensors only, unless pickle is allowed; then only tensors are unpickled.
 """
 
 import json
@@ -120,18 +119,14 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a checkpoint; none where there are no weights.
-
-    Raises `SetupError` for a missing shard or a damaged index.
-    """
+    """The files that hold a checkpoint, if any. Raises `SetupError` for a missing shard or bad
+    index."""
     return _files(folder, _SAFE) or _files(folder, _PICKLED)
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The files of a checkpoint: one, or the shards that its index names.
-
-    A single file counts before an index beside it, as in transformers.
-    """
+    """The files of a checkpoint: one, which counts before an index beside it, or an index's
+    shards."""
     if (single := folder / name).is_file():
         return [single]
     if (index := _index(folder, name)) is not None:
@@ -167,11 +162,8 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
 
 
 def layers_held(place: Path) -> int | None:
-    """The number of layers that the names of the tensors show; None where they show none.
-
-    None too for a damaged index or file, which loading tells of: there one draft of a sweep fails,
-    and here the sweep would.
-    """
+    """The number of layers that the names of the tensors show; None where they show none, and for a
+    damaged index or file, which loading tells of."""
     if is_gguf(place):
         return layers_in(read_model(place))
     names = tensor_names(place)

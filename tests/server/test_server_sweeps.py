@@ -199,19 +199,22 @@ def test_acceptance_that_is_not_known_is_null(
 
 
 @pytest.mark.parametrize(
-    ("faults", "code"),
+    ("faults", "code", "remedy"),
     [
-        (Faults(usage=5), "usage_differs"),
-        (Faults(hits=True), "prefix_cache_hits"),
-        (Faults(bad_details="sum"), "spec_details_invalid"),
+        (Faults(usage=5), "usage_differs", "do not compare with"),
+        (Faults(hits=True), "prefix_cache_hits", "without prefix caching"),
+        (Faults(bad_details="sum"), "spec_details_invalid", "update the server"),
     ],
 )
-def test_warnings(capsys: pytest.CaptureFixture[str], faults: Faults, code: str) -> None:
+def test_warnings(
+    capsys: pytest.CaptureFixture[str], faults: Faults, code: str, remedy: str
+) -> None:
     server = FakeServer(k=3, detailed=True, faults=faults)
     with running(server):
         found = swept(capsys, *urls(server))
     p = point(found, 3)
-    assert code in codes(found) and p["metrics"]["num_output_tokens"] == 48
+    (told,) = [one["message"] for one in found["warnings"] if one["code"] == code]
+    assert remedy in told and p["metrics"]["num_output_tokens"] == 48
     # Counters have what rounds accepted beyond the ends of texts; chunks have not.
     for name in ("acceptance_rate_per_pos", "conditional_acceptance_rate_per_pos"):
         pairs = zip(p["metrics"][name], p[f"{name}_ci"], strict=True)

@@ -48,10 +48,9 @@ KEPT = {
 def kept_as(kind: str, dtype: torch.dtype) -> Storage | None:
     """The storage of a type in a run of `dtype`; None where it is dequantised.
 
-    A scale of the K types is the product of a half float and an integer of 6 or 8 bits. In fp32 it
-    is exact, and runs in fp32 have it so. For others it is rounded to a half float, by 2^-11 of it
-    at most, where bf16 rounds each number by up to 2^-8: Q4_K takes 5 bits a number so, and not 6.
-    Products below the least normal half float are multiples of the least one, and so exact.
+    A scale of the K types is the product of a half float and an integer of 6 or 8 bits. Runs in
+    fp32 have it exactly; others round it to a half float, by 2^-11 at most, where bf16 rounds each
+    number by up to 2^-8.
     """
     if (layout := KEPT.get(kind)) is None:
         return None

@@ -1,7 +1,4 @@
-"""The GGUF files of a folder, and the one that is meant; models split over several files.
-
-Reads names, and headers of split models. Does not know what else a folder may hold.
-"""
+"""The GGUF files of a folder, and the one that is meant; models split over several files."""
 
 import re
 from collections.abc import Iterable
@@ -22,10 +19,9 @@ def first_parts(names: Iterable[str]) -> list[str]:
 
 
 def chosen(name: str, names: Iterable[str], file: str | None) -> str | None:
-    """The GGUF file that a model's name means, among the files of its folder; None without any.
+    """The GGUF file that a model's name means, among those of its folder; None without any.
 
-    file: the recipe's key. Raises `SetupError` if there are several and none is chosen, or the
-    chosen one is missing.
+    file: the recipe's key. Raises `SetupError` for several files, or a missing one.
     """
     all_names = list(names)
     models = first_parts(all_names)
@@ -56,8 +52,7 @@ def parts_named(name: str) -> list[str]:
 def read_model(file: Path) -> Header:
     """The header of a model, with the tensors of all its files.
 
-    Raises `SetupError` for a damaged file, or where one of a split model is missing or belongs to
-    another model.
+    Raises `SetupError` for a file that is damaged, missing or another model's.
     """
     header = read_header(file)
     count = header.values.get("split.count", 1)

@@ -1,7 +1,6 @@
 """The header of a GGUF file, with each of its counts, lengths and offsets checked.
 
-The file says how long everything in it is, and libraries believe it. Here nothing is allocated or
-walked beyond the file. Does not know models. Imports nothing heavy.
+Nothing is allocated or walked beyond the file. Imports nothing heavy.
 """
 
 import mmap

@@ -9,12 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
-import torch
-from specdec_kernels import ops
 from torch import Tensor, nn
 
-from specdec_cli.core.batch import ForwardBatch
-from specdec_cli.core.kv_cache import KVCache, LayerShape
+from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.models.draft import Passes
 from specdec_cli.models.formats import Settings
@@ -175,11 +172,8 @@ class HeadConfig:
         return found if HEAD in own else [*found, [EMBEDDING]]
 
     def row_numbers(self, parallel: TensorParallel, *, gathers: bool) -> int:
-        """Numbers that each row of a pass has at the pass's peak, beside its inputs.
-
-        gathers: whether keys and values of several tokens are gathered, as in prefill on CUDA,
-        whose allocator then does not use attention's memory for the MLP.
-        """
+        """Numbers that each row of a pass has at the pass's peak; gathers: see
+        `models.draft.Draft`."""
         (cached, *_), size = self.cache_layers(parallel), parallel.size
         width, head_dim = self.hidden_size, self.body.head_dim
         mixed = self.body.num_attention_heads // size * head_dim
@@ -202,43 +196,3 @@ class HeadSizes(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
-
-
-class Head(Protocol):
-    """A head with its weights. ids: see `HeadWeights`. storages: see `storages_of`."""
-
-    @property
-    def config(self) -> HeadSizes: ...
-    @property
-    def ids(self) -> Tensor | None: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def storages(self) -> dict[int, int]: ...
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """Hidden states [T, H] from the target's features [T, F], once for each true row."""
-        ...
-
-    def __call__(
-        self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: KVCache
-    ) -> ops.Normed:
-        """One pass over T rows, whose keys and values are written to `cache`.
-
-        token_ids: int64 [T], of the tokens that the rows embed, in place of the batch's. hidden:
-        [T, H], from `fuse`, or from `fed_back` of the row before; [T, 0] for rows of a head that
-        read a token alone.
-        """
-        ...
-
-    def normed(self, hidden: Tensor) -> ops.Normed:
-        """The result of `__call__`, made again from its hidden states [T, H]."""
-        ...
-
-    def logits(self, x: ops.Normed) -> Tensor:
-        """Logits [T, Vd] of the head's own ids."""
-        ...
-
-    def fed_back(self, x: ops.Normed) -> Tensor:
-        """Hidden states [T, H] that the next step reads in place of fused features."""
-        ...

@@ -60,12 +60,10 @@ def read_weights(
     allow_pickle: bool = False,
     parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
-    """Read this rank's part of the weights of a head.
+    """Read this rank's part of the weights of a head. lent: serves for what the checkpoint lacks.
 
-    lent: serves for what the checkpoint lacks; of a matrix of logits it has this rank's part.
-
-    Raises `SetupError`, which names the tensor, for one that is missing, of another shape or
-    dtype, or unknown, and for ids that the target does not have.
+    Raises `SetupError`, with the tensor, for one that is missing, unknown, or of another shape or
+    dtype, and for ids that the target does not have.
     """
     with _opened(config, folder, dtype, allow_pickle) as found:
         wanted, (_, parts) = config.shapes(), config.split(parallel)

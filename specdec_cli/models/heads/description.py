@@ -17,13 +17,14 @@ from specdec_cli.core.parallel import Groups, TensorParallel
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.description import Description
 from specdec_cli.models.draft import Passes, Reading
-from specdec_cli.models.heads.base import EMBEDDING, HEAD, Head, HeadConfig, HeadWeights
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, HeadWeights
 from specdec_cli.models.heads.checkpoint import (
     borrowed_by,
     dummy_weights,
     read_weights,
     serves,
 )
+from specdec_cli.models.heads.net import Head
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.held import plain_weight
 from specdec_cli.models.hidden import check_hidden_layers
@@ -163,10 +164,8 @@ class HeadDescription:
         block_size: int,
         on_compile: Callable[[str], None] | None = None,
     ) -> PagedHead | None:
-        """The head with its weights, over a cache of zero blocks; None on a rank without it.
-
-        All of the target's ranks have to call this, since their parts may be gathered.
-        """
+        """The head with its weights; all of the target's ranks call this, since parts may be
+        gathered."""
         device, config = self.device, self.config
         lent = _lent_by(target.module) if self.borrows else {}
         if self.gathers_head:
@@ -250,10 +249,8 @@ def describe_head(
 
 
 def check_target(config: HeadConfig, hidden_size: int, vocab_size: int, num_layers: int) -> None:
-    """Check that the head belongs to a target of these sizes.
-
-    Raises `SetupError`, which names the key, where it does not.
-    """
+    """Raise `SetupError`, which names the key, unless the head belongs to a target of these
+    sizes."""
     for key, ours, theirs in (
         ("target_hidden_size", config.target_hidden_size, hidden_size),
         ("vocab_size", config.vocab_size, vocab_size),

@@ -42,10 +42,7 @@ def fused_layers(
     tensors: Mapping[str, Tensor],
     causal: bool = True,
 ) -> list[FusedLayer]:
-    """The fused form of `body`, from `layers_of`, with weights from `tensors`.
-
-    windows: sliding window of each layer, 0 for none. causal: see `ops.AttentionCall`.
-    """
+    """The fused form of `body`, from `layers_of`, with weights from `tensors`; 0 is no window."""
     body.load_state_dict({name: tensors[name] for name in body.state_dict()}, assign=True)
     layers: Any = body["layers"]
     following = [*(layer.input_layernorm for layer in layers[1:]), body["norm"]]

@@ -22,7 +22,7 @@ from specdec_cli.core.batch import (
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.packed import last_blocks, last_rows
 from specdec_cli.core.state import BatchState
-from specdec_cli.models.heads.base import Head
+from specdec_cli.models.heads.net import Head
 from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 
 

@@ -1,8 +1,7 @@
 """The settings of a DFlash or DSpark drafter, read from any of the forms that tools write.
 
-z-lab and SpecForge write a flat qwen3 config with `dflash_config`. The config of speculators holds
-the layers' settings in `transformer_layer_config`. DeepSpec writes all keys at top level, and its
-DFlash is its DSpark with a Markov rank of 0. Reads no weights.
+z-lab and SpecForge write a flat qwen3 config with `dflash_config`, speculators a nested
+`transformer_layer_config`. DeepSpec writes all keys at top level.
 """
 
 import re
@@ -158,8 +157,7 @@ class DSparkConfig(DFlashConfig):
 def read_dflash_config(name: str, folder: Path) -> DFlashConfig:
     """The settings of the drafter in `folder`.
 
-    Raises `SetupError`, which names the key, for a config that is damaged or that asks for what is
-    not built.
+    Raises `SetupError`, with the key, for a config that is damaged or asks for what is not built.
     """
     raw = config_file(name, folder)
     kind = DFlashConfig if first_seen(DSPARK, raw) is None else DSparkConfig

@@ -1,8 +1,7 @@
 """The small heads of a DSpark drafter, which read the token before the one that they judge.
 
-The Markov head adds to the logits of a row what the token drawn before it says about the next. The
-confidence head says how likely the row's token is to stand. Legend: B rows, H width of the drafter,
-r rank, V ids of the target, Vd ids that the drafter can propose.
+The Markov head adds to the logits of a row, the confidence head says how likely its token is to
+stand. Legend: B rows, H width of the drafter, r rank, V ids of the target, Vd of the drafter.
 """
 
 from collections.abc import Mapping

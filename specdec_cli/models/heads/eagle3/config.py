@@ -1,8 +1,7 @@
 """The settings of an EAGLE-3 head, read from any of the forms in which heads are published.
 
-SafeAILab and SpecForge write a flat llama config. Model-Optimizer adds `eagle_config`. The config
-of speculators holds the layer's settings in `transformer_layer_config`. DeepSpec copies the
-target's config and adds `target_layer_ids`. Reads no weights.
+SafeAILab and SpecForge write a flat llama config, to which Model-Optimizer adds `eagle_config`.
+speculators has `transformer_layer_config`. DeepSpec adds `target_layer_ids` to the target's config.
 """
 
 import re
@@ -188,8 +187,7 @@ def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Conf
 def read_head_config(name: str, folder: Path) -> Eagle3Config:
     """The settings of the head in `folder`.
 
-    Raises `SetupError`, which names the key, for a config that is damaged, that describes no
-    EAGLE-3 head, or that asks for what is not built.
+    Raises `SetupError`, with the key, for a config that is damaged, another kind's, or not built.
     """
     raw = config_file(name, folder)
     dialect = dialect_of(raw)

@@ -1,8 +1,7 @@
 """A P-EAGLE head over a paged cache, whose true rows wait for the pass of the next round.
 
-A decision completes rows. Their fused features are kept until the head runs next, so that one pass
-takes them and the rows of masks behind them. Legend: B slots, W rows that may wait, F numbers of
-the features, H width of the head.
+One pass takes them and the rows of masks behind them. Legend: B slots, W rows that may wait, F
+numbers of the features, H width of the head.
 """
 
 from typing import NamedTuple
@@ -54,10 +53,9 @@ class WaitingHead(PagedHead):
 
     @torch.inference_mode()
     def keep(self, state: BatchState, features: torch.Tensor, last: torch.Tensor) -> None:
-        """Let the rows up to `last` of each slot wait for the next pass.
+        """Let the rows up to `last` of each slot, int64 [B], wait for the next pass; none below 0.
 
-        features: [B, Q, F], from the row of position length - 1 on. last: int64 [B]; below 0
-        nothing is kept.
+        features: [B, Q, F], from the row of position length - 1 on.
         """
         count, width = features.shape[:2]
         rows = features.flatten(0, 1)

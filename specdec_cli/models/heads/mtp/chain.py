@@ -1,8 +1,7 @@
 """Several MTP modules, of which each reads the hidden states of the one before.
 
-Row t of module i reads that of module i - 1 and embeds token t + 1 + i, so it is complete i tokens
-later. All modules keep their keys in one cache, a layer each. Legend: T rows, B slots, Q rows of
-each, H width of the target.
+Row t of module i is complete i tokens later than that of the first. All keep their keys in one
+cache, a layer each. Legend: T rows, B slots, Q rows of each, H width of the target.
 """
 
 import torch

@@ -160,8 +160,7 @@ def read_mtp_config(
 def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> MtpConfig:
     """A module in a folder of its own, whose config.json has its target's.
 
-    config: transformers' of the target. Raises `SetupError`, which names the key, for a module of
-    another target.
+    config: transformers' of the target. Raises `SetupError`, with the key, for another target's.
     """
     whole = config_file(name, place)
     raw = whole.get("transformer_layer_config")
@@ -182,8 +181,7 @@ def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> Mt
 def layer_config(config: Any, index: int) -> Any:
     """transformers' config of one module's layer, from its target's.
 
-    As transformers has it: layers of a kind of their own where the config lists such, and experts
-    in every module, whatever `first_k_dense_replace`.
+    The config may list kinds of its layers; experts are in every module.
     """
     own = deepcopy(config)
     for key, default in (("layer_types", None), ("mlp_layer_types", "sparse")):

@@ -17,19 +17,19 @@ from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.fused import FusedForward
-from specdec_cli.models.fused_stack import storages_of
 from specdec_cli.models.heads.mtp.config import NORMS, PROJECTION, MtpConfig
+from specdec_cli.models.heads.net import Head
 from specdec_cli.models.split_products import SplitProducts
 
 
-class MtpHead:
+class MtpHead(Head):
     """A module's passes over its weights.
 
     module: a loaded model of one layer, which holds its layer, its final norm, and embedding and
     head. fused: its fused form, if it has one. tensors: projection and norms, whole on every rank.
     """
 
-    ids: Tensor | None = None
+    config: MtpConfig
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class MtpHead:
         tensors: dict[str, Tensor],
         parallel: TensorParallel,
     ) -> None:
-        self.config = config
+        self.config, self.feeds_norm = config, config.keys.mtp_fed_back != "raw"
         self.eps = float(module.config.rms_norm_eps)
         self.projection = ops.pack_weight(tensors[PROJECTION])
         self.embedding_norm, self.hidden_norm = (tensors[name] for name in NORMS)
-        self.norm: Tensor = module.model.norm.weight.data
+        self.norm = module.model.norm.weight.data
         self.fused, self.decoder = fused, module.model
         for part in module.modules():
             if hasattr(part, "layer_idx"):
@@ -51,7 +51,6 @@ class MtpHead:
         if fused is not None:
             (layer,) = fused.stack.layers
             fused.stack.layers[0] = replace(layer, index=config.index)
-        if fused is not None:
             self.embedding, self.head, self.split = fused.embedding, fused.head, fused.stack.split
             return
         self.embedding = module.model.embed_tokens.weight.data
@@ -62,15 +61,12 @@ class MtpHead:
         self._attention: PagedAttention | None = None
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.dtype
+    def held(self) -> list[Any]:
+        return [*super().held, *self.decoder.parameters(), *self.decoder.buffers()]
 
     @property
     def storages(self) -> dict[int, int]:
-        """Bytes of each block of memory that is held, by its address or another number."""
-        held: list[Any] = [self.projection, self.embedding_norm, self.hidden_norm, self.norm]
-        held += [self.embedding, self.head, *self.decoder.parameters(), *self.decoder.buffers()]
-        return storages_of(held) | (self.fused.storages if self.fused is not None else {})
+        return super().storages | (self.fused.storages if self.fused is not None else {})
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's hidden states [T, H], which the first pass reads as they are."""
@@ -79,11 +75,6 @@ class MtpHead:
     def __call__(
         self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: KVCache
     ) -> ops.Normed:
-        """One pass over T rows, whose keys and values are written to `cache`.
-
-        token_ids: int64 [T], the token that follows each row's position. hidden: [T, H], from
-        `fuse`, or from `fed_back` of the row before.
-        """
         if self.fused is None:
             embedded = nn.functional.embedding(token_ids, self.embedding)
             x = self._joined(ops.rms_norm(embedded, self.embedding_norm, self.eps), hidden, batch)
@@ -118,17 +109,3 @@ class MtpHead:
             self._attention.batch = None
         found: Tensor = out.last_hidden_state[0]
         return found
-
-    def normed(self, hidden: Tensor) -> ops.Normed:
-        """The result of `__call__`, made again from its hidden states [T, H]."""
-        return ops.Normed(hidden, ops.rms_norm(hidden, self.norm, self.eps), None, 0.0)
-
-    def logits(self, x: ops.Normed) -> Tensor:
-        """Logits [T, V] of the token after the one that each row read."""
-        return self.split.logits(x, self.head)
-
-    def fed_back(self, x: ops.Normed) -> Tensor:
-        """Hidden states [T, H] that the next step reads in place of the target's."""
-        if self.config.keys.mtp_fed_back == "raw":
-            return x.hidden
-        return x.scaled if x.squares is None else self.normed(x.hidden).scaled

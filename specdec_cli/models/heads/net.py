@@ -1,0 +1,120 @@
+"""A head with its weights: what `PagedHead` asks of it, and what nets of decoder layers share.
+
+Legend: T packed rows, H width of the head, F of the features, Vd ids that it can propose.
+"""
+
+from typing import Any
+
+import torch
+from specdec_kernels import ops
+from torch import Tensor
+
+from specdec_cli.core.batch import ForwardBatch
+from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.models.fused_stack import FusedStack, storages_of
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, HeadSizes, HeadWeights
+from specdec_cli.models.heads.layers import fused_layers, rotary_table
+from specdec_cli.models.split_products import SplitProducts
+
+
+class Head:
+    """embedding: in the order of the target's, if it lends it. norm: weight [H] of the final norm,
+    and eps its own. head: of the logits. ids: see `HeadWeights`. feeds_norm: whether the next step
+    reads hidden states after the final norm."""
+
+    config: HeadSizes
+    ids: Tensor | None = None
+    embedding: Tensor
+    norm: Tensor
+    eps: float
+    head: ops.Weight
+    split: SplitProducts
+    feeds_norm: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.dtype
+
+    @property
+    def held(self) -> list[Any]:
+        """All that it holds, for `storages_of`."""
+        values = vars(self).values()
+        return [x for value in values for x in (value if isinstance(value, list) else [value])]
+
+    @property
+    def storages(self) -> dict[int, int]:
+        return storages_of(self.held)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Hidden states [T, H] from the target's features [T, F], once for each true row."""
+        raise NotImplementedError
+
+    def __call__(
+        self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: KVCache
+    ) -> ops.Normed:
+        """One pass over T rows, whose keys and values are written to `cache`.
+
+        token_ids: int64 [T], of the tokens that the rows embed, in place of the batch's. hidden:
+        [T, H], from `fuse`, or from `fed_back` of the row before; [T, 0] for rows of a head that
+        read a token alone.
+        """
+        raise NotImplementedError
+
+    def normed(self, hidden: Tensor) -> ops.Normed:
+        """The result of `__call__`, made again from its hidden states [T, H]."""
+        return ops.Normed(hidden, ops.rms_norm(hidden, self.norm, self.eps), None, 0.0)
+
+    def logits(self, x: ops.Normed) -> Tensor:
+        """Logits [T, Vd] of the head's own ids, for the token that each row decides."""
+        return self.split.logits(x, self.head)
+
+    def fed_back(self, x: ops.Normed) -> Tensor:
+        """Hidden states [T, H] that the next step reads in place of fused features."""
+        if not self.feeds_norm:
+            return x.hidden
+        return x.scaled if x.squares is None else self.normed(x.hidden).scaled
+
+
+class LayeredHead(Head):
+    """A head of decoder layers of its own, over this rank's part of its weights.
+
+    fc: reads the features. stack: the layers. max_len: positions that passes may use, whatever the
+    config's context length. parallel: the ranks that share it, which make it together. causal: see
+    `ops.AttentionCall`.
+    """
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        weights: HeadWeights,
+        max_len: int,
+        parallel: TensorParallel,
+        causal: bool = True,
+    ) -> None:
+        tensors = weights.tensors
+        self.config, self.ids = config, weights.ids
+        self.eps = float(config.body.rms_norm_eps)
+        self.embedding, self.norm = tensors[EMBEDDING], tensors["norm.weight"]
+        rows = slice(*parallel.share(config.draft_vocab_size))
+        head = tensors[HEAD] if HEAD in tensors else self.embedding[rows]
+        self.fc, self.head = ops.pack_weight(tensors["fc.weight"]), ops.pack_weight(head)
+        where = self.dtype, self.embedding.device
+        self.cos, self.sin = rotary_table(config.body, *where, max_len)
+        sizes = config.hidden_size, config.draft_vocab_size
+        self.split = SplitProducts.over(parallel, *sizes, self.dtype)
+        body, _ = config.split(parallel)
+        layers = fused_layers(body, config.body, config.windows, tensors, causal)
+        self.stack = FusedStack(layers, self.split)
+
+    @property
+    def held(self) -> list[Any]:
+        return [*super().held, *self.stack.held]
+
+    def embedded(self, token_ids: Tensor, batch: ForwardBatch) -> tuple[ops.Normed, Tensor, Tensor]:
+        """Embeddings, normed for the first layer, and rows of the rotary tables."""
+        first = self.stack.layers[0]
+        return ops.embed(
+            *(token_ids, batch.positions, self.embedding, self.cos, self.sin),
+            *(first.attention_norm, first.eps),
+        )
