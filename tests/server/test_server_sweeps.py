@@ -21,6 +21,9 @@ Run = Callable[..., Result]
 COMMON = ("demo", "--limit", 4, "--max-new-tokens", 12, "--set", "run.repeats=1", "-q")
 
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RETRY_S", "SCRAPE_S", "LOOK_S"):
@@ -80,8 +83,8 @@ def test_a_sweep_over_servers(capsys: pytest.CaptureFixture[str], tmp_path: Path
     }
     assert found["time_curve"] == [] and point(found, 2)["predicted_speedup"] is None
     assert {s["k"]: s["kind"] for s in found["environment"]["servers"]}[4] == "sglang"
-    assert (tmp_path / "run" / "report.html").exists()
     assert specdec(capsys, "report", str(tmp_path / "run")).code == 0
+    assert (tmp_path / "run" / "report.html").exists()
     table = next((tmp_path / "run").rglob("points.csv")).read_text().splitlines()
     heading, row = (line.split(",") for line in table[:2])
     (engines,) = [t for t in side_by_side([tmp_path / "run"] * 2).tables if t.name == "engines"]
