@@ -85,7 +85,7 @@ def with_args(recipe: Recipe, words: str | None) -> Recipe:
         args = (*recipe.engine.args, *shlex.split(words or ""))
     except ValueError as problem:
         raise UsageError(f"--serve-args: {problem}") from None
-    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"args": args})})
+    return recipe.changed("engine", args=args)
 
 
 def logs_in(output: Path | None, until_end: ExitStack) -> Path:

@@ -371,6 +371,10 @@ class Recipe(Section):
     load: LoadSection = LoadSection()
     data: DataSection | None = None
 
+    def changed(self, section: str, **values: object) -> Self:
+        """The recipe with other values of some keys of a section that it has."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     @model_validator(mode="before")
     @classmethod
     def _method_without_draft(cls, data: Any) -> Any:

@@ -378,7 +378,9 @@ class Sweep(Running):
         except (SetupError, UsageError):
             raise
         except Exception as caught:
-            if self.world.size > 1 and not _may_be_common(caught):
+            # All ranks fail together by rank 0's verdict, or out of memory in one pass.
+            is_common = isinstance(caught, RunError) or is_out_of_memory(caught)
+            if self.world.size > 1 and not is_common:
                 raise
             problem = caught
         has_failed, peaks = self._agreement.settle(problem, self._backend.peak_memory(self._own))
@@ -393,8 +395,3 @@ class Sweep(Running):
                 self.failures[key] = Failure("failed", reason)
             problem = None  # its traceback holds the tensors of what failed
             self._backend.free_memory(self._own)
-
-
-def _may_be_common(problem: Exception) -> bool:
-    """Whether all ranks fail like this together: out of memory in one pass, or rank 0's verdict."""
-    return isinstance(problem, RunError) or is_out_of_memory(problem)
