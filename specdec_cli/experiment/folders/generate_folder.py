@@ -32,10 +32,6 @@ class Kept:
     done: Mapping[int, Sample] = field(default_factory=dict)
     notices: Sequence[Notice] = ()
 
-    def without_folder(self) -> "Kept":
-        """The same, for a rank that writes nothing."""
-        return Kept(None, self.done, self.notices)
-
 
 def key_of(job: Job) -> Key:
     """The point that the run's records belong to."""

@@ -42,17 +42,14 @@ def points_at_rate(
         if point.metrics is not None:
             load = load_of(key, own, list(stretches[key].values()), offered)
             plain = baseline_key(samples, key)
-            is_slow = load.overloaded or _overloaded(stretches.get(plain, {}))
+            of_plain = stretches.get(plain, {}).values()
+            is_slow = load.overloaded or any(one.overloaded for one in of_plain)
             gain = _gain(own, {} if is_slow or plain in failures else samples.get(plain, {}))
             point = point.model_copy(
                 update={"load": load, "metrics": _metrics(point.metrics, own, load)} | gain
             )
         found.append(point)
     return found
-
-
-def _overloaded(stretches: Mapping[int, Stretch]) -> bool:
-    return any(one.overloaded for one in stretches.values())
 
 
 def _metrics(metrics: Metrics, own: Samples, load: Load) -> Metrics:
