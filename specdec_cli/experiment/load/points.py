@@ -7,17 +7,8 @@ import numpy as np
 
 from specdec_cli.core.figures import Metrics, Spread
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.folders.records import (
-    Key,
-    Load,
-    Point,
-    Sample,
-    Samples,
-    Stretch,
-    baseline_key,
-    rate_in_words,
-    without_errors,
-)
+from specdec_cli.experiment.folders.records import Key, Load, Point, Sample, Stretch, rate_in_words
+from specdec_cli.experiment.folders.samples import Samples, baseline_key, without_errors
 from specdec_cli.experiment.load.arrivals import Offered
 from specdec_cli.experiment.load.goodput import FEWEST, meets, ratio_interval, share_interval
 from specdec_cli.experiment.points import Failure, measured

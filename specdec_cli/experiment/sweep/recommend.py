@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Fastest
-from specdec_cli.experiment.folders.records import Key, Point, Samples, prompts_by_category
+from specdec_cli.experiment.folders.records import Key, Point
+from specdec_cli.experiment.folders.samples import Samples, prompts_by_category
 from specdec_cli.experiment.statistics.evidence import needed_for, needed_in_words, verdict_of
 from specdec_cli.experiment.statistics.factors import choose
 from specdec_cli.experiment.statistics.noise import doubt_in_words

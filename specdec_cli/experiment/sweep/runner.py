@@ -14,14 +14,8 @@ from specdec_cli.backends.base import Session
 from specdec_cli.core.figures import STAGES
 from specdec_cli.core.types import Request
 from specdec_cli.errors import ExitCode, Notice, RunError, SetupError, UsageError, is_out_of_memory
-from specdec_cli.experiment.folders.records import (
-    CurvePart,
-    Key,
-    Point,
-    baseline_of,
-    given,
-    without_errors,
-)
+from specdec_cli.experiment.folders.records import CurvePart, Key, Point, given
+from specdec_cli.experiment.folders.samples import baseline_of, without_errors
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.lossless_check import PROMPTS, LosslessCheck, greedy_texts, texts_of
 from specdec_cli.experiment.machine import MachineWatch
