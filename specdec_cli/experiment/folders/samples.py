@@ -1,4 +1,4 @@
-"""The samples of a point: those that ran, its baseline, its categories, and what cannot be its own."""
+"""The samples of a point: those that ran, its baseline, its categories, and what cannot be its."""
 
 from collections.abc import Iterable, Mapping
 
