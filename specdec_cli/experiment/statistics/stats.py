@@ -13,7 +13,8 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from specdec_cli.experiment.folders.records import Sample, Samples
+from specdec_cli.experiment.folders.records import Sample
+from specdec_cli.experiment.folders.samples import Samples
 
 Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.uint16]
