@@ -54,6 +54,9 @@ def json_object(file: Path, told: str) -> dict[str, Any]:
     try:
         if not file.is_file():
             raise ValueError("it is no regular file")
+        if is_lfs_pointer(file):
+            what = "it is a Git LFS pointer, not the file itself"
+            raise SetupError(f"cannot read {told}: {what}", LFS_HINT)
         if file.stat().st_size > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -286,7 +286,7 @@ def _template_problem(problem: Exception, name: str, *, is_own: bool) -> Specdec
         return UsageError(
             f"the chat template of {name} refuses these messages: {reason_of(problem)}"
         )
-    hint = "the template comes with the model's tokenizer (chat_template)"
+    hint = "the template comes with the model's tokenizer; --chat-template takes another"
     told = f"fails: {reason_of(problem)}"
     if isinstance(problem, TemplateSyntaxError):
         told = f"is damaged: line {problem.lineno}: {reason_of(problem)}"
