@@ -43,11 +43,9 @@ class AcceptanceRule(Protocol):
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """Expected acceptance over `count` output tokens, if this rule alone determines it.
-
-        index: the prompt's. start: tokens of the prompt. None if the proposer's forecast holds
-        under this rule. Raises `NoForecast` if neither can tell.
-        """
+        """Expected acceptance over `count` output tokens after a prompt of `start`, if this rule
+        alone determines it; None if the proposer's forecast holds. Raises `NoForecast` if neither
+        can tell."""
         return None
 
 
@@ -70,11 +68,8 @@ class NoForecast(Exception):
 
 
 class LosslessRule(AcceptanceRule):
-    """A test of the target's distribution against the draft's; `test` is such as
-    `ops.reject_logits`.
-
-    Greedy decoding is the one-hot case, which needs only the target's choices.
-    """
+    """A `test` of the target's distribution against the draft's, such as `ops.reject_logits`.
+    Greedy decoding is the one-hot case, which needs only the target's choices."""
 
     is_lossless = True
     test: Callable[[ops.Verification], tuple[Tensor, Tensor]]

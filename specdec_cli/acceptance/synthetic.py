@@ -19,9 +19,8 @@ _LONGEST_PROPOSAL = 1024
 
 @dataclass(frozen=True, eq=False)
 class SyntheticAcceptance(AcceptanceRule):
-    """Accept at given rates, independent of the models.
+    """Accept at given rates, while drafting and scoring do all their work.
 
-    All the work of drafting and scoring is done; the text is not the target's.
     conditional: chance that the proposal at each place is accepted if those before it were.
     """
 

@@ -17,8 +17,7 @@ from specdec_cli.recipe import SpeculationSection
 class Typical(AcceptanceRule):
     """Accept d_i iff p(d_i) > min(threshold, alpha * exp(-H(p))); then draw from the target's p.
 
-    H is the entropy of p, after temperature, top-k and top-p, in nats. If the target is unsure,
-    less likely tokens are accepted. Greedy decoding accepts only the target's choices.
+    H is the entropy of p, filtered, in nats. Greedy decoding accepts only the target's choices.
     """
 
     remark = "likely proposals stand, the text is not distributed as the target's"

@@ -1,8 +1,4 @@
-"""Paged storage for keys and values, and the allocator of its blocks.
-
-Knows nothing of sequences or models: a cache is tensors by layer, a block is an id. Block 0 is
-the trash block: padding is written there, and nothing reads it.
-"""
+"""Paged storage for keys and values, and the allocator of its blocks, of which 0 is for padding."""
 
 from dataclasses import dataclass
 
@@ -85,11 +81,8 @@ class KVCache:
 
 
 class BlockAllocator:
-    """Hands out block ids 1..num_blocks-1; block 0 is never handed out.
-
-    A block is free or used, never both. `extend` asserts that enough blocks are free, `shrink` that
-    the blocks it releases are used.
-    """
+    """Hands out block ids 1..num_blocks-1. A block is free or used, never both, which it
+    asserts."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks >= 2, "a cache needs the trash block and one block of its own"

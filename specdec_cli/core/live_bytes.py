@@ -1,7 +1,6 @@
-"""The bytes of tensors that a piece of code keeps alive at once, on any device.
+"""The bytes of tensors that a piece of code keeps alive at once, on any device, also on meta.
 
-Counts storages that operators create inside the context and that are still referenced. Works on
-the meta device, where nothing is computed. Does not see an allocator's rounding.
+Does not see an allocator's rounding.
 """
 
 import weakref

@@ -1,10 +1,9 @@
 """The inputs of padded passes over packed tokens, at addresses that stay, so that graphs hold them.
 
-A pass has a width: its tokens are packed at the front, and padding follows. Padding belongs to no
-sequence, its keys go to the trash block, and its outputs mean nothing. The host writes everything
-into one of two pieces of its memory, which the pass itself fetches, and finds its tokens there in
-the end. Knows nothing of models.
-Legend: T most tokens, B most sequences, MB block-table columns, W a pass's width.
+A pass's tokens are packed at the front. Padding belongs to no sequence, its keys go to the trash
+block, and its outputs mean nothing. The host writes into one of two pieces of its memory, which the
+pass itself fetches, and finds its tokens there in the end. Legend: T most tokens, B most sequences,
+MB block-table columns, W a pass's width.
 """
 
 from struct import pack_into
@@ -156,12 +155,8 @@ def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
 
 
 def _lengths(num_tokens: int, num_sequences: int, num_columns: int) -> list[int]:
-    """Words of the token ids, the positions, where queries start, the contexts, the prompts'
-    indices, the seed, and the tables.
-
-    Each begins at a multiple of 16 bytes: Triton compiles a kernel again for an address that it
-    knows less of. All of them are a multiple of 16 words, which are copied in larger pieces.
-    """
+    """Words of each of `_parts`, at multiples of 16 bytes: Triton compiles a kernel again for an
+    address that it knows less of. All are a multiple of 16 words, copied in larger pieces."""
     words = 2 * num_tokens, 2 * num_tokens, num_sequences + 1, num_sequences, 2 * num_sequences, 2
     lengths = [-(-count // 4) * 4 for count in words]
     tables = num_sequences * num_columns

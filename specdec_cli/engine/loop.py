@@ -1,8 +1,7 @@
-"""The engine: rounds over a changing set of sequences.
+"""The engine: rounds over a changing set of sequences; the only module that appends to one.
 
-The only module that appends to a sequence. Knows no text: requests bring the object that finds stop
-strings. With several ranks each runs the same rounds on the same sequences. Proposals and decisions
-are rank 0's, and everything else follows from them.
+Knows no text. With several ranks each runs the same rounds on the same sequences; proposals and
+decisions are rank 0's.
 """
 
 import time
@@ -80,14 +79,11 @@ class RunResult:
 class Engine:
     """Two models, their caches and one allocator; holds no state of a run.
 
-    proposer: None if only the target decodes. max_model_len: most tokens a sequence may hold.
-    prefill_chunk: most tokens of one prefill pass. eos_ids: ids that end a sequence. rule, policy:
-    of rounds that propose. is_captured: run rounds as CUDA graphs. runs_ahead: launch a round
-    before the previous one has been read, for devices that run asynchronously. parallel: the ranks
-    that the target is split over. prompts: what captures the models' prefill passes; None where
-    they run as they are. Engines may share a target and its cache if they run one at a time.
-    hidden_layers: those that a shared target returns in this engine's runs; None for a target of
-    its own, which returns what it was told to.
+    proposer: None if only the target decodes. max_model_len: most tokens of a sequence.
+    prefill_chunk: of one prefill pass. rule, policy: of rounds that propose. is_captured,
+    runs_ahead: see `Rounds`. parallel: the ranks that the target is split over. prompts: what
+    captures prefill passes, if anything. Engines may share a target and its cache if they run one
+    at a time. hidden_layers: those that a shared target returns in this engine's runs.
     """
 
     target: PagedModel
@@ -139,12 +135,10 @@ class Engine:
     ) -> RunResult:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
-        arrivals: further requests, each looked at only once the one before is due. The run ends
-        with what it has when they are over.
-
-        A request that cannot run ends with finish_reason "error" and the others go on. `on_emit`
-        is called with such requests at once, and with tokens as they are read; while requests are
-        still to arrive also with nothing, as a sign of life.
+        arrivals: further requests, each looked at once the one before is due. A request that cannot
+        run ends with finish_reason "error". `on_emit` is called with such requests at once, and
+        with tokens as they are read; while requests are still to arrive also with nothing, as a
+        sign of life.
         """
         run = self.start(requests, k, params)
         if arrivals is not None:
@@ -208,12 +202,8 @@ class Engine:
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> torch.Tensor:
-        """The target's logits [V] after `tokens`, as passes over `width` tokens give them, with the
-        changes that `params` make. start: tokens of the prompt.
-
-        The engine must be idle. With several ranks all of them call this; the answer means
-        something on rank 0.
-        """
+        """The target's logits [V] after `tokens`, as passes over `width` tokens give them, changed
+        as `params` say. start: tokens of the prompt. The rest is as for `forecast`."""
         return last_logits(self._teacher(params), tokens, width, start)
 
     def _teacher(self, params: SamplingParams) -> Teacher:
@@ -271,10 +261,8 @@ class Engine:
         )
 
     def step(self, run: Run) -> list[Emission]:
-        """Advance by one round, or fill the caches of newly admitted sequences.
-
-        Returns the tokens that were read meanwhile.
-        """
+        """Advance by one round, or fill the caches of newly admitted sequences; returns tokens
+        read."""
         if run.scheduler.pending and not self._has_work(run):
             return []
         began = time.perf_counter()
@@ -316,18 +304,14 @@ class Engine:
                 seq.admitted_at, seq.queued_seconds = now, now - seq.arrived_at
 
     def _fill(self, run: Run, began: float) -> list[Emission] | None:
-        """Feed a chunk of what the caches lack, or read the last one; None if a round can begin.
-
-        On a device that runs asynchronously the chunk is read in a later step.
-        """
+        """Feed a chunk of what the caches lack, or read the last one; None if a round can begin."""
         if (chunk := run.prefill.next_chunk()) is not None:
             emissions = self._take(run, run.prefill.feed(chunk, began))
             return emissions if self.runs_ahead else emissions + self._read_prefill(run)
         return self._read_prefill(run) if run.prefill.must_settle() else None
 
     def _launch(self, run: Run) -> bool:
-        """Queue a round. True if it shall stay in flight after this step: the host stays one round
-        behind a device that runs asynchronously."""
+        """Queue a round. True if it shall stay in flight after this step."""
         is_first = not run.rounds.in_flight
         if is_first:
             self._load(run)
@@ -355,12 +339,8 @@ class Engine:
         return self.policy.next_k(ks, run.last, self.costs, run.rounds.num_slots)
 
     def _must_settle(self, run: Run) -> bool:
-        """True if the round in flight has to be applied before anything else is done.
-
-        Admission and preemption need it, because the host has to know every sequence's length. It
-        is also true when fewer slots suffice for the sequences that are left, and when another
-        round would find every sequence finished.
-        """
+        """True if the round in flight has to be applied before anything else is done: admission and
+        preemption need every sequence's length, fewer slots may suffice, or all sequences end."""
         if not run.rounds.in_flight:
             return False
         scheduler = run.scheduler
@@ -403,10 +383,8 @@ class Engine:
             self.proposer.clear()
 
     def _apply(self, run: Run, done: Outcome, live: list[int]) -> list[Emission]:
-        """Append the decided tokens, move both cache lengths, finish or trim each sequence.
-
-        live: the slots whose sequences count.
-        """
+        """Append the decided tokens of the `live` slots, move both cache lengths, finish or
+        trim."""
         run.last.trials.append([(done.lens[b], done.accepted[b]) for b in live])
         emissions = []
         for seq, k, accepted, row in (
@@ -436,10 +414,7 @@ class Engine:
     def _append(
         self, run: Run, seq: Sequence, tokens: list[int], accepted: int, at: float
     ) -> Emission:
-        """Append decided tokens to a sequence, and finish or trim it.
-
-        accepted: how many of them were proposals. at: when the host read them.
-        """
+        """Append decided tokens, of which `accepted` were proposals, read `at`; finish or trim."""
         keep = self._finish_reason(run, seq, tokens)
         seq.tokens.extend(tokens[:keep])
         seq.first_token_at = seq.first_token_at or at

@@ -9,10 +9,9 @@ _TRIALS = 4  # rounds of each K; the first does not count, since it may still wa
 
 
 class RoundCosts:
-    """Times of rounds by number of slots and K.
+    """Times of rounds by number of slots and K, as rank 0 measures them.
 
-    Each rank measures times, and all ranks use rank 0's. The moment when there are enough depends
-    on counts alone, so ranks agree without a message on when to exchange times.
+    When there are enough depends on counts alone, so ranks agree on when to exchange them.
     """
 
     def __init__(self, parallel: TensorParallel) -> None:

@@ -1,8 +1,7 @@
 """Proposing tokens with the modules for multi-token prediction in the target's checkpoint.
 
-A single module takes steps, as an EAGLE-3 head does. Several are a chain: module i makes proposal
-i + 1. It needs a true row of every token, which `commit` writes; its last i rows embed proposals,
-and are written again in each round. Legend: B slots, H width of the target.
+A single module takes steps. Of a chain, module i makes proposal i + 1. It needs a true row of every
+token; its last i rows embed proposals, and are written again in each round. Legend: B slots.
 """
 
 import torch

@@ -62,11 +62,8 @@ def depth_of(device: tuple[int, int], head_bytes: int, block_m: int, crowding: f
 
 
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
-    """Most parts of a context, such that the parts of all `programs` are at most `at_once`.
-
-    All must run at once, since they wait for each other. One part has the new keys. Two parts gain
-    less than combining them costs.
-    """
+    """Most parts of a context, such that the parts of all `programs` are at most `at_once`, as they
+    wait for each other. One has the new keys; two gain less than combining costs."""
     fitting = at_once // programs
     if fitting < 3:
         return 1
@@ -157,16 +154,10 @@ class PagedTiles(NamedTuple):
 def paged_tiles(
     max_query_len: int, group: int, head_bytes: int, room: int = SHARED_MEMORY
 ) -> tuple[int, int]:
-    """Rows and keys of a tile of `paged_attention`.
+    """Rows and keys of a tile of `paged_attention`: shared memory, `room` bytes, holds one tile of
+    queries, of at most 32 KiB unless one group is more, and two each of keys and values.
 
-    Shared memory holds one tile of queries, of at most 32 KiB unless one group is more, and two
-    each of keys and values.
-
-    Args:
-        max_query_len: The longest sequence's number of queries.
-        group: Query heads of a key head.
-        head_bytes: Of one head, padded; a head of 256 in fp32 or 512 in bf16 has 1024.
-        room: Bytes of shared memory that a program can have.
+    max_query_len: the longest sequence's. group: query heads of a key head. head_bytes: padded.
     """
     rows = power_of_2_from(max_query_len * group)
     block_m = max(16, min(rows, 128, 2**15 // head_bytes), power_of_2_from(group))
@@ -177,9 +168,7 @@ def paged_tiles(
 
 
 def paged_splits(programs: int, max_context: int, block_n: int) -> int:
-    """Parts of a context in `paged_attention`: a power of two, so that few variants are compiled.
-
-    Two programs for each multiprocessor of an H100 are enough.
-    """
+    """Parts of a context: a power of two, so that few variants are compiled; two programs for each
+    multiprocessor are enough."""
     wanted = min(2 * MULTIPROCESSORS // programs, -(-max_context // block_n), MAX_PAGED_SPLITS)
     return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1

@@ -1,7 +1,6 @@
 """Measuring a rank's memory by use: a rehearsal of the largest passes over small caches.
 
-An engine like the run's feeds a prefill chunk and runs rounds of a full batch with all proposals.
-The caches cannot have the memory that these keep reserved, or that they reserve at their peak.
+The caches cannot have the memory that these keep reserved, or reserve at their peak.
 """
 
 import gc
@@ -38,10 +37,9 @@ class Models:
 def measure_rank(
     plan: Plan, models: Models, need: CacheNeed, wire: Callable[[int], Engine]
 ) -> RankMemory:
-    """Run the largest passes that `need` allows and measure this rank's memory by use.
+    """This rank's memory by use in the largest passes that `need` allows; all ranks call this.
 
-    wire: makes an engine over `models` with caches of so many blocks. The models are left without
-    caches. All ranks have to call this.
+    wire: an engine over `models` with so many blocks. The models are left without caches.
     """
     requests, num_blocks = rehearsal(need, plan.recipe.run.prefill_chunk)
     params = replace(plan.params, max_new_tokens=2 * (plan.k + 1), stop=())
