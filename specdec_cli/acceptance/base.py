@@ -14,17 +14,22 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.recipe import SpeculationSection
 
 
+class NoForecast(Exception):
+    """A rule's acceptance cannot be predicted from the chances of single tokens."""
+
+
 class AcceptanceRule(Protocol):
     """is_lossless: whether the output follows the target's distribution. looks_ahead: whether a
     decision depends on proposals past the last accepted one; noise is then keyed by round too.
-    draws_when_greedy: whether it reads noise even in greedy decoding. remark: a note for readers of
-    any number that a rule which is not lossless produced. A rule that inherits from this has the
-    values below, and the proposer's forecast.
+    draws_when_greedy: whether it reads noise even in greedy decoding. judges_jointly: whether the
+    chances of single tokens do not predict it. remark: a note for readers of any number that a
+    rule which is not lossless produced. The values below are those of a rule that inherits.
     """
 
     is_lossless: bool = False
     looks_ahead: bool = False
     draws_when_greedy: bool = False
+    judges_jointly: bool = False
     remark: str | None = None
 
     def decide(
@@ -46,6 +51,8 @@ class AcceptanceRule(Protocol):
         """Expected acceptance over `count` output tokens after a prompt of `start`, if this rule
         alone determines it; None if the proposer's forecast holds. Raises `NoForecast` if neither
         can tell."""
+        if self.judges_jointly and not params.is_greedy:
+            raise NoForecast
         return None
 
 
@@ -61,10 +68,6 @@ class Rule:
 
     make: Callable[[SpeculationSection], AcceptanceRule]
     for_k: Callable[[SpeculationSection, int], SpeculationSection] = _as_it_is
-
-
-class NoForecast(Exception):
-    """A rule's acceptance cannot be predicted from the chances of single tokens."""
 
 
 class LosslessRule(AcceptanceRule):

@@ -18,9 +18,7 @@ from specdec_kernels.sampling.reference import (
 )
 from torch import Tensor
 
-from specdec_cli.acceptance.base import LosslessRule, NoForecast, Rule
-from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.acceptance.base import LosslessRule, Rule
 
 
 def block_chances(
@@ -112,16 +110,8 @@ def _test(v: ops.Verification) -> tuple[Tensor, Tensor]:
 class Block(LosslessRule):
     """Accept the longest prefix of the proposals that passes a test of its joint probability."""
 
-    looks_ahead = True
+    looks_ahead = judges_jointly = True
     test = staticmethod(_test)
-
-    def forecast(
-        self, index: int, start: int, count: int, k: int, params: SamplingParams
-    ) -> Forecast | None:
-        """None in greedy decoding; otherwise chances of single tokens do not predict this rule."""
-        if params.is_greedy:
-            return None
-        raise NoForecast
 
 
 RULE = Rule(lambda _: Block())

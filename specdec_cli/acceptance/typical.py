@@ -1,14 +1,10 @@
-"""Typical acceptance (Cai et al., "Medusa", arXiv 2401.10774, section 3.3.2): lossy.
-
-Accepted tokens are likely enough under the target, but not distributed as the target's text is.
-"""
+"""Typical acceptance (Cai et al., "Medusa", arXiv 2401.10774, section 3.3.2): lossy."""
 
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.acceptance.base import AcceptanceRule, NoForecast, Rule
+from specdec_cli.acceptance.base import AcceptanceRule, Rule
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
-from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import draw, greedy_pick, to_probs
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.recipe import SpeculationSection
@@ -20,6 +16,7 @@ class Typical(AcceptanceRule):
     H is the entropy of p, filtered, in nats. Greedy decoding accepts only the target's choices.
     """
 
+    judges_jointly = True
     remark = "likely proposals stand, the text is not distributed as the target's"
 
     def __init__(self, threshold: float, alpha: float) -> None:
@@ -50,14 +47,6 @@ class Typical(AcceptanceRule):
         p = probs.gather(-1, token_ids.clamp(min=0)[..., None])[..., 0]
         least = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)
         return torch.gt(p, least)
-
-    def forecast(
-        self, index: int, start: int, count: int, k: int, params: SamplingParams
-    ) -> Forecast | None:
-        """None in greedy decoding; else the proposer's chances are not those of this rule."""
-        if params.is_greedy:
-            return None
-        raise NoForecast
 
 
 def _from_recipe(speculation: SpeculationSection) -> Typical:

@@ -139,10 +139,8 @@ class LiveRows(NamedTuple):
 def live_batch(
     what: Rectangle, state: BatchState, block_size: int, num_ids: int
 ) -> tuple[ForwardBatch, LiveRows]:
-    """A pass over the live tokens of `what` alone, for a CPU, where padding would cost time.
-
-    num_ids: size of the model's vocabulary; token ids are clamped into it.
-    """
+    """A pass over the live tokens of `what` alone, for a CPU; ids are clamped to `num_ids` of
+    them."""
     batch, width = what.token_ids.shape
     lengths, active = what.lengths(state).tolist(), state.active.tolist()
     lens = None if what.lens is None else what.lens.tolist()

@@ -1,7 +1,4 @@
-"""Turning token ids into text as they arrive, and finding stop strings in it.
-
-Needs only `decode(ids)` of a tokenizer. Knows nothing of the engine.
-"""
+"""Turning token ids into text as they arrive, and finding stop strings in it."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -110,10 +110,8 @@ class Drafting:
         self._end(stops, first)
 
     def end_after(self, stops: torch.Tensor) -> None:
-        """End each sequence's proposals after the first place that `stops`, bool [B, K], marks.
-
-        That place's token stays proposed, so its mark may depend on it, but on no later one.
-        """
+        """End proposals after the first place that `stops`, bool [B, K], marks, by no token after
+        it."""
         self._end(stops, 1)
 
     def _end(self, stops: torch.Tensor, first: int) -> None:

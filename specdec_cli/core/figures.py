@@ -268,10 +268,8 @@ class Metrics(Acceptance, Times):
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """Sums of prompts' shares in a run's time, in its rounds, and in the stages of these.
-
-    distinct_experts: likewise, of those that each round read; None without any.
-    """
+    """Sums of prompts' shares in a run's time, rounds and stages, and experts read if there are
+    any."""
 
     num_rounds: float = 0.0  # a whole number but for rounding, of the prompts of a whole run
     prefill_seconds: float = 0.0

@@ -24,10 +24,8 @@ def block_bytes(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -
 
 
 class KVCache:
-    """One model's keys and values: per layer [num_blocks, block_size, kv heads, head dim].
-
-    scales: of a cache in fp8 and on its device, for each layer as in `ops.LayerCache`; None for 1.
-    """
+    """Per layer [num_blocks, block_size, kv heads, head dim] of keys and of values, and scales as
+    in `ops.LayerCache` where it is in fp8."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""The bytes of tensors that a piece of code keeps alive at once, on any device, also on meta.
-
-Does not see an allocator's rounding.
-"""
+"""The bytes of tensors that a piece of code keeps alive at once, on any device, also on meta."""
 
 import weakref
 from typing import Any

@@ -67,10 +67,8 @@ class PackedInputs:
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
     def fill(self, spans: list[Span], width: int, shift: int = 0, seed: int = 0) -> None:
-        """Enter `spans`, at most `width` tokens; waits only for the pass before the last one.
-
-        shift: feed the tokens that many places further on, at the spans' own positions.
-        """
+        """Enter `spans`, at most `width` tokens, `shift` places further on; waits for the last pass
+        but one."""
         if self._num_ended[0] < self._num_launched - 1:
             torch.cuda.synchronize(self.device)
         # `struct` converts a list in a third of NumPy's time. It also has less code, which the
@@ -120,10 +118,7 @@ class PackedInputs:
         self._num_launched += 1
 
     def batch(self, width: int, num_logits: int) -> ForwardBatch:
-        """The pass over the first `width` tokens. It reads nothing on the host.
-
-        num_logits: the number of sequences, from the first one on, whose last tokens need logits.
-        """
+        """The pass over the first `width` tokens, with logits of the first sequences' last ones."""
         positions = self.positions[:width]
         tables = self.block_tables
         batch = ForwardBatch(

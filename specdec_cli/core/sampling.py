@@ -49,10 +49,8 @@ def next_tokens(
     index: torch.Tensor,
     length: torch.Tensor,
 ) -> torch.Tensor:
-    """One token for each row of `logits` [R, V]: int64 [R]; -1 if the row is not finite.
-
-    It is that of a round without proposals for these prompt indices and token counts, int64 [R].
-    """
+    """Tokens int64 [R] that rounds without proposals decide by `logits` [R, V]; -1 if not
+    finite."""
     if params.is_greedy:
         return draw(logits, None, params, None)
     noise = round_noise(seed, index, length, 0)

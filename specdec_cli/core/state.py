@@ -158,10 +158,7 @@ class BatchState:
 
 
 def _write(held: torch.Tensor, values: list[int] | list[bool]) -> None:
-    """Write `values` into `held`, one-dimensional, without waiting for the device.
-
-    The source is pinned memory, which the allocator keeps until the copy is done.
-    """
+    """Write `values` into `held`, one-dimensional, from pinned memory, without waiting."""
     if held.device.type == "cpu":
         held.numpy()[:] = values  # a copy by torch takes three times as long
     else:

@@ -174,10 +174,7 @@ def load_models(
 def wire(
     plan: Plan, models: Models, num_blocks: int, *, keeps_target_cache: bool = False
 ) -> Engine:
-    """An engine over `models`, whose caches are replaced by ones of `num_blocks` blocks.
-
-    keeps_target_cache: replace the draft's only; the target's has as many.
-    """
+    """An engine over `models` whose caches, or the draft's alone, get `num_blocks` blocks."""
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
     first = 1 if keeps_target_cache else 0

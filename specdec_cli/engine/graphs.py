@@ -1,7 +1,4 @@
-"""The rounds of an engine: run eagerly, or captured as CUDA graphs and replayed.
-
-On CUDA the host reads a round while the device runs the next. Knows nothing of scheduling.
-"""
+"""The rounds of an engine: run eagerly, or captured as CUDA graphs, replayed and read one late."""
 
 import time
 from collections import deque

@@ -189,10 +189,7 @@ class Prefill:
         return all(ends) or self.scheduler.is_short(1)
 
     def settle(self) -> list[tuple[Sequence, int]]:
-        """Wait for the passes in flight, if any, and count their time.
-
-        Returns the tokens that they decided, each with its sequence.
-        """
+        """Wait for the passes in flight, if any, count their time, and return what they decided."""
         if (step := self._step) is None:
             return []
         self._step = None
@@ -226,10 +223,7 @@ class Prefill:
 
     @torch.inference_mode()
     def _draw(self, seqs: list[Sequence], logits: torch.Tensor | None) -> torch.Tensor:
-        """Decide the next token of each of `seqs`, whose tokens the target has all been fed.
-
-        logits: [R, V], a row a sequence. Returns rank 0's decision, int64 [R], on every rank.
-        """
+        """Rank 0's next token of each of `seqs`, int64 [R], on every rank, from logits [R, V]."""
         assert logits is not None, "a pass that draws nothing returns them"
         device = logits.device
         # Rows of 16 bytes: Triton compiles a kernel again for an address that it knows less of.

@@ -53,10 +53,7 @@ class RoundParts:
 
 @dataclass(slots=True, eq=False)
 class RoundRecord:
-    """A round's results for the host, in one tensor so that one copy brings them.
-
-    flat: int64 [B * (K + 3) + NUM_STAMPS + 1].
-    """
+    """A round's results for the host in one tensor, int64 [B * (K + 3) + NUM_STAMPS + 1]."""
 
     flat: torch.Tensor
     batch_size: int

@@ -39,10 +39,8 @@ class Adaptive(LengthPolicy):
 
 
 def expected_tokens(last: LastRounds, k: int) -> list[float]:
-    """Expected tokens of a round at each K of 0..k, from the acceptance of the last rounds.
-
-    The fewer rounds reached a place, the closer its rate stays to that of the place before.
-    """
+    """Expected tokens of a round at each K of 0..k; rates of places seldom reached stay near those
+    before."""
     rounds = [
         (_FADING**age, trial)
         for age, trials in enumerate(reversed(last.trials))

@@ -15,10 +15,7 @@ _REMEMBERED = 32  # rounds
 
 @dataclass(slots=True)
 class LastRounds:
-    """Acceptance of the rounds that the host has read, newest last; the same on all ranks.
-
-    trials: for each round, one (proposed, accepted) for each sequence that took part.
-    """
+    """(proposed, accepted) of each sequence in the rounds that the host has read, newest last."""
 
     trials: deque[list[tuple[int, int]]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 

@@ -98,9 +98,8 @@ def _told(rounds: list[_Round]) -> Forecast:
 
 
 class _Replay:
-    """The rounds of k along `tokens`, and what the caches hold of these. begun: tokens in the
-    proposer's. fed: in the target's, at least. features: [T, F], hidden states of the last T of
-    `begun`, or None."""
+    """The rounds of k along `tokens`, and how many of these the proposer and the target hold.
+    features: [T, F], hidden states of the last T of `begun`, or None."""
 
     def __init__(
         self,

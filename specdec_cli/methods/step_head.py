@@ -17,10 +17,7 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class HeadProposer(Proposer):
-    """A head's rows of true tokens: written as prompts are read and as rounds are decided.
-
-    head: None on a rank without it. max_len: positions that it may use.
-    """
+    """A head's rows of true tokens, written in prefill and `commit`; None on a rank without it."""
 
     # `commit` writes the rows of every round, even of one without proposals: no `max_lag`.
     is_paged = True

@@ -49,10 +49,7 @@ def compare(
     output: Values[int],
     params: SamplingParams,
 ) -> Forecast:
-    """A draft model's chances of acceptance along `output`; valid on rank 0 only.
-
-    draft: None on a rank that holds no part of it. max_len: the draft's context length.
-    """
+    """A draft model's chances of acceptance along `output`; valid on rank 0 only."""
     tokens = [*prompt, *output]
     reach = min(len(tokens), max_len)
     draft_seq = Sequence(0, tokens[:reach], len(prompt), reach)

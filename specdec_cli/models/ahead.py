@@ -1,7 +1,5 @@
-"""Checks of a model's folder before ranks are started, which takes seconds.
-
-The ranks would find the same problems. Imports nothing heavy and does not ask the hub.
-"""
+"""Checks of a model's folder before ranks are started, which takes seconds; imports nothing
+heavy."""
 
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.refusals import Indivisible

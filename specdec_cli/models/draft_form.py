@@ -1,7 +1,4 @@
-"""The method that a draft's own config calls for, so that naming the draft is enough.
-
-Reads config.json alone. Imports nothing heavy.
-"""
+"""The method that a draft's own config.json calls for, so that naming the draft is enough."""
 
 from typing import Any
 

@@ -92,10 +92,8 @@ class FusedForward:
         cache: KVCache,
         hidden_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [M, V] of the rows that the batch wants, and hidden states [T, L * H] of all rows.
-
-        token_ids: int64 [T], in place of the batch's own. hidden_layers: as in `PagedModel`.
-        """
+        """Logits [M, V] of the batch's logit rows, and hidden states [T, L * H] of
+        `hidden_layers`."""
         first = self.stack.layers[0]
         states: dict[int, Tensor] = {}
 

@@ -64,10 +64,8 @@ def scaled(names: Iterable[str]) -> dict[str, str]:
 def _matrices(
     names: Collection[str], scheme: Scheme, model: str
 ) -> dict[str, tuple[Matrices, Names]]:
-    """The stored matrices of a file, by the names of their plain forms.
-
-    Raises `SetupError`, which names the tensor, for one that the config does not describe.
-    """
+    """The stored matrices of a file, by the names of their plain forms, as the config describes
+    them."""
     found: dict[str, tuple[Matrices, Names]] = {}
     held = {matrix: (PLAIN, scales) for scales, matrix in scaled(names).items()}
     endings = {parts["codes"]: form for form, parts in _PARTS.items()}

@@ -19,10 +19,8 @@ class Unsupported(SetupError):
 
 
 class Indivisible(Unsupported):
-    """The model cannot be split over the ranks that the recipe asks for.
-
-    what: the part of the model that does not divide, such as its heads.
-    """
+    """The model's `what`, such as its heads, cannot be split over the ranks that the recipe asks
+    for."""
 
     code = ExitCode.USAGE
 

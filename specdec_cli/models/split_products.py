@@ -1,7 +1,4 @@
-"""Products of fused layers whose weights are split over ranks; every rank gets the whole result.
-
-Sums and logits of few rows go through memory that GPUs read from each other, where there is such.
-"""
+"""Products of fused layers whose weights are split over ranks; every rank gets the whole result."""
 
 from dataclasses import dataclass
 from typing import Self

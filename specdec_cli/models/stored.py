@@ -1,7 +1,5 @@
-"""Weights that stay as a checkpoint stores them: the matrices that do, and their readers.
-
-Only fused layers read such weights; those of other families are dequantised while loading.
-"""
+"""Weights that stay as a checkpoint stores them, for fused layers: the matrices, and their
+readers."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -130,10 +128,8 @@ def _asked_storages(
 
 
 def storages_of(module: Any, fields: Fields, model: str) -> dict[str, Storage]:
-    """The storages of a module's matrices by its own names.
-
-    fields: by the file's. Raises `Unsupported` where matrices that the module stacks differ.
-    """
+    """The storages of a module's matrices by its own names. Raises `Unsupported` where stacked ones
+    differ."""
     found: dict[str, Storage | None] = {}
     plain: dict[str, Any] = {n: unread for n in fields.codes if n not in fields.storages}
     groups: list[tuple[Storage | None, dict[str, Any]]] = [(None, plain)]

@@ -1,7 +1,4 @@
-"""Launch configurations of attention, chosen from shapes and measured on an H200.
-
-`scripts/bench/kernel_times.py` shows their effect.
-"""
+"""Launch configurations of attention, chosen from shapes and measured on an H200."""
 
 import math
 from typing import NamedTuple

@@ -15,10 +15,7 @@ _CGROUP = "/sys/fs/cgroup"
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """The size of a run, as far as the cache depends on it.
-
-    longest: tokens of its longest sequence. k: largest proposal length.
-    """
+    """The size of a run, as far as the cache depends on it: `longest` in tokens, the largest k."""
 
     batch_size: int
     longest: int

@@ -1,7 +1,4 @@
-"""Memory that passes will take on a device, estimated from shapes by round figures.
-
-Weights and cache blocks follow from the configs; docs/memory.md compares with measurements.
-"""
+"""Memory that passes will take on a device, estimated from shapes; see docs/memory.md."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,4 @@
-"""Measuring a rank's memory by use: a rehearsal of the largest passes over small caches.
-
-The caches cannot have the memory that these keep reserved, or reserve at their peak.
-"""
+"""Measuring a rank's memory by use: a rehearsal of the largest passes over small caches."""
 
 import gc
 from collections.abc import Callable

@@ -50,10 +50,8 @@ def parts_named(name: str) -> list[str]:
 
 
 def read_model(file: Path) -> Header:
-    """The header of a model, with the tensors of all its files.
-
-    Raises `SetupError` for a file that is damaged, missing or another model's.
-    """
+    """The header of a model, with the tensors of all its files. Raises `SetupError` for bad
+    ones."""
     header = read_header(file)
     count = header.values.get("split.count", 1)
     if type(count) is not int or count < 2:

@@ -94,10 +94,8 @@ ReadAs = Callable[[Storage], Stored]
 
 
 def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, ReadAs]]:
-    """Storages and readers of the matrices of `module` that can stay as the file has them.
-
-    A reader takes the storage, or one that matrices share (`blocks.shared_by`).
-    """
+    """Storages and readers, into these or shared ones, of matrices that can stay as the file has
+    them."""
     found: dict[str, tuple[Storage, ReadAs]] = {}
     for name, sources, change in _sources(module, header):
         stored = [header.tensors[source] for source in sources]

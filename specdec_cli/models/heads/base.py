@@ -38,10 +38,7 @@ class HeadWeights:
 
 
 class Other(NamedTuple):
-    """A convention that tools read differently: how it was read, and who reads it otherwise.
-
-    changes: the fields of the config that are then others.
-    """
+    """A reading of a config, who reads it otherwise, and the fields that are then others."""
 
     told: str
     changes: Mapping[str, Any]

@@ -155,10 +155,8 @@ class DSparkConfig(DFlashConfig):
 
 
 def read_dflash_config(name: str, folder: Path) -> DFlashConfig:
-    """The settings of the drafter in `folder`.
-
-    Raises `SetupError`, with the key, for a config that is damaged or asks for what is not built.
-    """
+    """The settings of the drafter in `folder`. Raises `SetupError` for what cannot be, or is not
+    built."""
     raw = config_file(name, folder)
     kind = DFlashConfig if first_seen(DSPARK, raw) is None else DSparkConfig
     try:

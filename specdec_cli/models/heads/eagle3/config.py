@@ -185,10 +185,8 @@ def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Conf
 
 
 def read_head_config(name: str, folder: Path) -> Eagle3Config:
-    """The settings of the head in `folder`.
-
-    Raises `SetupError`, with the key, for a config that is damaged, another kind's, or not built.
-    """
+    """The settings of the head in `folder`. Raises `SetupError` for another kind's, or what is not
+    built."""
     raw = config_file(name, folder)
     dialect = dialect_of(raw)
     if dialect is None:

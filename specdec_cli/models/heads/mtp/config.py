@@ -179,10 +179,8 @@ def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> Mt
 
 
 def layer_config(config: Any, index: int) -> Any:
-    """transformers' config of one module's layer, from its target's.
-
-    The config may list kinds of its layers; experts are in every module.
-    """
+    """transformers' config of one module's layer, from its target's; experts are in every
+    module."""
     own = deepcopy(config)
     for key, default in (("layer_types", None), ("mlp_layer_types", "sparse")):
         if (kinds := getattr(own, key, None)) is not None:
