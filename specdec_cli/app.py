@@ -30,6 +30,7 @@ from specdec_cli.commands import (
     recipe,
     report,
     sweep_k,
+    usage_hints,
 )
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.launch.rank import Rank, how_it_ended
@@ -242,14 +243,7 @@ def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:
 def _after_exception(error: Exception, outcome: _Outcome) -> None:
     outcome.error = error
     if isinstance(error, _ParserError):
-        message: str = getattr(error, "format_message", error.__str__)()
-        context = getattr(error, "ctx", None)
-        where = context.command_path if context else "specdec"
-        hint = f"see `{where} --help`"
-        names = {p.name for p in context.command.params} if context else ()
-        if "unexpected extra argument" in message and "prompt" in names:
-            hint = f"a prompt goes after --prompt, in quotes; {hint}"
-        outcome.fail(ExitCode.USAGE, message, hint)
+        outcome.fail(ExitCode.USAGE, *usage_hints.explained(error))
     elif isinstance(error, SpecdecError):
         outcome.fail(error.code, error.message, error.hint)
         if isinstance(error, RanksError):

@@ -107,6 +107,7 @@ class Writer:
         self.chat = Chat(planned.target.place, eos)
         self.passages: list[list[Passage]] = []  # of the shard's waves
         self.given: list[str] = []
+        self.greedy: set[tuple[int, ...]] = set()  # given prompts with a greedy answer
         self.overlapping = 0  # prompts and texts that share a run with an avoided prompt
         if args.prompts:
             found = load_prompts(DataSection(path=args.prompts)).prompts
@@ -177,10 +178,17 @@ class Writer:
         if path.exists():
             texts, record = read_wave(path)
             self.keep(texts)
+            if kind == "given" and record["temperature"] == 0:
+                self.greedy |= {tuple(t.ids[: t.start].tolist()) for t in texts}
             return record | {"is_new": False}
         began, overlapping = time.perf_counter(), self.overlapping
         asked = self.asked(wave, kind)
         temperature = SEED_TEMPERATURE if kind == "seeds" else temperature_of(mine)
+        if kind == "given" and temperature == 0:
+            ids = {a.ids for a in asked}
+            if ids & self.greedy:  # the answers would be the same texts again
+                temperature = TEMPERATURES[1]
+            self.greedy |= ids
         params = self.params(temperature=temperature, max_new_tokens=self.args.new_tokens)
         answers = self.write(wave, [a.ids for a in asked], params)
         texts, cut = [], 0
@@ -241,19 +249,22 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--target", help="folder, hub id or demo:target; or a recipe names it")
     parser.add_argument("--recipe", help="recipe file with the target and settings of the run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="any key of the recipe, such as run.device=cpu")  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--prompts", help="a file with prompts, instead of self-drawn ones")
     parser.add_argument("--avoid", action="append", default=[], metavar="FILE",
                         help=f"prompts that no text may share {OVERLAP} tokens with")  # fmt: skip
     parser.add_argument(
-        "--minutes", type=float, help="from the start; the first wave is written whole"
+        "--minutes",
+        type=float,
+        help="from the start; the first wave is written whole. This or --waves is needed",
     )
     parser.add_argument("--waves", type=int, help="write so many waves in all")
     told = partial(commands.default, _SIZES)
     parser.add_argument("--batch", type=int, help=f"texts of a wave; {told('batch')}")
     parser.add_argument("--new-tokens", type=int, help=told("new_tokens"))
-    parser.add_argument("--turn-tokens", type=int, default=TURN_TOKENS)
+    parser.add_argument("--turn-tokens", type=int, default=TURN_TOKENS, help="of self-drawn turns")
     parser.add_argument(
         "--prompt-tokens", type=int, help=f"drop longer prompts; {told('prompt_tokens')}"
     )
@@ -305,9 +316,16 @@ def main() -> None:
         if not record.pop("is_new"):
             continue
         written += record["written"]
-        print(json.dumps(record), flush=True)
+        spent = time.perf_counter() - began
+        of = f" of {args.minutes:g} min" if args.minutes is not None else ""
+        print(
+            f"wave {wave} after {spent / 60:.1f}{of}: {record['texts']} texts ({record['kind']}, "
+            f"temperature {record['temperature']:g}), {record['tokens']:,} tokens; "
+            f"{record['looped']:,} cut off as loops, {record['overlapping']} overlapping",
+            flush=True,
+        )
     speed = written / (time.perf_counter() - clock)
-    print(f"{waves} waves, {written} tokens written, {speed:.0f} tokens/s")
+    print(f"{waves} waves in {args.out}, {written:,} tokens written, {speed:,.0f} tokens/s")
     if args.avoid:
         dropped = f"{writer.overlapping} prompts and texts were dropped"
         print(f"{dropped}: they share {OVERLAP} tokens with an avoided prompt")

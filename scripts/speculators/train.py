@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--target", required=True, help="folder, hub id or demo:target")
     parser.add_argument("--texts", type=Path, required=True, help="what texts.py wrote")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the result is OUT/speculator")
     told = partial(commands.default, _SIZES)
     parser.add_argument("--minutes", type=float, default=6.0, help="from the start of the command")
     parser.add_argument("--steps", type=int, help="instead of the minutes")
@@ -209,7 +209,13 @@ class Trainer:
             "loss": round(float(torch.stack(losses).mean()), 4) if losses else None,
             "accuracy": [round(a, 4) for a in self.accuracies()],
         }
-        print(json.dumps(found), flush=True)
+        loss = f", loss {found['loss']:.3f}" if losses else ""
+        right = " ".join(f"{a:.2f}".lstrip("0") for a in found["accuracy"])
+        print(
+            f"{min(done, 1):4.0%} after {seconds / 60:.1f} min: step {self.step}, "
+            f"{found['tokens_per_s']:,} tokens/s{loss}, held-out accuracy by place {right}",
+            flush=True,
+        )
         with self.log_file.open("a") as log:
             log.write(json.dumps(found) + "\n")
         return found
@@ -301,6 +307,10 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     args.out.mkdir(parents=True, exist_ok=True)
     Trainer(args).run()
+    print(
+        f"trained: {args.out / 'speculator'}; to measure it: specdec sweep-k --target "
+        f"{args.target} --draft {args.out / 'speculator'} --prompt-file PROMPTS"
+    )
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ _KEY_OPTIONS: Final = {
         ("ignore_eos", bool, None, "Continue past the end-of-text token."),
     ),
 }
-_SPELLINGS = {_K: "-k --num-speculative-tokens", "ignore_eos": "--ignore-eos/--no-ignore-eos"}
+_SPELLINGS = {_K: "-k --k --num-speculative-tokens", "ignore_eos": "--ignore-eos/--no-ignore-eos"}
 
 
 def _key_parameters() -> Iterator[inspect.Parameter]:

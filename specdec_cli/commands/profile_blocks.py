@@ -33,7 +33,7 @@ Context = Annotated[int | None, option("--context", "N", _CONTEXT, min=1)]
 _DRAFT_TPS = "Ranks of the draft, such as 1,2,4."
 DraftTPs = Annotated[str | None, option("--draft-tp", "LIST", _DRAFT_TPS)]
 Ks = Annotated[
-    str | None, option("-k --num-speculative-tokens", "LIST", "Proposed tokens a round.")
+    str | None, option("-k --k --num-speculative-tokens", "LIST", "Proposed tokens a round.")
 ]
 BlockSizes = Annotated[str | None, option("--block-size", "LIST", "Tokens per KV cache block.")]
 _UTILIZATIONS = "Fraction of a GPU's memory to use."
@@ -148,11 +148,9 @@ def _estimated(
     rows: list[dict[str, object]] = []
     found: tuple[specdec_cli.recipe.Recipe, dict[str, object]] | None = None
     problem: SpecdecError | None = None
-    points = list(_points(lists, len(rooms)))
+    points, estimator = list(_points(lists, len(rooms))), Estimator(asked.permissions(), context)
     for room, values in itertools.product(rooms, points):
-        size_bytes, is_of_gpu = room or (None, False)
-        estimator = Estimator(asked.permissions(), context, size_bytes, is_of_gpu)
-        memory = {"device_memory_bytes": size_bytes} if len(rooms) > 1 else {}
+        memory = {"device_memory_bytes": room and room[0]} if len(rooms) > 1 else {}
         degree = values["draft_tp"]
         if isinstance(degree, int) and (degree < 1 or whole % degree):
             reason = f"draft TP {degree} does not divide target TP {whole}"
@@ -164,7 +162,7 @@ def _estimated(
         resolved = asked.resolve(where | values)
         prompts = _prompts(source, resolved, asked, context)
         try:
-            profile = estimator.estimate(resolved, prompts)
+            profile = estimator.estimate(resolved, prompts, room)
         except SetupError as error:  # the draft may still split over the other degrees
             if len(lists["draft_tp"]) == 1:
                 raise

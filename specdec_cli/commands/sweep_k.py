@@ -32,7 +32,9 @@ from specdec_cli.errors import LOGGED, ExitCode, RunError, UsageError
 from specdec_cli.launch.world import World
 
 _KS = "Proposal lengths, such as 0-8 (the default) or 1,2,4; 0 is added. Of servers: all there are."
-Ks = Annotated[str | None, option("-k --k", "LIST", _KS, show_default=False)]
+Ks = Annotated[
+    str | None, option("-k --k --num-speculative-tokens", "LIST", _KS, show_default=False)
+]
 Drafts = Annotated[list[str] | None, option("--draft", "MODEL", "Draft model; may be repeated.")]
 BatchSizes = Annotated[str | None, option("--batch-size", "LIST", "Batch sizes, such as 1,8.")]
 _PREDICT = "Measure k = 0 and the largest k, and predict the others."

@@ -136,4 +136,12 @@ def failed_check(check: CheckResult | None) -> list[Notice]:
     """A warning if a check was made and failed."""
     if check is None or check.passed:
         return []
-    return [Notice("lossless_check", check_line(check), {"diverging": check.diverging})]
+    told = (
+        f"{check_line(check)}. The text is not the target's, so use no figure of these points: "
+        "`lossless_check` in the --json document has each place; "
+    )
+    if check.must_be_identical:
+        told += "report it with that, or mend the plugin in use"
+    else:
+        told += "--dtype float32 tells a fault, which stays there, from rounding, which does not"
+    return [Notice("lossless_check", told, {"diverging": check.diverging})]

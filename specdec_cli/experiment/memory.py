@@ -102,23 +102,25 @@ def measure_blocks(
     return Profile(planned, split, tokens)
 
 
+# Bytes of each GPU, or of a CPU's host for all that is held; and whether only a GPU can be meant,
+# of whatever machine.
+Room = tuple[int, bool]
+
+
 @dataclass(slots=True)
 class Estimator:
-    """Estimates profiles from configs alone, for `memory` bytes or for this device as it is.
+    """Estimates profiles from configs alone.
 
-    memory: of each GPU, or of a CPU's host for all that is held. is_of_gpu: whether only a GPU can
-    be meant, of this machine or not. Models are described once and reused by later estimates.
+    Models are described once and reused by later estimates.
     """
 
     permissions: Permissions
     context: int | None
-    memory: int | None
-    is_of_gpu: bool = False
     _describe: Describe = field(default_factory=lambda: functools.cache(describe))
 
-    def estimate(self, recipe: Recipe, prompts: list[Prompt]) -> Profile:
+    def estimate(self, recipe: Recipe, prompts: list[Prompt], room: Room | None) -> Profile:
         """The estimated profile. Raises `SetupError` and `UsageError` as the run would."""
-        device, machine = self._machine(recipe)
+        device, machine = _machine(recipe, room)
         plans = plan_all_ranks(recipe, self.permissions, device, self._describe)
         tokens = _context(plans[0], prompts, self.context)
 
@@ -132,22 +134,25 @@ class Estimator:
 
         return Profile(plans[0], _split(plans, machine), tokens, machine, at_degree)
 
-    def _machine(self, recipe: Recipe) -> tuple[torch.device, Machine]:
-        num_ranks = recipe.target.tensor_parallel_size
-        wanted = recipe.run.device
-        if self.memory is None:
-            device = resolve_device(wanted)
-            return device, this_machine(device, num_ranks)
-        if self.is_of_gpu and wanted == "cpu":
-            raise UsageError(
-                "--device-memory is that of a GPU, and run.device is cpu",
-                "--memory is that of the host",
-            )
-        # `run.device: auto` is answered for the device that this machine has.
-        has_gpu = wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available())
-        if self.is_of_gpu or has_gpu:
-            return torch.device("cuda"), empty_gpu(self.memory, num_ranks)
-        return torch.device("cpu"), host_of(self.memory, num_ranks)
+
+def _machine(recipe: Recipe, room: Room | None) -> tuple[torch.device, Machine]:
+    """The device, and its memory: a room's, or this one's as it is."""
+    num_ranks = recipe.target.tensor_parallel_size
+    wanted = recipe.run.device
+    if room is None:
+        device = resolve_device(wanted)
+        return device, this_machine(device, num_ranks)
+    size_bytes, is_of_gpu = room
+    if is_of_gpu and wanted == "cpu":
+        raise UsageError(
+            "--device-memory is that of a GPU, and run.device is cpu",
+            "--memory is that of the host",
+        )
+    # `run.device: auto` is answered for the device that this machine has.
+    has_gpu = wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available())
+    if is_of_gpu or has_gpu:
+        return torch.device("cuda"), empty_gpu(size_bytes, num_ranks)
+    return torch.device("cpu"), host_of(size_bytes, num_ranks)
 
 
 def _split(plans: Sequence[Plan], machine: Machine) -> Split:

@@ -60,7 +60,8 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
     if (kind := job.plan.recipe.cache.dtype) != "auto":
         told = (
             f"keys and values are held in {kind} (cache.dtype), which changes the text: the same "
-            "as without proposals, and not the same as with cache.dtype: auto"
+            "as without proposals, and not the same as with cache.dtype: auto. Compare with runs "
+            "of the same cache.dtype, and judge the text before using it"
         )
         found.append(Notice("rounded_cache", told, {"dtype": kind}))
     first = tuple(tokenizer.encode("")[:1])

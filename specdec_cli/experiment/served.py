@@ -18,19 +18,22 @@ from specdec_cli.experiment.folders.records import Key, Sample, Samples, given
 _SOURCES = (None, "counters", "chunks", "per_request")
 _BY_COUNTERS = ("counters", "chunks")
 _REMARKS = {
-    "usage_differs": "the server counts other tokens than the ids that it sent; ids count",
+    "usage_differs": "the server's usage counts other tokens than the ids that it sent: ids count "
+    "here, so do not compare with figures that the server or its client derives from usage",
     "prefix_cache_hits": "the server found parts of prompts in its prefix cache, so that first "
     "tokens came early: start it without prefix caching",
     "max_tokens_cut": "the server ended texts as too long before max_new_tokens: its own limit is "
-    "lower, so that texts are shorter than asked",
+    "lower, so that texts are shorter than asked: start it with room for the prompts and "
+    "max_new_tokens (vLLM's --max-model-len, SGLang's --context-length), or ask for fewer",
     "counters_reset": "the server's counters were reset, so that acceptance is not known: let it "
     "run on while it is measured",
     "other_traffic": "the server answered others too: acceptance is not known, and times are not "
     "those of these requests alone: measure while nobody else asks it",
     "counters_late": "the server's counters fell behind its answers, so that acceptance is not "
-    "known",
+    "known, and times stand: measure again while the server has no other work",
     "spec_details_invalid": "the server's details of rounds contradict themselves: its counters "
-    "take their place, if it has any",
+    "take their place, if it has any, and acceptance is not known else: update the server, or "
+    "start it without them (vLLM's --per-request-spec-decode-metrics)",
 }
 
 

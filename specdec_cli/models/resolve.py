@@ -1,12 +1,15 @@
 """The folder or GGUF file for a model's name in a recipe: a path, `demo:NAME`, `package:NAME`, or a
 hub id. Reads no weights."""
 
+from difflib import get_close_matches
 from pathlib import Path
 
 from specdec_cli import demo
 from specdec_cli.errors import SetupError
 from specdec_cli.models.gguf.files import chosen, parts_named
 from specdec_cli.models.package import PREFIX, package_model
+from specdec_cli.recipe.choices.registry import METHODS, without_draft
+from specdec_cli.recipe.resolve import find_bundled
 from specdec_cli.text import one_line
 
 _CONFIG = "config.json"
@@ -56,7 +59,7 @@ def local_place(name: str, file: str | None = None) -> Path | None:
     if name.startswith(demo.PREFIX):
         folder = demo.demo_path(name)
         if not (folder / _CONFIG).is_file():
-            raise SetupError(f"no bundled model {name}", f"bundled are {_bundled()}")
+            raise SetupError(f"no bundled model {name}", f"{_guess(name)}bundled are {_bundled()}")
         return _in_folder(name, folder, file)
     try:
         path = Path(name).expanduser()
@@ -80,12 +83,20 @@ def local_place(name: str, file: str | None = None) -> Path | None:
     looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
     if looks_like_path or name.endswith(".gguf"):
         what = "file" if name.endswith(".gguf") else "folder"
-        raise SetupError(f"no such model {what}: {name}", "check the path in the recipe")
+        raise SetupError(f"no such model {what}: {name}", "check the path")
     return None
 
 
 def _bundled() -> str:
     return ", ".join(demo.PREFIX + name for name in demo.models())
+
+
+def _guess(name: str) -> str:
+    """`did you mean demo:eagle3 or demo:peagle? `, or "" where nothing comes near."""
+    known = {model: demo.PREFIX + model for model in demo.models()}
+    known |= {one: one for one in METHODS if without_draft(one)}
+    near = get_close_matches(name.removeprefix(demo.PREFIX).lower(), known, n=2, cutoff=0.7)
+    return f"did you mean {' or '.join(known[one] for one in near)}? " if near else ""
 
 
 def _in_folder(name: str, folder: Path, file: str | None) -> Path:
@@ -107,10 +118,10 @@ def _in_folder(name: str, folder: Path, file: str | None) -> Path:
                 f"{name} is an adapter (adapter_config.json), not a model",
                 "merge it into the model that it was trained on, and give that folder",
             )
-        raise SetupError(
-            f"no config.json in the model folder {name}",
-            "is the path right? a folder with a .gguf file needs none",
-        )
+        hint = "is the path right? a folder with a .gguf file needs none"
+        if inside := sorted(str(path.parent) for path in folder.glob(f"*/{_CONFIG}")):
+            hint = f"there is one in {', '.join(inside[:5])}"
+        raise SetupError(f"no config.json in the model folder {name}", hint)
     return folder
 
 
@@ -170,8 +181,11 @@ def _from_hub(
         raise SetupError(f"no model {name} on the hub", "check the spelling") from None
     except Exception as problem:
         hint = f"run `hf download {name}` where the hub can be reached, or pass a local folder"
-        if "/" not in name:  # as nearly all ids on the hub have
-            hint = f"bundled are {_bundled()}, and `specdec methods` lists methods; else {hint}"
+        if find_bundled(name):
+            hint = f"{name} is a bundled recipe, not a model: leave --target out; else {hint}"
+        elif "/" not in name:  # as nearly all ids on the hub have
+            more = f"bundled are {_bundled()}, and `specdec methods` lists methods"
+            hint = f"{_guess(name)}{more}; else {hint}"
         raise SetupError(
             f"the model {name} is neither a local folder nor in the local cache, and could not be "
             f"downloaded ({type(problem).__name__})",

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -96,6 +96,10 @@ Truth = Annotated[StrictBool, BeforeValidator(_yes_or_no)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_word)]
 NUMBER = BeforeValidator(_number)  # behind limits, which JSON Schema has no names for before it
 Probability = Annotated[float, Field(ge=0.0, le=1.0), NUMBER]
+Part = Annotated[float, Field(gt=0.0, le=1.0), NUMBER]
+Seconds = Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER]
+BatchSize = Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)]
+Tokens = Annotated[StrictInt, Field(ge=0, le=1024)]  # of one round's proposals
 
 
 def _rates(value: object) -> object:
@@ -124,6 +128,11 @@ Rates = Annotated[
     AfterValidator(_rising),
     BeforeValidator(_rates, json_schema_input_type=tuple[_Rate, ...] | _Rate | None),
 ]
+
+
+def entry(default: object, description: str, **more: Any) -> Any:
+    """A key's default and its meaning, for `pydantic.Field`, as are `more`."""
+    return Field(default=default, description=description, **more)
 
 
 class Section(BaseModel):

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from specdec_cli.recipe.schema import key_fields, keys_of, section_models
 from specdec_cli.recipe.source import KeyPath, dotted
-from specdec_cli.text import shown
+from specdec_cli.text import one_line, shown
 
 # Other tools' names for keys, and names of our own options.
 _OTHER_NAMES = {
@@ -46,6 +46,8 @@ def describe(error: ErrorDetails) -> str:
         case "model_type" | "model_attributes_type":
             is_nothing = path == ("draft",) and str(value).lower() in _NOTHING
             guess = " (did you mean null?)" if is_nothing else ""
+            if path[-1:] in (("target",), ("draft",)) and isinstance(value, str) and not guess:
+                guess = f", such as {{model: {one_line(value)}}}"
             return f"should be a section of keys, not {shown(value)}{guess}"
         case "int_type" | "int_from_float" | "int_parsing":
             return f"should be a whole number, not {shown(value)}"

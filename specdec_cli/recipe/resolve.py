@@ -192,10 +192,10 @@ def find_source(source: str) -> Path:
     names = [recipe.name for recipe in bundled_recipes()]
     close = get_close_matches(path.name.removesuffix(".yaml"), names, n=1)
     guess = f" (did you mean {close[0]}?)" if close else ""
-    raise UsageError(
-        f"{source}: no such recipe, neither a file nor a bundled one{guess}",
-        "`specdec recipe ls` lists the bundled recipes",
-    )
+    hint = "`specdec recipe ls` lists the bundled recipes"
+    if "/" in source or ":" in source:
+        hint = f"a model goes after --target or --draft, prompts after --prompt-file; {hint}"
+    raise UsageError(f"{source}: no such recipe, neither a file nor a bundled one{guess}", hint)
 
 
 class _Merge:

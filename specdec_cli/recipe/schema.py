@@ -35,23 +35,26 @@ from specdec_cli.recipe.choices.registry import (
     without_draft,
 )
 from specdec_cli.recipe.fields import (
-    MAX_BATCH,
     MAX_BYTES,
     MAX_COUNT,
-    MAX_SECONDS,
     NUMBER,
+    BatchSize,
     ByteCount,
     Count,
     CountOrZero,
     GgufName,
     Name,
+    Part,
     Place,
     Rates,
+    Seconds,
     Section,
     Switch,
     Text,
+    Tokens,
     Truth,
     Words,
+    entry,
 )
 from specdec_cli.recipe.objectives import objective
 
@@ -63,24 +66,18 @@ class ModelSection(Section):
         description="folder or .gguf file, Hugging Face id, package:NAME (the model that an "
         "installed package ships), or demo:target / demo:draft"
     )
-    revision: Name | None = Field(
-        default=None, description="branch, tag or commit of a Hugging Face id"
+    revision: Name | None = entry(None, "branch, tag or commit of a Hugging Face id")
+    file: GgufName | None = entry(None, "NAME.gguf, where model has several such files")
+    tensor_parallel_size: Count = entry(1, "ranks that share the model's weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = entry(
+        "auto", "auto is the checkpoint's on CUDA and float32 on CPU"
     )
-    file: GgufName | None = Field(
-        default=None, description="NAME.gguf, where model has several such files"
+    load_format: Literal["auto", "dummy"] = entry(
+        "auto", "dummy draws random weights of the model's shape (for timing)"
     )
-    tensor_parallel_size: Count = Field(
-        default=1, description="ranks that share the model's weights"
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="auto is the checkpoint's on CUDA and float32 on CPU"
-    )
-    load_format: Literal["auto", "dummy"] = Field(
-        default="auto", description="dummy draws random weights of the model's shape (for timing)"
-    )
-    weights: Literal["auto", "stored", "dequantise", "fp8"] = Field(
-        default="auto",
-        description="of quantised checkpoints: stored (auto on CUDA) keeps codes, dequantise (auto "
+    weights: Literal["auto", "stored", "dequantise", "fp8"] = entry(
+        "auto",
+        "of quantised checkpoints: stored (auto on CUDA) keeps codes, dequantise (auto "
         "on CPU) makes plain ones; fp8 quantises plain weights while loading",
     )
 
@@ -88,8 +85,8 @@ class ModelSection(Section):
 class DraftSection(ModelSection):
     """The model that proposes tokens, on the first ranks of the target's."""
 
-    share: tuple[Literal["embeddings", "lm_head"], ...] = Field(
-        default=(), description="what the draft borrows; by default, what its checkpoint lacks"
+    share: tuple[Literal["embeddings", "lm_head"], ...] = entry(
+        (), "what the draft borrows; by default, what its checkpoint lacks"
     )
 
 
@@ -121,19 +118,15 @@ PolicyName = Annotated[StrictStr, AfterValidator(_one_of(POLICIES)), _schema(POL
 class SpeculationKeys(Section):
     """The keys of `speculation` that every recipe has."""
 
-    method: MethodName = Field(
-        default="draft_model", description=f"who proposes; {_described(METHODS)}"
-    )
-    num_speculative_tokens: Annotated[StrictInt, Field(ge=0, le=1024)] = Field(
-        default=5, description="proposed tokens a round (k); 0 is plain decoding"
-    )
-    acceptance: RuleName = Field(default="rejection", description=_described(RULES))
+    method: MethodName = entry("draft_model", f"who proposes; {_described(METHODS)}")
+    num_speculative_tokens: Tokens = entry(5, "proposed tokens a round (k); 0 is plain decoding")
+    acceptance: RuleName = entry("rejection", _described(RULES))
 
 
 class LengthKeys(Section):
     """The keys of `speculation.length` that every recipe has."""
 
-    policy: PolicyName = Field(default="fixed", description=_described(POLICIES))
+    policy: PolicyName = entry("fixed", _described(POLICIES))
 
 
 class LengthSection(PolicyKeys, LengthKeys):
@@ -143,10 +136,8 @@ class LengthSection(PolicyKeys, LengthKeys):
 class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
     """The method that proposes tokens, and the rule that accepts them."""
 
-    length: LengthSection = Field(
-        default=LengthSection(), description="how many tokens each round proposes"
-    )
-    options: dict[str, JsonValue] = Field(default={}, description="keys of a plugin's own")
+    length: LengthSection = entry(LengthSection(), "how many tokens each round proposes")
+    options: dict[str, JsonValue] = entry({}, "keys of a plugin's own")
 
     @model_validator(mode="after")
     def _suits_its_choices(self) -> Self:
@@ -166,134 +157,105 @@ class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
 class SamplingSection(Section):
     """The way tokens are drawn, and the ends of texts."""
 
-    source: Literal["recipe", "model"] = Field(
-        default="recipe",
-        alias="from",
-        description="model takes the target's generation_config.json in place of the keys below, "
+    source: Literal["recipe", "model"] = entry(
+        "recipe",
+        "model takes the target's generation_config.json in place of the keys below, "
         "but for max_new_tokens, ignore_eos and stop",
+        alias="from",
     )
-    temperature: Annotated[float, Field(ge=0.0), NUMBER] = Field(
-        default=0.0, description="0 is greedy"
+    temperature: Annotated[float, Field(ge=0.0), NUMBER] = entry(0.0, "0 is greedy")
+    top_k: CountOrZero = entry(0, "keep the k most likely tokens; 0 keeps all")
+    top_p: Part = entry(1.0, "keep the smallest set with this probability; 1 keeps all")
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=1000.0), NUMBER] = entry(
+        1.0, "divides logits of tokens of the text, multiplies negative ones; 1 is off"
     )
-    top_k: CountOrZero = Field(default=0, description="keep the k most likely tokens; 0 keeps all")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0), NUMBER] = Field(
-        default=1.0, description="keep the smallest set with this probability; 1 keeps all"
-    )
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=1000.0), NUMBER] = Field(
-        default=1.0,
-        description="divides logits of tokens of the text, multiplies negative ones; 1 is off",
-    )
-    suppress_tokens: tuple[CountOrZero, ...] = Field(
-        default=(), description="token ids that are never drawn"
-    )
-    min_new_tokens: CountOrZero = Field(
-        default=0, description="tokens before which no end-of-text token is drawn"
-    )
-    max_new_tokens: Count = Field(default=256, description="most tokens written after a prompt")
-    ignore_eos: Truth = Field(default=False, description="write on past the end-of-text token")
-    stop: tuple[Words, ...] = Field(default=(), description="texts that end an output")
+    suppress_tokens: tuple[CountOrZero, ...] = entry((), "token ids that are never drawn")
+    min_new_tokens: CountOrZero = entry(0, "tokens before which no end-of-text token is drawn")
+    max_new_tokens: Count = entry(256, "most tokens written after a prompt")
+    ignore_eos: Truth = entry(False, "write on past the end-of-text token")
+    stop: tuple[Words, ...] = entry((), "texts that end an output")
 
 
 class CacheSection(Section):
     """The KV cache that both models' blocks come from."""
 
-    block_size: Count = Field(default=16, description="tokens a block")
-    dtype: Literal["auto", "fp8"] = Field(
-        default="auto",
-        description="of keys and values; auto is the models', and fp8 (e4m3) changes the text",
+    block_size: Count = entry(16, "tokens a block")
+    dtype: Literal["auto", "fp8"] = entry(
+        "auto", "of keys and values; auto is the models', and fp8 (e4m3) changes the text"
     )
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0), NUMBER] = Field(
-        default=0.9, description="part of the device's memory that may be used in all"
+    gpu_memory_utilization: Part = entry(0.9, "part of the device's memory that may be used in all")
+    num_blocks: Annotated[StrictInt, Field(ge=2, le=MAX_COUNT)] | None = entry(
+        None, "null takes what fits and can be used; the first of them holds nothing"
     )
-    num_blocks: Annotated[StrictInt, Field(ge=2, le=MAX_COUNT)] | None = Field(
-        default=None,
-        description="null takes what fits and can be used; the first of them holds nothing",
+    max_model_len: Count | None = entry(
+        None, "longest prompt plus output, at most the model's own limit, which null is"
     )
-    max_model_len: Count | None = Field(
-        default=None,
-        description="longest prompt plus output, at most the model's own limit, which null is",
-    )
-    cpu_bytes: ByteCount | None = Field(
-        default=None,
-        description="cache memory of a host on CPU, such as 8GiB, divided by its ranks",
+    cpu_bytes: ByteCount | None = entry(
+        None, "cache memory of a host on CPU, such as 8GiB, divided by its ranks"
     )
 
 
 class RunSection(Section):
     """The device, size and repeats of a measurement."""
 
-    batch_size: Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)] = Field(
-        default=1, description="prompts decoded together"
+    batch_size: BatchSize = entry(1, "prompts decoded together")
+    device: Annotated[StrictStr, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = entry(
+        "auto", "auto, cpu, cuda or cuda:N"
     )
-    device: Annotated[StrictStr, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = Field(
-        default="auto", description="auto, cpu, cuda or cuda:N"
+    seed: Annotated[StrictInt, Field(ge=0, le=MAX_BYTES)] = entry(
+        0, "with the prompt's index, the key of every random number"
     )
-    seed: Annotated[StrictInt, Field(ge=0, le=MAX_BYTES)] = Field(
-        default=0, description="with the prompt's index, the key of every random number"
-    )
-    compile: Switch = Field(default="auto", description="compile the models' forward passes")
-    cuda_graphs: Switch = Field(default="auto", description="replay rounds as CUDA graphs")
-    warmup: CountOrZero = Field(
-        default=1, description="unmeasured repeats before the measured ones"
-    )
-    repeats: Count = Field(default=3, description="measured repeats of each point")
-    prefill_chunk: Count = Field(default=2048, description="most prompt tokens in one forward pass")
-    timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
-        default=120.0, description="seconds after which a silent rank counts as lost"
-    )
+    compile: Switch = entry("auto", "compile the models' forward passes")
+    cuda_graphs: Switch = entry("auto", "replay rounds as CUDA graphs")
+    warmup: CountOrZero = entry(1, "unmeasured repeats before the measured ones")
+    repeats: Count = entry(3, "measured repeats of each point")
+    prefill_chunk: Count = entry(2048, "most prompt tokens in one forward pass")
+    timeout_s: Seconds = entry(120.0, "seconds after which a silent rank counts as lost")
 
 
 class EngineSection(Section):
     """The engine: our own, or servers, that are up (`--server`) or started (`kind`, `--serve`)."""
 
-    kind: Literal["native", "vllm", "sglang"] = Field(
-        default="native", description="native is our own engine; of others, a sweep starts servers"
+    kind: Literal["native", "vllm", "sglang"] = entry(
+        "native", "native is our own engine; of others, a sweep starts servers"
     )
-    launch: tuple[Words, ...] | None = Field(
-        default=None,
-        description="words that take the place of `vllm serve {model}` or `python -m "
+    launch: tuple[Words, ...] | None = entry(
+        None,
+        "words that take the place of `vllm serve {model}` or `python -m "
         "sglang.launch_server`; {model}, {host}, {port} and {k} are replaced, flags follow",
     )
-    args: tuple[Words, ...] = Field(default=(), description="further words for the server")
-    env: dict[Name, StrictStr] = Field(default={}, description="its environment, beside ours")
-    served_model: Name | None = Field(
-        default=None, description="the server's name of the model; null takes the only one"
+    args: tuple[Words, ...] = entry((), "further words for the server")
+    env: dict[Name, StrictStr] = entry({}, "its environment, beside ours")
+    served_model: Name | None = entry(
+        None, "the server's name of the model; null takes the only one"
     )
-    start_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
-        default=900.0, description="seconds in which a server has to become healthy"
+    start_timeout_s: Seconds = entry(900.0, "seconds in which a server has to become healthy")
+    stop_timeout_s: Seconds = entry(
+        30.0, "seconds from SIGTERM to SIGKILL of a server that was started"
     )
-    stop_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
-        default=30.0, description="seconds from SIGTERM to SIGKILL of a server that was started"
-    )
-    request_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] = Field(
-        default=600.0, description="seconds in which a request has to be answered"
-    )
-    retries: CountOrZero = Field(
-        default=2, description="further attempts at a request that failed in passing"
-    )
+    request_timeout_s: Seconds = entry(600.0, "seconds in which a request has to be answered")
+    retries: CountOrZero = entry(2, "further attempts at a request that failed in passing")
 
 
 class LoadSection(Section):
     """Requests that arrive at a rate, in a sweep. See docs/load.md."""
 
-    request_rate: Rates | None = Field(
-        default=None,
-        description="requests a second, each rate a point of its own, and inf for all at once; "
+    request_rate: Rates | None = entry(
+        None,
+        "requests a second, each rate a point of its own, and inf for all at once; "
         "null measures a closed batch",
     )
-    arrivals: Place = Field(
-        default="poisson",
-        description="poisson, constant, gamma:SHAPE or a file of due times, in seconds, one a line",
+    arrivals: Place = entry(
+        "poisson", "poisson, constant, gamma:SHAPE or a file of due times, in seconds, one a line"
     )
-    max_concurrency: Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)] | None = Field(
-        default=None,
-        description="most requests under way; null is run.batch_size, or no limit for servers",
+    max_concurrency: BatchSize | None = entry(
+        None, "most requests under way; null is run.batch_size, or no limit for servers"
     )
-    duration_s: Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER] | None = Field(
-        default=None, description="seconds over which arrivals are measured, if prompts are too few"
+    duration_s: Seconds | None = entry(
+        None, "seconds over which arrivals are measured, if prompts are too few"
     )
-    slo: dict[Name, StrictStr] = Field(
-        default={}, description="objectives: ttft, tpot or e2el, each with a time such as 500ms"
+    slo: dict[Name, StrictStr] = entry(
+        {}, "objectives: ttft, tpot or e2el, each with a time such as 500ms"
     )
 
     @field_validator("slo", mode="before")
@@ -323,53 +285,49 @@ ABOUT_ROWS = {"split", "subset", "column", "limit", "sample", "turn", "categorie
 class DataSection(Section):
     """The source of prompts."""
 
-    path: Place | None = Field(
-        default=None,
-        description="file (.txt, .jsonl, .json, .csv, .tsv, .parquet), Hugging Face dataset id, or "
+    path: Place | None = entry(
+        None,
+        "file (.txt, .jsonl, .json, .csv, .tsv, .parquet), Hugging Face dataset id, or "
         "demo:prompts; may be left out where only the chat template is described",
     )
-    split: Name | None = Field(
-        default=None, description="split of a dataset id, or a slice such as train[:100]"
-    )
-    subset: Name | None = Field(default=None, description="configuration of a dataset id")
-    column: Name | None = Field(
-        default=None,
-        description="column with the prompt; null takes the first there is of prompt, text, "
+    split: Name | None = entry(None, "split of a dataset id, or a slice such as train[:100]")
+    subset: Name | None = entry(None, "configuration of a dataset id")
+    column: Name | None = entry(
+        None,
+        "column with the prompt; null takes the first there is of prompt, text, "
         "question, instruction, turns (the first turn), messages, prompt_token_ids and "
         "conversations (ShareGPT's)",
     )
-    limit: Count | None = Field(default=None, description="use only the first so many prompts")
-    sample: Literal["random", "stratified"] | None = Field(
-        default=None,
-        description="draw the limit's prompts by run.seed, stratified evenly over categories; null "
+    limit: Count | None = entry(None, "use only the first so many prompts")
+    sample: Literal["random", "stratified"] | None = entry(
+        None,
+        "draw the limit's prompts by run.seed, stratified evenly over categories; null "
         "takes the first",
     )
-    turn: Count = Field(
-        default=1,
-        description="the user's turn of a ShareGPT conversation that is the prompt; shorter "
+    turn: Count = entry(
+        1,
+        "the user's turn of a ShareGPT conversation that is the prompt; shorter "
         "conversations are left out",
     )
-    categories: Literal["own", "spec_bench"] = Field(
-        default="own", description="spec_bench joins Spec-Bench's 13 to its six subtasks"
+    categories: Literal["own", "spec_bench"] = entry(
+        "own", "spec_bench joins Spec-Bench's 13 to its six subtasks"
     )
-    chat: Switch = Field(
-        default="auto",
-        description="use the target's chat template: auto for messages, on for every prompt",
+    chat: Switch = entry(
+        "auto", "use the target's chat template: auto for messages, on for every prompt"
     )
-    system: Text | None = Field(
-        default=None, description="opens conversations without a system message; auto becomes on"
+    system: Text | None = entry(
+        None, "opens conversations without a system message; auto becomes on"
     )
 
-    template: dict[str, JsonValue] = Field(
-        default={}, description="the chat template's own switches, such as {enable_thinking: false}"
+    template: dict[str, JsonValue] = entry(
+        {}, "the chat template's own switches, such as {enable_thinking: false}"
     )
-    chat_template: Name | None = Field(
-        default=None,
-        description="Jinja file of another chat template, or a name among the tokenizer's",
+    chat_template: Name | None = entry(
+        None, "Jinja file of another chat template, or a name among the tokenizer's"
     )
-    date: Name | None = Field(
-        default=None,
-        description="date, or date and time, that chat templates write, such as 2026-01-31; null "
+    date: Name | None = entry(
+        None,
+        "date, or date and time, that chat templates write, such as 2026-01-31; null "
         "is the run's start, which its folder keeps",
     )
 

@@ -47,10 +47,3 @@ def small_demo(small_models: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "FOLDER", small_models)
         yield
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip plots, which take longer to draw than small sweeps take to run."""
-    for command in ("sweep_k", "merge"):
-        monkeypatch.setattr(f"specdec_cli.commands.{command}.write_pictures", lambda folder: None)

@@ -451,7 +451,7 @@ OPTIONS: dict[str, tuple[int, str, list[str]]] = {
     "nobody's home": (5, "no such model: ~no-one-here/x: ", ["--target", "~no-one-here/x"]),
     "no demo model": (5, "no bundled model demo:x", ["--target", "demo:x"]),
     "k": (2, "num_speculative_tokens", ["-k", "-1"]),
-    "k no number": (2, "Invalid value for '-k'", ["-k", "two"]),
+    "k no number": (2, "--k: should be a whole number", ["-k", "two"]),
     "no cuda": (5, "no CUDA device for run.device: cuda", ["--device", "cuda"]),
     "device": (2, "--device: run.device: should be auto, cpu", ["--device", "tpu"]),
     "temperature": (2, "temperature: should be greater", ["--temperature", "-0.5"]),

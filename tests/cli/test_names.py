@@ -38,7 +38,16 @@ def test_methods_and_bundled_models_are_listed(capsys: pytest.CaptureFixture[str
         (["generate", "why", "is", "it"], "a prompt goes after --prompt"),
         (["generate", "demmo"], "did you mean demo?"),
         (["sweep-k", "--minutes", "1", "--resume", "-o", "x"], "leave --minutes out"),
-        (["sweep-k", "--repeats", "0"], "--repeats"),
+        (["sweep-k", "--repeats", "0"], "--repeats: should be greater than or equal to 1"),
+        (["sweep-k", "--limit", "ten"], '--limit: should be a whole number, not "ten"'),
+        (["generate", "--k", "two"], '--k: should be a whole number, not "two"'),
+        (["generate", "--max-tokens", "8"], "did you mean --max-new-tokens?"),
+        (["sweep-k", "--prompts", "x"], "did you mean --prompt-file?"),
+        (["generate", "--column", "q"], "did you mean --dataset FILE::COLUMN?"),
+        (["recipe", "check"], "did you mean validate? commands: ls, show, validate, schema;"),
+        (["train"], "commands: generate, sweep-k,"),
+        (["generate", "owner/name"], "a model goes after --target"),
+        (["generate", "--set", "target=x"], "a section of keys"),
         (["merge", "a", "-o", ""], "the name is empty"),
     ],
 )
@@ -47,14 +56,23 @@ def test_hints(arguments: list[str], told: str, capsys: pytest.CaptureFixture[st
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["head", "eagle3", "draft"])
+@pytest.mark.parametrize(
+    ("name", "guess"),
+    [
+        ("head", "bundled are demo:dflash,"),
+        ("eagle3", "did you mean demo:eagle3"),
+        ("n-gram", "did you mean ngram?"),
+        ("demo:eagel3", "did you mean demo:eagle3"),
+        ("smollm2", "smollm2 is a bundled recipe"),
+    ],
+)
 def test_a_bare_name_of_no_model_leads_to_the_bundled_ones(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, guess: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["sweep-k", "--draft", name, "--dry-run"]) == 5
     told = capsys.readouterr().err
-    assert "demo:eagle3" in told and "specdec methods" in told
+    assert f"hint: {guess}" in told
 
 
 def test_minutes_choose_a_size_that_fits(
@@ -135,3 +153,14 @@ def test_quiet_hides_progress_and_no_warning(
     assert main(given) == 0
     louder = capsys.readouterr().err.splitlines()
     assert "--dry-run" in given or len(louder) > len(lines)
+
+
+def test_due_times_of_another_rate_than_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "due.txt"
+    file.write_text("0\n0.5\n1.0\n")
+    asked = ["sweep-k", "--request-rate", "9", "--arrivals", str(file), "--k", "1", "--dry-run"]
+    assert main(asked) == 0
+    assert "come at 2 a second, not 9" in (told := capsys.readouterr().err)
+    assert "pass --request-rate 2, or another file" in told

@@ -17,7 +17,7 @@ from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES
 from tests.cli.generate_helpers import ROOT, Result
 from tests.cli.sweep_helpers import specdec
-from tests.conftest import NEEDS_CUDA
+from tests.fixtures import NEEDS_CUDA
 
 PAGE = (ROOT / "docs" / "methods.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))

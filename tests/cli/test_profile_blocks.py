@@ -10,6 +10,8 @@ import torch
 import yaml
 
 from specdec_cli.app import main
+from specdec_cli.experiment import memory
+from specdec_cli.models import description
 from specdec_cli.text import parse_bytes
 from tests.cli.generate_helpers import Result, on_terminal
 from tests.launch.forks import over_forks
@@ -116,12 +118,22 @@ def test_an_estimate_over_lists(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("sizes", ["24GiB,80GiB", "80GiB,24GiB,80GiB"])
-def test_an_estimate_over_devices(sizes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_estimate_over_devices(
+    sizes: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: list[tuple[Any, ...]] = []
+
+    def describe(*what: Any) -> Any:
+        described.append(what)
+        return description.describe(*what)
+
+    monkeypatch.setattr(memory, "describe", describe)
     asked = ("bench-8b-1b-dummy", "--estimate", "--context", "2048", "-k", "4,0")
     found = profile(capsys, *asked, "--device-memory", sizes, "--json").document
     rows = {(p["device_memory_bytes"] >> 30, p["k"]): p["num_blocks"] for p in found["points"]}
     assert list(rows) == [(int(s[:2]), k) for s in dict.fromkeys(sizes.split(",")) for k in (4, 0)]
     assert rows[24, 4] < rows[24, 0] < rows[80, 4] < rows[80, 0]
+    assert len(described) == len(set(described)) == 2, "each model once for all points"
     assert found["num_blocks"] == rows[int(sizes[:2]), 4], "the first size and k are shown whole"
     shown = profile(capsys, *asked, "--device-memory", sizes).out
     assert "24.00 GiB" in shown and "80.00 GiB" in shown

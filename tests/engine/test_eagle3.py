@@ -20,8 +20,8 @@ from specdec_cli.models.heads.checkpoint import read_weights
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
 from specdec_cli.models.heads.paged import PagedHead
-from tests.conftest import NEEDS_CUDA
 from tests.eagle3 import DIALECTS, Head, Reference, changed, save_head
+from tests.fixtures import NEEDS_CUDA
 from tests.support import CPU
 
 BLOCK = 4

@@ -18,8 +18,8 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import plan
 from specdec_cli.recipe import load_recipe
-from tests.conftest import NEEDS_CUDA
 from tests.engine.test_pipeline import engines, pair, told  # noqa: F401
+from tests.fixtures import NEEDS_CUDA
 from tests.support import VOCAB, paged_model, reference, save_noised, save_tiny
 
 pytestmark = [pytest.mark.gpu, NEEDS_CUDA]

@@ -30,7 +30,7 @@ from specdec_cli.engine.plan import block_bytes_of, plan, plan_all_ranks
 from specdec_cli.errors import SetupError
 from specdec_cli.models.fused import bytes_held_twice
 from specdec_cli.recipe import Recipe, load_recipe
-from tests.conftest import NEEDS_CUDA
+from tests.fixtures import NEEDS_CUDA
 from tests.support import CPU, tiny_config
 
 CUDA = torch.device("cuda")

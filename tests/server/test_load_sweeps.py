@@ -24,6 +24,9 @@ COMMON = ("demo", "--limit", 4, "--max-new-tokens", 8, "--set", "run.repeats=1",
 POISSON = process_of("poisson")
 
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RETRY_S", "SCRAPE_S", "LOOK_S"):
@@ -92,12 +95,12 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert best["80"]["k"] == 3 and best["inf"]["by"] == "latency"
     assert found["crossover"] == {"below": 80.0, "above": None}
     assert found["best"] == best["80"] and found["best_by_batch_size"] == {}
-    assert (run / "plots" / "load.png").exists()
     figure, shown_run = Figure(), read_folder(run)
     assert draw_load(figure, shown_run, best_by_batch_size(shown_run))
     drawn = [list(line.get_xdata()) for axis in figure.axes for line in axis.lines]
     assert drawn == [[80.0]] * 5, "two lines of goodput and of times, and the recommended k"
-    assert specdec(capsys, "report", str(run), "--format", "csv").code == 0
+    assert specdec(capsys, "report", str(run), "--format", "csv,png").code == 0
+    assert (run / "plots" / "load.png").exists()
     rows = list(csv.DictReader((run / "points.csv").read_text().splitlines()))
     assert [(r["request_rate"], r["k"]) for r in rows] == [
         *(("80.0", "0"), ("80.0", "3"), ("inf", "0"), ("inf", "3"))

@@ -21,6 +21,9 @@ Run = Callable[..., Result]
 COMMON = ("demo", "--limit", 4, "--max-new-tokens", 12, "--set", "run.repeats=1", "-q")
 
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RETRY_S", "SCRAPE_S", "LOOK_S"):
@@ -80,8 +83,8 @@ def test_a_sweep_over_servers(capsys: pytest.CaptureFixture[str], tmp_path: Path
     }
     assert found["time_curve"] == [] and point(found, 2)["predicted_speedup"] is None
     assert {s["k"]: s["kind"] for s in found["environment"]["servers"]}[4] == "sglang"
-    assert (tmp_path / "run" / "report.html").exists()
     assert specdec(capsys, "report", str(tmp_path / "run")).code == 0
+    assert (tmp_path / "run" / "report.html").exists()
     table = next((tmp_path / "run").rglob("points.csv")).read_text().splitlines()
     heading, row = (line.split(",") for line in table[:2])
     (engines,) = [t for t in side_by_side([tmp_path / "run"] * 2).tables if t.name == "engines"]
@@ -196,19 +199,22 @@ def test_acceptance_that_is_not_known_is_null(
 
 
 @pytest.mark.parametrize(
-    ("faults", "code"),
+    ("faults", "code", "remedy"),
     [
-        (Faults(usage=5), "usage_differs"),
-        (Faults(hits=True), "prefix_cache_hits"),
-        (Faults(bad_details="sum"), "spec_details_invalid"),
+        (Faults(usage=5), "usage_differs", "do not compare with"),
+        (Faults(hits=True), "prefix_cache_hits", "without prefix caching"),
+        (Faults(bad_details="sum"), "spec_details_invalid", "update the server"),
     ],
 )
-def test_warnings(capsys: pytest.CaptureFixture[str], faults: Faults, code: str) -> None:
+def test_warnings(
+    capsys: pytest.CaptureFixture[str], faults: Faults, code: str, remedy: str
+) -> None:
     server = FakeServer(k=3, detailed=True, faults=faults)
     with running(server):
         found = swept(capsys, *urls(server))
     p = point(found, 3)
-    assert code in codes(found) and p["metrics"]["num_output_tokens"] == 48
+    (told,) = [one["message"] for one in found["warnings"] if one["code"] == code]
+    assert remedy in told and p["metrics"]["num_output_tokens"] == 48
     # Counters have what rounds accepted beyond the ends of texts; chunks have not.
     for name in ("acceptance_rate_per_pos", "conditional_acceptance_rate_per_pos"):
         pairs = zip(p["metrics"][name], p[f"{name}_ci"], strict=True)

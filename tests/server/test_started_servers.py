@@ -23,6 +23,9 @@ FAKE = Path(__file__).with_name("fake_process.py")
 Serve = Callable[..., Any]
 
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RETRY_S", "SCRAPE_S", "LOOK_S"):

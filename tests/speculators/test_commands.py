@@ -81,7 +81,8 @@ def test_from_a_target_to_a_measured_draft(
     sizes = ("--batch", 24, "--new-tokens", 24, "--waves", 2)
     run(texts, monkeypatch, *PROMPTS, "--out", folder, "--avoid", avoided, *sizes)
     told = capsys.readouterr().out
-    waves = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    assert told.count(" texts (given, temperature ") == 2 and f"2 waves in {folder}, " in told
+    waves = [read_wave(folder / f"wave-0000{i}.npz")[1] for i in (0, 1)]
     assert [wave["wave"] for wave in waves] == [0, 1]
     assert 1 <= waves[0]["overlapping"] <= 6 and waves[1]["overlapping"] < 6
     tokenizer = AutoTokenizer.from_pretrained(demo_path("demo:target"))
@@ -93,6 +94,7 @@ def test_from_a_target_to_a_measured_draft(
     where = ("--target", "demo:target", "--texts", folder, "--out", out)
     run(train, monkeypatch, "draft", *where, *tiny, "--depth", 1)
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert f"--draft {out / 'speculator'}" in capsys.readouterr().out.splitlines()[-1]
     assert log[-1]["step"] == 8 and log[-1]["accuracy"][0] > log[0]["accuracy"][0]
     run(train, monkeypatch, "draft", *where, *tiny, "--depth", 1, "--steps", 10)
     record = json.loads((out / "training.json").read_text())
@@ -112,8 +114,8 @@ def test_from_a_target_to_a_measured_draft(
 
     # The README's words for a head of the demo target, with few steps.
     readme = (Path(train.__file__).parent / "README.md").read_text()
-    (words,) = re.findall(r"`train (eagle3\s[^`]+)`", readme)
-    assert re.search(r"`texts --target demo:target --prompts demo:prompts\s", readme)
+    (words,) = re.findall(r"train (eagle3 --target demo:target [^#\n]+?) --texts", readme)
+    assert re.search(r"texts --target demo:target --prompts demo:prompts\s", readme)
     head = tmp_path / "head"
     asked = (*words.split(), "--texts", folder, "--out", head, *tiny[:8])
     run(train, monkeypatch, *asked, "--inner", 64, "--links", 2)
@@ -156,3 +158,11 @@ def test_texts_go_on_where_a_run_ended(tmp_path: Path, monkeypatch: pytest.Monke
     kept, held, frame = read_texts(whole)
     assert len(kept) + len(held) == sum(len(read_wave(p)[0]) for p in whole.glob("wave-*"))
     assert len(held) == 2 and frame.between == ()
+    # Of two prompts the second wave would be the first one's greedy answers again.
+    few, again = tmp_path / "few.txt", (*PROMPTS[:2], *PROMPTS[4:], "--batch", 2, "--waves")
+    few.write_text("def f(x):\nclass A:\n")
+    for waves in (1, 2):
+        given = (*again, waves, "--prompts", few, "--new-tokens", 8)
+        run(texts, monkeypatch, "--out", tmp_path / "few", *given)
+    records = [read_wave(path)[1] for path in sorted((tmp_path / "few").glob("wave-*"))]
+    assert [one["temperature"] for one in records] == [0.0, 0.4]

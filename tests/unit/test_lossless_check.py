@@ -11,7 +11,11 @@ from specdec_cli.backends.base import Session
 from specdec_cli.experiment.folders.conclusions import CheckResult, Diverging, Summary, Tokens
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.lossless_check import LosslessCheck, TextPair, failed_check
-from specdec_cli.experiment.statistics.promise import check_line, lossless_in_words
+from specdec_cli.experiment.statistics.promise import (
+    check_line,
+    lossless_in_words,
+    tokens_notice,
+)
 
 NOISE = 0.1  # of a logit between passes of one token and of several
 
@@ -52,7 +56,10 @@ def test_twice_the_rounding_is_a_near_tie(dtype: str, gap: float, passed: bool, 
         "draft": "d", "batch_size": 1, "k": 3, "index": 1, "position": 1, "gap": None
     }  # fmt: skip
     assert found.largest_gap == pytest.approx(gap) and found.noise == pytest.approx(NOISE)
-    assert bool(failed_check(found)) is not passed
+    told = [one.message for one in failed_check(found)]
+    assert bool(told) is not passed
+    remedy = "report it" if dtype == "float32" else "--dtype float32"
+    assert all("use no figure" in one and remedy in one for one in told)
 
 
 @pytest.mark.parametrize(("length", "width"), [(2, 4), (99, 99), (999, 256)])
@@ -100,6 +107,10 @@ def test_a_report_says_the_promise_and_how_it_was_kept() -> None:
     told = lossless_in_words(Summary(tokens=same))
     assert told is not None and told.startswith("Losslessness: the same text at every point")
     where = Diverging(batch_size=1, k=3, num_prompts=12, num_diverging=7, first=0)
+    broken = same.model_copy(update={"identical": False, "diverging": [where]})
+    (broken_told,) = tokens_notice(broken)
+    assert all(s in broken_told.message for s in ("7 of 12 prompts", "--check-lossless"))
+    assert not tokens_notice(same)
     narrow = Tokens(compared=True, must_be_identical=False, identical=False, diverging=[where])
     told = lossless_in_words(Summary(tokens=narrow))
     assert told is not None and "7 of 12 prompts at batch size 1, k = 3" in told

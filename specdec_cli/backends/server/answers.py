@@ -30,35 +30,16 @@ class Rounds:
 NO_ROUNDS = Rounds()
 
 
-def answered(answer: Answer) -> bool:
-    return answer.error is None
-
-
-def num_tokens(answer: Answer) -> int:
-    """The number of output tokens: of the ids, or by `usage` where there are none."""
-    return len(answer.reading.token_ids) or answer.reading.usage or 0
-
-
-def tokens_in_first(answer: Answer) -> int:
-    """Tokens of the first chunk; one where chunks hold text alone."""
-    return (answer.chunks[0][1] or 1) if answer.chunks else 0
-
-
-def sizes(answer: Answer) -> list[int]:
-    """Tokens of each chunk after the first."""
-    return [count for _, count in answer.chunks[1:]]
-
-
 def rounds_by_details(answer: Answer, k: int, *, may_skip: bool) -> Rounds | str | None:
     """The rounds that the server told of one request; None where it told none, and a code where
     they cannot be."""
-    after = num_tokens(answer) - tokens_in_first(answer)
+    after = answer.num_tokens - answer.tokens_in_first
     found = answer.reading.details
     if found is None:
         return None if after else Rounds(([], []))
     if not is_sound(found, k, after, may_skip=may_skip):
         return INVALID
-    accepted = in_order(found, sizes(answer))
+    accepted = in_order(found, answer.sizes)
     if accepted is None:
         return Rounds(histogram=[*found.histogram, *[0] * (k + 1 - len(found.histogram))])
     proposed = list(found.proposed or [k] * len(accepted))
@@ -87,10 +68,9 @@ def all_rounds(
     if counted is None or isinstance(counted, str):
         return None, unknown, None, remarks | ({counted} if counted else set())
     accepted = sum(counted.num_accepted_tokens_per_pos)
-    if chunks_tell([sizes(a) for a in answers], k, counted.num_drafts, accepted):
-        found = [
-            Rounds(([size - 1 for size in own], [k] * len(own))) for own in map(sizes, answers)
-        ]
+    sizes = [answer.sizes for answer in answers]
+    if chunks_tell(sizes, k, counted.num_drafts, accepted):
+        found = [Rounds(([size - 1 for size in own], [k] * len(own))) for own in sizes]
         return "chunks", found, counted, remarks
     return "counters", unknown, counted, remarks
 
@@ -140,7 +120,7 @@ def finished(
             served=served,
         )
     assert reading.finish_reason is not None
-    tokens, in_first = num_tokens(answer), tokens_in_first(answer)
+    tokens, in_first = answer.num_tokens, answer.tokens_in_first
     began = answer.began
     first = answer.chunks[0][0] if answer.chunks else None
     last = answer.chunks[-1][0] if answer.chunks else None

@@ -9,7 +9,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -49,6 +49,21 @@ class Answer:
     num_retries: int = 0
     lost_tokens: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of output tokens: of the ids, or by `usage` where there are none."""
+        return len(self.reading.token_ids) or self.reading.usage or 0
+
+    @property
+    def tokens_in_first(self) -> int:
+        """Tokens of the first chunk; one where chunks hold text alone."""
+        return (self.chunks[0][1] or 1) if self.chunks else 0
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each chunk after the first."""
+        return [count for _, count in self.chunks[1:]]
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -68,143 +83,128 @@ def new_session() -> aiohttp.ClientSession:
     )
 
 
-async def ask_all(
-    session: aiohttp.ClientSession,
-    dialect: Dialect,
-    facts: ServerFacts,
-    requests: Sequence[Request],
-    params: SamplingParams,
-    limits: Limits,
-    most: int | None,
-    on_answer: Callable[[Answer], None],
-) -> list[Answer]:
-    """Ask all, at most `most` at a time and as many while there is work; in the requests' order."""
-    room = asyncio.Semaphore(most if most is not None else max(1, len(requests)))
-    start = time.perf_counter()
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Asks one server. most: requests under way; None for no limit."""
 
-    async def one(request: Request) -> Answer:
-        answer = Answer(request, start + request.arrives_at)
-        if (wait := answer.due - time.perf_counter()) > 0:
-            await asyncio.sleep(wait)
-        async with room:
-            await _ask(session, dialect, facts, answer, params, limits)
-        on_answer(answer)
-        return answer
+    http: aiohttp.ClientSession
+    dialect: Dialect
+    facts: ServerFacts
+    params: SamplingParams
+    limits: Limits
+    most: int | None
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(request)) for request in requests]
-    return [task.result() for task in tasks]
+    async def ask_all(self, requests: Sequence[Request]) -> list[Answer]:
+        """Ask all, as many at a time as may be while there is work; in the requests' order."""
+        room = asyncio.Semaphore(self.most if self.most is not None else max(1, len(requests)))
+        start = time.perf_counter()
 
-
-async def ask_arrivals(
-    session: aiohttp.ClientSession,
-    dialect: Dialect,
-    facts: ServerFacts,
-    arrivals: Arrivals,
-    params: SamplingParams,
-    limits: Limits,
-    most: int | None,
-) -> list[Answer]:
-    """Ask each when it is due and there is room, until they are over; then those that were sent are
-    waited for, since the server counts their tokens."""
-    room = asyncio.Semaphore(most) if most is not None else None
-    start, answers = time.perf_counter(), list[Answer]()
-
-    async def ask(answer: Answer) -> None:
-        answers.append(answer)
-        await _ask(session, dialect, facts, answer, params, limits)
-        arrivals.answered(answer.request.index)
-        if arrivals.is_over:
-            sender.cancel()
-
-    async def one(answer: Answer) -> None:
-        if room is None:
-            return await ask(answer)
-        async with room:
-            if not arrivals.is_over:
-                await ask(answer)
-
-    async def send(group: asyncio.TaskGroup) -> None:
-        for request in arrivals:
+        async def one(request: Request) -> Answer:
             answer = Answer(request, start + request.arrives_at)
             if (wait := answer.due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            answer.sent = time.perf_counter()
-            group.create_task(one(answer))
-            await asyncio.sleep(0)  # late requests too leave room for answers
+            async with room:
+                await self._ask(answer)
+            return answer
 
-    async with asyncio.TaskGroup() as group:
-        sender = group.create_task(send(group))
-    return answers
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(request)) for request in requests]
+        return [task.result() for task in tasks]
 
+    async def ask_arrivals(self, arrivals: Arrivals) -> list[Answer]:
+        """Ask each when it is due and there is room, until they are over; then those that were sent
+        are waited for, since the server counts their tokens."""
+        room = asyncio.Semaphore(self.most) if self.most is not None else None
+        start, answers = time.perf_counter(), list[Answer]()
 
-async def _ask(
-    session: aiohttp.ClientSession,
-    dialect: Dialect,
-    facts: ServerFacts,
-    answer: Answer,
-    params: SamplingParams,
-    limits: Limits,
-) -> None:
-    """Ask until there is an answer, or no attempt is left."""
-    for attempt in range(limits.retries + 1):
-        answer.reading, answer.chunks, answer.num_retries = Reading(), [], attempt
-        answer.began = time.perf_counter()
-        try:
-            async with asyncio.timeout(limits.timeout_s):
-                await _attempt(session, dialect, facts, answer, params)
-            answer.error = _changed_prompt(answer)
+        async def ask(answer: Answer) -> None:
+            answers.append(answer)
+            await self._ask(answer)
+            arrivals.answered(answer.request.index)
+            if arrivals.is_over:
+                sender.cancel()
+
+        async def one(answer: Answer) -> None:
+            if room is None:
+                return await ask(answer)
+            async with room:
+                if not arrivals.is_over:
+                    await ask(answer)
+
+        async def send(group: asyncio.TaskGroup) -> None:
+            for request in arrivals:
+                answer = Answer(request, start + request.arrives_at)
+                if (wait := answer.due - time.perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                answer.sent = time.perf_counter()
+                group.create_task(one(answer))
+                await asyncio.sleep(0)  # late requests too leave room for answers
+
+        async with asyncio.TaskGroup() as group:
+            sender = group.create_task(send(group))
+        return answers
+
+    async def _ask(self, answer: Answer) -> None:
+        """Ask until there is an answer, or no attempt is left."""
+        limits, most_new = self.limits, self.params.max_new_tokens
+        for attempt in range(limits.retries + 1):
+            answer.reading, answer.chunks, answer.num_retries = Reading(), [], attempt
+            answer.began = time.perf_counter()
+            try:
+                async with asyncio.timeout(limits.timeout_s):
+                    await self._attempt(answer)
+                answer.error = _changed_prompt(answer)
+                return
+            except TimeoutError:
+                answer.error = f"no answer within {limits.timeout_s:g} s (engine.request_timeout_s)"
+            except Refused as refused:
+                answer.error = _without_key(str(refused))
+            except (Broken, aiohttp.ClientError, OSError, ValueError) as problem:
+                answer.error = _without_key(str(problem) or type(problem).__name__)
+                answer.lost_tokens += most_new
+                if attempt < limits.retries:
+                    backoff = times.RETRY_S * 2**attempt * random.uniform(0.75, 1.25)
+                    asked = problem.wait_s if isinstance(problem, Broken) else 0.0
+                    await asyncio.sleep(min(max(backoff, asked), limits.timeout_s))
+                continue
+            answer.lost_tokens += most_new
             return
-        except TimeoutError:
-            answer.error = f"no answer within {limits.timeout_s:g} s (engine.request_timeout_s)"
-        except Refused as refused:
-            answer.error = _without_key(str(refused))
-        except (Broken, aiohttp.ClientError, OSError, ValueError) as problem:
-            answer.error = _without_key(str(problem) or type(problem).__name__)
-            answer.lost_tokens += params.max_new_tokens
-            if attempt < limits.retries:
-                backoff = times.RETRY_S * 2**attempt * random.uniform(0.75, 1.25)
-                asked = problem.wait_s if isinstance(problem, Broken) else 0.0
-                await asyncio.sleep(min(max(backoff, asked), limits.timeout_s))
-            continue
-        answer.lost_tokens += params.max_new_tokens
-        return
 
+    async def _attempt(self, answer: Answer) -> None:
+        path, body = self.dialect.body(
+            self.facts, answer.request, self.params, secrets.token_hex(8)
+        )
+        url = self.facts.url + path
+        async with self.http.post(url, json=body, allow_redirects=False) as response:
+            if response.status != 200:
+                told = f"HTTP {response.status}: {await error_words(response)}"
+                if response.status in _AGAIN:
+                    raise Broken(told, _wait_asked(response.headers))
+                raise Refused(told)
+            events, reading, is_done = Events(), answer.reading, False
+            async for piece in response.content.iter_any():
+                now = time.perf_counter()
+                for data in events.feed(piece):
+                    if data == b"[DONE]":
+                        is_done = True
+                    elif (new := self._read(data, reading)) is not None:
+                        answer.chunks.append((now, new))
+            if not is_done or reading.finish_reason is None:
+                raise Broken("the stream ended before its text did")
 
-async def _attempt(
-    session: aiohttp.ClientSession,
-    dialect: Dialect,
-    facts: ServerFacts,
-    answer: Answer,
-    params: SamplingParams,
-) -> None:
-    path, body = dialect.body(facts, answer.request, params, secrets.token_hex(8))
-    async with session.post(facts.url + path, json=body, allow_redirects=False) as response:
-        if response.status != 200:
-            told = f"HTTP {response.status}: {await error_words(response)}"
-            if response.status in _AGAIN:
-                raise Broken(told, _wait_asked(response.headers))
-            raise Refused(told)
-        events, reading, is_done = Events(), answer.reading, False
-        async for piece in response.content.iter_any():
-            now = time.perf_counter()
-            for data in events.feed(piece):
-                if data == b"[DONE]":
-                    is_done = True
-                    continue
-                before = len(reading.token_ids), len(reading.text)
-                event = json.loads(data)
-                if not isinstance(event, dict):
-                    raise Broken("the server sent an event that is no JSON object")
-                try:
-                    dialect.read(facts, event, reading)
-                except (KeyError, TypeError, AttributeError) as problem:
-                    raise Broken(f"the server sent an event of another form: {problem!r}") from None
-                new = len(reading.token_ids) - before[0]
-                if new or (not reading.token_ids and len(reading.text) > before[1]):
-                    answer.chunks.append((now, new))
-        if not is_done or reading.finish_reason is None:
-            raise Broken("the stream ended before its text did")
+    def _read(self, data: bytes, reading: Reading) -> int | None:
+        """Enter an event, and return its new tokens, 0 of text without ids; None of neither."""
+        before = len(reading.token_ids), len(reading.text)
+        event = json.loads(data)
+        if not isinstance(event, dict):
+            raise Broken("the server sent an event that is no JSON object")
+        try:
+            self.dialect.read(self.facts, event, reading)
+        except (KeyError, TypeError, AttributeError) as problem:
+            raise Broken(f"the server sent an event of another form: {problem!r}") from None
+        new = len(reading.token_ids) - before[0]
+        has_text = not reading.token_ids and len(reading.text) > before[1]
+        return new if new or has_text else None
 
 
 def _changed_prompt(answer: Answer) -> str | None:

@@ -10,21 +10,8 @@ import numpy as np
 
 from specdec_cli.backends.base import Finished, OnRound
 from specdec_cli.backends.server import times
-from specdec_cli.backends.server.answers import (
-    NO_ROUNDS,
-    all_rounds,
-    answered,
-    finished,
-    num_tokens,
-    shares,
-)
-from specdec_cli.backends.server.client import (
-    Answer,
-    Limits,
-    ask_all,
-    ask_arrivals,
-    new_session,
-)
+from specdec_cli.backends.server.answers import NO_ROUNDS, all_rounds, finished, shares
+from specdec_cli.backends.server.client import Answer, Client, Limits, new_session
 from specdec_cli.backends.server.counters import LATE, OTHERS, RESET, Scrape, difference
 from specdec_cli.backends.server.dialects import Dialect, ServerFacts
 from specdec_cli.backends.server.openai import OpenAI
@@ -49,8 +36,7 @@ class AllTokens:
 
 
 T = TypeVar("T")
-_Asking = Awaitable[list[Answer]]
-_Ask = Callable[[aiohttp.ClientSession, Dialect, ServerFacts], _Asking]
+_Ask = Callable[[Client], Awaitable[list[Answer]]]
 
 
 class Line:
@@ -131,47 +117,32 @@ class ServerSession:
     ) -> None:
         """Answers with their rounds are handed over when all have come, since counters tell the
         rounds of all requests together."""
-        most = self.batch_size or None
-
-        def ask(http: aiohttp.ClientSession, of: Dialect, facts: ServerFacts) -> _Asking:
-            return ask_all(http, of, facts, requests, params, self.limits, most, lambda _: None)
-
-        done = self._asked(ask, k, params)
+        done = self._asked(lambda client: client.ask_all(requests), k, params)
         on_round([AllTokens(one.index, one.token_ids) for one in done], done)
 
     def arrive(
         self, arrivals: Arrivals, k: int, params: SamplingParams, on_sign: Callable[[], None]
     ) -> list[Finished]:
-        most = self.batch_size or None
-
-        def ask(http: aiohttp.ClientSession, of: Dialect, facts: ServerFacts) -> _Asking:
-            return ask_arrivals(http, of, facts, arrivals, params, self.limits, most)
-
-        return self._asked(ask, k, params)
+        return self._asked(lambda client: client.ask_arrivals(arrivals), k, params)
 
     def _asked(self, ask: _Ask, k: int, params: SamplingParams) -> list[Finished]:
         self.check()
-        answers, counted = self.line.run(
-            lambda http: self._answers(http, ask, self.servers[k], k, params)
-        )
+        answers, counted = self.line.run(lambda http: self._answers(http, ask, k, params))
         self.check()
         return self._finished(answers, counted, k, params)
 
     async def _answers(
-        self,
-        http: aiohttp.ClientSession,
-        ask: _Ask,
-        facts: ServerFacts,
-        k: int,
-        params: SamplingParams,
+        self, http: aiohttp.ClientSession, ask: _Ask, k: int, params: SamplingParams
     ) -> tuple[list[Answer], Counted | str | None]:
         """The answers, and what the server's counters say of them all; see `difference`."""
+        facts = self.servers[k]
         dialect = DIALECTS[facts.kind]
         before = await scrape(http, facts.url) if dialect.counts else None
-        answers = await ask(http, dialect, facts)
+        most = self.batch_size or None
+        answers = await ask(Client(http, dialect, facts, params, self.limits, most))
         if before is None:
             return answers, None
-        tokens = sum(num_tokens(a) for a in answers if answered(a))
+        tokens = sum(a.num_tokens for a in answers if a.error is None)
         # A text that a stop string ended may have been longer, and attempts that failed wrote too.
         beyond = len(answers) * (k + 1) if params.stop else 0
         more = sum(a.lost_tokens for a in answers) + beyond
@@ -196,10 +167,10 @@ class ServerSession:
         k: int,
         params: SamplingParams,
     ) -> list[Finished]:
-        done = [a for a in answers if answered(a)]
+        done = [a for a in answers if a.error is None]
         source, rounds, of_all, remarks = all_rounds(done, counted, k, may_skip=self.may_skip)
         of = dict(zip((id(a) for a in done), rounds, strict=True))
-        chunks = {i: a.chunks for i, a in enumerate(answers) if answered(a) and a.chunks}
+        chunks = {i: a.chunks for i, a in enumerate(answers) if a.error is None and a.chunks}
         decode = shares({i: (found[0][0], found[-1][0]) for i, found in chunks.items()})
         whole = shares({i: (answers[i].began, found[-1][0]) for i, found in chunks.items()})
         found = [

@@ -189,7 +189,11 @@ def keep_environment_warning(
     if earlier is None or (found := first_difference(earlier, now)) is None:
         return
     key, was, is_now = found
-    told = f"samples are of two environments: {key} was {to_json(was)} and is {to_json(is_now)}"
+    told = (
+        f"samples are of two environments ({key} was {to_json(was)} and is {to_json(is_now)}): "
+        "tokens/s and times are a mix of both, ratios compare the same prompts; for times of one "
+        "environment measure again into another folder"
+    )
     found_now = Notice("environment_changed", told, {"key": key, "was": was, "is": is_now})
     keep_warning(folder, settings, found_now)
 

@@ -124,4 +124,8 @@ def tokens_notice(tokens: Tokens) -> list[Notice]:
     """A warning if tokens differ that must be identical."""
     if not tokens.is_broken:
         return []
-    return [Notice("tokens_differ", tokens_line(tokens) or "", {"diverging": tokens.diverging})]
+    told = (
+        f"{tokens_line(tokens)}: a fault of the engine or of a plugin, so use no figure of these "
+        "points; `sweep-k --check-lossless` shows where texts part: report it with that"
+    )
+    return [Notice("tokens_differ", told, {"diverging": tokens.diverging})]

@@ -153,7 +153,11 @@ def _other_rate(recipe: Recipe) -> list[Notice]:
     own = process_of(recipe.load.arrivals).own_rate if rates else None
     if own is None or rates is None or abs(own / float(rates[0]) - 1) <= _OFF:
         return []
-    told = f"the due times of {recipe.load.arrivals} come at {own:.3g} a second, not {rates[0]:g}"
+    told = (
+        f"the due times of {recipe.load.arrivals} come at {own:.3g} a second, not {rates[0]:g}, "
+        f"and are used as they are, so that the rate in the tables is wrong: pass --request-rate "
+        f"{own:.3g}, or another file"
+    )
     return [Notice("other_rate", told, {"request_rate": rates[0], "file": own})]
 
 
@@ -195,8 +199,9 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
     first = plan.jobs[0].plan
     if "target" in first.random_roles and first.has_experts:
         told = (
-            "the weights are random, and so are routers: tokens choose experts about evenly, and "
-            "those of a trained model do not, so its rounds read other numbers of experts"
+            "the weights are random, and so are routers: tokens choose experts about evenly, while "
+            "those of a trained model share more of them, so that its rounds read fewer: take "
+            "these times as an upper limit, or measure trained weights (target.load_format: auto)"
         )
         found.append(Notice("random_routers", told))
     if (remark := first.remark) is not None:

@@ -4,7 +4,7 @@ The code of a name is in the module of that name in `methods`, `acceptance` or `
 plugin brought it: then the choice holds it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,24 +25,32 @@ class VllmConfig:
     notes: tuple[str, ...] = ()
 
 
-def drafted(
-    method: str, noun: str, setting: Setting, draft: str | None, notes: Sequence[str]
-) -> VllmConfig:
-    """The config of a method of vLLM's with a draft, and notes that hold for all of them.
+# Makes a method's config from a recipe and the draft's name.
+VllmMaker = Callable[[Setting, str | None], VllmConfig]
 
-    noun: names the draft in a note. notes: of the method itself.
+
+def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
+    """For a method of vLLM's with a draft: its config, and notes that hold for all of them.
+
+    noun: names the draft in a note. notes, more: of the method itself.
     """
-    config, found = {"method": method, "model": draft}, [*notes]
-    if any(str(name).startswith("demo:") for name in (draft, setting("target", "model"))):
-        found.append("demo: models come with specdec; vLLM needs a folder or a Hugging Face id.")
-    if setting("sampling", "temperature") not in (None, 0):
-        config["draft_sample_method"] = "probabilistic"
-        found.append(
-            f"Measured with proposals sampled from the {noun}. vLLM drafts greedily by default, "
-            "and accepts less so at this temperature; draft_sample_method asks for the same as "
-            "here (leave it out where a version does not know it)."
-        )
-    return VllmConfig(config, tuple(found))
+
+    def config_of(setting: Setting, draft: str | None) -> VllmConfig:
+        config, found = {"method": method, "model": draft}, [*notes]
+        if any(str(name).startswith("demo:") for name in (draft, setting("target", "model"))):
+            found.append(
+                "demo: models come with specdec; vLLM needs a folder or a Hugging Face id."
+            )
+        if setting("sampling", "temperature") not in (None, 0):
+            config["draft_sample_method"] = "probabilistic"
+            found.append(
+                f"Measured with proposals sampled from the {noun}. vLLM drafts greedily by "
+                "default, and accepts less so at this temperature; draft_sample_method asks for "
+                "the same as here (leave it out where a version does not know it)."
+            )
+        return VllmConfig(config | more, tuple(found))
+
+    return config_of
 
 
 def sglang_block(algorithm: str) -> SglangValues:
@@ -58,14 +66,14 @@ def sglang_steps(algorithm: str) -> SglangValues:
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
     """what: a few words for the recipe's reference. weights_from: where the method's weights are:
-    in the draft that the recipe names, or in the target's own files. to_vllm: makes vLLM's config
-    from a recipe and the draft's name; None if vLLM has no such method. to_sglang: likewise. form:
-    of its drafts; None for models that transformers knows. code: a plugin's `methods.Method`.
+    in the draft that the recipe names, or in the target's own files. to_vllm: None if vLLM has no
+    such method. to_sglang: likewise. form: of its drafts; None for models that transformers knows.
+    code: a plugin's `methods.Method`.
     """
 
     what: str = ""
     weights_from: WeightsFrom = "none"
-    to_vllm: Callable[[Setting, str | None], VllmConfig] | None = None
+    to_vllm: VllmMaker | None = None
     to_sglang: SglangValues | None = None
     form: DraftForm | None = None
     code: Any = None

@@ -2,31 +2,20 @@
 
 from typing import Literal
 
-from pydantic import Field
-
 from specdec_cli.recipe.choices import forms
-from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted, sglang_block
+from specdec_cli.recipe.choices.base import MethodChoice, drafted, sglang_block
 from specdec_cli.recipe.choices.forms import DraftForm, speculator
-from specdec_cli.recipe.fields import Section
+from specdec_cli.recipe.fields import Section, entry
 
 
 class BlockKeys(Section):
     """The keys of drafters that draft a block."""
 
-    block_width: Literal["k", "trained"] = Field(
-        default="k",
-        description="rows of a DFlash or DSpark drafter's pass: as many as k asks for (z-lab, "
+    block_width: Literal["k", "trained"] = entry(
+        "k",
+        "rows of a DFlash or DSpark drafter's pass: as many as k asks for (z-lab, "
         "vLLM), or always block_size (transformers), so that one run predicts every k",
     )
-
-
-def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
-    return drafted("dflash", "drafter", setting, draft, ())
-
-
-def _dspark_to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
-    notes = ["vLLM runs DSpark drafters with vanilla Markov heads alone."]
-    return drafted("dspark", "drafter", setting, draft, notes)
 
 
 def _dspark_to_sglang(k: int) -> dict[str, str | int]:
@@ -37,7 +26,7 @@ def _dspark_to_sglang(k: int) -> dict[str, str | int]:
 DFLASH = MethodChoice(
     "a drafter of a whole block in one pass",
     weights_from="draft",
-    to_vllm=_to_vllm,
+    to_vllm=drafted("dflash", "drafter"),
     to_sglang=sglang_block("DFLASH"),
     form=DraftForm(
         "a DFlash drafter",
@@ -48,7 +37,9 @@ DFLASH = MethodChoice(
 DSPARK = MethodChoice(
     "the same with a head that reads the token drawn before",
     weights_from="draft",
-    to_vllm=_dspark_to_vllm,
+    to_vllm=drafted(
+        *("dspark", "drafter", "vLLM runs DSpark drafters with vanilla Markov heads alone.")
+    ),
     to_sglang=_dspark_to_sglang,
     form=DraftForm(
         "a DSpark drafter",

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from specdec_cli.recipe.choices import forms
 from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted, sglang_steps
 from specdec_cli.recipe.choices.forms import DraftForm, first_seen, named, speculator
-from specdec_cli.recipe.fields import CountOrZero, Section
+from specdec_cli.recipe.fields import CountOrZero, Section, entry
 
 Counting = Literal["inputs", "outputs"]
 Dialect = Literal["flat", "model-optimizer", "speculators", "deepspec"]
@@ -19,14 +19,14 @@ Dialect = Literal["flat", "model-optimizer", "speculators", "deepspec"]
 class Eagle3Keys(Section):
     """The keys that override conventions which tools read differently."""
 
-    eagle3_layers: tuple[CountOrZero, ...] | None = Field(
-        default=None,
-        description="hidden states that an EAGLE-3 head reads, as transformers counts them (i is "
+    eagle3_layers: tuple[CountOrZero, ...] | None = entry(
+        None,
+        "hidden states that an EAGLE-3 head reads, as transformers counts them (i is "
         "the input of layer i); null: by the head's config",
     )
-    eagle3_counting: Counting | None = Field(
-        default=None,
-        description="whether layer ids in an EAGLE-3 head's config mean inputs or outputs of "
+    eagle3_counting: Counting | None = entry(
+        None,
+        "whether layer ids in an EAGLE-3 head's config mean inputs or outputs of "
         "layers; null: by the config's form",
     )
 
@@ -79,7 +79,7 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
             "Measured with layers that the recipe chose (speculation.eagle3_layers, "
             "eagle3_counting). vLLM takes them from the head's config.json: change them there."
         )
-    return drafted("eagle3", "head", setting, draft, notes)
+    return drafted("eagle3", "head", *notes)(setting, draft)
 
 
 EAGLE3 = MethodChoice(

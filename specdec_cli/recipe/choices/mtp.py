@@ -2,34 +2,31 @@
 
 from typing import Literal
 
-from pydantic import Field
-
 from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted, sglang_steps
 from specdec_cli.recipe.choices.forms import DraftForm, speculator
-from specdec_cli.recipe.fields import Section
+from specdec_cli.recipe.fields import Section, entry
 
 
 class MtpKeys(Section):
     """The keys that override conventions which tools read differently."""
 
-    mtp_fed_back: Literal["normed", "raw"] = Field(
-        default="normed",
-        description="whether the next step of an MTP module reads its hidden state after the final "
+    mtp_fed_back: Literal["normed", "raw"] = entry(
+        "normed",
+        "whether the next step of an MTP module reads its hidden state after the final "
         "norm or before it (vLLM: raw for glm4_moe)",
     )
-    mtp_first_embedding: Literal["used", "zeroed"] = Field(
-        default="used",
-        description="whether an MTP module reads the embedding in its first row (vLLM: zeroed)",
+    mtp_first_embedding: Literal["used", "zeroed"] = entry(
+        "used", "whether an MTP module reads the embedding in its first row (vLLM: zeroed)"
     )
-    mtp_copies: Literal["ignored", "used"] = Field(
-        default="ignored",
-        description="whether an MTP module uses its own embedding and head, where it has them, in "
+    mtp_copies: Literal["ignored", "used"] = entry(
+        "ignored",
+        "whether an MTP module uses its own embedding and head, where it has them, in "
         "place of the target's (vLLM: used)",
     )
 
 
 def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
-    found = drafted("mtp", "module", setting, draft, ())
+    found = drafted("mtp", "module")(setting, draft)
     return VllmConfig({k: v for k, v in found.config.items() if v is not None}, found.notes)
 
 

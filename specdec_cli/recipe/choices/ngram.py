@@ -6,16 +6,16 @@ from pydantic import Field, StrictInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, sglang_block
-from specdec_cli.recipe.fields import Count, Section
+from specdec_cli.recipe.fields import Count, Section, entry
 
 
 class NgramKeys(Section):
     """The keys of prompt lookup."""
 
-    ngram_max: Annotated[StrictInt, Field(ge=1, le=32)] = Field(
-        default=4, description="longest n-gram looked up in the text so far"
+    ngram_max: Annotated[StrictInt, Field(ge=1, le=32)] = entry(
+        4, "longest n-gram looked up in the text so far"
     )
-    ngram_min: Count = Field(default=1, description="shortest n-gram looked up")
+    ngram_min: Count = entry(1, "shortest n-gram looked up")
 
     @field_validator("ngram_min")
     @classmethod

@@ -1,19 +1,13 @@
 """A P-EAGLE head in a recipe, and in vLLM's config."""
 
 from specdec_cli.recipe.choices import forms
-from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig, drafted
+from specdec_cli.recipe.choices.base import MethodChoice, drafted
 from specdec_cli.recipe.choices.forms import DraftForm, speculator
-
-
-def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
-    found = drafted("eagle3", "head", setting, draft, ())
-    return VllmConfig(found.config | {"parallel_drafting": True}, found.notes)
-
 
 PEAGLE = MethodChoice(
     "an EAGLE-3 head that drafts all tokens in one pass",
     weights_from="draft",
-    to_vllm=_to_vllm,
+    to_vllm=drafted("eagle3", "head", parallel_drafting=True),
     form=DraftForm(
         "a P-EAGLE head",
         ((*forms.PEAGLE, *forms.MASK), (*forms.PEAGLE, *forms.EAGLE3)),

@@ -8,17 +8,17 @@ from pydantic_core import PydanticCustomError
 
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe.choices.base import RuleChoice
-from specdec_cli.recipe.fields import NUMBER, Probability, Section
+from specdec_cli.recipe.fields import NUMBER, Probability, Section, entry
 
 
 class SyntheticKeys(Section):
     """The keys of synthetic acceptance. A recipe with that rule needs one of them."""
 
-    synthetic_acceptance_rates: tuple[Probability, ...] | None = Field(
-        default=None, description="chance that position i is accepted, at least k of them, falling"
+    synthetic_acceptance_rates: tuple[Probability, ...] | None = entry(
+        None, "chance that position i is accepted, at least k of them, falling"
     )
-    synthetic_acceptance_length: Annotated[float, Field(ge=1.0), NUMBER] | None = Field(
-        default=None, description="mean tokens a round, bonus token included (1 to k + 1)"
+    synthetic_acceptance_length: Annotated[float, Field(ge=1.0), NUMBER] | None = entry(
+        None, "mean tokens a round, bonus token included (1 to k + 1)"
     )
 
     @field_validator("synthetic_acceptance_rates")

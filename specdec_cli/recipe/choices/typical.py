@@ -1,16 +1,14 @@
 """Typical acceptance in a recipe."""
 
-from pydantic import Field
-
-from specdec_cli.recipe.fields import Probability, Section
+from specdec_cli.recipe.fields import Probability, Section, entry
 
 
 class TypicalKeys(Section):
     """The keys of typical acceptance."""
 
-    typical_threshold: Probability = Field(
-        default=0.09, description="typical: proposals of higher probability always stand"
+    typical_threshold: Probability = entry(
+        0.09, "typical: proposals of higher probability always stand"
     )
-    typical_alpha: Probability = Field(
-        default=0.3, description="typical: share of exp(-entropy) that lets a proposal stand"
+    typical_alpha: Probability = entry(
+        0.3, "typical: share of exp(-entropy) that lets a proposal stand"
     )

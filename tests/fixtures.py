@@ -1,0 +1,101 @@
+"""Fixtures for all tests."""
+
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+# Without a device the kernels run in Triton's interpreter. Every `triton.jit` reads this, even in
+# Triton, so it is set before Triton is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+from specdec_cli.core.kv_cache import LayerShape
+from specdec_cli.engine.memory import budget, estimate
+from specdec_cli.models import description, gate, tp
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once() -> None:
+    """Freeze imported objects: they live to the end, and the collector need not traverse them.
+
+    Transformers imports a model's code when a test first asks for it, so modules before this one
+    have imported more.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def thawed_at_the_end() -> Iterator[None]:
+    """Let the interpreter free all at its end: libraries tell what is left."""
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory as it is now: an estimate and a measurement see the same."""
+    there = budget.available_memory()
+    for module in (budget, estimate):
+        monkeypatch.setattr(module, "available_memory", lambda: there)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def probed_once() -> Iterator[None]:
+    """Pass a model through the gate once: its trial pass is a third of what a command costs.
+
+    A rank's part of it, which differs in the shapes of its weights, passes once too.
+    """
+    known: dict[tuple[Any, ...], list[LayerShape]] = {}
+
+    def probe(model: Any, name: str) -> list[LayerShape]:
+        config = model.config.to_dict() | {"_name_or_path": ""}
+        shapes = [(path, tuple(weight.shape)) for path, weight in model.named_parameters()]
+        kind = type(model), repr(config), tuple(shapes)
+        if kind not in known:
+            known[kind] = gate.probe(model, name)
+        return known[kind]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (description, tp):
+            patch.setattr(module, "probe", probe)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_built_once() -> Iterator[None]:
+    """Build the parser of the same commands once: that takes half of what a refused one costs."""
+    build = typer.main.get_command
+    built: dict[tuple[Any, ...], Any] = {}
+
+    def get_command(app: typer.Typer) -> Any:
+        key = app, *app.registered_commands
+        if key not in built:
+            built[key] = build(app)
+        return built[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", get_command)
+        yield
+
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device in turn; CUDA only if there is one."""
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip plots, which take longer to draw than small sweeps take to run."""
+    for command in ("sweep_k", "merge"):
+        monkeypatch.setattr(f"specdec_cli.commands.{command}.write_pictures", lambda folder: None)
