@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ if not torch.cuda.is_available():
 
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.engine.memory import budget, estimate
-from specdec_cli.models import description, gate, tp
+from specdec_cli.models import description, gate, tokenizer, tp
+
+WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,6 +68,28 @@ def probed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (description, tp):
             patch.setattr(module, "probe", probe)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizers_read_once() -> Iterator[None]:
+    """Read a folder's tokenizer once, by its files: the demo's takes as long as a short text."""
+    read = tokenizer._loaded
+    known: dict[Any, tokenizer.PretrainedTokenizer] = {}
+
+    def loaded(load: Any, name: str, hint: str) -> tokenizer.PretrainedTokenizer:
+        (place, *_) = load.args
+        if not isinstance(place, Path):
+            return read(load, name, hint)
+        files = [file for file in sorted(place.iterdir()) if file.suffix not in WEIGHTS]
+        held = tuple((file.name, file.read_bytes()) for file in files if file.is_file())
+        key = load.func, tuple(load.keywords.items()), name, held
+        if key not in known:
+            known[key] = read(load, name, hint)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "_loaded", loaded)
         yield
 
 

@@ -107,7 +107,7 @@ def get_ready(
         if world.is_first:
             kept = open_folder(path, resolved, job, where, notices, found.own, resume=own.resume)
         # Every rank has to skip what the folder holds.
-        shared = world.once(kept.without_folder)
+        shared = world.once(lambda: replace(kept, folder=None))
         kept = kept if world.is_first else shared
         notices += unsaid(kept.notices, notices)
     ready = Ready(resolved, job, where, kept, notices, None)

@@ -22,14 +22,7 @@ from specdec_cli.launch import agent, seat, spinning
 from specdec_cli.launch.agent import Exit
 from specdec_cli.launch.heartbeat import LEAST_START_S, find_stuck, read_beats
 from specdec_cli.launch.rank import num_cores, stuck
-from specdec_cli.launch.reports import (
-    End,
-    Report,
-    gone,
-    last_words,
-    read_reports,
-    root_cause,
-)
+from specdec_cli.launch.reports import End, Report, gone, last_words, read_reports, root_cause
 
 _LOOK_S = 0.1
 _SETTLE_S = 5.0  # wait after a failure for the failure that caused it

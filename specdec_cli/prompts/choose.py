@@ -88,7 +88,8 @@ def uneven(
     where = "the data" if is_whole else f"the first {total} rows"
     if len(first) < len(data):
         named = _listed(first)
-        told = f"the first {size} prompts are of {len(first)} of {len(data)} categories ({named})"
+        which = f"first {size} prompts are" if size > 1 else "first prompt is"
+        told = f"the {which} of {len(first)} of {len(data)} categories ({named})"
     else:
         most = max(data, key=lambda c: first[c] / size - data[c] / total)
         told = (

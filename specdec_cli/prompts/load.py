@@ -45,8 +45,8 @@ _MAX_AHEAD = 20_000  # rows after the first ones whose categories are looked at
 _PATIENCE_S = 1.0  # for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
 _ONE_OBJECT = (
-    'a .jsonl file has one JSON object a line, such as {"prompt": "..."}; data.column names '
-    "another key for it"
+    'a .jsonl file has one JSON object a line, such as {"prompt": "..."}; --dataset FILE::KEY '
+    "(data.column) names another key for it"
 )
 _log = logging.getLogger("specdec")
 
@@ -349,5 +349,5 @@ def _check_columns(source: Source, column: str | None) -> None:
     if column is None and not any(key in source.columns for key in PROMPT_KEYS):
         raise UsageError(
             f"{source.name}: none of the columns {', '.join(PROMPT_KEYS)}: {listed}",
-            "name the one that holds the prompts with data.column",
+            "name the one that holds the prompts with --dataset FILE::COLUMN (data.column)",
         )

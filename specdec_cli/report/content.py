@@ -10,7 +10,6 @@ from specdec_cli.report.card import card
 from specdec_cli.report.cells import Table
 from specdec_cli.report.findings import Finding
 from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.tables import first_tokens
 from specdec_cli.report.vllm import deployment
 
 
@@ -47,7 +46,7 @@ class Content:
             "category_pairs": tables.category_pairs(run),
             "rounds": tables.times_of_a_round(run),
             "latencies": tables.latencies(run),
-            "first_tokens": first_tokens(run),
+            "first_tokens": tables.first_tokens(run),
             "predictions": tables.predictions(run),
             "categories": tables.categories(run, shown, of_shown) if shown is not None else None,
         }

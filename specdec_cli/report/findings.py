@@ -53,12 +53,8 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """The run's own verdict; of earlier versions, which had none, what they recommend."""
-        if self.recorded is None:
-            return "inconclusive"
-        gain = self.point.speedup if self.point is not None else None
-        is_use = self.recorded.k and (gain is None or gain > 1.0)
-        return self.recorded.verdict or ("use" if is_use else "none")
+        """The run's own verdict: none where nothing was to be judged, as at overload."""
+        return "inconclusive" if self.recorded is None else self.recorded.verdict or "none"
 
     @property
     def is_open(self) -> bool:

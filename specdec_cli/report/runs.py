@@ -285,7 +285,7 @@ def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
     counts: dict[tuple[Any, ...], dict[tuple[int, ...], set[int]]] = defaultdict(
         lambda: defaultdict(set)
     )
-    for sample in intact_records(run.path / "samples.jsonl", Sample):
+    for sample in intact_records(run.path / "samples.jsonl", Sample, []):
         ids, place = tuple(sample.prompt_token_ids), _place(sample)
         seen = counts[place][ids]
         if not sample.could_run or sample.index in seen:

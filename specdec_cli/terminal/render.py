@@ -122,14 +122,14 @@ def progress_bar() -> Progress:
     )
 
 
-def live_view(render: Callable[[], RenderableType], per_second: float) -> Live:
-    """A live display of `render` on stderr, redrawn `per_second` times a second."""
+def live_view(render: Callable[[], RenderableType]) -> Live:
+    """A live display of `render` on stderr, redrawn twice a second."""
     return Live(
         console=console(sys.stderr),
         transient=True,
         redirect_stdout=False,  # as for `progress_bar`
         get_renderable=render,
-        refresh_per_second=per_second,
+        refresh_per_second=2,
     )
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 import specdec_cli.engine.build
 import specdec_cli.engine.plan
 import specdec_cli.models.description
+from specdec_cli import demo
 from specdec_cli.models import description
 from specdec_cli.models.spec import ModelSpec
 from tests.cli.generate_helpers import (
@@ -38,6 +39,8 @@ from tests.cli.generate_helpers import (
     tiny_model,
 )
 from tests.support import greedy_reference, reference, tiny_config
+
+pytestmark = pytest.mark.usefixtures("small_demo")
 
 SHORT = ("--max-new-tokens", "6")
 OUTPUT_KEYS = {
@@ -154,9 +157,9 @@ def check_acceptance(metrics: dict[str, Any], rounds: list[int], k: int) -> None
 
 
 @pytest.fixture(scope="module")
-def transformers_text() -> list[list[int]]:
+def transformers_text(small_demo: None) -> list[list[int]]:
     """Greedy text of transformers for the prompts."""
-    model = reference(DEMO / "target")
+    model = reference(demo.FOLDER / "target")
     ids = [demo_tokenizer()(p)["input_ids"] for p in PROMPTS]
     return [greedy_reference(model, prompt, 24) for prompt in ids]
 

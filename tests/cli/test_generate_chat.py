@@ -22,6 +22,8 @@ from tests.cli.generate_helpers import (
     prompt_options,
 )
 
+pytestmark = pytest.mark.usefixtures("small_demo")
+
 FEW = ("-k", "0", "--max-new-tokens", "2", "--json")
 SYSTEM, ASK, ANSWER, AGAIN = (
     {"role": role, "content": content}

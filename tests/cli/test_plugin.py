@@ -19,6 +19,8 @@ from tests.cli.generate_helpers import ROOT, Result
 from tests.cli.sweep_helpers import specdec
 from tests.fixtures import NEEDS_CUDA
 
+pytestmark = pytest.mark.usefixtures("small_demo")
+
 PAGE = (ROOT / "docs" / "methods.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
 SHORT = ("--prompt", "def add(a, b):\n", "--max-new-tokens", "24", "--ignore-eos", "--json")
@@ -201,7 +203,8 @@ def test_the_pages_rule_through_sweep_and_report_stays_labelled(
     folder = tmp_path / "run"
     found = specdec(
         capsys,
-        *("sweep-k", "demo", "--plugin", page["likely"]),
+        # A draft that is the target proposes what it would write, so that a lossy rule does too.
+        *("sweep-k", "demo", "--draft", "demo:draft-distilled", "--plugin", page["likely"]),
         *("--set", "speculation.acceptance=likely", "--set", "run.repeats=1"),
         *("--k", "0,2", "--limit", "2", "--max-new-tokens", "8", "--json", "-o", folder),
     )

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import make_faster
 from torch import Tensor
 
 
@@ -60,5 +59,8 @@ def faster_interpreter() -> Iterator[None]:
     """Without a device the kernels of these tests run in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
+            # This imports Triton, after `tests/fixtures.py` has chosen how its kernels run.
+            from interpreter import make_faster
+
             make_faster(patch)
         yield

@@ -12,7 +12,8 @@ from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords, merge_repeats
 from specdec_cli.experiment.folders.conclusions import BestPair, Decision, Degrees, Tokens
-from specdec_cli.experiment.folders.records import Pair, Point, Sample, without_errors
+from specdec_cli.experiment.folders.records import Pair, Point, Sample
+from specdec_cli.experiment.folders.samples import without_errors
 from specdec_cli.experiment.statistics import evidence, stats
 from specdec_cli.experiment.statistics.factors import choose
 from specdec_cli.experiment.statistics.noise import doubt_in_words
