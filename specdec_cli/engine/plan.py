@@ -177,8 +177,7 @@ class Plan:
 def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
     """Check a recipe against this machine and its models, reading configs and tokenizers only.
 
-    Raises `UsageError` for what is unsupported, `SetupError` for models or devices that are missing
-    or do not fit together. Each of several ranks calls this.
+    Raises `UsageError` for what is unsupported, `SetupError` for models or devices that do not fit.
     """
     check_world(recipe)
     with found_alike():

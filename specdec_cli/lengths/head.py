@@ -1,8 +1,5 @@
-"""A policy that ends a sequence's proposals before a token that the draft's own head doubts.
-
-As DeepSpec cuts DSpark's blocks. A confidence depends on the tokens before its own and on no later
-draw, so the cut changes no text.
-"""
+"""A policy that ends a sequence's proposals before a token that the draft's own head doubts, as
+DeepSpec cuts DSpark's blocks: by the tokens before, so it changes no text."""
 
 import torch
 

@@ -1,8 +1,7 @@
 """The acceptance of proposals along a text that is already written, found by running its rounds.
 
-A proposal may depend on those before it in its round. So a round is begun at each token of the
-text, and its draws give the tokens that follow there. Rounds of tokens next to each other run side
-by side, each in cache blocks of its own. Legend: N rounds, K proposal length, V vocabulary.
+A round is begun at each token, and its draws give the tokens that follow there. Rounds run side by
+side, in cache blocks of their own. Legend: N rounds, K proposal length, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,5 @@
-"""Memory that a pass of a transformers model takes at its peak, from shapes alone.
-
-The largest tensors that are alive at once are known for fused layers. For transformers' own layers
-a pass on the meta device finds them.
-"""
+"""Memory that a pass of a transformers model takes at its peak, from shapes: known for fused
+layers, found by a pass on the meta device for others."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple

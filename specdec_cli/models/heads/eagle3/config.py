@@ -92,11 +92,8 @@ class Eagle3Config(HeadConfig):
         return found
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """The hidden states of the target that the head reads, in transformers' counting.
-
-        Raises `SetupError` for a layer that the target does not have. The last layer's output is
-        refused too: transformers' last hidden state has passed the final norm.
-        """
+        """The target's hidden states that the head reads, in transformers' counting. Raises
+        `SetupError` for layers that are not there, and for the last, whose output is normed."""
         n = num_target_layers
         found: tuple[int, ...] = (2, n // 2, n - 3)
         if self.aux_ids is not None:
