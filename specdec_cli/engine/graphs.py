@@ -246,9 +246,8 @@ class RoundCache:
             longest = min(parts.max_model_len, held * self.allocator.block_size)
             texts = self._texts or Texts.empty(self.batch_size, longest + 1, device)
             self._texts = texts
-            if how is not None and marks and texts.seen is None:
-                shape = len(texts.tokens), len(how.suppressed) + 1
-                texts.seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            if how is not None and marks:
+                texts.mark(len(how.suppressed))
         ks = parts.policy.lengths(k) if k else (0,)
         # The largest first: the smaller ones then fit into the memory it reserved.
         counts = reversed(slot_counts(self.batch_size))

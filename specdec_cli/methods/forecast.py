@@ -130,8 +130,7 @@ class _Replay:
             how = self.teacher.processors
             texts = Texts.empty(width, reach, device) if self.proposer.needs_text or how else None
             if texts is not None and how is not None:
-                shape = width, len(how.suppressed) + 1
-                texts.seen = torch.zeros(shape, dtype=torch.bool, device=device)
+                texts.mark(len(how.suppressed))
             columns = allocator.blocks_for(reach + self.k) + touched
             state = BatchState(width, columns, device, texts, self.proposer.tail_for(self.k))
             for begin in range(self.text.num_prompt_tokens, reach, width):

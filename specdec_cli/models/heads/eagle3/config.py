@@ -148,10 +148,8 @@ Config = TypeVar("Config", bound=Eagle3Config)
 
 
 def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Config:
-    """The config with the layers that a recipe chooses, and its own layers among `others`.
-
-    Raises `UsageError`, which names the key, for layers that head or target cannot have.
-    """
+    """The config with the layers that a recipe chooses. Raises `UsageError`, with the key, for
+    wrong ones."""
     others = tuple(other for other in config.others if "counting" not in other.changes)
     ids, own = config.aux_ids, {"aux_ids": config.aux_ids, "counting": config.counting}
     named = "no layers" if ids is None else f"{shown(list(ids))} as {config.counting} of layers"

@@ -152,10 +152,7 @@ def read_mtp_config(
 
 
 def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> MtpConfig:
-    """A module in a folder of its own, whose config.json has its target's.
-
-    config: transformers' of the target. Raises `SetupError`, with the key, for another target's.
-    """
+    """A module in a folder of its own. Raises `SetupError`, with the key, for another target's."""
     whole = config_file(name, place)
     raw = whole.get("transformer_layer_config")
     stored = raw if isinstance(raw, dict) else {}
