@@ -56,10 +56,6 @@ class AcceptanceRule(Protocol):
         return None
 
 
-def _as_it_is(speculation: SpeculationSection, k: int) -> SpeculationSection:
-    return speculation
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """make: the rule of a recipe. for_k: the recipe's speculation when k reaches up to another
@@ -67,7 +63,7 @@ class Rule:
     """
 
     make: Callable[[SpeculationSection], AcceptanceRule]
-    for_k: Callable[[SpeculationSection, int], SpeculationSection] = _as_it_is
+    for_k: Callable[[SpeculationSection, int], SpeculationSection] = lambda own, _: own
 
 
 class LosslessRule(AcceptanceRule):

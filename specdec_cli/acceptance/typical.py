@@ -7,7 +7,6 @@ from specdec_cli.acceptance.base import AcceptanceRule, Rule
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.sampling import draw, greedy_pick, to_probs
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.recipe import SpeculationSection
 
 
 class Typical(AcceptanceRule):
@@ -49,8 +48,4 @@ class Typical(AcceptanceRule):
         return torch.gt(p, least)
 
 
-def _from_recipe(speculation: SpeculationSection) -> Typical:
-    return Typical(speculation.typical_threshold, speculation.typical_alpha)
-
-
-RULE = Rule(_from_recipe)
+RULE = Rule(lambda own: Typical(own.typical_threshold, own.typical_alpha))

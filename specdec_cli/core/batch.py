@@ -1,7 +1,4 @@
-"""The tensors of one forward pass: prefill and teacher forcing feed spans, rounds feed slots.
-
-Knows nothing of models. Legend: B sequences, Q tokens of each, T packed tokens.
-"""
+"""The tensors of one forward pass. Legend: B sequences, Q tokens of each, T packed tokens."""
 
 from dataclasses import dataclass
 from functools import cache, partial

@@ -40,6 +40,12 @@ class Texts:
     def empty(cls, num_rows: int, num_tokens: int, device: torch.device) -> Self:
         return cls(torch.zeros(num_rows, num_tokens, dtype=torch.int32, device=device))
 
+    def mark(self, num_ids: int) -> None:
+        """Keep the ids that each text has from now on, of a vocabulary of so many."""
+        if self.seen is None:
+            shape = len(self.tokens), num_ids + 1
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.tokens.device)
+
     def enter(self, seqs: list[Sequence]) -> list[int]:
         """The row of each of `seqs`, at most R; new ones are written over those that left, while no
         round is in flight."""

@@ -12,11 +12,8 @@ FinishReason = Literal["length", "eos", "stop", "error"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Settings of sampling and of a sequence's end, for all sequences of a run.
-
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings are searched in the
-    text, see `core.detokenize`. For the last three see `core.logits_processors`.
-    """
+    """Settings of sampling and of a sequence's end, for all sequences of a run. `temperature` 0 is
+    greedy; `top_k` 0 and `top_p` 1 are off. `core.logits_processors` has the last three."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -154,11 +151,8 @@ class Sequence:
 
     @property
     def ttft_parts_ms(self) -> dict[str, float] | None:
-        """The milliseconds from the request to the first token, by what they were spent on.
-
-        queue: until admission, the only part that `ttft_ms` leaves out. first_round: all that is
-        no prefill pass, also rounds of other sequences, if it waited for them.
-        """
+        """The milliseconds from the request to the first token, by what they were spent on; `queue`
+        is not in `ttft_ms`, and `first_round` all that is no prefill pass."""
         if (ttft_ms := self.ttft_ms) is None:
             return None
         target, draft = self.target_prefill_seconds * 1e3, self.draft_prefill_seconds * 1e3

@@ -247,8 +247,7 @@ def _choose_num_blocks(
     rough: int,
     on_stage: Callable[[str], None],
 ) -> int:
-    """Blocks to allocate now that the weights are loaded: as many as fit on the rank with the least
-    room, and never more than the run can use.
+    """Blocks to allocate: as many as fit on the rank with the least room, and a run can use.
 
     rough: estimated bytes of the passes, which are measured on CUDA where memory is tight.
     """

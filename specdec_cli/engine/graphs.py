@@ -167,7 +167,9 @@ class Rounds:
         now = time.perf_counter()
         seconds = now - max(flight.launched_at, self._read_at)
         self._read_at = now
-        k = flight.record.k
+        k, experts = flight.record.k, None
+        if (mixtures := self.parts.target.mixtures) is not None:
+            experts = flight.record.experts_read.item() / mixtures.num_mixtures
         rows: list[list[int]] = flight.record.rows.tolist()[: len(flight.seqs)]
         return Outcome(
             seqs=flight.seqs,
@@ -178,12 +180,8 @@ class Rounds:
             stage_ms=flight.record.stage_ms(),
             seconds=seconds,
             read_at=now,
-            distinct_experts=self._distinct_experts(flight.record),
+            distinct_experts=experts,
         )
-
-    def _distinct_experts(self, record: RoundRecord) -> float | None:
-        mixtures = self.parts.target.mixtures
-        return None if mixtures is None else record.experts_read.item() / mixtures.num_mixtures
 
     def begin_after(self, time_s: float) -> None:
         """Count no time of rounds before `time_s` on the host's clock, when other work ended."""
@@ -248,9 +246,8 @@ class RoundCache:
             longest = min(parts.max_model_len, held * self.allocator.block_size)
             texts = self._texts or Texts.empty(self.batch_size, longest + 1, device)
             self._texts = texts
-            if how is not None and marks and texts.seen is None:
-                shape = len(texts.tokens), len(how.suppressed) + 1
-                texts.seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            if how is not None and marks:
+                texts.mark(len(how.suppressed))
         ks = parts.policy.lengths(k) if k else (0,)
         # The largest first: the smaller ones then fit into the memory it reserved.
         counts = reversed(slot_counts(self.batch_size))

@@ -144,10 +144,11 @@ class Plan:
     @property
     def execution(self) -> dict[str, str]:
         """The way that passes run, with reasons, for the record of a run's environment."""
+        as_asked = "as asked" if self.recipe.run.compile == "off" else None
         how = {
             "compile": f"on: {', '.join(self.compiled)}"
             if self.compiled
-            else f"off: {self._why_not_compiled}",
+            else f"off: {as_asked or self.no_compile or 'layers are fused instead'}",
             "cuda_graphs": "on: one graph a round"
             if self.no_cuda_graphs is None
             else f"off: {self.no_cuda_graphs}",
@@ -162,12 +163,6 @@ class Plan:
         return how
 
     @property
-    def _why_not_compiled(self) -> str:
-        if self.recipe.run.compile == "off":
-            return "as asked"
-        return self.no_compile or "layers are fused instead"
-
-    @property
     def params(self) -> SamplingParams:
         """The recipe's sampling, whose keys have the same names."""
         asked = self.recipe.sampling.model_dump(exclude={"source"})
@@ -177,8 +172,7 @@ class Plan:
 def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
     """Check a recipe against this machine and its models, reading configs and tokenizers only.
 
-    Raises `UsageError` for what is unsupported, `SetupError` for models or devices that are missing
-    or do not fit together. Each of several ranks calls this.
+    Raises `UsageError` for what is unsupported, `SetupError` for models or devices that do not fit.
     """
     check_world(recipe)
     with found_alike():
@@ -191,10 +185,8 @@ def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
 def plan_all_ranks(
     recipe: Recipe, permissions: Permissions, device: torch.device, describe: Describe = describe
 ) -> list[Plan]:
-    """The plans of every rank of a world, which need not exist; models cannot be loaded from them.
-
-    describe: `models.description.describe`, or one that remembers. Raises as `plan` does.
-    """
+    """The plans of every rank of a world that need not exist, from which models cannot be
+    loaded."""
     size, draft_size = recipe.target.tensor_parallel_size, draft_degree(recipe)
     places = [
         Groups(

@@ -1,7 +1,6 @@
 """Prefill: fills the caches of sequences, a chunk of tokens in one pass of each model.
 
-In plain decoding the pass over a prompt's last token also decides the first output token. On a
-device that runs asynchronously the host counts a chunk's time while the next one runs.
+In plain decoding it also decides the first output token. The host counts a chunk's time late.
 """
 
 import time

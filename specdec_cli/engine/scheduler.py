@@ -11,11 +11,8 @@ from specdec_cli.core.types import Sequence
 
 
 class Scheduler:
-    """Admission, reservation and preemption over one allocator.
-
-    Never deadlocks: `add` refuses a sequence that could not run alone, and the oldest running
-    sequence is never preempted for a younger one, so it always advances.
-    """
+    """Admission, reservation and preemption over one allocator, without deadlocks: `add` refuses
+    what could not run alone, and the oldest running sequence always advances."""
 
     def __init__(
         self,

@@ -32,11 +32,8 @@ class DraftModel(Proposer):
             self.model.prefill(spans)
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """The first pass feeds the last two tokens, each further pass the token just drawn.
-
-        The draft's cache lacks one of these two tokens. After a round that accepted all proposals
-        it lacks both. Writing a key again changes nothing.
-        """
+        """The first pass feeds the last two tokens, of which the cache lacks one or both, each
+        further pass the token just drawn."""
         if self.model is None:
             return draft.nothing()
         fed, offset = state.tail, -self.tail

@@ -36,11 +36,8 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A convention of a draft's checkpoint that tools read differently.
-
-    told: how it was read, and who reads it otherwise. draft: the draft read otherwise; None where
-    the target rules that out.
-    """
+    """A convention of a checkpoint that tools read differently: how it was read, and who reads it
+    otherwise; and the draft read so, None where the target rules that out."""
 
     told: str
     draft: "Draft | None"

@@ -1,8 +1,7 @@
 """Forward passes of llama-like decoders in few, large kernels.
 
-`models.fused_layer` has the families and how their layers differ, `models.fused_stack` the kernels
-of a layer. On CUDA the module keeps working: its weights become views of the merged ones. On a CPU
-large weights are packed, and the module gives up its own. Legend: T packed tokens.
+On CUDA the module keeps working: its weights become views of the merged ones. On a CPU large
+weights are packed, and the module gives up its own. Legend: T packed tokens.
 """
 
 from typing import Any

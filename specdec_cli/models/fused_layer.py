@@ -85,11 +85,8 @@ def has_experts(layer: Any) -> bool:
 
 
 def dense_mlp(layer: Any) -> Any:
-    """The MLP that all tokens pass: the layer's own, or its shared experts as one, or None.
-
-    As one of the experts it would be the one that all tokens choose, and last longer than the
-    others.
-    """
+    """The MLP that all tokens pass: the layer's own, or its shared experts as one, or None. As an
+    expert it would last longer than the others."""
     return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
 

@@ -51,11 +51,8 @@ class Names(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfilled:
-    """A model on meta, as far as its weights follow from it.
-
-    place: a folder, or a GGUF file. draft_tensors: the names in its files of tensors that its draft
-    reads. names: of the module's tensors in a file that holds another model too.
-    """
+    """A model on meta, as far as its weights follow from it. draft_tensors: names in its files that
+    its draft reads. names: of the module's tensors in a file that holds another model too."""
 
     spec: ModelSpec
     place: Path

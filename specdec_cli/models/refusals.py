@@ -24,5 +24,7 @@ class Indivisible(Unsupported):
 
     code = ExitCode.USAGE
 
-    def __init__(self, name: str, what: str, size: int, hint: str = "use fewer ranks") -> None:
-        super().__init__(name, f"its {what} cannot be divided among {size} ranks", hint)
+    def __init__(self, name: str, what: str, size: int) -> None:
+        super().__init__(
+            name, f"its {what} cannot be divided among {size} ranks", "use fewer ranks"
+        )

@@ -65,10 +65,8 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """`ops.mixture_add_norm` of experts that are split by their inner features.
-
-        shared: gated features of shared experts and their weight, whose product is added too.
-        """
+        """`ops.mixture_add_norm` of experts split by inner features, and the product of `shared`
+        ones."""
         if self.parallel.size == 1:
             if shared is not None:  # its norm is not used
                 x = x._replace(

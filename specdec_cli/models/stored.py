@@ -38,8 +38,7 @@ def choose_form(
     """Mark the matrices that are to be held as stored, or quantised while they are loaded.
 
     Raises `SetupError` for a quantisation that is not understood, and where `weights` asks for a
-    form that a matrix, by its name, or a model cannot have. With `auto` such matrices are
-    dequantised, and the log says so.
+    form that a matrix or a model cannot have; with `auto` it is dequantised, and the log says so.
     """
     header = read_model(place) if is_gguf(place) else None
     scheme, is_plain = None, header is None or gguf.is_plain(header)

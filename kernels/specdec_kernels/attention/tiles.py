@@ -119,11 +119,8 @@ def choose_cut(
 
 
 def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize: int) -> int:
-    """Pipeline stages over tiles of keys that fit into `room` bytes of shared memory.
-
-    Queries and weights are there as well, and in fp32 one more tile on its way to the products.
-    Fewer than 3 stages have no room for one tile each of keys and values.
-    """
+    """Pipeline stages over tiles of keys that fit into `room` bytes of shared memory beside
+    queries, weights, and in fp32 one more tile. Fewer than 3 have no room for keys and values."""
     tile = block_n * block_d * itemsize
     others = block_m * (block_d + block_n) * itemsize + (tile if itemsize == 4 else 0) + SCRATCH
     return max(0, room - others) // tile + 1

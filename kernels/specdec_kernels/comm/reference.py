@@ -1,8 +1,5 @@
-"""Memory of the host through which captured passes get their inputs and tell their tokens.
-
-There are two pieces of each, since the host prepares a pass while the one before runs. The device
-counts the passes. On CUDA the pieces are pinned, which kernels can read and write.
-"""
+"""Memory of the host through which captured passes get their inputs and tell their tokens: two
+pieces, pinned on CUDA, used in turn by the device's count of passes."""
 
 from torch import Tensor
 

@@ -21,11 +21,8 @@ _ANY_KERNEL = -1
 
 
 def linear_without_workspace(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight^T of x [T, K] and weight [N, K], both with contiguous rows: [T, N].
-
-    On CUDA both are on the current device. torch multiplies what is not on CUDA or not in 16 bits,
-    and what cuBLAS refuses without a workspace.
-    """
+    """x @ weight^T of x [T, K] and weight [N, K], both with contiguous rows: [T, N]; by torch for
+    what is not in 16 bits on the current CUDA device, or what cuBLAS refuses."""
     assert x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
     library = _library() if x.is_cuda and x.dtype in _TYPES else None
     if library is None:

@@ -140,11 +140,8 @@ class RowTiles(NamedTuple):
 
 
 def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles | None:
-    """Tiles for a product of `kind` "norm", "gate" or "add" of one row.
-
-    None for any other number of rows, and where other kernels are faster: for larger layers and for
-    logits; also for stored weights whose groups are not as long as a thread's load.
-    """
+    """Tiles for a product of `kind` "norm", "gate" or "add" of one row; None for more rows, and
+    where other kernels are faster, or groups of stored weights shorter than a thread's load."""
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
     stream = num_features if kind == "add" else width  # the model's width, whatever a rank holds

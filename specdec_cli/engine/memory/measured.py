@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -118,12 +118,9 @@ def memory_of(
     return RankMemory(
         rank=plan.parallel.rank,
         device=device,
-        total_bytes=overhead.total_bytes,
         target_weight_bytes=weights[0],
         draft_weight_bytes=weights[1],
-        activation_bytes=overhead.activation_bytes,
-        graph_bytes=overhead.graph_bytes,
-        other_bytes=overhead.other_bytes,
+        **asdict(overhead),
         kv_budget_bytes=kv_budget,
         target_block_bytes=target_block,
         draft_block_bytes=draft_block,

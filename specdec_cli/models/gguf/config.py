@@ -1,8 +1,7 @@
 """transformers' config for a model in a GGUF file.
 
-transformers' tables say which key means what. They leave out some that change a model's numbers
-(rotary scaling, head and expert sizes, soft caps, windows); these are read here, or refused.
-Does not know tensors' values, apart from rotary factors.
+transformers' tables leave out keys that change a model's numbers (rotary scaling, head and expert
+sizes, soft caps, windows); these are read here, or refused.
 """
 
 import math

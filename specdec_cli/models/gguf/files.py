@@ -19,10 +19,8 @@ def first_parts(names: Iterable[str]) -> list[str]:
 
 
 def chosen(name: str, names: Iterable[str], file: str | None) -> str | None:
-    """The GGUF file that a model's name means, among those of its folder; None without any.
-
-    file: the recipe's key. Raises `SetupError` for several files, or a missing one.
-    """
+    """The GGUF file that is named, or alone in its folder; None without any. Raises
+    `SetupError`."""
     all_names = list(names)
     models = first_parts(all_names)
     told = ", ".join(one_line(n) for n in models[:_MOST_SHOWN])

@@ -27,11 +27,8 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """A head's weights on one device.
-
-    tensors: by name, see `HeadConfig.shapes`. ids: int64 [Vd], the target's id of each id that the
-    head proposes; None where they are the same.
-    """
+    """A head's weights on one device, by the names of `HeadConfig.shapes`; ids: int64 [Vd], the
+    target's of each that the head proposes, None where they are the same."""
 
     tensors: Mapping[str, Tensor]
     ids: Tensor | None
