@@ -59,7 +59,21 @@ def generate_document(
 
 def to_json(document: Any) -> str:
     """One line of strict JSON, harmless on a terminal; a number that is not finite becomes null."""
-    return inert_json(json.dumps(_finite(document), ensure_ascii=False, allow_nan=False))
+    try:
+        text = _dumps(document)
+    except ValueError:  # there is such a number
+        text = _dumps(_finite(document))
+    return inert_json(text)
+
+
+def _dumps(document: Any) -> str:
+    return json.dumps(document, ensure_ascii=False, allow_nan=False, default=_as_dict)
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Record | Notice):
+        raise TypeError(f"{type(value).__name__} has no JSON form")
+    return value.as_dict()
 
 
 def _finite(value: Any) -> Any:
