@@ -34,7 +34,8 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
     Raises `SetupError` for what is no config, and, with the key, for a number that no model has.
     """
     if is_gguf(place):
-        return _of_header(place)
+        values = read_model(place).values
+        return {"num_attention_heads": values.get(f"{values.get(_FAMILY)}.attention.head_count")}
     config = json_object(place / "config.json", f"config.json of {name}")
     check_numbers(name, config, "config.json")
     return config
@@ -75,11 +76,6 @@ def is_lfs_pointer(file: Path) -> bool:
     with suppress(OSError), file.open("rb") as opened:
         return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
     return False
-
-
-def _of_header(file: Path) -> dict[str, Any]:
-    values = read_model(file).values
-    return {"num_attention_heads": values.get(f"{values.get(_FAMILY)}.attention.head_count")}
 
 
 def check_numbers(name: str, config: dict[str, Any], where: str) -> None:

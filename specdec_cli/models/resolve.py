@@ -55,10 +55,8 @@ def model_place(
 
 
 def local_place(name: str, file: str | None = None) -> Path | None:
-    """The folder or GGUF file of a model that is on this machine, or None for a hub id.
-
-    Raises `SetupError` for a name that can only be a path, and leads to no model, or to several.
-    """
+    """The place of a model on this machine, or None for a hub id. Raises `SetupError` for a path
+    that leads to none or several."""
     if name.startswith(PREFIX):
         return package_model(name, file)
     if name.startswith(demo.PREFIX):

@@ -21,19 +21,18 @@ _MAX_NAMED = 6
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The prompts to take: `limit` of them, or all. sample: None takes the first, `random` draws,
-    and `stratified` draws as many of each category as there are."""
+    and `stratified` draws as many of each category as there are. Raises `UsageError` for a sample
+    without a size."""
 
     limit: int | None = None
     sample: str | None = None
     seed: int = 0
 
-
-def check_choice(choice: Choice) -> None:
-    """Raise `UsageError` for a sample without a size."""
-    if choice.sample is not None and choice.limit is None:
-        raise UsageError(
-            f"a {choice.sample} sample needs its size", "pass --limit N, or set data.limit"
-        )
+    def __post_init__(self) -> None:
+        if self.sample is not None and self.limit is None:
+            raise UsageError(
+                f"a {self.sample} sample needs its size", "pass --limit N, or set data.limit"
+            )
 
 
 def sampled(prompts: Sequence[Prompt], choice: Choice) -> list[Prompt]:

@@ -21,7 +21,7 @@ from typing import BinaryIO, TextIO
 
 from specdec_cli import demo
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.prompts.choose import Choice, check_choice, sampled, uneven
+from specdec_cli.prompts.choose import Choice, sampled, uneven
 from specdec_cli.prompts.dataset import sliced
 from specdec_cli.prompts.hub import hub_source
 from specdec_cli.prompts.lines import BOM, Rows, json_rows, jsonl_rows, text_rows
@@ -72,7 +72,6 @@ def load_prompts(
     for a dataset that is not available.
     """
     choice = Choice(data.limit, data.sample, seed)
-    check_choice(choice)
     path = data.path or ""
     if path.startswith(demo.PREFIX) and not is_file:
         path = str(demo.demo_path(path))
@@ -134,7 +133,6 @@ def read_prompts(
     warning that counts them; otherwise bad prompts raise a `UsageError` with file, line and reason.
     """
     choice = Choice(limit, sample, seed)
-    check_choice(choice)
     if sample is not None:
         found = read_prompts(prompts, prompt_file, stdin, skip_bad=skip_bad)
         return _numbered(sampled(found, choice)) if found else []

@@ -63,12 +63,8 @@ def _point_for_categories(run: ReportedRun, bests: list[Finding]) -> Point | Non
     for best in bests:
         if best.point is not None and best.point.is_ok and not best.point.is_baseline:
             return best.point
-    speeds = [
-        (s, i)
-        for i, p in enumerate(run.points)
-        if not p.is_baseline and (s := p.speedup) is not None
-    ]
-    return run.points[max(speeds)[1]] if speeds else None
+    known = [p for p in run.points if not p.is_baseline and p.speedup is not None]
+    return max(reversed(known), key=lambda p: p.speedup or 0.0, default=None)
 
 
 def _setup(run: ReportedRun) -> str:

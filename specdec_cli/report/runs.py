@@ -19,6 +19,7 @@ from specdec_cli.report.page import rows_of
 
 Prompt = tuple[tuple[int, ...], int]  # its ids, and which of the prompts with these ids
 _SEED = 0
+_SETTING = ("draft", "target_tp", "draft_tp", "k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +126,10 @@ class SideBySide:
         points = [
             {
                 "run": one.run,
-                "draft": one.point.draft,
-                "target_tp": one.point.target_tp,
-                "draft_tp": one.point.draft_tp,
-                "k": one.point.k,
+                **{
+                    name: getattr(one.point, name)
+                    for name in ("draft", "target_tp", "draft_tp", "k")
+                },
                 "batch_size": one.point.batch_size or None,
                 **given(request_rate=one.point.request_rate),
                 "is_best": one.is_best,

@@ -294,12 +294,6 @@ def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def print_failures(failures: Mapping[int, str]) -> None:
-    """Print why prompts failed, a line each on stderr. failures: by the prompt's index."""
-    for index, why in failures.items():
-        say(f"prompt {index} failed: {why}")
-
-
 def print_summary(
     metrics: Metrics, baseline: Metrics | None, remarks: Sequence[str], **look: bool
 ) -> None:
