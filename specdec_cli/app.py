@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -176,17 +177,17 @@ def _end_rank(rank: Rank, outcome: "_Outcome", asked: Sequence[signal.Signals] =
         outcome.trace = said.trace
 
 
+@dataclass(slots=True)
 class _Outcome:
     """The outcome of a command: an exit code, and the error if it failed."""
 
-    def __init__(self) -> None:
-        self.code = int(ExitCode.OK)
-        self.message: str | None = None
-        self.hint: str | None = None
-        self.trace = ""
-        self.failed = False
-        self.error: BaseException | None = None
-        self.is_said = True  # false in ranks whose parent or rank 0 tells the error
+    code: int = int(ExitCode.OK)
+    message: str | None = None
+    hint: str | None = None
+    trace: str = ""
+    failed: bool = False
+    error: BaseException | None = None
+    is_said: bool = True  # false in ranks whose parent or rank 0 tells the error
 
     def fail(self, code: int, message: str | None, hint: str | None = None) -> None:
         """Record a failure; without a message nothing is written to stderr."""

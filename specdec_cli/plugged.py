@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specdec_cli.acceptance.base import NoForecast
+from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.drafting import Doubt, Drafting, Stop
 from specdec_cli.core.forecast import Forecast
@@ -146,7 +146,7 @@ class PluggedMethod:
             raise UsageError(f"{self.who}: {told}")
 
 
-class PluggedRule:
+class PluggedRule(AcceptanceRule):
     """A rule of `inner`, which has `decide`, and may have the rest of `acceptance.base`.
 
     Without `is_lossless` it counts as lossy, and every number of it is labelled.

@@ -1,8 +1,5 @@
-"""Compiling kernels side by side, before they run.
-
-Triton compiles a kernel when it is first launched, and the next launch waits for it. So code that
-is about to run is first run without launches, which only finds out which kernels it needs.
-"""
+"""Compiling kernels side by side, before they run: code is first run without launches, which only
+finds out which kernels it needs."""
 
 import hashlib
 import os
@@ -28,9 +25,8 @@ def is_ahead() -> bool:
 def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
     """Compile the kernels that `run` launches; does nothing where there is nothing to compile.
 
-    Calls `run` on CUDA, where its launches do nothing. What they would write is zero if it is
-    allocated inside, else unchanged. So `run` must not read on the host what kernels write.
-    Functions of `torch.compile` run as they are.
+    On CUDA `run` is called without launches. What they would write is zero if it is allocated
+    inside, else unchanged. So `run` must not read on the host what kernels write.
     """
     if device.type != "cuda":
         return
@@ -96,11 +92,8 @@ def _launches_that_compile(kernel: Any) -> Iterator[None]:
 
 @contextmanager
 def _launchers_of_own_names() -> Iterator[None]:
-    """Each launcher of C code is loaded under a name of its own.
-
-    Triton has one name for all, by which Python finds them again. A thread that loads a launcher
-    for the second time would give its functions to the module that another has just loaded.
-    """
+    """Each launcher of C code is loaded under a name of its own, since Python finds all of Triton's
+    by one: a thread would give its functions to the module that another has just loaded."""
     driver: Any = sys.modules.get("triton.backends.nvidia.driver")
     load = getattr(driver, "compile_module_from_src", None)
     if load is None:

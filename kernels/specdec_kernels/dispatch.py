@@ -43,9 +43,6 @@ class Kernel(Generic[P, R]):
 
 
 def kernel(path: str) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Make a torch function public, with a Triton implementation for CUDA tensors.
-
-    path: "module:function" of the Triton implementation, which takes the same arguments. The device
-    of the first tensor (of the first argument, if that has one) decides which of the two runs.
-    """
+    """Make a torch function public, with a Triton implementation, "module:function", for CUDA
+    tensors, as the first tensor (of the first argument, if that has one) is."""
     return lambda reference: Kernel(reference, path)

@@ -1,7 +1,4 @@
-"""GPU limits that determine launch configurations, and powers of two, which tile sizes are.
-
-Where there is no GPU, the limits are an H100's.
-"""
+"""GPU limits that determine launch configurations, an H100's without a GPU, and powers of two."""
 
 from functools import cache
 from typing import NamedTuple

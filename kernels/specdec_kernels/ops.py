@@ -1,11 +1,8 @@
 """The public functions: CUDA tensors go to Triton kernels, all others to torch.
 
-Triton is imported when the first CUDA tensor arrives, so CPU use needs no Triton. No function reads
-device data on the host when its tensors are on CUDA, so all can be captured in a CUDA graph; the
-exception is `gather_plan`, which is meant for CPU. `ops.NAME.reference` is the torch implementation
-on any device.
-
-Row starts `[B + 1]` are the running sum of per-row counts, beginning at 0.
+None but `gather_plan`, which is meant for CPU, reads CUDA data on the host, so all can be captured
+in a CUDA graph. `ops.NAME.reference` is the torch implementation on any device. Row starts `[B +
+1]` are the running sum of per-row counts, beginning at 0.
 """
 
 from specdec_kernels.attention.call import FP8, AttentionCall, LayerCache

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from specdec_cli.experiment.folders.conclusions import Arm
 from specdec_cli.experiment.folders.record_lines import read_records
-from specdec_cli.experiment.folders.records import Key, Point, Sample, without_errors
+from specdec_cli.experiment.folders.records import Key, Point, Sample
+from specdec_cli.experiment.folders.samples import without_errors
 from specdec_cli.experiment.statistics.stats import measured_speed
 from specdec_cli.experiment.sweep.gains import compare_arms, measured_gains
 

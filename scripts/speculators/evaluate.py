@@ -33,7 +33,7 @@ from specdec_cli.experiment.statistics.stats import SumRatio, interval
 from specdec_cli.prompts import as_conversations, load_prompts
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.registry import METHODS, weights_from
-from specdec_cli.recipe.schema import DataSection
+from specdec_cli.recipe.sections import DataSection
 
 
 def numbers(text: str) -> list[int]:

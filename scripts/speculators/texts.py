@@ -34,7 +34,7 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.prompts import load_prompts
 from specdec_cli.recipe import load_recipe
-from specdec_cli.recipe.schema import DataSection
+from specdec_cli.recipe.sections import DataSection
 
 # Kinds of waves in turn. Passages come before the first tasks about them.
 KINDS = ("seeds", "turns", "tasks", "tasks", "turns", "tasks", "tasks", "seeds", "tasks", "turns")

@@ -14,17 +14,22 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.recipe import SpeculationSection
 
 
+class NoForecast(Exception):
+    """A rule's acceptance cannot be predicted from the chances of single tokens."""
+
+
 class AcceptanceRule(Protocol):
     """is_lossless: whether the output follows the target's distribution. looks_ahead: whether a
     decision depends on proposals past the last accepted one; noise is then keyed by round too.
-    draws_when_greedy: whether it reads noise even in greedy decoding. remark: a note for readers of
-    any number that a rule which is not lossless produced. A rule that inherits from this has the
-    values below, and the proposer's forecast.
+    draws_when_greedy: whether it reads noise even in greedy decoding. judges_jointly: whether the
+    chances of single tokens do not predict it. remark: a note for readers of any number that a
+    rule which is not lossless produced. The values below are those of a rule that inherits.
     """
 
     is_lossless: bool = False
     looks_ahead: bool = False
     draws_when_greedy: bool = False
+    judges_jointly: bool = False
     remark: str | None = None
 
     def decide(
@@ -43,16 +48,12 @@ class AcceptanceRule(Protocol):
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """Expected acceptance over `count` output tokens, if this rule alone determines it.
-
-        index: the prompt's. start: tokens of the prompt. None if the proposer's forecast holds
-        under this rule. Raises `NoForecast` if neither can tell.
-        """
+        """Expected acceptance over `count` output tokens after a prompt of `start`, if this rule
+        alone determines it; None if the proposer's forecast holds. Raises `NoForecast` if neither
+        can tell."""
+        if self.judges_jointly and not params.is_greedy:
+            raise NoForecast
         return None
-
-
-def _as_it_is(speculation: SpeculationSection, k: int) -> SpeculationSection:
-    return speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +63,12 @@ class Rule:
     """
 
     make: Callable[[SpeculationSection], AcceptanceRule]
-    for_k: Callable[[SpeculationSection, int], SpeculationSection] = _as_it_is
-
-
-class NoForecast(Exception):
-    """A rule's acceptance cannot be predicted from the chances of single tokens."""
+    for_k: Callable[[SpeculationSection, int], SpeculationSection] = lambda own, _: own
 
 
 class LosslessRule(AcceptanceRule):
-    """A test of the target's distribution against the draft's; `test` is such as
-    `ops.reject_logits`.
-
-    Greedy decoding is the one-hot case, which needs only the target's choices.
-    """
+    """A `test` of the target's distribution against the draft's, such as `ops.reject_logits`.
+    Greedy decoding is the one-hot case, which needs only the target's choices."""
 
     is_lossless = True
     test: Callable[[ops.Verification], tuple[Tensor, Tensor]]

@@ -1,10 +1,9 @@
 """Block verification: proposals are judged jointly. Lossless.
 
-Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10444, Algorithm 2.
-Rejection sampling accepts the longest run of tokens that each pass a test of their own. Block
-verification tests every prefix of the block and accepts the longest one that passes, which is never
-shorter in expectation. The output has the target's distribution under both.
-Legend: B sequences, K draft tokens at most, V vocabulary.
+Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10444, Algorithm 2. It
+accepts the longest prefix of the block that passes a test, which is never shorter in expectation
+than the run of tokens that each pass one of their own. Legend: B sequences, K draft tokens at most,
+V vocabulary.
 """
 
 import torch
@@ -19,9 +18,7 @@ from specdec_kernels.sampling.reference import (
 )
 from torch import Tensor
 
-from specdec_cli.acceptance.base import LosslessRule, NoForecast, Rule
-from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.acceptance.base import LosslessRule, Rule
 
 
 def block_chances(
@@ -29,16 +26,12 @@ def block_chances(
 ) -> tuple[Tensor, Tensor]:
     """The decision of Algorithm 2 as a function of the drafts, before any random number is used.
 
-    Args:
-        draft_tokens: [B, K] int64, none negative before `lens`; the rest is ignored.
-        lens: [B], 0..K, drafted tokens of each row.
-        draft_probs: [B, K, V], fp32 or fp64: q.
-        target_probs: [B, K + 1, V]: p.
+    draft_tokens: [B, K] int64, none negative before `lens`, [B], 0..K. draft_probs: q [B, K, V],
+    fp32 or fp64. target_probs: p [B, K + 1, V].
 
-    Returns:
-        chances [B, K + 1]: h_i, the probability with which i drafts are accepted when no more than
-        i are. The values at 0, which is accepted always, and past `lens` have no meaning.
-        follow [B, K + 1, V]: weights of the token that follows when i drafts are accepted.
+    Returns chances [B, K + 1]: h_i, the probability that i drafts are accepted when no more than i
+    are, without meaning at 0 and past `lens`; and follow [B, K + 1, V]: weights of the token that
+    follows when i drafts are accepted.
     """
     width = draft_tokens.shape[1]
     place = torch.arange(width + 1, device=lens.device)
@@ -80,26 +73,17 @@ def block_verify_reference(
     """Block verification over probabilities, in the form of `rejection_sample_reference`.
 
     With w_0 = 1 and w_i = min(1, w_(i-1) p_i(d_i) / q_i(d_i)), prefix i of the drafts passes iff
-    its accept noise is below h_i. For the whole block h_i = w_i; for a shorter prefix
-    h_i = S_i / (S_i + 1 - w_i), where S_i is the mass of max(w_i p - q, 0) at the next place. The
-    longest prefix that passes stands. The next token is drawn from that residual, or after the
-    whole block from p.
+    its accept noise is below h_i: w_i for the whole block, S_i / (S_i + 1 - w_i) for a shorter
+    prefix, where S_i is the mass of max(w_i p - q, 0) at the next place. The longest prefix that
+    passes stands. The next token is drawn from that residual, or after the whole block from p. At
+    least i drafts stand with probability w_i given the first i.
 
-    The output has the target's distribution, and at least i drafts stand with probability w_i given
-    the first i. So the mean accepted length is never below rejection sampling's.
-
-    Random numbers. One uniform number a place suffices: given the drafts, the tests of prefixes
-    1..len are independent and test i only has to pass with probability h_i. `accept_noise[:, i]`
-    decides prefix i + 1. `sample_noise[:, a]` draws the token that follows a accepted drafts.
-    The rule looks ahead: the outcome depends on the accept noise and the drafts of ALL places up to
-    `lens`, those after the accepted prefix included. The next round decides these positions again,
-    and must do so with fresh numbers. The caller therefore guarantees that
-      - accept noise, and the noise that draws the drafts, is a function of the round's start as
-        well as of the position (`uniform_rows(..., by_round=True)`);
-      - accept noise, draft noise and sample noise are independent of each other;
-      - `lens` of a sequence is a stopping time of its drafts: whether place i is the last may
-        depend on drafts 1..i and their distributions, never on a draft that is then left out.
-    Sample noise may be keyed by position alone: only the number of the emitted token is read.
+    `accept_noise[:, i]` decides prefix i + 1, and `sample_noise[:, a]` draws the token after a
+    accepted drafts. The outcome depends on the accept noise and the drafts of ALL places up to
+    `lens`, which the next round decides again and needs fresh numbers for. So the caller guarantees
+    that accept noise and the noise that draws the drafts are functions of the round's start too
+    (`uniform_rows(..., by_round=True)`); that all three kinds are independent; and that `lens` is a
+    stopping time of the drafts, which never depends on a draft that is then left out.
     """
     chances, follow = block_chances(draft_tokens, lens, draft_probs, target_probs)
     place = torch.arange(1, draft_tokens.shape[1] + 1, device=lens.device)
@@ -124,22 +108,10 @@ def _test(v: ops.Verification) -> tuple[Tensor, Tensor]:
 
 
 class Block(LosslessRule):
-    """Accept the longest prefix of the proposals that passes a test of its joint probability.
+    """Accept the longest prefix of the proposals that passes a test of its joint probability."""
 
-    A longer prefix may pass even if a shorter one does not, so a decision depends on proposals past
-    the last accepted one. In greedy decoding the rule equals rejection sampling.
-    """
-
-    looks_ahead = True
+    looks_ahead = judges_jointly = True
     test = staticmethod(_test)
-
-    def forecast(
-        self, index: int, start: int, count: int, k: int, params: SamplingParams
-    ) -> Forecast | None:
-        """None in greedy decoding; otherwise chances of single tokens do not predict this rule."""
-        if params.is_greedy:
-            return None
-        raise NoForecast
 
 
 RULE = Rule(lambda _: Block())

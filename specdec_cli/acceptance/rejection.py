@@ -6,10 +6,8 @@ from specdec_cli.acceptance.base import LosslessRule, Rule
 
 
 class Rejection(LosslessRule):
-    """Accept d_i iff u_i * q(d_i) < p(d_i); at the first rejection draw from norm(max(p - q, 0)).
-
-    If every proposal is accepted, draw from the target's next distribution.
-    """
+    """Accept d_i iff u_i * q(d_i) < p(d_i), then draw: from norm(max(p - q, 0)), or p behind
+    all."""
 
     test = ops.reject_logits
 

@@ -19,11 +19,8 @@ _LONGEST_PROPOSAL = 1024
 
 @dataclass(frozen=True, eq=False)
 class SyntheticAcceptance(AcceptanceRule):
-    """Accept at given rates, independent of the models.
-
-    All the work of drafting and scoring is done; the text is not the target's.
-    conditional: chance that the proposal at each place is accepted if those before it were.
-    """
+    """Accept at given rates, `conditional` on those before, while drafting and scoring do their
+    work."""
 
     conditional: tuple[float, ...]
     draws_when_greedy = True

@@ -1,26 +1,21 @@
-"""Typical acceptance (Cai et al., "Medusa", arXiv 2401.10774, section 3.3.2): lossy.
-
-Accepted tokens are likely enough under the target, but not distributed as the target's text is.
-"""
+"""Typical acceptance (Cai et al., "Medusa", arXiv 2401.10774, section 3.3.2): lossy."""
 
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.acceptance.base import AcceptanceRule, NoForecast, Rule
+from specdec_cli.acceptance.base import AcceptanceRule, Rule
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
-from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import draw, greedy_pick, to_probs
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.recipe import SpeculationSection
 
 
 class Typical(AcceptanceRule):
     """Accept d_i iff p(d_i) > min(threshold, alpha * exp(-H(p))); then draw from the target's p.
 
-    H is the entropy of p, after temperature, top-k and top-p, in nats. If the target is unsure,
-    less likely tokens are accepted. Greedy decoding accepts only the target's choices.
+    H is the entropy of p, filtered, in nats. Greedy decoding accepts only the target's choices.
     """
 
+    judges_jointly = True
     remark = "likely proposals stand, the text is not distributed as the target's"
 
     def __init__(self, threshold: float, alpha: float) -> None:
@@ -52,17 +47,5 @@ class Typical(AcceptanceRule):
         least = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)
         return torch.gt(p, least)
 
-    def forecast(
-        self, index: int, start: int, count: int, k: int, params: SamplingParams
-    ) -> Forecast | None:
-        """None in greedy decoding; else the proposer's chances are not those of this rule."""
-        if params.is_greedy:
-            return None
-        raise NoForecast
 
-
-def _from_recipe(speculation: SpeculationSection) -> Typical:
-    return Typical(speculation.typical_threshold, speculation.typical_alpha)
-
-
-RULE = Rule(_from_recipe)
+RULE = Rule(lambda own: Typical(own.typical_threshold, own.typical_alpha))

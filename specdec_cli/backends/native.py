@@ -116,10 +116,9 @@ def finished(seq: Seq) -> Finished:
 
 def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
     """The recipe for engine and cache, with the largest k and batch size."""
-    speculation = for_k(recipe.speculation, largest)
-    speculation = speculation.model_copy(update={"num_speculative_tokens": largest})
-    run = recipe.run.model_copy(update={"batch_size": batch_size})
-    return recipe.model_copy(update={"speculation": speculation, "run": run})
+    recipe = recipe.model_copy(update={"speculation": for_k(recipe.speculation, largest)})
+    recipe = recipe.changed("speculation", num_speculative_tokens=largest)
+    return recipe.changed("run", batch_size=batch_size)
 
 
 def prepare(

@@ -16,7 +16,7 @@ from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.generate_folder import SAMPLES, Kept, key_of, open_folder
-from specdec_cli.experiment.folders.records import Sample
+from specdec_cli.experiment.folders.records import Point, Sample
 from specdec_cli.experiment.folders.results import Output, generate_document, point_of_run, to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import unsaid
@@ -40,7 +40,7 @@ from specdec_cli.prompts import jsonl_of, next_turn
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.stages import FIRST_TOKEN, begin_stage
-from specdec_cli.terminal.render import has_colour, print_failures, print_summary
+from specdec_cli.terminal.render import has_colour, print_summary, say
 from specdec_cli.terminal.sinks import collector, shows_live_text, sinks_for
 
 
@@ -107,7 +107,7 @@ def get_ready(
         if world.is_first:
             kept = open_folder(path, resolved, job, where, notices, found.own, resume=own.resume)
         # Every rank has to skip what the folder holds.
-        shared = world.once(kept.without_folder)
+        shared = world.once(lambda: replace(kept, folder=None))
         kept = kept if world.is_first else shared
         notices += unsaid(kept.notices, notices)
     ready = Ready(resolved, job, where, kept, notices, None)
@@ -141,8 +141,13 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
         if own.next_turns is not None and world.is_first:
             with or_setup_error(f"cannot write {own.next_turns}"):
                 replace_file(own.next_turns, _next_turns(ready.job, outputs).encode())
+        document = generate_document(ready.recipe, ready.where, outputs, metrics, notices, check)
         of_engine = engine_fields(samples.values())
-        _deliver(ready, outputs, metrics, notices, check, of_engine, as_json=asked.as_json)
+        point = point_of_run(outputs, metrics, key_of(ready.job), of_engine)
+        _deliver(ready, document, point, as_json=asked.as_json)
+        for one in outputs:
+            if one.error is not None:
+                say(f"prompt {one.index} failed: {one.error}")
         if check is not None and check.passed and not asked.quiet and world.is_first:
             typer.echo(check_line(check), err=True)
     if not asked.quiet:
@@ -231,32 +236,15 @@ def _next_turns(job: Job, outputs: list[Output]) -> str:
     return jsonl_of(prompt for prompt in found if prompt is not None)
 
 
-def _deliver(
-    ready: Ready,
-    outputs: list[Output],
-    metrics: Metrics,
-    notices: list[Notice],
-    check: CheckResult | None,
-    of_engine: dict[str, Any],
-    *,
-    as_json: bool,
-) -> None:
-    """Finish the folder, write the document and report prompts that could not run.
-
-    of_engine: further fields of the point.
-    """
-    document = generate_document(ready.recipe, ready.where, outputs, metrics, notices)
-    if check is not None:
-        document["lossless_check"] = check
+def _deliver(ready: Ready, document: dict[str, Any], point: Point, *, as_json: bool) -> None:
+    """Finish the folder and write the document."""
     if (folder := ready.folder) is not None:
         if ready.left.prompts or not (folder.path / "points.jsonl").exists():
-            point = point_of_run(outputs, metrics, key_of(ready.job), of_engine)
             folder.append("points.jsonl", point)
         folder.write("summary.json", to_json(document) + "\n")
         folder.close()
     if as_json:
         typer.echo(to_json(document))
-    print_failures({o.index: o.error for o in outputs if o.error is not None})
 
 
 def _summarise(

@@ -28,7 +28,9 @@ _DEVICE_MEMORY = "With --estimate: memory of each GPU, such as 80GiB or 24GiB,80
 DeviceMemory = Annotated[str | None, option("--device-memory", "LIST", _DEVICE_MEMORY)]
 _MEMORY = "With --estimate: memory of each GPU, or of a CPU's host for all that is held."
 Memory = Annotated[str | None, option("--memory", "SIZE", _MEMORY)]
-_CONTEXT = "Tokens per sequence, output included. Default: the recipe's longest."
+_CONTEXT = (
+    "Tokens per sequence, output included. Default: the longest prompt, else what models hold."
+)
 Context = Annotated[int | None, option("--context", "N", _CONTEXT, min=1)]
 _DRAFT_TPS = "Ranks of the draft, such as 1,2,4."
 DraftTPs = Annotated[str | None, option("--draft-tp", "LIST", _DRAFT_TPS)]
@@ -249,7 +251,8 @@ def _prompts(
 
     is_given = bool(source.prompt) or source.prompt_file is not None or source.dataset is not None
     is_known = context is not None or resolved.cache.max_model_len is not None
-    if not is_given and (is_known or resolved.data is None):
+    has_data = resolved.data is not None and resolved.data.path is not None
+    if not is_given and (is_known or not has_data):
         return []
     return find_prompts(source, resolved, asked).prompts
 

@@ -29,7 +29,7 @@ from specdec_cli.prompts import (
 )
 from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import PROMPTS, DataSection, Recipe, load_recipe
-from specdec_cli.recipe.schema import ABOUT_ROWS
+from specdec_cli.recipe.sections import ABOUT_ROWS
 from specdec_cli.text import is_unicode
 
 _SAMPLES = ("random", "stratified")

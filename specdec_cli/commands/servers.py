@@ -14,20 +14,9 @@ from specdec_cli.recipe import Recipe
 
 
 def refuse_unfit(servers: Sequence[str] | None, needing: Mapping[str, object]) -> None:
-    """Raise `UsageError` for options that do not go with `--server`, or only with it.
-
-    needing: options by name that count only beside servers, with their values.
-    """
+    """Raise `UsageError` for options, by name with their values, that count only beside servers."""
     if not servers and (found := next((n for n, value in needing.items() if value), None)):
         raise UsageError(f"{found} needs --server", "name the servers to measure with --server URL")
-
-
-def refuse_own(option: str, **unfit: object) -> None:
-    """Raise `UsageError` for options that do not go with `option`, such as --server."""
-    for name, value in unfit.items():
-        if value:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} and {option} exclude each other", f"leave {flag} out")
 
 
 def look_at_all(
@@ -85,7 +74,7 @@ def with_args(recipe: Recipe, words: str | None) -> Recipe:
         args = (*recipe.engine.args, *shlex.split(words or ""))
     except ValueError as problem:
         raise UsageError(f"--serve-args: {problem}") from None
-    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"args": args})})
+    return recipe.changed("engine", args=args)
 
 
 def logs_in(output: Path | None, until_end: ExitStack) -> Path:

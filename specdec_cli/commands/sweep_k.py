@@ -24,7 +24,7 @@ from specdec_cli.commands.sweep_parsing import (
     parse_numbers,
     parse_rates,
     parse_slo,
-    refuse_at_a_rate,
+    refuse_beside,
     shard_of,
 )
 from specdec_cli.demo import PREFIX
@@ -127,7 +127,7 @@ def sweep_k(
         from specdec_cli.commands import servers
 
         servers.refuse_unfit(server, {"--baseline-server": baseline_server, "--baseline": baseline})
-        servers.refuse_own(
+        refuse_beside(
             "--server",
             serve=serve,
             predict_only=predict_only,
@@ -176,7 +176,8 @@ def sweep_k(
     sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
     if load.request_rate is not None:
         is_native = recipes[0].engine.kind == "native" and not server
-        refuse_at_a_rate(
+        refuse_beside(
+            "--request-rate",
             batch_size=batch_size if load.max_concurrency or not is_native or sizes[1:] else None,
             predict_only=predict_only,
             check_lossless=check_lossless,
@@ -192,7 +193,7 @@ def sweep_k(
     if serves:
         from specdec_cli.commands import servers
 
-        servers.refuse_own(
+        refuse_beside(
             "--serve", predict_only=predict_only, check_lossless=check_lossless, minutes=minutes
         )
         recipes = [servers.with_args(recipe, serve_args) for recipe in recipes]
@@ -319,7 +320,7 @@ def _sweep(
                 folder = open_folder(output, plan, records, resume=resume)
                 warnings += unsaid(read_warnings(output), warnings)
             # Every rank has to skip the samples that the folder holds.
-            found = world.once(records.without_folder)
+            found = world.once(lambda: replace(records, folder=None))
             records = records if world.is_first else found
         if not dry_run:
             known = records.samples

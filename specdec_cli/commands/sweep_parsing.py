@@ -68,14 +68,14 @@ def parse_slo(given: Sequence[str] | None) -> dict[str, str] | None:
     return found or None
 
 
-def refuse_at_a_rate(**unfit: object) -> None:
-    """Raise `UsageError` for options that do not go with requests that arrive."""
+def refuse_beside(option: str, **unfit: object) -> None:
+    """Raise `UsageError` for options that do not go with `option`, such as --server."""
     for name, value in unfit.items():
         if value:
             flag = f"--{name.replace('_', '-')}"
-            hint = "say the most under way with --max-concurrency" if name == "batch_size" else None
-            told = f"{flag} and --request-rate exclude each other"
-            raise UsageError(told, hint or f"leave {flag} out")
+            hint = "say the most under way with --max-concurrency"
+            hint = hint if name == "batch_size" else f"leave {flag} out"
+            raise UsageError(f"{flag} and {option} exclude each other", hint)
 
 
 def shard_of(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | None:

@@ -1,7 +1,4 @@
-"""The tensors of one forward pass: prefill and teacher forcing feed spans, rounds feed slots.
-
-Knows nothing of models. Legend: B sequences, Q tokens of each, T packed tokens.
-"""
+"""The tensors of one forward pass. Legend: B sequences, Q tokens of each, T packed tokens."""
 
 from dataclasses import dataclass
 from functools import cache, partial
@@ -59,10 +56,7 @@ def packed_ids(spans: list[Span], shift: int = 0) -> torch.Tensor:
 def make_batch(
     spans: list[Span], logits_per_span: list[int], block_size: int, device: torch.device
 ) -> ForwardBatch:
-    """Build a pass over `spans`.
-
-    logits_per_span: how many of each span's last tokens need logits.
-    """
+    """A pass over `spans`. logits_per_span: how many of each one's last tokens need logits."""
     lengths, contexts = [s.length for s in spans], [s.stop for s in spans]
     query_start = [0, *accumulate(lengths)]
     rows = [
@@ -100,16 +94,15 @@ def make_batch(
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """The tokens of one pass of a round: Q for each slot.
+    """The tokens of one pass of a round: Q for each slot, at positions length + offset + 0..Q-1.
 
-    They lie at positions length + offset + 0..Q-1. Token j of a slot is live iff the slot is
-    active, the position is one of the model's 0..max_len-1, and lens >= offset + j + margin.
-    Without lens a token is fed whatever is proposed: all of an active slot's within the model.
-    Others are padding: their keys go to the trash block, and their logits have no meaning.
-    last_only: whether logits of each slot's last token are enough. first_logit: of a slot's tokens,
-    the first that needs logits. cached: int64 [B], tokens of each sequence that the model's cache
-    is known to hold; a CPU does not feed them again. before: int64 [B], places by which each slot's
-    tokens and its length, as the rules above read it, lie further back.
+    Token j of a slot is live iff the slot is active, the position is one of the model's
+    0..max_len-1, and lens, if there are any, >= offset + j + margin. Others are padding: their keys
+    go to the trash block, and their logits have no meaning. last_only: whether logits of each
+    slot's last token are enough. first_logit: of a slot's tokens, the first that needs logits.
+    cached: int64 [B], tokens of each sequence that the model's cache is known to hold; a CPU does
+    not feed them again. before: int64 [B], places by which each slot's tokens, and its length here,
+    lie further back.
     """
 
     token_ids: torch.Tensor  # int64 [B, Q]
@@ -133,11 +126,8 @@ class Rectangle:
 
 
 class LiveRows(NamedTuple):
-    """Row numbers that the outputs of a pass over live tokens would have in a padded pass.
-
-    logits: int64 [M], among the rows [B * N] of `Rectangle.num_logits`. tokens: int64 [T], among
-    [B * Q].
-    """
+    """Row numbers that the outputs of a pass over live tokens would have in a padded pass: int64
+    [M], among the rows [B * N] of `Rectangle.num_logits`, and int64 [T], among [B * Q]."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
@@ -146,11 +136,8 @@ class LiveRows(NamedTuple):
 def live_batch(
     what: Rectangle, state: BatchState, block_size: int, num_ids: int
 ) -> tuple[ForwardBatch, LiveRows]:
-    """A pass over the live tokens of `what` only, for a CPU. There reading tensors on the host is
-    free, and padding would cost time.
-
-    num_ids: size of the model's vocabulary; token ids are clamped into it.
-    """
+    """A pass over the live tokens of `what` alone, for a CPU; ids are clamped to `num_ids` of
+    them."""
     batch, width = what.token_ids.shape
     lengths, active = what.lengths(state).tolist(), state.active.tolist()
     lens = None if what.lens is None else what.lens.tolist()
@@ -210,11 +197,8 @@ def live_batch(
 
 
 def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: int) -> ForwardBatch:
-    """A pass over all of `what`, in fixed shapes, as graphs need them; keys and values of padding
-    go to the trash block.
-
-    num_ids: as in `live_batch`.
-    """
+    """A pass over all of `what`, in fixed shapes, as graphs need them; num_ids: as in
+    `live_batch`."""
     count, width = what.token_ids.shape
     ids, positions, kv_slots, context_lens = ops.padded_pass(
         *(what.token_ids, what.lengths(state), what.lens, state.active, state.block_tables),

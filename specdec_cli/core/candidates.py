@@ -1,8 +1,5 @@
-"""The data types of a round on the device: noise, proposals, the target's output, the decision.
-
-Legend: B sequences, K proposal length, V vocabulary of the target, V' of the draft, at most V,
-F width of the features that a proposer asked for.
-"""
+"""The data types of a round on the device. Legend: B sequences, K proposal length, V vocabulary of
+the target, V' of the draft, at most V, F width of features."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""Turning token ids into text as they arrive, and finding stop strings in it.
-
-Needs only `decode(ids)` of a tokenizer. Knows nothing of the engine.
-"""
+"""Turning token ids into text as they arrive, and finding stop strings in it."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -45,19 +42,16 @@ class Tokenizer(Decoder, Protocol):
         return {}
 
     def finding(self, texts: Sequence[str]) -> Decoder:
-        """A decoder in whose text `texts` are searched.
-
-        It is this one, or writes special tokens too where one of `texts` holds the name of one.
-        """
+        """A decoder in whose text `texts` are searched; it writes special tokens where they name
+        one."""
         return self
 
 
 class TextStream:
     """Text of a growing list of tokens, in pieces that never split a character.
 
-    Each step decodes a short window, so the cost of a token does not grow with the text. The
-    window begins at the start of a character. From the middle of one, some decoders turn every
-    byte of a run into a replacement character.
+    Each step decodes a short window, which begins at the start of a character: from the middle of
+    one, some decoders replace every byte of a run.
     """
 
     def __init__(self, tokenizer: Decoder, context: Sequence[int]) -> None:

@@ -26,11 +26,10 @@ class Drafting:
     """One round's drafting: its limits, and the tokens drawn so far.
 
     k: K, the most tokens of any sequence; the same in every round of a graph. caps: int64 [B], the
-    most tokens of each sequence, 0..K. vocab_size: the target's; draft ids past it are cut off.
-    noise: fp32 [B, K], None if decoding is greedy. keeps_dist: keep the distributions that tokens
-    were drawn from, for a rank that verifies. stop: ends a sequence's drafting as `end_after` does.
-    doubt: ends it as `end_before` does, for drafts that say how sure they are.
-    texts: changes the logits before tokens are drawn from them; None if nothing does.
+    most tokens of each, 0..K. vocab_size: the target's; draft ids past it are cut off. noise: fp32
+    [B, K], None if decoding is greedy. keeps_dist: keep the distributions that tokens were drawn
+    from, for a rank that verifies. stop, doubt: end a sequence's drafting as `end_after` and
+    `end_before` do. texts: changes the logits before tokens are drawn from them.
     """
 
     k: int
@@ -58,10 +57,8 @@ class Drafting:
 
     @property
     def is_over(self) -> bool:
-        """True when no sequence takes another token.
-
-        On CUDA drafting always draws K tokens: a graph needs that, and the host does not wait.
-        """
+        """True when no sequence takes another token; on CUDA, where the host does not wait, after
+        K."""
         step = self.num_drawn
         return step >= self.k or (not self.lens.is_cuda and not bool((self.lens > step).any()))
 
@@ -106,19 +103,15 @@ class Drafting:
     def end_before(self, stops: torch.Tensor, first: int = 0) -> None:
         """End each sequence's proposals before the first place that `stops`, bool [B, N], marks.
 
-        first: the place of its first column; N is K for a whole block.
-
-        A mark may depend on whatever is known before its place's token is drawn, also on the tokens
-        before it, and on nothing else: dropping a token because of its own draw would change the
-        text.
+        first: the place of its first column. A mark may depend on what is known before its place's
+        token is drawn, and on nothing else: dropping a token because of its own draw would change
+        the text.
         """
         self._end(stops, first)
 
     def end_after(self, stops: torch.Tensor) -> None:
-        """End each sequence's proposals after the first place that `stops`, bool [B, K], marks.
-
-        That place's token stays proposed, so its mark may depend on it, but on no later one.
-        """
+        """End proposals after the first place that `stops`, bool [B, K], marks, by no token after
+        it."""
         self._end(stops, 1)
 
     def _end(self, stops: torch.Tensor, first: int) -> None:

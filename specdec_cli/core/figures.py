@@ -1,10 +1,8 @@
 """The figures of a run or a point, in vLLM's names where vLLM has one, and the base of records.
 
-The engine makes them, run folders keep them and reports read them. A file may have been damaged or
-edited, so everything is checked as it is read. Figures follow from the shares and counts of a run's
-sequences, and from the samples of a folder in the same way. Stage times are stamped within rounds,
-on CUDA by the device's clock, and read with the round's verdict, which the host waits for anyway.
-Imports no torch.
+The engine makes them, run folders keep them and reports read them. A file may be damaged or edited,
+so everything is checked as it is read. Stage times are stamped within rounds, on CUDA by the
+device's clock. Imports no torch.
 """
 
 import math
@@ -58,10 +56,7 @@ Interval = Annotated[_Ends | None, BeforeValidator(_none_if_infinite)]
 
 
 class Record(BaseModel):
-    """Part or whole of a line. Only fields that were given are written, in the order below.
-
-    Fields of later versions are kept as they are.
-    """
+    """Part or whole of a line. Only fields that were given are written; unknown ones are kept."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
 
@@ -93,9 +88,8 @@ class Spread(Record):
 class Acceptance(Record):
     """Counts of drafts and acceptances over sequence-rounds with k_i >= 1, and their rates.
 
-    num_drafts: such rounds. num_draft_tokens: tokens proposed. num_accepted_tokens: proposals
-    kept in the output. *_per_pos: by place in the draft, 1..k. Marginal rates are over all drafts,
-    conditional ones over drafts that reached the place with all earlier proposals accepted.
+    num_drafts: such rounds. *_per_pos: by place in the draft, 1..k. Marginal rates are over all
+    drafts, conditional ones over those that reached the place with all earlier proposals accepted.
     mean_acceptance_length: 1 + accepted / drafts, the target's own token included.
     acceptance_histogram: drafts by number accepted, 0..k. None where a server does not tell.
     """
@@ -159,9 +153,8 @@ class Acceptance(Record):
 class EngineFacts(Record):
     """The engine of a point or a sample.
 
-    acceptance_source: `per_request`, the server's details of each request; `counters`, the server's
-    counters before and after; `chunks`, the same, where as many chunks came as rounds were counted;
-    None where acceptance is not known.
+    acceptance_source: the server's details of each request, its counters before and after, or these
+    where as many chunks came as rounds; None where acceptance is not known.
     """
 
     kind: Name
@@ -186,11 +179,8 @@ class InText(Record):
 
 
 class StageTimes(Record):
-    """The milliseconds of each stage of a round, in their order: a field NAME_ms for each.
-
-    The one list of stages: everything else that names all of them is made from `STAGES`. None of
-    them is known of a server.
-    """
+    """The milliseconds of each stage of a round, in order; `STAGES` and all lists follow from it.
+    None of them is known of a server."""
 
     draft_ms: Figure = None
     broadcast_ms: Figure = 0.0
@@ -237,24 +227,20 @@ class Times(StageTimes, _RunCounts):
 class Metrics(Acceptance, Times):
     """The contract's `metrics` of a run or a point: the fields of `Times`, then of `Acceptance`.
 
-    Times in milliseconds unless the name says seconds. draft_ms, broadcast_ms, verify_ms,
-    sample_ms, commit_ms, round_ms: means per engine round. broadcast_ms: sending proposals and
-    decisions to the target's other ranks. It is meaningful on rank 0 only; elsewhere it contains
-    the wait. commit_ms: the proposer's work after the decision, such as a head's pass over the rows
-    that were decided. prefill_ms: mean per prompt. ttft_ms: from a prompt's admission to its first
-    token. tpot_ms: per token after the first. num_rounds: engine rounds, each of which serves
-    several sequences. num_rounds_without_proposal: sequence-rounds, as drafts are.
-    output_tokens_per_second counts prefill and decode time, decode_tokens_per_second decode time
-    only. peak_memory_bytes: of points only. distinct_experts: experts that a round's scoring pass
-    reads in a layer, the mean over rounds and over layers with experts; absent where none are
-    counted. tokens_per_round: output tokens over all sequence-rounds, those without proposals too.
-    num_tokens_from_prefill: output tokens that prefill decided, at k = 0. They count as rounds
-    without proposals, but not as engine rounds, and decode_tokens_per_second leaves them out;
-    absent if there are none. ttft_parts_ms: means of what the time to the first token was spent on,
-    see `core.types.Sequence`; absent where a prompt has no first token. e2el_ms: from sending a
-    request to its last token; of servers, and at a rate, where all latencies run from the due time.
-    in_text: of servers only. A server has no times of stages and of
-    prefill; num_rounds and round_ms are None where its rounds are not known.
+    Times in milliseconds unless the name says seconds. draft_ms to round_ms: means per engine
+    round, each of which serves several sequences. broadcast_ms: sending proposals and decisions to
+    the target's other ranks; elsewhere than on rank 0 it contains the wait. commit_ms: the
+    proposer's work after the decision. prefill_ms: mean per prompt. ttft_ms: from a prompt's
+    admission to its first token. tpot_ms: per token after the first. num_rounds_without_proposal:
+    sequence-rounds, as drafts are. output_tokens_per_second counts prefill and decode time,
+    decode_tokens_per_second decode time only. peak_memory_bytes: of points only. distinct_experts:
+    that scoring reads in a layer, the mean over rounds and layers with experts. tokens_per_round:
+    output tokens over all sequence-rounds. num_tokens_from_prefill: output tokens that prefill
+    decided, at k = 0: rounds without proposals, but no engine rounds, and not in
+    decode_tokens_per_second. ttft_parts_ms: see `core.types.Sequence`; absent where a prompt has no
+    first token. e2el_ms: from sending a request to its last token; at a rate all latencies run from
+    the due time. in_text: of servers only, which have no times of stages and of prefill; num_rounds
+    and round_ms are None where their rounds are not known.
     """
 
     peak_memory_bytes: Count | None = None
@@ -282,10 +268,8 @@ class Metrics(Acceptance, Times):
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """Sums of prompts' shares in a run's time, in its rounds, and in the stages of these.
-
-    distinct_experts: likewise, of those that each round read; None without any.
-    """
+    """Sums of prompts' shares in a run's time, rounds and stages, and experts read if there are
+    any."""
 
     num_rounds: float = 0.0  # a whole number but for rounding, of the prompts of a whole run
     prefill_seconds: float = 0.0

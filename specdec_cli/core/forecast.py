@@ -11,19 +11,15 @@ _Chain = Annotated[tuple[Count, Count], Field(strict=False)]
 
 
 class Forecast(Record):
-    """Expected acceptance of proposals at each of the N output tokens of a text, in one of four
-    forms.
+    """Expected acceptance of proposals at each of a text's N output tokens, in one of four forms.
 
-    A draft model has `accept` and `overlap`. accept: N chances that the token was accepted if its
-    position had a proposal: min(1, q(x) / p(x)); 0 past the draft's context. overlap: N sums of
-    min(p, q) over the vocabulary, the acceptance rate before the token is known. Lookups have
-    `chains`: at each token, the number of proposals of a round beginning there, and the number
-    accepted. Heads, whose proposals depend on those before them, have `ahead`: at each token, the
-    chances of the proposals of a round beginning there, each given that those before it were
-    accepted; and the `overlap` of the first of them. Given rates have `draws` and `rates`: N
-    uniform numbers, and the chance of acceptance at each place of a draft; a token is accepted if
-    its number is below the rate of its place. only_k: the proposal length that all this is of,
-    where other lengths have other proposals.
+    A draft model has `accept`, N chances that the token was accepted if proposed: min(1, q(x) /
+    p(x)); and `overlap`, N sums of min(p, q), the rate before the token is known. Lookups have
+    `chains`: the number of proposals of a round beginning at each token, and the number accepted.
+    Heads have `ahead`: the chances of the proposals of a round beginning there, each given that
+    those before it were accepted; and the `overlap` of the first. Given rates have `draws` and
+    `rates`: N uniform numbers, and the chance at each place of a draft. only_k: the proposal length
+    that all this is of, where others have other proposals.
     """
 
     accept: _Numbers | None = None

@@ -1,8 +1,4 @@
-"""Paged storage for keys and values, and the allocator of its blocks.
-
-Knows nothing of sequences or models: a cache is tensors by layer, a block is an id. Block 0 is
-the trash block: padding is written there, and nothing reads it.
-"""
+"""Paged storage for keys and values, and the allocator of its blocks, of which 0 is for padding."""
 
 from dataclasses import dataclass
 
@@ -28,10 +24,8 @@ def block_bytes(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -
 
 
 class KVCache:
-    """One model's keys and values: per layer [num_blocks, block_size, kv heads, head dim].
-
-    scales: of a cache in fp8 and on its device, for each layer as in `ops.LayerCache`; None for 1.
-    """
+    """Per layer [num_blocks, block_size, kv heads, head dim] of keys and of values, and scales as
+    in `ops.LayerCache` where it is in fp8."""
 
     def __init__(
         self,
@@ -85,11 +79,8 @@ class KVCache:
 
 
 class BlockAllocator:
-    """Hands out block ids 1..num_blocks-1; block 0 is never handed out.
-
-    A block is free or used, never both. `extend` asserts that enough blocks are free, `shrink` that
-    the blocks it releases are used.
-    """
+    """Hands out block ids 1..num_blocks-1. A block is free or used, never both, which it
+    asserts."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks >= 2, "a cache needs the trash block and one block of its own"

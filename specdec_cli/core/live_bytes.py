@@ -1,8 +1,4 @@
-"""The bytes of tensors that a piece of code keeps alive at once, on any device.
-
-Counts storages that operators create inside the context and that are still referenced. Works on
-the meta device, where nothing is computed. Does not see an allocator's rounding.
-"""
+"""The bytes of tensors that a piece of code keeps alive at once, on any device, also on meta."""
 
 import weakref
 from typing import Any

@@ -1,10 +1,8 @@
 """Changes of logits before tokens are drawn: a repetition penalty, ids that are never drawn, and no
-end of a text too early. They are those of transformers' logits processors of these names, and come
-before temperature, top-k and top-p.
+end of a text too early, as transformers' logits processors of these names make them.
 
-Each row of a round follows a text of its own: the sequence, and the proposals before the row's
-place. Drafts that draw are changed likewise, so their proposals agree more often; what they were
-drawn from is what verification reads. Everything is a tensor operation, so rounds can be captured.
+Each row of a round follows a text of its own: the sequence, and the proposals before its place.
+Drafts that draw are changed likewise. Everything is a tensor operation, so rounds can be captured.
 Legend: B sequences, N rows of each, V vocabulary of the target, V' of the draft, at most V.
 """
 

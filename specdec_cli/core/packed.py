@@ -1,10 +1,9 @@
 """The inputs of padded passes over packed tokens, at addresses that stay, so that graphs hold them.
 
-A pass has a width: its tokens are packed at the front, and padding follows. Padding belongs to no
-sequence, its keys go to the trash block, and its outputs mean nothing. The host writes everything
-into one of two pieces of its memory, which the pass itself fetches, and finds its tokens there in
-the end. Knows nothing of models.
-Legend: T most tokens, B most sequences, MB block-table columns, W a pass's width.
+A pass's tokens are packed at the front. Padding belongs to no sequence, its keys go to the trash
+block, and its outputs mean nothing. The host writes into one of two pieces of its memory, which the
+pass itself fetches, and finds its tokens there in the end. Legend: T most tokens, B most sequences,
+MB block-table columns, W a pass's width.
 """
 
 from struct import pack_into
@@ -68,10 +67,8 @@ class PackedInputs:
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
     def fill(self, spans: list[Span], width: int, shift: int = 0, seed: int = 0) -> None:
-        """Enter `spans`, at most `width` tokens; waits only for the pass before the last one.
-
-        shift: feed the tokens that many places further on, at the spans' own positions.
-        """
+        """Enter `spans`, at most `width` tokens, `shift` places further on; waits for the last pass
+        but one."""
         if self._num_ended[0] < self._num_launched - 1:
             torch.cuda.synchronize(self.device)
         # `struct` converts a list in a third of NumPy's time. It also has less code, which the
@@ -121,10 +118,7 @@ class PackedInputs:
         self._num_launched += 1
 
     def batch(self, width: int, num_logits: int) -> ForwardBatch:
-        """The pass over the first `width` tokens. It reads nothing on the host.
-
-        num_logits: the number of sequences, from the first one on, whose last tokens need logits.
-        """
+        """The pass over the first `width` tokens, with logits of the first sequences' last ones."""
         positions = self.positions[:width]
         tables = self.block_tables
         batch = ForwardBatch(
@@ -156,12 +150,8 @@ def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
 
 
 def _lengths(num_tokens: int, num_sequences: int, num_columns: int) -> list[int]:
-    """Words of the token ids, the positions, where queries start, the contexts, the prompts'
-    indices, the seed, and the tables.
-
-    Each begins at a multiple of 16 bytes: Triton compiles a kernel again for an address that it
-    knows less of. All of them are a multiple of 16 words, which are copied in larger pieces.
-    """
+    """Words of each of `_parts`, at multiples of 16 bytes: Triton compiles a kernel again for an
+    address that it knows less of. All are a multiple of 16 words, copied in larger pieces."""
     words = 2 * num_tokens, 2 * num_tokens, num_sequences + 1, num_sequences, 2 * num_sequences, 2
     lengths = [-(-count // 4) * 4 for count in words]
     tables = num_sequences * num_columns

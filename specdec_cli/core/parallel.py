@@ -1,8 +1,7 @@
 """The ranks that share a model, as a value that is passed to the code that needs it.
 
-There is no global state, so a target and a draft of another degree can live side by side, each with
-its own group. Knows no models. Collectives of tensors have fixed shapes and no host wait, so CUDA
-graphs can hold them. Every rank of a group has to call them in the same order.
+Collectives of tensors have fixed shapes and no host wait, so CUDA graphs can hold them. Every rank
+of a group has to call them in the same order.
 """
 
 import os
@@ -54,10 +53,8 @@ class TensorParallel:
         return x
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
-        """Join the ranks' parts of the last dimension: [..., part] to [..., width].
-
-        x must hold the part that `share(width)` gives.
-        """
+        """Join the ranks' parts, of `share(width)`, of the last dimension: [..., part] to [...,
+        width]."""
         if self.group is None:
             return x
         most = -(-width // self.size)
@@ -134,10 +131,9 @@ def make_groups(
 ) -> Groups:
     """Groups of a target and of a draft on the first `draft_tp` of its ranks.
 
-    They are separate communicators, since ranks may be in passes of different models at one time.
-    Every process of the world has to call this, with the same arguments except the device. ranks:
-    the processes that take part, by default the first `target_tp` of the world. Raises ValueError
-    when the draft's degree does not divide the target's.
+    Every process of the world calls this, with the same arguments except the device. ranks: that
+    take part, by default the first `target_tp`. Raises ValueError when the draft's degree does not
+    divide the target's.
     """
     if target_tp % draft_tp:
         raise ValueError(f"draft TP {draft_tp} does not divide target TP {target_tp}")

@@ -1,8 +1,7 @@
 """Memory that the GPUs of a group read from each other, for sums and logits of some rows.
 
-On two H200s NCCL sums up to 64 rows in 8 to 16 us, and reads over NVLink take 4 to 7
-(docs/performance.md). All ranks of a group agree on using such memory, since their collectives have
-to match.
+NCCL sums up to 64 rows on two H200s in 8 to 16 us, reads over NVLink take 4 to 7. All ranks agree
+on using it, since their collectives have to match.
 """
 
 import logging
@@ -40,11 +39,10 @@ class Shared(NamedTuple):
 def shared_memory(
     parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
 ) -> Shared | None:
-    """Shared memory for MAX_ROWS rows on every rank; None if the GPUs cannot read each other.
+    """Shared memory for MAX_ROWS rows on every rank; every rank of the group has to call this.
 
-    None also if some ranks of the group have met in another group before, as a draft's ranks have
-    before a target with more ranks is loaded. width: of the residual stream. Every rank of the
-    group has to call this.
+    None if the GPUs cannot read each other, or some ranks have met in another group before. width:
+    of the residual stream.
     """
     if parallel.size == 1 or parallel.device.type != "cuda":
         return None

@@ -19,10 +19,8 @@ class Purpose(IntEnum):
 
 
 def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V].
-
-    See `specdec_kernels.sampling.reference.to_probs`, the one definition.
-    """
+    """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V]; see the
+    kernels'."""
     return logits_to_probs(logits, *params.filters)
 
 
@@ -36,10 +34,9 @@ def round_noise(
 ) -> Noise:
     """The noise of a round of sequences with these prompt indices and token counts, int64 [B].
 
-    A number is a function of the seed, the prompt's index, the position of the token that it
-    decides, and the purpose. Batch, order, preemption and shards do not enter, so they cannot
-    change what is sampled. seed: int64 scalar. by_round: the number of tokens before the round
-    enters too, for rules that look past the last accepted proposal and so use its numbers up.
+    A number is a function of the seed, int64 scalar, the prompt's index, the position of the token
+    that it decides, and the purpose, so batch, order, preemption and shards cannot change what is
+    sampled. by_round: the tokens before the round enter too, for rules that look ahead.
     """
     noise = ops.uniform_rows(seed, index, length, len(Purpose), k + 1, by_round)
     return Noise(noise[Purpose.DRAFT, :, :k], noise[Purpose.ACCEPT, :, :k], noise[Purpose.SAMPLE])
@@ -52,11 +49,8 @@ def next_tokens(
     index: torch.Tensor,
     length: torch.Tensor,
 ) -> torch.Tensor:
-    """One token for each row of `logits` [R, V]: int64 [R]; -1 if the row is not finite.
-
-    It is the token that a round without proposals decides for sequences with these prompt indices
-    and token counts, int64 [R]. seed: int64 scalar. Of `params` only the filters count.
-    """
+    """Tokens int64 [R] that rounds without proposals decide by `logits` [R, V]; -1 if not
+    finite."""
     if params.is_greedy:
         return draw(logits, None, params, None)
     noise = round_noise(seed, index, length, 0)
@@ -64,10 +58,7 @@ def next_tokens(
 
 
 def softmax_stats(logits: torch.Tensor, params: SamplingParams) -> ops.LogitRows | None:
-    """Statistics of the rows of `logits` [R, V], for drawing and verification on CUDA.
-
-    None on a CPU, where each operation reads the logits itself.
-    """
+    """Statistics of rows [R, V] for CUDA; None on a CPU, where each operation reads the logits."""
     return ops.logit_rows(logits, *params.filters) if logits.is_cuda else None
 
 
@@ -77,10 +68,9 @@ def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
 
 
 def by_target_ids(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits [..., V] of all of the target's ids, -inf for those that a draft cannot propose.
+    """Logits [..., V] of the target's ids, -inf for those that a draft cannot propose.
 
-    logits: [..., V'] of the draft's own ids. ids: int64 [V'], the target's id of each, all
-    different. vocab_size: V.
+    logits: [..., V'] of the draft's own ids, of which `ids`, int64 [V'], are the target's.
     """
     wide = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     return wide.index_copy_(-1, ids, logits)

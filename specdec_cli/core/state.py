@@ -1,7 +1,6 @@
 """A batch on the device: a slot for each sequence, with all state that a round reads and changes.
 
-The host's view of sequences is at most one round late. The host writes slots only when sequences
-come, go or get blocks. Legend: B slots, MB block-table columns.
+The host's view is at most one round late. Legend: B slots, MB block-table columns.
 """
 
 from dataclasses import dataclass, field
@@ -16,11 +15,8 @@ _FIELDS = 6  # numbers of each slot beside its tail
 
 
 def slot_counts(batch_size: int) -> list[int]:
-    """The numbers of slots that rounds are captured for, each a quarter of the next.
-
-    At the end of a run few sequences are left, and rounds of few slots are cheaper. More numbers
-    would be slow to compile.
-    """
+    """The numbers of slots that rounds are captured for, each a quarter of the next: at the end of
+    a run few sequences are left, and more numbers would be slow to compile."""
     counts = [batch_size]
     while counts[0] > 1:
         counts.insert(0, -(-counts[0] // 4))
@@ -44,12 +40,15 @@ class Texts:
     def empty(cls, num_rows: int, num_tokens: int, device: torch.device) -> Self:
         return cls(torch.zeros(num_rows, num_tokens, dtype=torch.int32, device=device))
 
-    def enter(self, seqs: list[Sequence]) -> list[int]:
-        """The row of each of `seqs`, at most R.
+    def mark(self, num_ids: int) -> None:
+        """Keep the ids that each text has from now on, of a vocabulary of so many."""
+        if self.seen is None:
+            shape = len(self.tokens), num_ids + 1
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.tokens.device)
 
-        Sequences that the previous call did not have are written over the rows of those that left.
-        No round may be in flight.
-        """
+    def enter(self, seqs: list[Sequence]) -> list[int]:
+        """The row of each of `seqs`, at most R; new ones are written over those that left, while no
+        round is in flight."""
         kept = {s: self._rows[s] for s in seqs if s in self._rows}
         free = iter(set(range(len(self.tokens))) - set(kept.values()))
         for seq in seqs:
@@ -128,10 +127,8 @@ class BatchState:
         self.grow([(b, 0, s.block_table) for b, s in enumerate(seqs)])
 
     def append(self, slots: list[int], tokens: torch.Tensor, eos_ids: torch.Tensor) -> None:
-        """Append a token to the sequences in some slots, which may end them.
-
-        tokens: int64 [R], on the device; the host need not know them. eos_ids: int64 [E].
-        """
+        """Append a token, int64 [R] on the device, to the sequences in some slots, which may end
+        them."""
         at = torch.tensor(slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         at = at.to(self.device, non_blocking=True)
         placed = torch.zeros_like(self.length).index_copy_(0, at, tokens)
@@ -167,10 +164,7 @@ class BatchState:
 
 
 def _write(held: torch.Tensor, values: list[int] | list[bool]) -> None:
-    """Write `values` into `held`, one-dimensional, without waiting for the device.
-
-    The source is pinned memory, which the allocator keeps until the copy is done.
-    """
+    """Write `values` into `held`, one-dimensional, from pinned memory, without waiting."""
     if held.device.type == "cpu":
         held.numpy()[:] = values  # a copy by torch takes three times as long
     else:

@@ -1,7 +1,4 @@
-"""Data types that the engine's modules share, on the host.
-
-Knows no text: a sequence is token ids. The types on the device are in `core.candidates`.
-"""
+"""Data types that the engine's modules share, on the host. Knows no text."""
 
 from array import array
 from collections.abc import Callable, Iterator
@@ -15,11 +12,8 @@ FinishReason = Literal["length", "eos", "stop", "error"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Settings of sampling and of a sequence's end, for all sequences of a run.
-
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings are searched in the
-    text, see `core.detokenize`. For the last three see `core.logits_processors`.
-    """
+    """Settings of sampling and of a sequence's end, for all sequences of a run. `temperature` 0 is
+    greedy; `top_k` 0 and `top_p` 1 are off. `core.logits_processors` has the last three."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -81,10 +75,7 @@ class Arrivals(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Permissions that only the command line may give, never a recipe.
-
-    plugins: files that were run, to be run again in processes that are started later.
-    """
+    """Permissions that only the command line may give. plugins: files to run in every process."""
 
     trust_remote_code: bool = False
     allow_pickle: bool = False
@@ -93,11 +84,10 @@ class Permissions:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One prompt and the tokens written after it.
+    """One prompt and the tokens written after it, which only grow.
 
-    target_kv, draft_kv: numbers of leading tokens with valid keys and values in each cache. One
-    `block_table` addresses both caches. Rolling back rejected tokens moves only these two integers.
-    `tokens` only grows.
+    target_kv, draft_kv: numbers of leading tokens with valid keys and values in each cache, both by
+    one `block_table`. Rolling back rejected tokens moves only these two integers.
     """
 
     index: int  # global prompt index: with the seed, the key of every random number
@@ -161,11 +151,8 @@ class Sequence:
 
     @property
     def ttft_parts_ms(self) -> dict[str, float] | None:
-        """The milliseconds from the request to the first token, by what they were spent on.
-
-        queue: until admission, the only part that `ttft_ms` leaves out. first_round: all that is
-        no prefill pass, also rounds of other sequences, if it waited for them.
-        """
+        """The milliseconds from the request to the first token, by what they were spent on; `queue`
+        is not in `ttft_ms`, and `first_round` all that is no prefill pass."""
         if (ttft_ms := self.ttft_ms) is None:
             return None
         target, draft = self.target_prefill_seconds * 1e3, self.draft_prefill_seconds * 1e3
@@ -191,22 +178,16 @@ class Sequence:
         return self.experts_share / self.round_share
 
     def room(self, draft_max_len: int) -> int:
-        """Most tokens that may be proposed now.
-
-        A round always adds one token from the target, so this is one less than the tokens that
-        remain. No proposal lies past the draft's context length.
-        """
+        """Most tokens that may be proposed now: a round always adds one of the target's, and no
+        proposal lies past the draft's context length."""
         n = len(self.tokens)
         return max(0, min(self.max_tokens - n - 1, draft_max_len - n))
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """Tokens that one round, or a prefill pass, added to one sequence; the first `num_accepted`
-    were proposals.
-
-    A sequence that could not run has an emission without tokens.
-    """
+    """Tokens, maybe none, that a round or a prefill pass added; the first `num_accepted` were
+    proposals."""
 
     seq: Sequence
     token_ids: list[int]

@@ -54,12 +54,10 @@ def build(
 ) -> Engine:
     """Load the models, size and allocate the caches, and wire the engine.
 
-    longest_prompt: tokens of the longest prompt to come; with `max_new_tokens` it bounds the
-    cache. on_stage: called with each of `plan.stages` as it begins. loaded_target: the target of
-    an engine that is no longer used. Its weights are used again and its cache is given up.
-
-    Raises `SetupError` when a checkpoint is damaged, a model cannot be compiled, or memory runs
-    out.
+    longest_prompt: with `max_new_tokens` it bounds the cache. on_stage: called with each of
+    `plan.stages` as it begins. loaded_target: of an engine that is no longer used; its cache is
+    given up. Raises `SetupError` when a checkpoint is damaged, a model cannot be compiled, or
+    memory runs out.
     """
     recipe = plan.recipe
     need = _need_of(plan, longest_prompt)
@@ -91,11 +89,10 @@ def build_beside(
     engine: Engine,
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> Engine | None:
-    """An engine of another proposer over the target and the cache of `engine`.
+    """An engine of another proposer over the target and the cache of `engine`; both stay in use.
 
-    Both stay in use, one at a time: a run leaves nothing in a cache. None if both do not fit, or if
-    a compiled target would have to return other hidden states; nothing was loaded then. The other
-    arguments, and what is raised, are as for `build`.
+    None if both do not fit, or a compiled target would have to return other hidden states; nothing
+    was loaded then. The rest is as for `build`.
     """
     need = _need_of(plan, longest_prompt)
     plan = _within_reach(plan, need.longest)
@@ -130,10 +127,8 @@ def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
 
 
 def _within_reach(plan: Plan, longest: int) -> Plan:
-    """The plan with as many positions as texts of `longest` tokens need, and 131,072 at least.
-
-    Rotary tables grow with positions, and a config may name any number of them.
-    """
+    """The plan with as many positions as texts of `longest` tokens need, 131,072 at least: rotary
+    tables grow with positions, and a config may name any number."""
     reach = max(longest, _FEWEST_POSITIONS)
     if reach >= plan.max_model_len:
         return plan
@@ -146,10 +141,8 @@ def load_models(
     on_stage: Callable[[str], None] = lambda _: None,
     loaded_target: PagedModel | None = None,
 ) -> Models:
-    """The models that this rank holds a part of, with caches of zero blocks.
-
-    The arguments are those of `build`, except that the target keeps its cache.
-    """
+    """The models that this rank holds a part of, with caches of zero blocks; arguments as of
+    `build`."""
     device, draft = plan.device, plan.draft
     if device.type == "cuda":
         begin_stage("starting CUDA")
@@ -181,10 +174,7 @@ def load_models(
 def wire(
     plan: Plan, models: Models, num_blocks: int, *, keeps_target_cache: bool = False
 ) -> Engine:
-    """An engine over `models`, whose caches are replaced by ones of `num_blocks` blocks.
-
-    keeps_target_cache: replace the draft's only; the target's has as many.
-    """
+    """An engine over `models` whose caches, or the draft's alone, get `num_blocks` blocks."""
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
     first = 1 if keeps_target_cache else 0
@@ -239,10 +229,7 @@ def _prompt_graphs(plan: Plan, num_blocks: int) -> PromptGraphs:
 
 
 def measured(plan: Plan, models: Models, need: CacheNeed) -> RankMemory:
-    """This rank's memory by use, measured by running the largest passes that `need` allows.
-
-    The models are left without caches. All ranks have to call this. Raises as `build` does.
-    """
+    """This rank's memory by use in the largest passes that `need` allows. All ranks call this."""
     try:
         found = measure_rank(plan, models, need, partial(wire, plan, models))
     except (torch.OutOfMemoryError, MemoryError) as problem:
@@ -260,11 +247,9 @@ def _choose_num_blocks(
     rough: int,
     on_stage: Callable[[str], None],
 ) -> int:
-    """Blocks to allocate now that the weights are loaded: as many as fit on the rank with the least
-    room, and never more than the run can use.
+    """Blocks to allocate: as many as fit on the rank with the least room, and a run can use.
 
-    rough: estimated bytes of the passes. Nothing is measured where memory is plentiful, nor on a
-    CPU, where the budget does not depend on the passes.
+    rough: estimated bytes of the passes, which are measured on CUDA where memory is tight.
     """
     if plan.device.type != "cuda":
         mine = rank_memory(plan, models, on_host(0, sum(weight_bytes(models))))
@@ -316,12 +301,8 @@ def _warm_up(
 
 
 def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
-    """Tokens of the prompts to warm up with.
-
-    Kernels differ between passes of few tokens, of many, and of as many as the run will have. The
-    engine leaves out a request that does not fit. One prompt is enough where the passes over all of
-    them are padded to the same width.
-    """
+    """Tokens of the prompts to warm up with: kernels differ between passes of few tokens, of many,
+    and of as many as the run will have, unless padded to one width."""
     longest = min(longest_prompt, plan.recipe.run.prefill_chunk + 1)
     lengths = sorted({_WARM_UP_PROMPT, max(1, longest)})
     is_padded = plan.captures_prompts and all(model.captured_width for model in plan.models)

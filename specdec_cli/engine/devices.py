@@ -32,10 +32,8 @@ def check_world(recipe: Recipe) -> None:
 
 
 def resolve_device(wanted: str) -> torch.device:
-    """The device of this process. `auto` is a GPU if there is one, else the CPU.
-
-    Each process of a host takes another GPU. Raises `SetupError` for a device that is missing.
-    """
+    """The device of this process; `auto` is a GPU if there is one. Each process of a host takes
+    another. Raises `SetupError` for a device that is missing."""
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)

@@ -1,8 +1,4 @@
-"""The rounds of an engine: run eagerly, or captured as CUDA graphs and replayed.
-
-On CUDA the device never waits for the host. While it runs a round, the host reads the previous one.
-The host's changes are queued behind the round in flight. Knows nothing of scheduling.
-"""
+"""The rounds of an engine: run eagerly, or captured as CUDA graphs, replayed and read one late."""
 
 import time
 from collections import deque
@@ -27,12 +23,11 @@ _WARM_UP_ROUNDS = 2
 class Outcome:
     """The decision of one round, as the host reads it.
 
-    seqs: the sequence in each slot at launch. For one that has finished since, this was a ghost
-    round, and its entries mean nothing. tokens: k + 1 a slot, of which accepted + 1 count. lens:
-    proposal lengths. stage_ms: by stage, on the device's clock. seconds: since the previous round
-    was read, or since this one's launch if that was later. read_at: on the host's clock.
-    distinct_experts: those that scoring read in a layer, the mean over layers that have experts;
-    None where none are counted.
+    seqs: the sequence in each slot at launch; the entries of one that has finished since mean
+    nothing. tokens: k + 1 a slot, of which accepted + 1 count. lens: proposal lengths. seconds:
+    since the previous round was read, or this one's launch. read_at: on the host's clock.
+    distinct_experts: that scoring read in a layer with experts, the mean; None where none are
+    counted.
     """
 
     seqs: list[Sequence]
@@ -86,10 +81,9 @@ class _Round:
 class Rounds:
     """Rounds over one batch of slots, by K, on this rank.
 
-    ks: every K, rising. is_captured: run them as CUDA graphs. runs_ahead: whether the host
-    launches a round before it has read the previous one. pool: memory for the tensors of captured
-    rounds, from `torch.cuda.graph_pool_handle`; None for a separate one. Rounds can share a pool
-    if no two are in flight at once, since a round leaves nothing there.
+    ks: every K, rising. is_captured: run them as CUDA graphs. runs_ahead: whether the host launches
+    a round before it has read the previous one. pool: memory of captured rounds, which may share it
+    if no two are in flight at once.
     """
 
     IN_FLIGHT = 2  # rounds launched and not yet read, at most
@@ -132,10 +126,8 @@ class Rounds:
         self.state.load(seqs, seed)
 
     def append(self, seqs: list[Sequence], tokens: torch.Tensor) -> None:
-        """Append a token to each of `seqs`, which were loaded; int64 [R] on the device.
-
-        The host can read and apply the tokens later. No round may be in flight.
-        """
+        """Append a token to each of `seqs`, which were loaded; int64 [R] on the device, known
+        later."""
         place = self._places()
         self.state.append([place[id(seq)] for seq in seqs], tokens, self.parts.eos_ids)
 
@@ -175,7 +167,9 @@ class Rounds:
         now = time.perf_counter()
         seconds = now - max(flight.launched_at, self._read_at)
         self._read_at = now
-        k = flight.record.k
+        k, experts = flight.record.k, None
+        if (mixtures := self.parts.target.mixtures) is not None:
+            experts = flight.record.experts_read.item() / mixtures.num_mixtures
         rows: list[list[int]] = flight.record.rows.tolist()[: len(flight.seqs)]
         return Outcome(
             seqs=flight.seqs,
@@ -186,12 +180,8 @@ class Rounds:
             stage_ms=flight.record.stage_ms(),
             seconds=seconds,
             read_at=now,
-            distinct_experts=self._distinct_experts(flight.record),
+            distinct_experts=experts,
         )
-
-    def _distinct_experts(self, record: RoundRecord) -> float | None:
-        mixtures = self.parts.target.mixtures
-        return None if mixtures is None else record.experts_read.item() / mixtures.num_mixtures
 
     def begin_after(self, time_s: float) -> None:
         """Count no time of rounds before `time_s` on the host's clock, when other work ended."""
@@ -214,11 +204,7 @@ class Rounds:
 
 @dataclass(slots=True, eq=False)
 class RoundCache:
-    """Rounds over the models and caches of one engine, at one batch size, by the run's settings and
-    by number of slots.
-
-    is_captured, runs_ahead: see `Rounds`. They are made when they are first asked for.
-    """
+    """Rounds of one engine at one batch size, by the run's settings and by number of slots."""
 
     allocator: BlockAllocator
     batch_size: int
@@ -260,9 +246,8 @@ class RoundCache:
             longest = min(parts.max_model_len, held * self.allocator.block_size)
             texts = self._texts or Texts.empty(self.batch_size, longest + 1, device)
             self._texts = texts
-            if how is not None and marks and texts.seen is None:
-                shape = len(texts.tokens), len(how.suppressed) + 1
-                texts.seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            if how is not None and marks:
+                texts.mark(len(how.suppressed))
         ks = parts.policy.lengths(k) if k else (0,)
         # The largest first: the smaller ones then fit into the memory it reserved.
         counts = reversed(slot_counts(self.batch_size))

@@ -1,13 +1,12 @@
-"""The engine: rounds over a changing set of sequences.
+"""The engine: the order of prefill, rounds and what the host reads of them.
 
-The only module that appends to a sequence. Knows no text: requests bring the object that finds stop
-strings. With several ranks each runs the same rounds on the same sequences. Proposals and decisions
-are rank 0's, and everything else follows from them.
+Knows no text. With several ranks each runs the same rounds on the same sequences; proposals and
+decisions are rank 0's.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -16,19 +15,19 @@ from specdec_kernels.compile_ahead import compile_ahead
 
 from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
 from specdec_cli.acceptance.rejection import Rejection
-from specdec_cli.core.detokenize import StopFinder
 from specdec_cli.core.figures import Metrics, summarise
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.logits_processors import LogitsProcessors
 from specdec_cli.core.parallel import ALONE, HostMessages, TensorParallel
 from specdec_cli.core.types import Arrivals, Emission, Request, SamplingParams, Sequence
-from specdec_cli.engine.graphs import Outcome, RoundCache, Rounds
+from specdec_cli.engine.graphs import RoundCache
 from specdec_cli.engine.prefill import Moments, Prefill
 from specdec_cli.engine.round import RoundParts
+from specdec_cli.engine.run import Run, check_finite
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.errors import RunError
-from specdec_cli.lengths.base import LastRounds, LengthPolicy
+from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.base import Proposer
@@ -39,33 +38,6 @@ from specdec_cli.models.prompt_passes import PromptGraphs
 from specdec_cli.stages import begin_stage
 
 _LONGEST_SLEEP_S = 0.2  # an idle engine gives signs of life
-
-
-@dataclass(slots=True)
-class Run:
-    """The state of one pass over a list of prompts; `Engine.step` advances it.
-
-    k: the longest proposal. by_slots: rounds by number of slots, rising. rounds: the ones in use.
-    to_come: requests in the order of their arrivals, taken one at a time. refused: sequences that
-    cannot run, until they are told.
-    """
-
-    k: int
-    params: SamplingParams
-    scheduler: Scheduler
-    prefill: Prefill
-    by_slots: tuple[Rounds, ...]
-    rounds: Rounds
-    started_at: float  # host clock, seconds
-    last: LastRounds = field(default_factory=LastRounds)
-    seqs: list[Sequence] = field(default_factory=list)
-    stop_finders: dict[int, StopFinder] = field(default_factory=dict)
-    to_come: Iterator[Request] = field(default_factory=lambda: iter(()))
-    refused: list[Sequence] = field(default_factory=list)
-
-    def rounds_for(self, count: int) -> Rounds:
-        """The rounds with the fewest slots that hold `count` sequences."""
-        return next(r for r in self.by_slots if r.num_slots >= count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +52,11 @@ class RunResult:
 class Engine:
     """Two models, their caches and one allocator; holds no state of a run.
 
-    proposer: None if only the target decodes. max_model_len: most tokens a sequence may hold.
-    prefill_chunk: most tokens of one prefill pass. eos_ids: ids that end a sequence. rule, policy:
-    of rounds that propose. is_captured: run rounds as CUDA graphs. runs_ahead: launch a round
-    before the previous one has been read, for devices that run asynchronously. parallel: the ranks
-    that the target is split over. prompts: what captures the models' prefill passes; None where
-    they run as they are. Engines may share a target and its cache if they run one at a time.
-    hidden_layers: those that a shared target returns in this engine's runs; None for a target of
-    its own, which returns what it was told to.
+    proposer: None if only the target decodes. max_model_len: most tokens of a sequence.
+    prefill_chunk: of one prefill pass. rule, policy: of rounds that propose. is_captured,
+    runs_ahead: see `Rounds`. parallel: the ranks that the target is split over. prompts: what
+    captures prefill passes, if anything. Engines may share a target and its cache if they run one
+    at a time. hidden_layers: those that a shared target returns in this engine's runs.
     """
 
     target: PagedModel
@@ -139,17 +108,15 @@ class Engine:
     ) -> RunResult:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
-        arrivals: further requests, each looked at only once the one before is due. The run ends
-        with what it has when they are over.
-
-        A request that cannot run ends with finish_reason "error" and the others go on. `on_emit`
-        is called with such requests at once, and with tokens as they are read; while requests are
-        still to arrive also with nothing, as a sign of life.
+        arrivals: further requests, each looked at once the one before is due. A request that cannot
+        run ends with finish_reason "error". `on_emit` is called with such requests at once, and
+        with tokens as they are read; while requests are still to arrive also with nothing, as a
+        sign of life.
         """
         run = self.start(requests, k, params)
         if arrivals is not None:
             run.to_come = iter(arrivals)
-            self._look_ahead(run, 0)
+            run.look_ahead(0)
         emissions: list[Emission] = []
         try:
             while True:
@@ -208,12 +175,8 @@ class Engine:
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> torch.Tensor:
-        """The target's logits [V] after `tokens`, as passes over `width` tokens give them, with the
-        changes that `params` make. start: tokens of the prompt.
-
-        The engine must be idle. With several ranks all of them call this; the answer means
-        something on rank 0.
-        """
+        """The target's logits [V] after `tokens`, as passes over `width` tokens give them, changed
+        as `params` say. start: tokens of the prompt. The rest is as for `forecast`."""
         return last_logits(self._teacher(params), tokens, width, start)
 
     def _teacher(self, params: SamplingParams) -> Teacher:
@@ -221,9 +184,14 @@ class Engine:
         where = self.target, self.allocator, self.prefill_chunk, self.parallel
         return Teacher(*where, self._processors(params))
 
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """The ids that end a sequence of a run."""
+        return frozenset() if params.ignore_eos else self.eos_ids
+
     def _processors(self, params: SamplingParams) -> LogitsProcessors | None:
-        eos_ids = () if params.ignore_eos else self.eos_ids
-        return LogitsProcessors.of(params, eos_ids, self.target.vocab_size, self.target.device)
+        return LogitsProcessors.of(
+            params, self._ends(params), self.target.vocab_size, self.target.device
+        )
 
     def start(self, requests: Iterable[Request], k: int, params: SamplingParams) -> Run:
         """Queue `requests` for `step`."""
@@ -244,9 +212,12 @@ class Engine:
             self.parallel,
             self._moments,
         )
-        run = Run(k, params, scheduler, prefill, by_slots, by_slots[-1], time.perf_counter())
+        run = Run(
+            *(k, params, self.max_model_len, self._ends(params), scheduler, prefill, by_slots),
+            *(by_slots[-1], time.perf_counter()),
+        )
         for request in requests:
-            self._add(run, request, is_here=request.arrives_at <= 0.0)
+            run.add(request, is_here=request.arrives_at <= 0.0)
         scheduler.pending = deque(sorted(scheduler.pending, key=lambda seq: seq.arrived_at))
         return run
 
@@ -257,7 +228,8 @@ class Engine:
             self.target.hidden_layers = layers
 
     def _parts(self, proposer: Proposer | None, params: SamplingParams) -> RoundParts:
-        eos_ids = [] if params.ignore_eos else sorted(self.eos_ids)
+        eos_ids, device = sorted(self._ends(params)), self.target.device
+        ends = torch.tensor(eos_ids, dtype=torch.int64, device=device)
         return RoundParts(
             target=self.target,
             proposer=proposer,
@@ -265,22 +237,20 @@ class Engine:
             policy=self.policy,
             params=params,
             max_model_len=self.max_model_len,
-            eos_ids=torch.tensor(eos_ids, dtype=torch.int64, device=self.target.device),
+            eos_ids=ends,
             parallel=self.parallel,
             processors=self._processors(params),
         )
 
     def step(self, run: Run) -> list[Emission]:
-        """Advance by one round, or fill the caches of newly admitted sequences.
-
-        Returns the tokens that were read meanwhile.
-        """
+        """Advance by one round, or fill the caches of newly admitted sequences; returns tokens
+        read."""
         if run.scheduler.pending and not self._has_work(run):
             return []
         began = time.perf_counter()
         if self._must_settle(run):
             return self._read_last(run)
-        self._admit(run, began)
+        run.admit(began)
         if not run.rounds.in_flight and (emissions := self._fill(run, began)) is not None:
             return emissions
         stays_ahead = self._launch(run)
@@ -295,58 +265,29 @@ class Engine:
                 left = scheduler.pending[0].arrived_at - time.perf_counter()
                 time.sleep(min(max(left, 0.0), _LONGEST_SLEEP_S))
             now = time.perf_counter()
-            while self._look_ahead(run, count) and scheduler.pending[count].arrived_at <= now:
+            while run.look_ahead(count) and scheduler.pending[count].arrived_at <= now:
                 count += 1
         count = self._arrivals.told(count)
-        self._look_ahead(run, count)  # as rank 0 has done
+        run.look_ahead(count)  # as rank 0 has done
         scheduler.arrive(count)
         return not scheduler.is_idle or run.rounds.in_flight > 0
 
-    def _look_ahead(self, run: Run, place: int) -> bool:
-        """Whether a pending request has this place; one is taken from those to come if needed."""
-        pending = run.scheduler.pending
-        while len(pending) <= place and (request := next(run.to_come, None)) is not None:
-            self._add(run, request, is_here=False)
-        return len(pending) > place
-
-    @staticmethod
-    def _admit(run: Run, now: float) -> None:
-        for seq in run.scheduler.admit():
-            if seq.admitted_at is None:
-                seq.admitted_at, seq.queued_seconds = now, now - seq.arrived_at
-
     def _fill(self, run: Run, began: float) -> list[Emission] | None:
-        """Feed a chunk of what the caches lack, or read the last one; None if a round can begin.
-
-        On a device that runs asynchronously the chunk is read in a later step.
-        """
+        """Feed a chunk of what the caches lack, or read the last one; None if a round can begin."""
         if (chunk := run.prefill.next_chunk()) is not None:
-            emissions = self._take(run, run.prefill.feed(chunk, began))
+            emissions = run.take(run.prefill.feed(chunk, began))
             return emissions if self.runs_ahead else emissions + self._read_prefill(run)
         return self._read_prefill(run) if run.prefill.must_settle() else None
 
     def _launch(self, run: Run) -> bool:
-        """Queue a round. True if it shall stay in flight after this step: the host stays one round
-        behind a device that runs asynchronously."""
+        """Queue a round. True if it shall stay in flight after this step."""
         is_first = not run.rounds.in_flight
         if is_first:
-            self._load(run)
+            run.load()
         else:
             run.rounds.grow(run.scheduler.extend_ahead(run.k + 1))
         run.rounds.launch(self._next_k(run))
         return is_first and run.rounds.runs_ahead
-
-    @staticmethod
-    def _load(run: Run) -> None:
-        """Put the running sequences into slots, with tokens that are still on the device."""
-        drawn = run.prefill.drawn
-        if drawn is not None:
-            run.scheduler.extend_ahead(1)
-        seqs = run.scheduler.reserve()
-        run.rounds = run.rounds_for(len(seqs))
-        run.rounds.load(seqs, run.params.seed)
-        if drawn is not None:
-            run.rounds.append(drawn.seqs, drawn.on_device)
 
     def _next_k(self, run: Run) -> int:
         ks = run.rounds.ks
@@ -355,12 +296,8 @@ class Engine:
         return self.policy.next_k(ks, run.last, self.costs, run.rounds.num_slots)
 
     def _must_settle(self, run: Run) -> bool:
-        """True if the round in flight has to be applied before anything else is done.
-
-        Admission and preemption need it, because the host has to know every sequence's length. It
-        is also true when fewer slots suffice for the sequences that are left, and when another
-        round would find every sequence finished.
-        """
+        """True if the round in flight has to be applied before anything else is done: admission and
+        preemption need every sequence's length, fewer slots may suffice, or all sequences end."""
         if not run.rounds.in_flight:
             return False
         scheduler = run.scheduler
@@ -378,128 +315,15 @@ class Engine:
         live = [b for b, seq in enumerate(done.seqs) if seq.finish_reason is None]
         if not live:
             return []
-        _check_finite([done.accepted[b] for b in live])
+        check_finite([done.accepted[b] for b in live])
         self.costs.add(run.rounds.num_slots, done.k, done.seconds)
-        return self._apply(run, done, live)
+        return run.apply(done, live)
 
     def _read_prefill(self, run: Run) -> list[Emission]:
-        return self._take(run, run.prefill.settle())
-
-    def _take(self, run: Run, decided: list[tuple[Sequence, int]]) -> list[Emission]:
-        """Append the tokens that prefill passes decided. Each counts as a round without proposals,
-        but in no time of rounds."""
-        ended_at = run.prefill.ended_at
-        run.rounds.begin_after(ended_at)
-        _check_finite([token for _, token in decided])
-        for seq, _ in decided:
-            seq.rounds_without_proposal += 1
-            seq.num_tokens_from_prefill += 1
-        return [self._append(run, seq, [token], 0, ended_at) for seq, token in decided]
+        return run.take(run.prefill.settle())
 
     def _clear_caches(self) -> None:
         """Clear cached values that are not finite: padding reads them, and 0 * NaN is NaN."""
         self.target.cache.clear()
         if self.proposer is not None:
             self.proposer.clear()
-
-    def _apply(self, run: Run, done: Outcome, live: list[int]) -> list[Emission]:
-        """Append the decided tokens, move both cache lengths, finish or trim each sequence.
-
-        live: the slots whose sequences count.
-        """
-        run.last.trials.append([(done.lens[b], done.accepted[b]) for b in live])
-        emissions = []
-        for seq, k, accepted, row in (
-            (done.seqs[b], done.lens[b], done.accepted[b], done.tokens[b]) for b in live
-        ):
-            tokens = row[: accepted + 1]
-            n = len(seq.tokens)
-            seq.target_kv = n + accepted
-            if k and self.proposer is not None:
-                seq.draft_kv = self.proposer.kv_after(n, k, accepted)
-            emission = self._append(run, seq, tokens, accepted, done.read_at)
-            emissions.append(emission)
-            if k:
-                seq.proposed_per_round.append(k)
-                seq.accepted_per_round.append(emission.num_accepted)
-            else:
-                seq.rounds_without_proposal += 1
-            seq.decode_seconds += done.seconds / len(live)
-            seq.round_share += 1 / len(live)
-            for stage, spent in done.stage_ms.items():
-                seq.stage_ms[stage] = seq.stage_ms.get(stage, 0.0) + spent / len(live)
-            if done.distinct_experts is not None:
-                share = done.distinct_experts / len(live)
-                seq.experts_share = (seq.experts_share or 0.0) + share
-        return emissions
-
-    def _append(
-        self, run: Run, seq: Sequence, tokens: list[int], accepted: int, at: float
-    ) -> Emission:
-        """Append decided tokens to a sequence, and finish or trim it.
-
-        accepted: how many of them were proposals. at: when the host read them.
-        """
-        keep = self._finish_reason(run, seq, tokens)
-        seq.tokens.extend(tokens[:keep])
-        seq.first_token_at = seq.first_token_at or at
-        if seq.finish_reason is not None:
-            seq.finished_at = at
-            run.scheduler.finish(seq)
-            if seq.finish_reason == "stop" and run.rounds.in_flight:
-                # Only the host sees stop strings; its blocks may go to others now.
-                run.rounds.stop(seq)
-        elif not run.rounds.runs_ahead:
-            run.scheduler.trim(seq)
-        return Emission(seq, tokens[:keep], min(accepted, keep))
-
-    def _finish_reason(self, run: Run, seq: Sequence, tokens: list[int]) -> int:
-        """Decide whether `tokens` end the sequence; returns how many of them to keep."""
-        keep = len(tokens)
-        if not run.params.ignore_eos:
-            for count, token in enumerate(tokens, start=1):
-                if token in self.eos_ids:
-                    keep, seq.finish_reason = count, "eos"
-                    break
-        finder = run.stop_finders.get(seq.index)
-        if finder is not None and (found := finder.feed(tokens[:keep])) is not None:
-            keep, seq.finish_reason = found, "stop"
-        if seq.finish_reason is None and len(seq.tokens) + keep >= seq.max_tokens:
-            seq.finish_reason = "length"
-        return keep
-
-    def _add(self, run: Run, request: Request, *, is_here: bool) -> None:
-        length = len(request.token_ids)
-        seq = Sequence(
-            index=request.index,
-            tokens=list(request.token_ids),
-            num_prompt_tokens=length,
-            max_tokens=min(length + run.params.max_new_tokens, self.max_model_len),
-            arrived_at=run.started_at + request.arrives_at,
-        )
-        run.seqs.append(seq)
-        try:
-            if length == 0:
-                raise ValueError("the prompt has no tokens")
-            if length >= self.max_model_len:
-                raise ValueError(
-                    f"the prompt has {length} tokens; with at least one new token it exceeds "
-                    f"the model length of {self.max_model_len}"
-                )
-            run.scheduler.add(seq, is_here=is_here)
-        except ValueError as problem:
-            seq.finish_reason, seq.error = "error", str(problem)
-            run.refused.append(seq)
-            return
-        if request.stop_finder is not None:
-            run.stop_finders[request.index] = request.stop_finder()
-
-
-def _check_finite(counts: list[int]) -> None:
-    """Raise `RunError` if a count is negative, which marks logits that are not finite."""
-    if (worst := min(counts, default=0)) < 0:
-        raise RunError(
-            f"the {'draft' if worst == -2 else 'target'} produced logits that are not finite "
-            "(NaN or infinity)",
-            "try another dtype (float32 or bfloat16), or check the checkpoint",
-        )

@@ -98,10 +98,8 @@ def check_policy(draft: Draft | None, speculation: SpeculationSection) -> None:
 
 
 def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) -> None:
-    """Raise `SetupError` unless a draft that stands alone has the ids of the target's `tokenizer`.
-
-    A draft that reads the target's hidden states has none of its own.
-    """
+    """Raise `SetupError` unless a draft has the ids of the target's `tokenizer`, or reads its
+    states."""
     if draft.feature_layers:
         return
     # A folder of a config alone, or without embeddings, takes the target's tokenizer.

@@ -45,10 +45,9 @@ FP8_CAPABILITY = (8, 9)  # the first whose GPUs convert to fp8
 class Plan:
     """A pair that passed every check and has not loaded any weights yet.
 
-    draft: None if no draft model proposes. groups: this rank's place among those that share each
-    model. On a rank that holds no part of the draft, `draft` still describes it and `groups.draft`
-    is None. compiled: roles of the models whose padded passes are compiled. few_threads: the notice
-    that torch runs on fewer threads than there are processors.
+    draft: None if no draft model proposes; described on every rank, though `groups.draft` is None
+    on one without a part of it. compiled: roles of the models whose padded passes are compiled.
+    few_threads: the notice that torch runs on fewer threads than there are processors.
     """
 
     recipe: Recipe
@@ -135,8 +134,7 @@ class Plan:
 
     @property
     def no_compile(self) -> str | None:
-        """The reason why no model can be compiled, or None. Only passes inside captured rounds are
-        compiled, each as one piece."""
+        """The reason why no model can be compiled, or None: only captured passes are."""
         if self._no_graphs_here is not None:
             return self._no_graphs_here
         if self.no_cuda_graphs is not None:
@@ -146,10 +144,11 @@ class Plan:
     @property
     def execution(self) -> dict[str, str]:
         """The way that passes run, with reasons, for the record of a run's environment."""
+        as_asked = "as asked" if self.recipe.run.compile == "off" else None
         how = {
             "compile": f"on: {', '.join(self.compiled)}"
             if self.compiled
-            else f"off: {self._why_not_compiled}",
+            else f"off: {as_asked or self.no_compile or 'layers are fused instead'}",
             "cuda_graphs": "on: one graph a round"
             if self.no_cuda_graphs is None
             else f"off: {self.no_cuda_graphs}",
@@ -164,12 +163,6 @@ class Plan:
         return how
 
     @property
-    def _why_not_compiled(self) -> str:
-        if self.recipe.run.compile == "off":
-            return "as asked"
-        return self.no_compile or "layers are fused instead"
-
-    @property
     def params(self) -> SamplingParams:
         """The recipe's sampling, whose keys have the same names."""
         asked = self.recipe.sampling.model_dump(exclude={"source"})
@@ -179,10 +172,7 @@ class Plan:
 def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
     """Check a recipe against this machine and its models, reading configs and tokenizers only.
 
-    Raises `UsageError` if the recipe asks for something unsupported, `SetupError` for models or
-    devices that are missing or do not fit together.
-
-    With several ranks, each of them calls this in a world that is already running.
+    Raises `UsageError` for what is unsupported, `SetupError` for models or devices that do not fit.
     """
     check_world(recipe)
     with found_alike():
@@ -195,11 +185,8 @@ def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
 def plan_all_ranks(
     recipe: Recipe, permissions: Permissions, device: torch.device, describe: Describe = describe
 ) -> list[Plan]:
-    """The plans of every rank of a world. Neither the world nor its devices need to exist.
-
-    describe: `models.description.describe`, or one that remembers. Raises as `plan` does. Models
-    cannot be loaded from these plans, since they have no process groups.
-    """
+    """The plans of every rank of a world that need not exist, from which models cannot be
+    loaded."""
     size, draft_size = recipe.target.tensor_parallel_size, draft_degree(recipe)
     places = [
         Groups(

@@ -1,8 +1,6 @@
 """Prefill: fills the caches of sequences, a chunk of tokens in one pass of each model.
 
-In plain decoding the pass that feeds a prompt's last token also decides the first output token. On
-a device that runs asynchronously the host does not wait for a chunk. It prepares the next one, or
-the first round, and counts the chunk's time afterwards, between moments on the device's clock.
+In plain decoding it also decides the first output token. The host counts a chunk's time late.
 """
 
 import time
@@ -24,10 +22,7 @@ from specdec_cli.models.prompt_passes import Results
 
 
 class Moment:
-    """The present, as the device sees it, which on CUDA runs behind the host.
-
-    event: what the device's queue is marked with; None where the device has no queue.
-    """
+    """The present, as the device sees it. event: marks its queue; None where it has none."""
 
     def __init__(self, event: torch.Event | None = None) -> None:
         self._at = time.perf_counter()
@@ -44,12 +39,8 @@ class Moment:
 
 
 class Moments:
-    """Moments of one device, of which the last AT_ONCE are valid.
-
-    Their events are used again, since the driver makes a new one when it is first recorded. A
-    `torch.Event` finds the present stream by itself. In Python that takes the host longer than to
-    record the event.
-    """
+    """Moments of one device, of which the last AT_ONCE are valid: their events are used again,
+    since the driver makes a new one when it is first recorded, which takes long."""
 
     AT_ONCE = 4  # two for each of two steps in flight
 
@@ -65,10 +56,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The spans of one step: those that the target is fed, and those of the proposer.
-
-    ending: the first spans of the target, as many as feed the last token of a sequence.
-    """
+    """The spans of one step, of the target and of the proposer; `ending` ones feed a last token."""
 
     targets: list[Span]
     proposers: list[Span]
@@ -80,11 +68,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The next token of each of `seqs`, decided by a prefill pass.
-
-    on_device, on_host: int64 [R] and at least [R], -1 where logits were not finite. What is on the
-    host is valid when the pass has ended, what is on the device until the next pass.
-    """
+    """The next token of each of `seqs`, decided by a prefill pass: int64 [R], -1 where logits were
+    not finite; on the host, at least [R], when the pass has ended, on the device until the next."""
 
     seqs: list[Sequence]
     on_device: torch.Tensor
@@ -95,9 +80,8 @@ class Drawn:
 class PrefillStep:
     """Passes over a chunk of prompts that were queued and whose time is not known yet.
 
-    begun: when the step began, seconds on the host's clock. halfway, end: of the target's passes
-    and of all. seqs: those that took part. waiting: those without a first token. drawn: None if the
-    passes decided nothing.
+    begun: seconds on the host's clock. halfway, end: of the target's passes and of all. seqs: those
+    that took part. waiting: those without a first token. drawn: what the passes decided.
     """
 
     begun: float
@@ -112,9 +96,8 @@ class PrefillStep:
 class Prefill:
     """The prefill passes of one run; at most one step is in flight.
 
-    proposer: None if the run proposes nothing. budget: most tokens of a chunk. parallel: the
-    target's ranks. moments: of the target's device. ended_at: when the last step that was read
-    ended, seconds on the host's clock.
+    budget: most tokens of a chunk. parallel: the target's ranks. moments: of the target's device.
+    ended_at: of the last step that was read, seconds on the host's clock.
     """
 
     target: PagedModel
@@ -135,13 +118,10 @@ class Prefill:
     def next_chunk(self) -> Chunk | None:
         """The tokens that the running sequences' caches lack, at most `budget`; None for none.
 
-        If the run proposes, the last token of each sequence is left to the first round. That round
-        can so propose the very first output token, as in transformers' assisted generation. In
-        plain decoding the last token is fed too, unless it alone is missing: then a round takes it,
-        as it does where logits are changed, since only rounds change them.
-
-        A proposer also lacks tokens after rounds that proposed nothing. One that reads the target's
-        hidden states takes in what the target takes in, as there are no others.
+        If the run proposes, the last token of each sequence is left to the first round, which so
+        proposes the very first output token. In plain decoding it is fed too, unless it alone is
+        missing or logits are changed: then a round takes it. A proposer also lacks tokens after
+        rounds that proposed nothing; one that reads hidden states takes in what the target does.
         """
         proposer, reads, budget = self.proposer, self._reads_hidden, self.budget
         targets: list[Span] = []
@@ -163,10 +143,8 @@ class Prefill:
         return Chunk(targets, proposers) if targets or proposers else None
 
     def feed(self, chunk: Chunk, begun: float) -> list[tuple[Sequence, int]]:
-        """Queue the passes over a chunk, then wait for those of the chunk before.
-
-        begun: when the step began, seconds on the host's clock. Returns what `settle` does.
-        """
+        """Queue the passes over a chunk, then `settle` those of the chunk before. begun: of the
+        step."""
         features = drawn = None
         if chunk.targets:
             ending = chunk.ending if self._decides else []
@@ -210,10 +188,7 @@ class Prefill:
         return all(ends) or self.scheduler.is_short(1)
 
     def settle(self) -> list[tuple[Sequence, int]]:
-        """Wait for the passes in flight, if any, and count their time.
-
-        Returns the tokens that they decided, each with its sequence.
-        """
+        """Wait for the passes in flight, if any, count their time, and return what they decided."""
         if (step := self._step) is None:
             return []
         self._step = None
@@ -247,10 +222,7 @@ class Prefill:
 
     @torch.inference_mode()
     def _draw(self, seqs: list[Sequence], logits: torch.Tensor | None) -> torch.Tensor:
-        """Decide the next token of each of `seqs`, whose tokens the target has all been fed.
-
-        logits: [R, V], a row a sequence. Returns rank 0's decision, int64 [R], on every rank.
-        """
+        """Rank 0's next token of each of `seqs`, int64 [R], on every rank, from logits [R, V]."""
         assert logits is not None, "a pass that draws nothing returns them"
         device = logits.device
         # Rows of 16 bytes: Triton compiles a kernel again for an address that it knows less of.

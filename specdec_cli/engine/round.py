@@ -1,11 +1,8 @@
 """One round on device state: propose, score, decide, commit.
 
-A round is made of tensor operations of fixed shapes. The host reads and chooses nothing. So CUDA
-captures a round as one graph, and a CPU runs the same code eagerly. Knows no proposer, acceptance
-rule or length policy by name. Legend: B slots, K proposal length, n tokens of a sequence.
-
-After a round that accepted a of k proposals a sequence has n + a + 1 tokens, and the target's cache
-holds n + a of them. Every pass feeds the tokens its cache lacks, so rollback only moves a length.
+The host reads and chooses nothing, so CUDA captures a round as one graph; a CPU runs it eagerly.
+Knows no proposer, rule or policy by name. Legend: B slots, K proposal length, n tokens of a
+sequence, which after a round that accepted a of k has n + a + 1, and n + a in the target's cache.
 """
 
 from dataclasses import dataclass, replace
@@ -38,10 +35,9 @@ NUM_STAMPS = len(STAMPED) + 1
 class RoundParts:
     """The parts that every round of a run uses, on this rank.
 
-    proposer: None if the run proposes nothing. max_model_len: the target's context length.
-    eos_ids: int64 [E], ids that end a sequence; empty if they are ignored. parallel: the target's
-    ranks. Each of them runs every round; proposals and decisions are rank 0's. processors: None if
-    nothing changes logits.
+    proposer: None if the run proposes nothing. max_model_len: the target's context length. eos_ids:
+    int64 [E], that end a sequence. parallel: the target's ranks, of which rank 0 proposes and
+    decides. processors: None if nothing changes logits.
     """
 
     target: PagedModel
@@ -57,10 +53,7 @@ class RoundParts:
 
 @dataclass(slots=True, eq=False)
 class RoundRecord:
-    """A round's results for the host, in one tensor so that one copy brings them.
-
-    flat: int64 [B * (K + 3) + NUM_STAMPS + 1].
-    """
+    """A round's results for the host in one tensor, int64 [B * (K + 3) + NUM_STAMPS + 1]."""
 
     flat: torch.Tensor
     batch_size: int

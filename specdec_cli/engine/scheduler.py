@@ -1,8 +1,7 @@
 """The choice of sequences that run, and of the blocks that they hold.
 
 Waiting prompts fill free slots in order. When blocks run out, the youngest running sequence gives
-up its blocks and is computed again later. Scheduling never shortens a proposal, so it cannot change
-what is sampled. Knows no models, and not what a token means.
+up its blocks and is computed again later. Proposals are never shortened, so samples do not change.
 """
 
 from collections import deque
@@ -12,11 +11,8 @@ from specdec_cli.core.types import Sequence
 
 
 class Scheduler:
-    """Admission, reservation and preemption over one allocator.
-
-    Never deadlocks: `add` refuses a sequence that could not run alone, and the oldest running
-    sequence is never preempted for a younger one, so it always advances.
-    """
+    """Admission, reservation and preemption over one allocator, without deadlocks: `add` refuses
+    what could not run alone, and the oldest running sequence always advances."""
 
     def __init__(
         self,
@@ -79,9 +75,7 @@ class Scheduler:
 
     def reserve(self) -> list[Sequence]:
         """Allocate blocks for one round of every running sequence; preempt the youngest if needed.
-
-        Returns the sequences that take part, oldest first.
-        """
+        Returns those that take part, oldest first."""
         taking_part: list[Sequence] = []
         while len(taking_part) < len(self.running):
             seq = self.running[len(taking_part)]
@@ -114,10 +108,8 @@ class Scheduler:
         return missing > self.allocator.num_free
 
     def extend_ahead(self, ahead: int) -> list[tuple[Sequence, list[int]]]:
-        """Allocate blocks for a round that begins up to `ahead` tokens past the host's state.
-
-        The caller has checked `is_short`. Returns the blocks that were added to each table.
-        """
+        """Allocate and return blocks for a round that begins up to `ahead` tokens past the host's
+        state, as `is_short` allows."""
         added = []
         for seq in self.running:
             before = len(seq.block_table)

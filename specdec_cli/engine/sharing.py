@@ -1,7 +1,4 @@
-"""Weights that a draft borrows from the target: embeddings and head.
-
-It borrows what the recipe says, or what its checkpoint does not hold.
-"""
+"""Weights that a draft borrows from the target, as the recipe says or its checkpoint lacks them."""
 
 import torch
 
@@ -13,10 +10,8 @@ from specdec_cli.models.weights import tensor_names
 
 
 def not_held(draft: Description) -> tuple[str, ...]:
-    """The names among `embeddings` and `lm_head` that the draft's checkpoint holds no tensor of.
-
-    Empty for random weights, and where the names of the tensors are not known.
-    """
+    """The names among `embeddings` and `lm_head` that the draft's checkpoint holds no tensor of, if
+    the names of its tensors are known."""
     if draft.spec.load_format == "dummy" or is_gguf(draft.place):
         return ()
     held = tensor_names(draft.place)

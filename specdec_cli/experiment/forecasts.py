@@ -5,20 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec_cli.experiment.folders.records import (
-    BreakEven,
-    Point,
-    Prediction,
-    Sample,
-    Samples,
-    given,
-)
-from specdec_cli.experiment.predict import (
-    ExpectedRounds,
-    Text,
-    expected_rounds,
-    iid_length,
-)
+from specdec_cli.experiment.folders.records import BreakEven, Point, Prediction, Sample, given
+from specdec_cli.experiment.folders.samples import Samples
+from specdec_cli.experiment.predict import ExpectedRounds, Text, expected_rounds, iid_length
 from specdec_cli.experiment.statistics.factors import MidRatio, Product, interval_of, midmean
 from specdec_cli.experiment.statistics.stats import SumRatio, speedup
 

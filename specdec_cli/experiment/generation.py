@@ -128,7 +128,7 @@ def dated(recipe: Recipe, job: Job) -> Recipe:
     """The recipe to record, with the date that the chat template wrote into the prompts."""
     if recipe.data is None or (date := job.date) is None:
         return recipe
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"date": date})})
+    return recipe.changed("data", date=date)
 
 
 def draft_context_warning(planned: Prepared, token_ids: list[tuple[int, ...]]) -> str | None:

@@ -125,9 +125,7 @@ class Estimator:
         tokens = _context(plans[0], prompts, self.context)
 
         def at_degree(degree: int) -> Split:
-            assert recipe.draft is not None
-            draft = recipe.draft.model_copy(update={"tensor_parallel_size": degree})
-            changed = recipe.model_copy(update={"draft": draft})
+            changed = recipe.changed("draft", tensor_parallel_size=degree)
             return _split(
                 plan_all_ranks(changed, self.permissions, device, self._describe), machine
             )
@@ -185,16 +183,14 @@ def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
 
 def point(recipe: Recipe, profile: Profile) -> dict[str, Any]:
     """One point of an estimate over several settings."""
-    split = profile.split
-    problem = None
+    split, fate = profile.split, {"status": "ok"}
     try:
         split.check(profile.block_size)
     except SetupError as error:
-        problem = error.message
+        fate = {"status": "oom", "reason": error.message}
     return {
         **settings(recipe),
-        "status": "ok" if problem is None else "oom",
-        **({} if problem is None else {"reason": problem}),
+        **fate,
         **profile.capacity(split.num_blocks),
         "limiting_rank": split.limiting.rank,
         "ranks": [_rank(rank, split) for rank in split.ranks],
@@ -212,12 +208,8 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _rank(rank: RankMemory, split: Split) -> dict[str, Any]:
-    stranded = split.stranded_bytes(rank)
-    return asdict(rank) | {
-        "num_blocks": rank.fits,
-        "stranded_bytes": stranded,
-        "free_bytes": rank.free_bytes,
-    }
+    more = {"stranded_bytes": split.stranded_bytes(rank), "free_bytes": rank.free_bytes}
+    return asdict(rank) | {"num_blocks": rank.fits} | more
 
 
 def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:

@@ -10,25 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_cli.core.figures import (
-    STAGES,
-    Metrics,
-    RunTimes,
-    Spread,
-    mean_parts,
-    metrics_of,
-)
+from specdec_cli.core.figures import STAGES, Metrics, RunTimes, Spread, mean_parts, metrics_of
 from specdec_cli.errors import ExitCode
-from specdec_cli.experiment.folders.records import (
-    BreakEven,
-    CategoryMetrics,
-    Key,
-    Point,
-    Sample,
-    Samples,
-    why_none,
-    without_errors,
-)
+from specdec_cli.experiment.folders.records import BreakEven, CategoryMetrics, Key, Point, Sample
+from specdec_cli.experiment.folders.samples import Samples, why_none, without_errors
 from specdec_cli.experiment.forecasts import Forecasts, break_even, iid_alpha, prediction_of
 from specdec_cli.experiment.predict import ExpectedRounds
 from specdec_cli.experiment.served import acceptance_in, engine_fields, served_metrics

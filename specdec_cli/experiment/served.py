@@ -3,16 +3,10 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from specdec_cli.core.figures import (
-    Acceptance,
-    EngineFacts,
-    InText,
-    Metrics,
-    Spread,
-    acceptance_of,
-)
+from specdec_cli.core.figures import Acceptance, EngineFacts, InText, Metrics, Spread, acceptance_of
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.folders.records import Key, Sample, Samples, given
+from specdec_cli.experiment.folders.records import Key, Sample, given
+from specdec_cli.experiment.folders.samples import Samples
 
 # From the least that is known to the most: a point has the least of its samples'.
 _SOURCES = (None, "counters", "chunks", "per_request")

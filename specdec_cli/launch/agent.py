@@ -1,8 +1,7 @@
 """The process between a command and its ranks: it imports what they need once and forks them.
 
-A rank then starts in a tenth of a second instead of the four that its imports take. The agent waits
-for all ranks and writes down who ended, when and how, in the order of their ends. It ends none of
-its own accord, so the first end is the cause. `launch.ranks` runs it as a file.
+A rank then starts in a tenth of a second, not four. The agent waits for all ranks and writes down
+how they ended, in the order of their ends, of which the first is the cause. It runs as a file.
 """
 
 import atexit

@@ -10,10 +10,9 @@ _PATIENCE_S = 10.0  # time for the other ranks to fail as well
 
 
 class Agreement:
-    """Tells each rank the outcome of a step on the other ranks.
+    """Tells each rank the outcome of a step on the other ranks; all create it at the same place.
 
-    Every rank of the world creates it at the same place and calls `settle` after each step. It has
-    a process group of its own: a rank that failed must not meet the others inside a model's
+    It has a process group of its own: a rank that failed must not meet the others inside a model's
     collective. patience_s: seconds that a rank whose step succeeded waits for the others.
     """
 

@@ -1,11 +1,9 @@
 """The process between a command and its server, which ends all of the server's processes.
 
 `python -P guardian.py MARK SECONDS COMMAND...` runs a command in a session of its own. A line on
-standard input, or its end, asks for the stop: the command's process group gets SIGTERM, after
-SECONDS SIGKILL, and then every process that is left. Its end comes however the parent ends. The
-exit code goes to standard output. Processes are found as descendants, of which this process adopts
-orphans, and by MARK in their environment, so those in sessions of their own too. Imports nothing
-of ours, since it runs as a file; Linux only.
+standard input, or its end, asks for the stop: the process group gets SIGTERM, after SECONDS
+SIGKILL, and then every process that is left, found as descendants and by MARK in their environment.
+The exit code goes to standard output. Imports nothing of ours, since it runs as a file; Linux only.
 """
 
 import contextlib

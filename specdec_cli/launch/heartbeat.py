@@ -1,8 +1,7 @@
 """A rank's heartbeat: it shows if the main thread moves, and what it waits for.
 
-A second thread looks at the main thread's stack. The rank moves if the stack changed or a step was
-counted; while models load, also if bytes were read. This tells a long load from a hung one without
-the loader's help.
+A second thread looks at its stack. The rank moves if that changed or a step was counted; while
+models load, also if bytes were read, which tells a long load from a hung one.
 """
 
 import contextlib
@@ -47,10 +46,9 @@ class Beat:
 
 
 def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: float) -> Beat | None:
-    """The rank that has held up the others for `timeout_s`, or None.
+    """The rank that has held up the others for `timeout_s`, or None: one that is busy and does not
+    move while others wait, or, if all wait for each other, that with the fewest steps.
 
-    A rank that is busy and does not move holds up those that wait for it. If all ranks wait for
-    each other, or all except busy ones after loading, it is the rank with the fewest steps.
     num_ranks: ranks of the run; some may not have beaten yet.
     """
     beats = list(beats)
@@ -151,10 +149,8 @@ class Heartbeat:
 
 
 def bytes_read() -> int:
-    """Bytes that all threads of this process but the calling one have read, from disks or caches.
-
-    Counts pages of mapped files that came from a disk. 0 where the system does not tell.
-    """
+    """Bytes that all threads of this process but this one have read, also pages of mapped files
+    that came from a disk; 0 where the system does not tell."""
     own, total = str(threading.get_native_id()), 0
     for task in Path("/proc/self/task").glob("[0-9]*"):
         if task.name != own:

@@ -1,7 +1,6 @@
 """Ranks that torchrun or srun started watch each other through the store that all share.
 
-A parent watches the ranks that it starts. Here nobody does, and a rank that stands still cannot
-say so: rank 0 watches all others, and they watch rank 0.
+A rank that stands still cannot say so: rank 0 watches all others, and they watch rank 0.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""The parent of ranks on this machine: starts them, watches them and finds how they ended.
-
-Knows nothing of torch, which only the processes that it starts import.
-"""
+"""The parent of ranks on this machine, without torch: starts them and finds how they ended."""
 
 import contextlib
 import json
@@ -22,14 +19,7 @@ from specdec_cli.launch import agent, seat, spinning
 from specdec_cli.launch.agent import Exit
 from specdec_cli.launch.heartbeat import LEAST_START_S, find_stuck, read_beats
 from specdec_cli.launch.rank import num_cores, stuck
-from specdec_cli.launch.reports import (
-    End,
-    Report,
-    gone,
-    last_words,
-    read_reports,
-    root_cause,
-)
+from specdec_cli.launch.reports import End, Report, gone, last_words, read_reports, root_cause
 
 _LOOK_S = 0.1
 _SETTLE_S = 5.0  # wait after a failure for the failure that caused it
@@ -49,10 +39,9 @@ def run_ranks(
     """Run `program` (a module and its arguments) as `num_ranks` ranks until they end.
 
     Returns the root cause of a failure, else rank 0's report. Rank 0's standard streams are the
-    caller's. inputs: any picklable object for every rank (`World.inputs`). timeout_s: a rank that
-    does nothing for so long ends the run. No process is left behind, whatever ends the call, even
-    an exception from a signal handler. Call it from the main thread: the ranks die with it. It may
-    be called repeatedly.
+    caller's. inputs: any picklable object for every rank. timeout_s: a rank that does nothing for
+    so long ends the run. No process is left behind, even by an exception from a signal handler.
+    Call it from the main thread: the ranks die with it.
     """
     spinning.choose_spins()  # once for all ranks, which would see each other
     folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # mode 0700

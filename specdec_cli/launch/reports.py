@@ -28,11 +28,8 @@ _BLAME = (End.FAILED, End.STUCK, End.STOPPED, End.ABORTED, End.LOST_PEERS)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The end of one rank.
-
-    message: None if there is nothing to say. at: seconds since the epoch. is_common: all ranks
-    found the same, so the message is not about this rank.
-    """
+    """The end of one rank. message: None if there is nothing to say. at: seconds since the epoch.
+    is_common: all ranks found the same, so the message is not about this rank."""
 
     rank: int
     end: End
@@ -78,10 +75,8 @@ class RanksError(RunError):
 
 
 def root_cause(reports: Iterable[Report]) -> Report | None:
-    """The report that explains the others, the first of the most telling kind; None if none failed.
-
-    Lost peers are a consequence of another rank's failure.
-    """
+    """The report that explains the others, of which lost peers are a consequence; None if none
+    failed."""
     failed = [report for report in reports if report.end is not End.DONE]
     return min(failed, key=lambda r: (_BLAME.index(r.end), r.at, r.rank), default=None)
 

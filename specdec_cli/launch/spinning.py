@@ -1,13 +1,11 @@
-"""The number of torch's threads on a CPU, and the time that they spin while they wait for another.
+"""The number of torch's threads on a CPU, and the time that they spin while they wait for another,
+which libgomp reads when it is loaded.
 
-Spins are chosen before torch starts, since libgomp reads them when it is loaded.
-
-A product of a small model takes less time than it takes to wake a thread, so libgomp's threads spin
-between products, for milliseconds by default. Beside other work a thread that spins uses its time
-up and then has to wait for a processor, and every product waits for it: tokens take five times as
-long, or fifty (docs/performance.md, CPU). Few spins cost a tenth on a machine that nobody else
-uses. Fewer threads than processors need not share one, beside a little other work. So both numbers
-follow from what other work used while this process started.
+A product of a small model takes less time than it takes to wake a thread, so threads spin between
+products. Beside other work one that spins uses its time up and then waits for a processor, and
+every product for it: tokens take five times as long, or fifty (docs/performance.md, CPU). Few spins
+cost a tenth on a quiet machine. So both numbers follow from what other work used while this process
+started.
 """
 
 import os
@@ -90,8 +88,7 @@ def chosen_threads() -> int | None:
 def threads_beside(use: float, cores: int) -> int:
     """The number of threads where other work uses so many of `cores` processors.
 
-    If it leaves half of them, as many as are free: then no thread waits for a processor while all
-    others wait for that thread. Beside more work, all: together they get more of the processors
+    As many as are free, if that is half; beside more work all, which get more of the processors
     than fewer threads would.
     """
     leaves_half = use <= cores / 2 + _UNSURE

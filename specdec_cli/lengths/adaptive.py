@@ -1,9 +1,8 @@
 """K of each round, chosen by recent acceptance and the measured times of rounds.
 
-Rounds of each K are timed first. Then each round takes the K with the most expected tokens per
-millisecond, given the acceptance of the last rounds. K depends only on earlier rounds, so the text
-keeps the target's distribution. Times differ between runs, and K with them, so sampled text can
-differ between runs. Greedy text does not.
+Each K is timed first; then rounds take that of the most expected tokens a millisecond. It depends
+only on earlier rounds, so the text keeps its distribution, but sampled text can differ between
+runs.
 """
 
 from specdec_cli.lengths.base import LastRounds, LengthPolicy
@@ -40,11 +39,8 @@ class Adaptive(LengthPolicy):
 
 
 def expected_tokens(last: LastRounds, k: int) -> list[float]:
-    """Expected tokens of a round at each K of 0..k, from the acceptance of the last rounds.
-
-    The rate at a place comes from the rounds that reached it. The fewer they are, the closer it
-    stays to the rate of the place before, which covers places that short rounds never reach.
-    """
+    """Expected tokens of a round at each K of 0..k; rates of places seldom reached stay near those
+    before."""
     rounds = [
         (_FADING**age, trial)
         for age, trials in enumerate(reversed(last.trials))

@@ -1,8 +1,4 @@
-"""The interface between a round and a length policy.
-
-A length may depend on facts known before a token is drawn, or on a drawn token that then stays
-proposed. Dropping a token because of its own draw would change the text.
-"""
+"""The interface between a round and a length policy, which never drops a token for its own draw."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -19,19 +15,14 @@ _REMEMBERED = 32  # rounds
 
 @dataclass(slots=True)
 class LastRounds:
-    """Acceptance of the rounds that the host has read, newest last; the same on all ranks.
-
-    trials: for each round, one (proposed, accepted) for each sequence that took part.
-    """
+    """(proposed, accepted) of each sequence in the rounds that the host has read, newest last."""
 
     trials: deque[list[tuple[int, int]]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
 
 class LengthPolicy(Protocol):
-    """is_fixed: whether every round proposes as much as it may, as predictions assume.
-
-    A policy that inherits from this proposes k tokens in every round, unless it says otherwise.
-    """
+    """is_fixed: whether rounds propose as much as they may. The values below propose k tokens
+    always."""
 
     is_fixed: bool = False
 

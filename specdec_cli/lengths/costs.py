@@ -9,11 +9,8 @@ _TRIALS = 4  # rounds of each K; the first does not count, since it may still wa
 
 
 class RoundCosts:
-    """Times of rounds by number of slots and K.
-
-    Each rank measures times, and all ranks use rank 0's. The moment when there are enough depends
-    on counts alone, so ranks agree without a message on when to exchange times.
-    """
+    """Times of rounds by number of slots and K, as rank 0 measures them; counts say when they
+    suffice."""
 
     def __init__(self, parallel: TensorParallel) -> None:
         self._parallel = parallel

@@ -1,10 +1,5 @@
-"""A policy that ends a sequence's proposals before a token that the draft's own head doubts.
-
-As DeepSpec cuts DSpark's blocks. A confidence depends on the tokens before its own and on no later
-draw, so the cut changes no text.
-"""
-
-import torch
+"""A policy that ends a sequence's proposals before a token that the draft's own head doubts, as
+DeepSpec cuts DSpark's blocks: by the tokens before, so it changes no text."""
 
 from specdec_cli.core.drafting import Doubt
 from specdec_cli.lengths.base import LengthPolicy
@@ -19,10 +14,7 @@ class HeadsConfidence(LengthPolicy):
 
     @property
     def doubt(self) -> Doubt:
-        return self._is_low
-
-    def _is_low(self, confidences: torch.Tensor) -> torch.Tensor:
-        return confidences < self.threshold
+        return lambda confidences: confidences < self.threshold
 
 
 def from_recipe(speculation: SpeculationSection) -> HeadsConfidence:

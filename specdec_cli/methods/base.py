@@ -1,8 +1,5 @@
-"""The interface between a round and a proposer.
-
-A proposer works on the device's view of a batch, `BatchState`. If it uses tensors only, and never
-reads their values on the host, it is captured into a CUDA graph with the rest of the round.
-"""
+"""The interface between a round and a proposer, which works on `BatchState`. If it uses tensors
+only, it is captured into a CUDA graph with the rest of the round."""
 
 import sys
 from collections.abc import Callable
@@ -29,11 +26,7 @@ from specdec_cli.recipe import SpeculationSection
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """The target and the ranks that a method's own draft is described for.
-
-    parallel: the draft's ranks. target: on meta. max_model_len: most tokens of a sequence. share:
-    the recipe's `draft.share`.
-    """
+    """The target, on meta, and the ranks that a method's own draft is described for."""
 
     spec: ModelSpec
     device: torch.device
@@ -48,10 +41,8 @@ class DraftPlace:
 class MethodParts:
     """The recipe's section and the models that a proposer may be made from, on this rank.
 
-    draft: the draft, a `PagedModel` unless the method describes its own; None if the method has
-    none, or this rank holds no part of it. described: the draft's description, on every rank.
-    draft_max_len: the draft's context length; 0 without a
-    draft.
+    draft: a `PagedModel` unless the method describes its own; None if this rank holds no part of
+    one. described: its description, on every rank. draft_max_len: its context length, or 0.
     """
 
     speculation: SpeculationSection
@@ -62,11 +53,7 @@ class MethodParts:
 
 
 class RoundSize(NamedTuple):
-    """The sizes that a method's memory follows from, on this rank.
-
-    longest: tokens of the longest text. vocab_size: of the target. is_cuda: whether the device is a
-    GPU. draft: None on a rank that holds no part of it. is_first: whether this rank verifies.
-    """
+    """The sizes that a method's memory follows from, on this rank. longest: tokens of a text."""
 
     batch_size: int
     k: int
@@ -79,10 +66,7 @@ class RoundSize(NamedTuple):
 
 
 class MethodBytes(NamedTuple):
-    """Memory beyond weights, caches and the passes of prefill and of proposing, in bytes.
-
-    held: from the first round to the last. in_round: at the peak of one round.
-    """
+    """Bytes beyond weights, caches and passes: held throughout, and at the peak of a round."""
 
     held: int = 0
     in_round: int = 0
@@ -90,12 +74,10 @@ class MethodBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """make: a proposer. estimate_bytes: its memory, before anything is loaded. describe: its own
-    kind of draft; None for a method that runs a model of transformers', or no draft. runs_on_host:
-    whether it reads the device's data on the host: then rounds cannot be captured. can_share: what
-    `draft.share` may name for a draft of its own kind. check: the description of a model of
-    transformers' as it runs it; raises `SetupError` for one that it cannot run.
-    """
+    """make: a proposer. estimate_bytes: its memory. describe: its own kind of draft; None for one
+    that runs a model of transformers', or none. runs_on_host: whether it reads the device's data,
+    so that rounds cannot be captured. can_share: what `draft.share` may name for its own kind.
+    check: the description of a model as it runs it; raises `SetupError` for one that it cannot."""
 
     make: Callable[[MethodParts], "Proposer"]
     estimate_bytes: Callable[[RoundSize], MethodBytes]
@@ -168,11 +150,7 @@ class Proposer:
         params: SamplingParams,
     ) -> Forecast | None:
         """The acceptance to expect of proposals along `output`, a text that is already written;
-        None if its rounds have to be run for that, see `methods.forecast`.
-
-        k: most tokens a round may propose. All ranks have to call this; only rank 0's result is
-        valid.
-        """
+        None if its rounds have to be run. All ranks call this; rank 0's result is valid."""
         return None
 
     def check(self) -> None:

@@ -1,9 +1,8 @@
 """Proposing a block of tokens in one pass with a DFlash drafter (z-lab, arXiv 2602.06036).
 
-The drafter keeps keys and values of true tokens alone, which follow from the target's hidden
-states: `commit` writes those that a round's scoring pass gave. A block is the last token and masks,
-k + 1 rows that see the context and each other. Their keys go to the places of tokens to come, where
-the next rows are written over them. Legend: B slots, K proposal length, H width of the drafter.
+The drafter keeps keys and values of true tokens alone, which `commit` writes from the target's
+hidden states. A block is the last token and masks, k + 1 rows that see the context and each other;
+their keys are written over by the next rows. Legend: B slots, K proposal length, H width.
 """
 
 from collections.abc import Callable
@@ -31,11 +30,8 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class DFlash(HeadProposer):
-    """Draws K tokens a sequence from one pass.
-
-    rows: of the pass in a round of k, on every rank. depends_on_k: K sets them, and they see each
-    other, unless all passes have the trained width.
-    """
+    """Draws K tokens a sequence from one pass, of `rows` in a round of k. depends_on_k: K sets
+    these."""
 
     def __init__(
         self,

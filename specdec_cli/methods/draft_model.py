@@ -1,8 +1,4 @@
-"""Proposing tokens with a draft model (Leviathan et al., arXiv 2211.17192).
-
-With several ranks, each rank of the draft draws the same tokens, since logits and random numbers
-are the same on all of them. Rank 0's tokens count.
-"""
+"""Proposing tokens with a draft model (Leviathan et al., arXiv 2211.17192)."""
 
 from collections.abc import Sequence as Values
 
@@ -20,11 +16,8 @@ from specdec_cli.models.paged import PagedModel
 
 
 class DraftModel(Proposer):
-    """Draws k tokens a sequence from the draft model.
-
-    model: None on a rank that holds no part of the draft; it receives rank 0's proposals. max_len:
-    the draft's context length. Nothing is proposed past it.
-    """
+    """Draws k tokens a sequence from the draft model, up to its context length `max_len`; on ranks
+    that hold no part of it `model` is None."""
 
     is_paged = True
 
@@ -39,11 +32,8 @@ class DraftModel(Proposer):
             self.model.prefill(spans)
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """The first pass feeds the last two tokens, each further pass the token just drawn.
-
-        The draft's cache lacks one of these two tokens. After a round that accepted all proposals
-        it lacks both. Writing a key again changes nothing.
-        """
+        """The first pass feeds the last two tokens, of which the cache lacks one or both, each
+        further pass the token just drawn."""
         if self.model is None:
             return draft.nothing()
         fed, offset = state.tail, -self.tail

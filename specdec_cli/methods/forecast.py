@@ -1,8 +1,7 @@
 """The acceptance of proposals along a text that is already written, found by running its rounds.
 
-A proposal may depend on those before it in its round. So a round is begun at each token of the
-text, and its draws give the tokens that follow there. Rounds of tokens next to each other run side
-by side, each in cache blocks of its own. Legend: N rounds, K proposal length, V vocabulary.
+A round is begun at each token, and its draws give the tokens that follow there. Rounds run side by
+side, in cache blocks of their own. Legend: N rounds, K proposal length, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -98,9 +97,8 @@ def _told(rounds: list[_Round]) -> Forecast:
 
 
 class _Replay:
-    """The rounds of k along `tokens`, and what the caches hold of these. begun: tokens in the
-    proposer's. fed: in the target's, at least. features: [T, F], hidden states of the last T of
-    `begun`, or None."""
+    """The rounds of k along `tokens`, and how many of these the proposer and the target hold.
+    features: [T, F], hidden states of the last T of `begun`, or None."""
 
     def __init__(
         self,
@@ -132,8 +130,7 @@ class _Replay:
             how = self.teacher.processors
             texts = Texts.empty(width, reach, device) if self.proposer.needs_text or how else None
             if texts is not None and how is not None:
-                shape = width, len(how.suppressed) + 1
-                texts.seen = torch.zeros(shape, dtype=torch.bool, device=device)
+                texts.mark(len(how.suppressed))
             columns = allocator.blocks_for(reach + self.k) + touched
             state = BatchState(width, columns, device, texts, self.proposer.tail_for(self.k))
             for begin in range(self.text.num_prompt_tokens, reach, width):

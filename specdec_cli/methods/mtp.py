@@ -1,8 +1,7 @@
 """Proposing tokens with the modules for multi-token prediction in the target's checkpoint.
 
-A single module takes steps, as an EAGLE-3 head does. Several are a chain: module i makes proposal
-i + 1. It needs a true row of every token, which `commit` writes; its last i rows embed proposals,
-and are written again in each round. Legend: B slots, H width of the target.
+A single module takes steps. Of a chain, module i makes proposal i + 1. It needs a true row of every
+token; its last i rows embed proposals, and are written again in each round. Legend: B slots.
 """
 
 import torch
@@ -18,11 +17,8 @@ from specdec_cli.models.heads.mtp.draft import MtpDraft, describe_mtp
 
 
 class ChainedModules(Proposer):
-    """Draws a token from each module in turn. max_len: positions that they may use.
-
-    What a module reads of the one before may lie in another block than its own keys, so texts do
-    not share blocks.
-    """
+    """Draws a token from each module in turn. Texts do not share blocks, since what a module reads
+    of the one before may lie in another than its keys."""
 
     def __init__(self, chain: MtpChain, feature_layers: tuple[int, ...], max_len: int) -> None:
         self.chain, self.feature_layers, self.max_len = chain, feature_layers, max_len

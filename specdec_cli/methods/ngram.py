@@ -1,8 +1,7 @@
-"""Proposing tokens without a model: those that followed the same n-gram earlier in the text.
+"""Proposing the tokens that followed the same n-gram earlier in the text.
 
 Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023), as in transformers'
-`PromptLookupCandidateGenerator`. One difference: an end-of-text token is proposed like any other,
-and ends the sequence if it is accepted.
+`PromptLookupCandidateGenerator`, but an end-of-text token is proposed like any other.
 """
 
 from specdec_kernels import ops
@@ -14,10 +13,7 @@ from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
 
 
 class Ngram(Proposer):
-    """Looks n-grams of `longest` down to `shortest` tokens up in a sequence's prompt and output.
-
-    It has neither a cache nor a context length.
-    """
+    """Looks n-grams of `longest` down to `shortest` tokens up in a sequence's prompt and output."""
 
     needs_text = True
     is_paged = True
@@ -27,10 +23,7 @@ class Ngram(Proposer):
         self.shortest = shortest
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose the tokens that were found, at most `draft.caps` of them.
-
-        Nothing is drawn, so q is one-hot at each token.
-        """
+        """The tokens that were found. Nothing is drawn, so q is one-hot at each."""
         assert state.texts is not None
         found = ops.ngram_lookup(
             state.texts.tokens,

@@ -1,8 +1,7 @@
 """Proposing tokens with a PARD draft (An et al., arXiv 2504.18583): a model trained with masks.
 
-One causal pass over the tokens that its cache lacks and K - 1 masks gives all proposals: the last
-token's row decides the first, each mask's row the one after it. So proposals of a smaller k are the
-first of a larger one's. True tokens are written over masks. Legend: B slots, K proposal length.
+One causal pass over the tokens that its cache lacks and K - 1 masks gives all proposals, of which a
+smaller k has the first. True tokens are written over masks.
 """
 
 from dataclasses import replace

@@ -1,9 +1,8 @@
 """Proposing tokens with a P-EAGLE head: EAGLE-3's rows, and masks in place of its further steps.
 
-The last true row decides the first proposal, as EAGLE-3's does, and a row of masks each of the
-others. One causal pass takes the true rows of the last round and K - 1 masks behind them, so that
-proposals of a smaller k are the first of a larger one's. True rows are written over masks. Legend:
-B slots, K proposal length, W rows that may wait, H width of the head.
+One causal pass takes the true rows of the last round and K - 1 masks behind them, so that proposals
+of a smaller k are the first of a larger one's. True rows are written over masks. Legend: B slots, K
+proposal length, W rows that may wait, H width of the head.
 """
 
 from dataclasses import replace

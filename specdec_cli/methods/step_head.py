@@ -1,10 +1,8 @@
 """Proposing tokens with a head that takes one pass a token, as EAGLE-3 does.
 
-Row t of the head reads the target's hidden state of token t and the embedding of token t + 1.
-A round that accepted a proposals gives true hidden states of a + 1 more tokens: `commit` writes
-those rows, over rows that were written from guesses, and keeps the last one's output, from which
-the next round draws its first proposal. Each further proposal takes a pass over one row, which
-reads the output of the row before.
+Row t reads the target's hidden state of token t and embeds token t + 1. After a round `commit`
+writes the rows of true hidden states over guessed ones, and keeps the last one's output, which
+gives the next round's first proposal. Each further one takes a pass over one row.
 """
 
 import torch
@@ -19,11 +17,7 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class HeadProposer(Proposer):
-    """A head's rows of true tokens: written as prompts are read and as rounds are decided.
-
-    head: None on a rank that holds no part of it, which takes rank 0's proposals. feature_layers:
-    hidden states of the target that it reads. max_len: positions that it may use.
-    """
+    """A head's rows of true tokens, written in prefill and `commit`; None on a rank without it."""
 
     # `commit` writes the rows of every round, even of one without proposals: no `max_lag`.
     is_paged = True

@@ -1,7 +1,5 @@
-"""Teacher forcing: one pass of each model over a text that is already written, in place of rounds.
-
-The passes change no sequence. They borrow cache blocks from an idle engine.
-"""
+"""Teacher forcing: one pass of each model over a text that is already written, in place of rounds,
+in cache blocks of an idle engine."""
 
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
@@ -51,11 +49,7 @@ def compare(
     output: Values[int],
     params: SamplingParams,
 ) -> Forecast:
-    """A draft model's chances of acceptance along `output`; valid on rank 0 only.
-
-    draft: None on a rank that holds no part of it. Each rank joins the passes of the models that it
-    holds a part of. max_len: the draft's context length.
-    """
+    """A draft model's chances of acceptance along `output`; valid on rank 0 only."""
     tokens = [*prompt, *output]
     reach = min(len(tokens), max_len)
     draft_seq = Sequence(0, tokens[:reach], len(prompt), reach)
@@ -112,11 +106,10 @@ def acceptance(
     vocab_size: int,
     params: SamplingParams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each written token, fp32 [M]: min(1, q / p) of it, and the sum of min(p, q) over the
+    """For each written token, fp32 [M]: min(1, q / p), and the sum of min(p, q) over the
     vocabulary.
 
     drafted: the draft's logits [M, V']. scored: the target's [M, V]; None if decoding is greedy.
-    written: int64 [M]. vocab_size: V.
     """
     # Logits of a draft with another vocabulary size are cut, or padded with probability zero.
     more = vocab_size - drafted.shape[-1]
@@ -132,10 +125,7 @@ def acceptance(
 
 @torch.inference_mode()
 def last_logits(teacher: Teacher, tokens: Values[int], width: int, num_prompt: int) -> torch.Tensor:
-    """The target's logits [V] after `tokens`, whose last pass feeds `width` of them.
-
-    Every rank calls this; the logits mean something on rank 0.
-    """
+    """The target's logits [V], valid on rank 0, after `tokens`, whose last pass feeds `width`."""
     seq = Sequence(0, list(tokens), num_prompt, len(tokens))
     teacher.allocator.extend(seq.block_table, len(tokens))
     try:

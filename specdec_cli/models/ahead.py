@@ -1,7 +1,5 @@
-"""Checks of a model's folder before ranks are started, which takes seconds.
-
-The ranks would find the same problems. Imports nothing heavy and does not ask the hub.
-"""
+"""Checks of a model's folder before ranks are started, which takes seconds; imports nothing
+heavy."""
 
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.refusals import Indivisible
@@ -11,11 +9,8 @@ from specdec_cli.recipe.choices.registry import weights_from
 
 
 def check_ahead(recipe: Recipe) -> None:
-    """Check the models that a recipe runs.
-
-    Raises `SetupError` for a missing model or a damaged config, and `Indivisible` for heads that
-    cannot be split.
-    """
+    """Raise `SetupError` for a model that is missing or damaged, `Indivisible` for heads to be
+    split."""
     _check(recipe.target)
     speculation = recipe.speculation
     if weights_from(speculation.method) == "draft" and speculation.num_speculative_tokens:

@@ -36,11 +36,8 @@ class NotPlainAttention(Exception):
 
 
 class Attention(Protocol):
-    """The object that a model's attention layers call.
-
-    query: [H, T, Dk]; key: [Hkv, T, Dk]; value: [Hkv, T, Dv], after rotary embedding. Returns
-    [T, H, Dv].
-    """
+    """What attention layers call. query: [H, T, Dk]; key: [Hkv, T, Dk]; value: [Hkv, T, Dv], after
+    rotary embedding. Returns [T, H, Dv]."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: ops.AttentionCall
@@ -84,8 +81,7 @@ def _dispatch(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: q, k, v of [1, heads, T, dim]; no mask is ever built.
 
-    Window, softcap and sinks are taken from the call alone: some families keep a stale
-    `sliding_window` attribute on layers that attend to everything.
+    Other arguments count as called, since some layers keep a stale `sliding_window`.
     """
     if attention_mask is not None:
         raise NotPlainAttention("its layers compute an attention mask of their own")

@@ -1,8 +1,7 @@
 """Compiled forward passes: one callable for each model and kind of shape, never eager by accident.
 
-Draft and target share one `forward`, and Dynamo silently stops compiling code that has too many
-callers. So each callable has a code object of its own, is one whole graph, and is compiled once.
-Passes of one token have their own graph; all others share one with a variable number of tokens.
+Dynamo silently stops compiling a `forward` that has too many callers. So each callable has code of
+its own, is one whole graph, and is compiled once: for one token, or for a variable number of them.
 """
 
 import contextlib

@@ -34,7 +34,8 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
     Raises `SetupError` for what is no config, and, with the key, for a number that no model has.
     """
     if is_gguf(place):
-        return _of_header(place)
+        values = read_model(place).values
+        return {"num_attention_heads": values.get(f"{values.get(_FAMILY)}.attention.head_count")}
     config = json_object(place / "config.json", f"config.json of {name}")
     check_numbers(name, config, "config.json")
     return config
@@ -54,6 +55,9 @@ def json_object(file: Path, told: str) -> dict[str, Any]:
     try:
         if not file.is_file():
             raise ValueError("it is no regular file")
+        if is_lfs_pointer(file):
+            what = "it is a Git LFS pointer, not the file itself"
+            raise SetupError(f"cannot read {told}: {what}", LFS_HINT)
         if file.stat().st_size > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -72,11 +76,6 @@ def is_lfs_pointer(file: Path) -> bool:
     with suppress(OSError), file.open("rb") as opened:
         return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
     return False
-
-
-def _of_header(file: Path) -> dict[str, Any]:
-    values = read_model(file).values
-    return {"num_attention_heads": values.get(f"{values.get(_FAMILY)}.attention.head_count")}
 
 
 def check_numbers(name: str, config: dict[str, Any], where: str) -> None:

@@ -1,7 +1,4 @@
-"""Conversion of a checkpoint's tensors to the module's, by transformers' own tables.
-
-They are data: renamings, and operations such as stacking experts. Does not know files.
-"""
+"""Conversion of a checkpoint's tensors to the module's, by transformers' tables of operations."""
 
 import re
 from contextlib import suppress

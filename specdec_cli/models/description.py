@@ -1,7 +1,4 @@
-"""A transformers model before its weights are read, as a target or as a draft: config and gate.
-
-The module is built on the meta device, so that refusing a model costs nothing.
-"""
+"""A transformers model on meta, before its weights are read, as a target or as a draft."""
 
 import re
 from collections.abc import Callable
@@ -186,10 +183,7 @@ class Description(Unfilled):
 def describe(
     spec: ModelSpec, device: torch.device, parallel: TensorParallel = ALONE
 ) -> Description:
-    """Read the config, build the module on meta, and take this rank's part of it.
-
-    Raises `SetupError` for a model that cannot be found or read, or is not supported.
-    """
+    """This rank's part of a model, checked and on meta. Raises `SetupError` if it cannot run."""
     place = model_place(
         spec.name,
         spec.revision,

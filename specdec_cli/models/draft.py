@@ -15,10 +15,7 @@ from specdec_cli.models.spec import ModelSpec
 
 
 class Loaded(Protocol):
-    """A model with its weights, over a paged cache.
-
-    storages: bytes of each block of memory that holds weights and tables, by its address.
-    """
+    """A model with its weights, over a paged cache. storages: see `fused_stack.storages_of`."""
 
     cache: KVCache
 
@@ -39,11 +36,8 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A convention of a draft's checkpoint that tools read differently.
-
-    told: how it was read, and who reads it otherwise. draft: the draft read otherwise; None where
-    the target rules that out.
-    """
+    """A convention of a checkpoint that tools read differently: how it was read, and who reads it
+    otherwise; and the draft read so, None where the target rules that out."""
 
     told: str
     draft: "Draft | None"

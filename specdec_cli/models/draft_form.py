@@ -1,7 +1,4 @@
-"""The method that a draft's own config calls for, so that naming the draft is enough.
-
-Reads config.json alone. Imports nothing heavy.
-"""
+"""The method that a draft's own config.json calls for, so that naming the draft is enough."""
 
 from typing import Any
 
@@ -13,12 +10,10 @@ from specdec_cli.recipe.choices.registry import METHODS, Fitting, fitting_forms
 
 
 def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
-    """The recipe with the method that runs its draft.
+    """The recipe with the method that runs its draft, which tells of itself later if it is damaged.
 
-    is_free: whether the draft may replace a method that the recipe names. A missing or damaged
-    draft changes nothing: describing it reports that. Raises `UsageError` where a method is asked
-    for that cannot run the draft, and `SetupError`, with the keys that show it, for a draft of a
-    kind that no method runs.
+    is_free: whether the draft may replace a named method. Raises `UsageError` for a method that
+    cannot run the draft, and `SetupError` for a draft of a kind that none runs.
     """
     speculation, draft = recipe.speculation, recipe.draft
     method, has_proposals = speculation.method, speculation.num_speculative_tokens > 0

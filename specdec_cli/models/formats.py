@@ -1,8 +1,5 @@
-"""Quantised checkpoints by their config: which matrices are stored, how, and under what names.
-
-A method is one entry of `FORMATS`. What a config says and is not understood is refused by its key.
-Does not know tensors, whose orders end in `quantised`.
-"""
+"""Quantised checkpoints by their config: which matrices are stored, how, and under what names. What
+is not understood is refused by its key."""
 
 import re
 from collections.abc import Callable
@@ -39,11 +36,8 @@ class Matrices(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """The matrices of a checkpoint, and those that it leaves plain.
-
-    left: the value of the key `left_key`, whose modules are plain. unused: what the config says and
-    is not done here, which changes the text.
-    """
+    """The matrices of a checkpoint, and those that it leaves plain, by the key `left_key`. unused:
+    what the config says and is not done here, which changes the text."""
 
     groups: tuple[Matrices, ...]
     left: tuple[str, ...] = ()

@@ -1,8 +1,7 @@
 """Forward passes of llama-like decoders in few, large kernels.
 
-`models.fused_layer` has the families and how their layers differ, `models.fused_stack` the kernels
-of a layer. On CUDA the module keeps working: its weights become views of the merged ones. On a CPU
-large weights are packed, and the module gives up its own. Legend: T packed tokens.
+On CUDA the module keeps working: its weights become views of the merged ones. On a CPU large
+weights are packed, and the module gives up its own. Legend: T packed tokens.
 """
 
 from typing import Any
@@ -92,10 +91,8 @@ class FusedForward:
         cache: KVCache,
         hidden_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [M, V] of the rows that the batch wants, and hidden states [T, L * H] of all rows.
-
-        token_ids: int64 [T], in place of the batch's own. hidden_layers: as in `PagedModel`.
-        """
+        """Logits [M, V] of the batch's logit rows, and hidden states [T, L * H] of
+        `hidden_layers`."""
         first = self.stack.layers[0]
         states: dict[int, Tensor] = {}
 

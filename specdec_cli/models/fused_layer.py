@@ -1,7 +1,4 @@
-"""Decoder layers as fused passes take them: merged weights, and what differs by family.
-
-Only classes that are known to compute what `models.fused` does have a fused form.
-"""
+"""Decoder layers as fused passes take them: merged weights, and what differs by family."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -88,11 +85,8 @@ def has_experts(layer: Any) -> bool:
 
 
 def dense_mlp(layer: Any) -> Any:
-    """The MLP that all tokens pass: the layer's own, or its shared experts as one, or None.
-
-    As one of the experts it would be the one that all tokens choose, and last longer than the
-    others.
-    """
+    """The MLP that all tokens pass: the layer's own, or its shared experts as one, or None. As an
+    expert it would last longer than the others."""
     return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
 
@@ -294,10 +288,8 @@ def _norm(norm: Any, family: Family) -> Tensor:
 
 
 def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
-    """A layer's weights in groups that are merged: q, k and v; output; gate and up; down.
-
-    The latter two are of the MLP that all tokens pass, if there is one.
-    """
+    """A layer's weights in groups that are merged: q, k, v; output; gate, up; down, if all pass
+    them."""
     attention, mlp = layer.self_attn, dense_mlp(layer)
     groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
     if mlp is not None:

@@ -1,11 +1,9 @@
 """A pass through a stack of fused layers: the target's own, and that of every head.
 
-A layer is five kernels: norm and merged q, k, v; rotary embedding, KV write and attention; output
-projection and residual; norm and gated MLP; down projection and residual. Families that norm the
-outputs of attention and MLP before adding them have two more kernels. With experts, the MLP is
-three kernels, and shared experts are two before them. With several ranks, what ends in the residual
-stream (two projections, or one and the experts) is summed over ranks and then added once.
-Legend: T packed tokens, D features of a head.
+A layer is five kernels: norm and q, k, v; rotary embedding, KV write and attention; output
+projection and residual; norm and gated MLP; down projection and residual. Norms of outputs are two
+more, and experts three in place of the MLP. Of several ranks, what ends in the residual stream is
+summed and then added once. Legend: T packed tokens, D features of a head.
 """
 
 from collections.abc import Callable
@@ -101,10 +99,9 @@ Attend = Callable[[FusedLayer, Tensor, KVCache, ForwardBatch], Tensor]
 
 
 def _attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int) -> Attend:
-    """The attention of a pass's fused layers.
+    """The attention of a pass's fused layers; on a CPU all share rotations and gather plan.
 
-    cos, sin: [T, R * D], rows of the rotary tables, R = num_turns embeddings side by side. On a CPU
-    rotations and gather plan are prepared once for all layers.
+    cos, sin: [T, R * D], rows of the rotary tables, R = num_turns embeddings side by side.
     """
     turns = list(zip(cos.chunk(num_turns, 1), sin.chunk(num_turns, 1), strict=True))
 

@@ -1,7 +1,5 @@
-"""The check, before any weight is read, that all layers ask for causal or sliding-window attention.
-
-Most models that fail it would not crash but write wrong text.
-"""
+"""The check, before weights are read, that a model would not write wrong text: that all its layers
+ask for causal or sliding-window attention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,4 @@
-"""The sampling that a model's generation_config.json asks for, in keys of a recipe.
-
-`sampling.from: model` takes its values as transformers' `generate` does. Imports nothing heavy.
-"""
+"""The sampling that a model's generation_config.json asks for, in keys of a recipe."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,10 +51,7 @@ _UNSUPPORTED: dict[str, Any] = {
 
 
 def generation_config(place: Path) -> dict[str, Any]:
-    """The content of generation_config.json in a model's folder; empty where there is none.
-
-    transformers' own reader refuses settings of sampling that do not suit each other.
-    """
+    """The content of generation_config.json in a model's folder; empty where there is none."""
     file = place / FILE
     return json_object(file, str(file)) if file.is_file() else {}
 

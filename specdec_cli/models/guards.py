@@ -42,10 +42,9 @@ def unsafe_file(folder: Path) -> Path | None:
 
 
 def growth_of(steps: Any, part: str) -> int:
-    """The most by which the steps of a tokenizer can multiply the length of a text.
+    """The most by which steps, as tokenizer.json describes them, can multiply a text's length.
 
-    steps: one, or a tree of them, as tokenizer.json describes them. Raises `ValueError`, which
-    names the `part`, if they are so many, or replace so much, that native code would abort.
+    Raises `ValueError`, which names the `part`, if they are so many that native code would abort.
     """
     growth, count, inner = 1, 0, [steps]
     while inner:
@@ -150,11 +149,8 @@ def in_time(work: Callable[[], T], length: int) -> T:
 
 @contextmanager
 def native_lines() -> Iterator[None]:
-    """Keep lines of native code from standard output, and those of its panics from both.
-
-    The descriptors 1 and 2 lead to memory meanwhile. All lines but those of panics go to standard
-    error at the end.
-    """
+    """Lead lines of native code, but those of its panics, from descriptors 1 and 2 to standard
+    error, by way of memory, at the end."""
     with _held:
         held: dict[int, tuple[int, int]] = {}  # a copy of the descriptor, and the memory
         for descriptor in (1, 2):

@@ -1,7 +1,5 @@
-"""Parameters of a module that are held as their checkpoint stores them, or borrowed of the target.
-
-The module has their shapes, and passes of fused layers read their numbers. Does not know files.
-"""
+"""Parameters of a module that are held as their checkpoint stores them, or borrowed of the
+target."""
 
 import ctypes
 from typing import Any, Self

@@ -14,12 +14,9 @@ from specdec_cli.errors import SetupError
 
 
 def check_hidden_layers(module: Any, layers: tuple[int, ...]) -> None:
-    """Check that `module`, which needs no weights, has the hidden states of `layers`.
-
-    Raises `SetupError` for a layer out of range, and for models whose hidden states are not one
-    vector of `hidden_size` numbers a token: gemma3n carries several streams, and OPT-350m embeds
-    tokens in another width.
-    """
+    """Raise `SetupError` unless `module` has the hidden states of `layers`, one vector of
+    `hidden_size` numbers a token each: gemma3n carries several, and OPT-350m embeds in another
+    width."""
     if not layers:
         return
     config = module.config

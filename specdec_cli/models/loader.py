@@ -51,11 +51,8 @@ class Names(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfilled:
-    """A model on meta, as far as its weights follow from it.
-
-    place: a folder, or a GGUF file. draft_tensors: the names in its files of tensors that its draft
-    reads. names: of the module's tensors in a file that holds another model too.
-    """
+    """A model on meta, as far as its weights follow from it. draft_tensors: names in its files that
+    its draft reads. names: of the module's tensors in a file that holds another model too."""
 
     spec: ModelSpec
     place: Path
@@ -90,10 +87,8 @@ def load(
 
 @contextmanager
 def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
-    """Plain readers of every tensor in a model's files, for a draft that lies there.
-
-    Raises `SetupError` for a GGUF file, which holds no such draft, and for damaged files.
-    """
+    """Plain readers of all tensors in a model's files. Raises `SetupError` for GGUF, and damaged
+    files."""
     spec, config = description.spec, description.module.config
     if is_gguf(description.place):
         raise SetupError(f"{spec.name} is a GGUF file, which holds no draft")
@@ -328,10 +323,7 @@ def _checkpoint_source(
 
 
 def _same(names: list[str], readers: dict[str, ReadWeight], spec: ModelSpec) -> ReadWeight:
-    """The reader of one tensor that the weights hold under these names.
-
-    Raises `SetupError` if they differ, although config.json ties them.
-    """
+    """The reader of one tensor that the weights hold under these names, which must not differ."""
     if len(names) == 1:
         return readers[names[0]]
     first = readers[names[0]](None)  # kept, since not every tensor can be read twice
@@ -389,10 +381,7 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
 
 
 def _restore_buffers(module: Any, device: torch.device) -> None:
-    """Give buffers, which are computed in code, and unread vectors their initial values.
-
-    The seed is fixed because some families draw vectors at random (biases of routers).
-    """
+    """Give buffers and unread vectors, some of them random, their initial values by one seed."""
     for owner in module.modules():
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None and buffer.is_meta:

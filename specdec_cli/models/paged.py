@@ -149,7 +149,6 @@ class PagedModel:
         """Feed tokens of every slot, as `what` says; keys and values of padding go to waste.
 
         Returns logits [B, N, V], N = `Rectangle.num_logits`, and hidden states [B, Q, F].
-        Those of padding mean nothing.
         """
         batch, width = what.token_ids.shape
         if self.device.type == "cpu" and self.compiled is None:

@@ -1,8 +1,5 @@
-"""Memory that a pass of a transformers model takes at its peak, from shapes alone.
-
-The largest tensors that are alive at once are known for fused layers. For transformers' own layers
-a pass on the meta device finds them.
-"""
+"""Memory that a pass of a transformers model takes at its peak, from shapes: known for fused
+layers, found by a pass on the meta device for others."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -29,10 +26,7 @@ from specdec_cli.models.rotary_tables import num_turns
 
 
 class PassShapes(NamedTuple):
-    """A module on meta, the part of one of `ranks` ranks.
-
-    shape: of a layer's cache. num_features: the number of hidden states that its passes return.
-    """
+    """The part of a module, on meta, of one of `ranks` ranks; shape: of a layer's cache."""
 
     module: Any
     shape: LayerShape
@@ -45,10 +39,6 @@ class PassShapes(NamedTuple):
         numbers = tokens * self.num_features * int(self.module.config.hidden_size)
         return numbers * self.dtype.itemsize
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self.module.config.vocab_size)
-
 
 def peak_bytes(
     model: PassShapes, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool
@@ -56,7 +46,7 @@ def peak_bytes(
     """Bytes of the tensors that are alive at once at a pass's peak; see `models.draft.Draft`."""
     itemsize = model.dtype.itemsize
     # With several ranks the head's parts are gathered, and then joined.
-    logits = logit_rows * model.vocab_size * (1 if model.ranks == 1 else 3)
+    logits = logit_rows * int(model.module.config.vocab_size) * (1 if model.ranks == 1 else 3)
     if is_compiled or not is_fusable(model.module):
         inside = max(_live_bytes(model, tokens), logits * itemsize)
         return model.hidden_bytes(tokens) + inside
@@ -89,10 +79,8 @@ def _stored_numbers(parameters: Iterable[Any]) -> int:
 
 
 class _LayerNumbers(NamedTuple):
-    """Numbers per token that a fused layer holds at once; see `models.fused`.
-
-    common: throughout. attention: in attention while decoding. gathered: in attention in prefill.
-    """
+    """Numbers per token that a fused layer holds: throughout; in attention, or in prefill; in the
+    MLP."""
 
     common: int
     attention: int

@@ -64,10 +64,8 @@ def scaled(names: Iterable[str]) -> dict[str, str]:
 def _matrices(
     names: Collection[str], scheme: Scheme, model: str
 ) -> dict[str, tuple[Matrices, Names]]:
-    """The stored matrices of a file, by the names of their plain forms.
-
-    Raises `SetupError`, which names the tensor, for one that the config does not describe.
-    """
+    """The stored matrices of a file, by the names of their plain forms, as the config describes
+    them."""
     found: dict[str, tuple[Matrices, Names]] = {}
     held = {matrix: (PLAIN, scales) for scales, matrix in scaled(names).items()}
     endings = {parts["codes"]: form for form, parts in _PARTS.items()}
@@ -172,7 +170,7 @@ def _codes(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
             numbers = torch.stack((found & 15, found >> 4), -1).flatten(-2)
     if numbers.shape[-1] % 2:
         raise SetupError(f"{told} has {numbers.shape[-1]} columns, and 2 of them share a code")
-    return same(_coded(numbers, bits if group.storage.kind == INT8 else 4), part)
+    return same(_signed(numbers) if group.storage.kind == INT8 else packed(numbers), part)
 
 
 def _scales(
@@ -249,10 +247,6 @@ def _ordered(numbers: torch.Tensor) -> torch.Tensor:
     """Columns in their order, of words as AWQ fills them."""
     rows, columns = numbers.shape
     return numbers.view(rows, columns // 8, 8)[..., _AWQ_PLACES].flatten(-2)
-
-
-def _coded(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    return packed(numbers) if bits == 4 else _signed(numbers)
 
 
 def _signed(numbers: torch.Tensor) -> torch.Tensor:

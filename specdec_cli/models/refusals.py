@@ -19,12 +19,12 @@ class Unsupported(SetupError):
 
 
 class Indivisible(Unsupported):
-    """The model cannot be split over the ranks that the recipe asks for.
-
-    what: the part of the model that does not divide, such as its heads.
-    """
+    """The model's `what`, such as its heads, cannot be split over the ranks that the recipe asks
+    for."""
 
     code = ExitCode.USAGE
 
-    def __init__(self, name: str, what: str, size: int, hint: str = "use fewer ranks") -> None:
-        super().__init__(name, f"its {what} cannot be divided among {size} ranks", hint)
+    def __init__(self, name: str, what: str, size: int) -> None:
+        super().__init__(
+            name, f"its {what} cannot be divided among {size} ranks", "use fewer ranks"
+        )

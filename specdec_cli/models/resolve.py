@@ -1,6 +1,7 @@
 """The folder or GGUF file for a model's name in a recipe: a path, `demo:NAME`, `package:NAME`, or a
 hub id. Reads no weights."""
 
+import logging
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -18,7 +19,9 @@ _CONFIG = "config.json"
 _DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin",)
+_NO_WEIGHTS = ("adapter_", "training_args")
 _FOR_OTHERS = ("*/*.safetensors", "*/*.bin", "consolidated*", "training_args.bin")
+_log = logging.getLogger("specdec")
 
 
 def model_place(
@@ -52,10 +55,8 @@ def model_place(
 
 
 def local_place(name: str, file: str | None = None) -> Path | None:
-    """The folder or GGUF file of a model that is on this machine, or None for a hub id.
-
-    Raises `SetupError` for a name that can only be a path, and leads to no model, or to several.
-    """
+    """The place of a model on this machine, or None for a hub id. Raises `SetupError` for a path
+    that leads to none or several."""
     if name.startswith(PREFIX):
         return package_model(name, file)
     if name.startswith(demo.PREFIX):
@@ -109,17 +110,24 @@ def _in_folder(name: str, folder: Path, file: str | None) -> Path:
         assert found is not None
         return there[found]
     has_config = (folder / _CONFIG).is_file()
-    if has_config and (_is_for_transformers(folder) or any(folder.glob("*.bin"))):
+    is_adapter = (folder / "adapter_config.json").is_file()
+    files = [path for kind in (*_WEIGHTS, *_PICKLES) for path in folder.glob(kind)]
+    if has_config and any(not path.name.startswith(_NO_WEIGHTS) for path in files):
+        if is_adapter:
+            told = (
+                "%s has an adapter beside its weights (adapter_config.json), which is not applied: "
+            )
+            _log.warning(told + "merge it into them, or take it out of the folder", name)
         return folder
     found = chosen(name, [path.name for path in folder.glob("*.gguf")], None)
     if found is not None:
         return folder / found
+    if is_adapter:
+        raise SetupError(
+            f"{name} is an adapter (adapter_config.json), not a model",
+            "merge it into the model that it was trained on, and give that folder",
+        )
     if not has_config:
-        if (folder / "adapter_config.json").is_file():
-            raise SetupError(
-                f"{name} is an adapter (adapter_config.json), not a model",
-                "merge it into the model that it was trained on, and give that folder",
-            )
         hint = "is the path right? a folder with a .gguf file needs none"
         if inside := sorted(str(path.parent) for path in folder.glob(f"*/{_CONFIG}")):
             hint = f"there is one in {', '.join(inside[:5])}"

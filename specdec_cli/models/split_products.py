@@ -1,7 +1,4 @@
-"""Products of fused layers whose weights are split over ranks; every rank gets the whole result.
-
-Sums and logits of few rows go through memory that GPUs read from each other, where there is such.
-"""
+"""Products of fused layers whose weights are split over ranks; every rank gets the whole result."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -68,10 +65,8 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """`ops.mixture_add_norm` of experts that are split by their inner features.
-
-        shared: gated features of shared experts and their weight, whose product is added too.
-        """
+        """`ops.mixture_add_norm` of experts split by inner features, and the product of `shared`
+        ones."""
         if self.parallel.size == 1:
             if shared is not None:  # its norm is not used
                 x = x._replace(

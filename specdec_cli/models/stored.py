@@ -1,7 +1,5 @@
-"""Weights that stay as a checkpoint stores them: the matrices that do, and their readers.
-
-Only fused layers read such weights; those of other families are dequantised while loading.
-"""
+"""Weights that stay as a checkpoint stores them, for fused layers: the matrices, and their
+readers."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -40,8 +38,7 @@ def choose_form(
     """Mark the matrices that are to be held as stored, or quantised while they are loaded.
 
     Raises `SetupError` for a quantisation that is not understood, and where `weights` asks for a
-    form that a matrix, by its name, or a model cannot have. With `auto` such matrices are
-    dequantised, and the log says so.
+    form that a matrix or a model cannot have; with `auto` it is dequantised, and the log says so.
     """
     header = read_model(place) if is_gguf(place) else None
     scheme, is_plain = None, header is None or gguf.is_plain(header)
@@ -130,10 +127,8 @@ def _asked_storages(
 
 
 def storages_of(module: Any, fields: Fields, model: str) -> dict[str, Storage]:
-    """The storages of a module's matrices by its own names.
-
-    fields: by the file's. Raises `Unsupported` where matrices that the module stacks differ.
-    """
+    """The storages of a module's matrices by its own names. Raises `Unsupported` where stacked ones
+    differ."""
     found: dict[str, Storage | None] = {}
     plain: dict[str, Any] = {n: unread for n in fields.codes if n not in fields.storages}
     groups: list[tuple[Storage | None, dict[str, Any]]] = [(None, plain)]

@@ -261,10 +261,7 @@ def _steps_of(tokenizer: Any) -> dict[str, Any]:
 
 
 def at_moment(template: str, moment: datetime) -> str:
-    """The chat template with `strftime_now` as a macro that knows one moment only.
-
-    Templates take no functions as arguments, so its formats are replaced one by one.
-    """
+    """The chat template with `strftime_now` as a macro that knows the formats of one moment."""
     formats = [f"%{flag}{letter}" for flag in ("-", "") for letter in _FORMATS]
     steps = "".join(f"|replace({one!r}, {moment.strftime(one)!r})" for one in formats)
     # Jinja drops the line break after a block.
@@ -286,7 +283,7 @@ def _template_problem(problem: Exception, name: str, *, is_own: bool) -> Specdec
         return UsageError(
             f"the chat template of {name} refuses these messages: {reason_of(problem)}"
         )
-    hint = "the template comes with the model's tokenizer (chat_template)"
+    hint = "the template comes with the model's tokenizer; --chat-template takes another"
     told = f"fails: {reason_of(problem)}"
     if isinstance(problem, TemplateSyntaxError):
         told = f"is damaged: line {problem.lineno}: {reason_of(problem)}"

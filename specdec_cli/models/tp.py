@@ -1,11 +1,9 @@
 """Tensor parallelism: each rank holds a part of a model's matrices.
 
-transformers' plan for a family (`_tp_plan`) says which products are split by the features they
-write (colwise) and which by those they read (rowwise). Its own machinery splits over the whole
-world, so the splitting and the collectives here are ours, over a given group. Attention is split by
-whole heads; key and value heads are replicated where there are fewer than ranks. Experts are split
-by the features inside them (`models.tp_experts`). Embeddings and routers are whole on every rank.
-Works on a module on the meta device.
+transformers' plan for a family says which products are split by the features they write (colwise)
+and which by those they read (rowwise). Its machinery splits over the whole world; this one over a
+group. Attention is split by whole heads; key and value heads are replicated where there are fewer
+than ranks. Experts are split by their inner features. Embeddings and routers are whole.
 """
 
 import re

@@ -17,10 +17,7 @@ ADDED_ONCE = "down_proj_bias"
 
 
 def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[str, Part]:
-    """This rank's parts of a module of stacked experts, by the module's names of its tensors.
-
-    name: the model's. Raises `Indivisible` where the inner features do not divide.
-    """
+    """This rank's parts of a module of stacked experts, by its names. Raises `Indivisible`."""
     # [experts, written, read], or with `is_transposed` [experts, read, written].
     read = 1 if experts.is_transposed else 2
     width = int(experts.down_proj.shape[read])

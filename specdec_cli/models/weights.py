@@ -1,7 +1,4 @@
-"""Checkpoint files: which of them holds which tensor, and errors for those that do not open.
-
-Safetensors only, unless pickle is allowed; then only tensors are unpickled.
-"""
+"""Checkpoint files: which of them holds which tensor, and errors for those that do not open."""
 
 import json
 import logging
@@ -32,10 +29,8 @@ _INDEX_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Entries start..stop of dimension `dim` of a tensor of `shape`.
-
-    blocks: the dimension is so many blocks of equal size, and the part has these entries of each.
-    """
+    """Entries start..stop of dimension `dim`, of each of so many equal blocks, of a tensor of
+    `shape`."""
 
     dim: int
     start: int
@@ -49,10 +44,8 @@ class Part:
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of `whole`, a view of it unless there are several blocks.
-
-        Raises `WrongShape` when `whole` has another shape.
-        """
+        """This part of `whole`, a view of it unless there are several blocks. Raises
+        `WrongShape`."""
         if tuple(whole.shape) != self.shape:
             raise WrongShape(tuple(whole.shape))
         width = self.stop - self.start

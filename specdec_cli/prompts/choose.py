@@ -21,19 +21,18 @@ _MAX_NAMED = 6
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The prompts to take: `limit` of them, or all. sample: None takes the first, `random` draws,
-    and `stratified` draws as many of each category as there are."""
+    and `stratified` draws as many of each category as there are. Raises `UsageError` for a sample
+    without a size."""
 
     limit: int | None = None
     sample: str | None = None
     seed: int = 0
 
-
-def check_choice(choice: Choice) -> None:
-    """Raise `UsageError` for a sample without a size."""
-    if choice.sample is not None and choice.limit is None:
-        raise UsageError(
-            f"a {choice.sample} sample needs its size", "pass --limit N, or set data.limit"
-        )
+    def __post_init__(self) -> None:
+        if self.sample is not None and self.limit is None:
+            raise UsageError(
+                f"a {self.sample} sample needs its size", "pass --limit N, or set data.limit"
+            )
 
 
 def sampled(prompts: Sequence[Prompt], choice: Choice) -> list[Prompt]:
@@ -88,7 +87,8 @@ def uneven(
     where = "the data" if is_whole else f"the first {total} rows"
     if len(first) < len(data):
         named = _listed(first)
-        told = f"the first {size} prompts are of {len(first)} of {len(data)} categories ({named})"
+        which = f"first {size} prompts are" if size > 1 else "first prompt is"
+        told = f"the {which} of {len(first)} of {len(data)} categories ({named})"
     else:
         most = max(data, key=lambda c: first[c] / size - data[c] / total)
         told = (

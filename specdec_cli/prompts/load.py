@@ -21,7 +21,7 @@ from typing import BinaryIO, TextIO
 
 from specdec_cli import demo
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.prompts.choose import Choice, check_choice, sampled, uneven
+from specdec_cli.prompts.choose import Choice, sampled, uneven
 from specdec_cli.prompts.dataset import sliced
 from specdec_cli.prompts.hub import hub_source
 from specdec_cli.prompts.lines import BOM, Rows, json_rows, jsonl_rows, text_rows
@@ -45,8 +45,8 @@ _MAX_AHEAD = 20_000  # rows after the first ones whose categories are looked at
 _PATIENCE_S = 1.0  # for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
 _ONE_OBJECT = (
-    'a .jsonl file has one JSON object a line, such as {"prompt": "..."}; data.column names '
-    "another key for it"
+    'a .jsonl file has one JSON object a line, such as {"prompt": "..."}; --dataset FILE::KEY '
+    "(data.column) names another key for it"
 )
 _log = logging.getLogger("specdec")
 
@@ -72,7 +72,6 @@ def load_prompts(
     for a dataset that is not available.
     """
     choice = Choice(data.limit, data.sample, seed)
-    check_choice(choice)
     path = data.path or ""
     if path.startswith(demo.PREFIX) and not is_file:
         path = str(demo.demo_path(path))
@@ -134,7 +133,6 @@ def read_prompts(
     warning that counts them; otherwise bad prompts raise a `UsageError` with file, line and reason.
     """
     choice = Choice(limit, sample, seed)
-    check_choice(choice)
     if sample is not None:
         found = read_prompts(prompts, prompt_file, stdin, skip_bad=skip_bad)
         return _numbered(sampled(found, choice)) if found else []
@@ -349,5 +347,5 @@ def _check_columns(source: Source, column: str | None) -> None:
     if column is None and not any(key in source.columns for key in PROMPT_KEYS):
         raise UsageError(
             f"{source.name}: none of the columns {', '.join(PROMPT_KEYS)}: {listed}",
-            "name the one that holds the prompts with data.column",
+            "name the one that holds the prompts with --dataset FILE::COLUMN (data.column)",
         )

@@ -187,13 +187,10 @@ def _messages(value: object, key: str) -> tuple[Message, ...]:
     asked = len(value)
     while asked and isinstance(last := value[asked - 1], Mapping) and last.get("role") == _ANSWER:
         asked -= 1
-    if asked < len(value) and all(_role(one) == "system" for one in value[:asked]):
+    roles = (one.get("role") if isinstance(one, Mapping) else None for one in value[:asked])
+    if asked < len(value) and all(role == "system" for role in roles):
         raise BadRow(f"the {key} are only the assistant's: nothing to answer")
     return tuple(_message(item, f"{key}[{i}]") for i, item in enumerate(value[:asked]))
-
-
-def _role(value: object) -> object:
-    return value.get("role") if isinstance(value, Mapping) else None
 
 
 def _message(value: object, where: str) -> Message:

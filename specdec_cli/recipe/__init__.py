@@ -4,13 +4,13 @@ Knows nothing of models, devices or the command line: names of models are text h
 """
 
 from specdec_cli.recipe.resolve import PROMPTS, bundled_recipes, dump_recipe, load_recipe
-from specdec_cli.recipe.schema import (
+from specdec_cli.recipe.schema import Recipe
+from specdec_cli.recipe.sections import (
     CacheSection,
     DataSection,
     DraftSection,
     LengthSection,
     ModelSection,
-    Recipe,
     SamplingSection,
     SpeculationSection,
 )

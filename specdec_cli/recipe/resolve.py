@@ -267,15 +267,13 @@ class _Merge:
                 return  # the check of the whole recipe reports it
             values[section] = inner = dict(inner or {})
             values = inner
-        if last in values and path in self.document.lines and not self._is_new(path):
+        around = {path[:depth] for depth in range(1, len(path) + 1)}
+        is_own = path in self.document.lines and around.isdisjoint(self._replaced)
+        if last in values and is_own:
             line = self.document.line_of(path)
             self.check(key, values[last], line, f"{self.document.name}:{line}")
         values[last] = value
         self._replaced.add(path)
-
-    def _is_new(self, path: KeyPath) -> bool:
-        """Whether the value of a key is an override, not the document's."""
-        return any(path[:depth] in self._replaced for depth in range(1, len(path) + 1))
 
     def check(self, key: str, value: object, line: int, where: str) -> None:
         """Enter a problem for a value that another one replaces, if it is no value of its key."""

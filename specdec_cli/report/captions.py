@@ -6,7 +6,6 @@ Knows no drawing.
 from collections.abc import Callable, Mapping
 
 from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.content import Content
 from specdec_cli.report.findings import (
     longest_proposals,
@@ -14,6 +13,7 @@ from specdec_cli.report.findings import (
     setting_in_words,
     times,
 )
+from specdec_cli.report.folder import baseline_of
 from specdec_cli.report.tables import arm_in_words, tokens_over_all_rounds
 
 
@@ -79,8 +79,7 @@ def acceptance(content: Content) -> str:
 def latencies(content: Content) -> str:
     """The medians at the point of the category table, beside plain decoding's."""
     point = content.shown
-    points = content.run.points
-    plain = next((p for p in points if point and _is_its_baseline(p, point)), None)
+    plain = baseline_of(content.run.points, point) if point is not None else None
     if point is None or plain is None:
         return ""
     figures = [(p.number("tpot_ms", "p50"), p.number("ttft_ms", "p50")) for p in (point, plain)]
@@ -92,11 +91,6 @@ def latencies(content: Content) -> str:
         f"With {name} a token takes {each:.2f} ms after the first, in plain decoding {slower:.2f}; "
         f"the first takes {first:.1f} and {earlier:.1f} ms (medians over prompts)."
     )
-
-
-def _is_its_baseline(plain: Point, point: Point) -> bool:
-    same = (plain.level, plain.target_tp) == (point.level, point.target_tp)
-    return plain.is_baseline and same and plain.draft in (None, point.draft)
 
 
 def rounds(content: Content) -> str:

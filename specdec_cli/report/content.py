@@ -10,7 +10,6 @@ from specdec_cli.report.card import card
 from specdec_cli.report.cells import Table
 from specdec_cli.report.findings import Finding
 from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.tables import first_tokens
 from specdec_cli.report.vllm import deployment
 
 
@@ -47,7 +46,7 @@ class Content:
             "category_pairs": tables.category_pairs(run),
             "rounds": tables.times_of_a_round(run),
             "latencies": tables.latencies(run),
-            "first_tokens": first_tokens(run),
+            "first_tokens": tables.first_tokens(run),
             "predictions": tables.predictions(run),
             "categories": tables.categories(run, shown, of_shown) if shown is not None else None,
         }
@@ -64,12 +63,8 @@ def _point_for_categories(run: ReportedRun, bests: list[Finding]) -> Point | Non
     for best in bests:
         if best.point is not None and best.point.is_ok and not best.point.is_baseline:
             return best.point
-    speeds = [
-        (s, i)
-        for i, p in enumerate(run.points)
-        if not p.is_baseline and (s := p.speedup) is not None
-    ]
-    return run.points[max(speeds)[1]] if speeds else None
+    known = [p for p in run.points if not p.is_baseline and p.speedup is not None]
+    return max(reversed(known), key=lambda p: p.speedup or 0.0, default=None)
 
 
 def _setup(run: ReportedRun) -> str:

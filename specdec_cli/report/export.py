@@ -97,8 +97,12 @@ def _cell(value: Value) -> str:
 def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     """The report as markdown. folder: of its pictures, relative to it."""
     lines = [f"# {_plain(content.title)}", "", f"**{_plain(content.headline)}**", ""]
-    lines += [f"> {_plain(warning)}" for warning in content.warnings]
-    lines += ["", *(f"- {title}: {_plain(told)}" for title, told in content.card)]
+    lines += [f"> - {_plain(warning)}" for warning in content.warnings]
+    lines.append("")
+    for title, told in content.card:
+        is_command = title in ("vLLM", "SGLang") and "`" not in told and told.isprintable()
+        shown = f"`{told}`" if is_command else _plain(told)  # as it is, to be copied
+        lines.append(f"- {title}: {shown}")
     if content.lossless is not None:
         lines += ["", _plain(content.lossless)]
     if len(content.answers) > 1:

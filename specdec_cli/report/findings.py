@@ -53,12 +53,8 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """The run's own verdict; of earlier versions, which had none, what they recommend."""
-        if self.recorded is None:
-            return "inconclusive"
-        gain = self.point.speedup if self.point is not None else None
-        is_use = self.recorded.k and (gain is None or gain > 1.0)
-        return self.recorded.verdict or ("use" if is_use else "none")
+        """The run's own verdict: none where nothing was to be judged, as at overload."""
+        return "inconclusive" if self.recorded is None else self.recorded.verdict or "none"
 
     @property
     def is_open(self) -> bool:
@@ -182,14 +178,10 @@ def _named(k: int, draft: str | None) -> str:
 
 
 def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:
-    points = [p for p in every if p.is_ok]
     # Speed-ups at different target TPs have different baselines.
-    name = "decode_tokens_per_second"
-    by_speed = run.is_comparison
-    speeds = [
-        (s, -p.k, p) for p in points if (s := p.number(name) if by_speed else p.speedup) is not None
-    ]
-    fastest = max(speeds, key=lambda item: item[:2])[2] if speeds else None
+    name = "decode_tokens_per_second" if run.is_comparison else "speedup"
+    known = [p for p in every if p.is_ok and p.number(name) is not None]
+    fastest = max(known, key=lambda p: (p.number(name) or 0.0, -p.k), default=None)
     return Finding(every[0].batch_size, fastest, rate=every[0].request_rate)
 
 

@@ -5,7 +5,7 @@ shown.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def read_folder(path: Path) -> ReportedRun:
         refuse_other_version(path / "settings.json", settings or {})
     else:
         refuse_other_version(path / "summary.json", document)
-    records = list(_lines(path / "points.jsonl", Point, notes))
+    records = list(intact_records(path / "points.jsonl", Point, notes))
     is_comparison = "compare-tp" in schema or any(p.target_tp is not None for p in records)
     summary: SweepSummary | ComparisonSummary | None = None
     if document:
@@ -118,7 +118,7 @@ def read_folder(path: Path) -> ReportedRun:
         recipe=recipe or (summary.recipe if summary is not None else {}),
         recipe_text=text,
         environment=_document(path / "environment.json", notes) or {},
-        has_samples=any([True for _ in _lines(path / "samples.jsonl", Sample, notes)]),
+        has_samples=bool(list(intact_records(path / "samples.jsonl", Sample, notes))),
         notes=tuple(notes),
     )
 
@@ -151,7 +151,7 @@ def _refuse_unfinished(path: Path, settings: Mapping[str, Any] | None) -> None:
     if settings is None:
         return
     is_sweep = "ks" in (settings.get("settings") or ())
-    has_samples = next(_lines(path / "samples.jsonl", Record, []), None) is not None
+    has_samples = next(intact_records(path / "samples.jsonl", Record, []), None) is not None
     hint = "go on with the command that began it, and --resume"
     if is_sweep and has_samples:
         hint = f"`specdec merge {path} -o NEW` makes points of the samples there are; or {hint}"
@@ -172,12 +172,8 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
 
 def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
     """The point with its speed-up, from decoding speeds if the run ended before computing it."""
-    if (
-        point.load is not None
-        or point.metrics is None
-        or point.speedup is not None
-        or point.impossible_speedup is not None
-    ):
+    is_known = point.speedup is not None or point.impossible_speedup is not None
+    if is_known or point.load is not None or point.metrics is None:
         return point
     base = baseline_of(points, point)
     plain = base.number("decode_tokens_per_second") if base is not None else None
@@ -225,8 +221,9 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any] | None:
     return found
 
 
-def _lines(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
-    """The intact records of a .jsonl file; a crash may have torn the last line."""
+def intact_records(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
+    """The intact records of a .jsonl file. Each other line gets a note, such as the last one if a
+    crash has torn it."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -234,25 +231,15 @@ def _lines(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror}")
         return
-    whole = ((n, parsed(line, kind)) for n, line in enumerate(lines[:-1], start=1) if line.strip())
-    yield from _good(f"{path.name}, line", whole, notes)
-    if lines[-1].strip():
-        notes.append(f"{path.name}, line {len(lines)} is torn, as a crash leaves it: left out")
-
-
-def intact_records(path: Path, kind: type[R]) -> Iterator[R]:
-    """The intact records of a .jsonl file of a run that `read_folder` has read, with its notes."""
-    return _lines(path, kind, [])
-
-
-def _good(what: str, found: Iterable[tuple[int, R | str]], notes: list[str]) -> Iterator[R]:
-    """The intact ones among numbered records. Each other one gets a note that names the key."""
-    for number, record in found:
+    for number, line in enumerate(lines[:-1], start=1):
+        record = parsed(line, kind) if line.strip() else None
         if isinstance(record, str):
             told = f" ({record})" if record else ""
-            notes.append(f"{what} {number} is no record{told}: left out")
-        else:
+            notes.append(f"{path.name}, line {number} is no record{told}: left out")
+        elif record is not None:
             yield record
+    if lines[-1].strip():
+        notes.append(f"{path.name}, line {len(lines)} is torn, as a crash leaves it: left out")
 
 
 def _recipe(path: Path, notes: list[str]) -> tuple[str, Mapping[str, Any]]:

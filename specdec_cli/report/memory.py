@@ -26,7 +26,7 @@ def write_memory_picture(document: Mapping[str, Any], file: Path) -> None:
     held = [parts(rank, document["num_blocks"]) for rank in ranks]
     left = [0.0] * len(ranks)
     places = list(range(len(ranks)))
-    for name, _, colour in PARTS:
+    for name, _, colour, _ in PARTS:
         widths = [sizes[name] / _GIB for sizes in held]
         if any(widths):
             axes.barh(places, widths, left=left, color=colour, label=name, height=0.62)

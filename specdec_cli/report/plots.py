@@ -45,10 +45,6 @@ class Plot:
         """Both, also as the alternative text."""
         return f"{self.about} {self.conclusion}".rstrip()
 
-    @property
-    def png(self) -> bytes:
-        return self.files.get("png", b"")
-
 
 PICTURES = ("png", "svg", "pdf")
 
@@ -63,7 +59,10 @@ def drawing(
     svg: bool,
     conclusion: str = "",
 ) -> Plot | None:
-    """One plot; None if there is nothing to draw. Raises `SetupError` without matplotlib."""
+    """One plot; None if there is nothing to draw. Raises `SetupError` without matplotlib.
+
+    draw: draws into a figure, and returns whether there was anything to draw.
+    """
     without_display()
     try:
         import matplotlib

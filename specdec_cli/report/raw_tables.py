@@ -23,8 +23,8 @@ _FIGURES = (
 )
 
 
-def _setting(point: Point) -> tuple[Value, ...]:
-    return tuple(getattr(point, name) for name in _SETTING)
+def _setting(point: Point) -> dict[str, Value]:
+    return {name: getattr(point, name) for name in _SETTING}
 
 
 def _ends(of: str, found: object, prefix: str = "") -> dict[str, Value]:
@@ -45,8 +45,9 @@ def raw_points(run: ReportedRun) -> Table:
 
     def row(point: Point) -> dict[str, Value]:
         even = point.break_even
+        rate = {"request_rate": point.request_rate} if has_rates else {}
         return (
-            _rated(point, has_rates=has_rates)
+            rate
             | {name: getattr(point, name) for name in (*setting, "status", "reason", "speedup")}
             | _ends("speedup", point)
             | _ends("mean_acceptance_length", point)
@@ -66,10 +67,6 @@ def raw_points(run: ReportedRun) -> Table:
         )
 
     return _table("points", [row(point) for point in run.points])
-
-
-def _rated(point: Point, *, has_rates: bool) -> dict[str, Value]:
-    return {"request_rate": point.request_rate} if has_rates else {}
 
 
 def _of_load(point: Point) -> dict[str, Value]:
@@ -114,24 +111,22 @@ def raw_comparisons(run: ReportedRun) -> Table:
 
 def raw_acceptance(run: ReportedRun) -> Table:
     """One row a point and position."""
-    rates = ("acceptance_rate", "conditional_acceptance_rate")
-    rows = [
-        (*_setting(point), position, *pair)
-        for point in run.points
-        if point.metrics is not None
-        for position, pair in enumerate(
-            zip(*(getattr(point.metrics, f"{rate}_per_pos") or () for rate in rates), strict=True),
-            start=1,
-        )
-    ]
-    return Table("acceptance", "", tuple(map(Column, (*_SETTING, "position", *rates))), tuple(rows))
+    rows = []
+    for point in run.points:
+        rates = ("acceptance_rate", "conditional_acceptance_rate")
+        known = (getattr(point.metrics, f"{rate}_per_pos", None) or () for rate in rates)
+        for position, pair in enumerate(zip(*known, strict=True), start=1):
+            rows.append(
+                _setting(point) | {"position": position} | dict(zip(rates, pair, strict=True))
+            )
+    return _table("acceptance", rows)
 
 
 def raw_categories(run: ReportedRun) -> Table:
     """One row a point and category."""
     names = ("num_prompts", "mean_acceptance_length", "draft_acceptance_rate", "speedup")
     rows = [
-        dict(zip(_SETTING, _setting(point), strict=True))
+        _setting(point)
         | {"category": category}
         | {name: getattr(row, name) for name in (*names, "decode_tokens_per_second")}
         | _ends("speedup", row)

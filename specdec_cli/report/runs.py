@@ -19,6 +19,7 @@ from specdec_cli.report.page import rows_of
 
 Prompt = tuple[tuple[int, ...], int]  # its ids, and which of the prompts with these ids
 _SEED = 0
+_SETTING = ("draft", "target_tp", "draft_tp", "k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +126,10 @@ class SideBySide:
         points = [
             {
                 "run": one.run,
-                "draft": one.point.draft,
-                "target_tp": one.point.target_tp,
-                "draft_tp": one.point.draft_tp,
-                "k": one.point.k,
+                **{
+                    name: getattr(one.point, name)
+                    for name in ("draft", "target_tp", "draft_tp", "k")
+                },
                 "batch_size": one.point.batch_size or None,
                 **given(request_rate=one.point.request_rate),
                 "is_best": one.is_best,
@@ -285,7 +286,7 @@ def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
     counts: dict[tuple[Any, ...], dict[tuple[int, ...], set[int]]] = defaultdict(
         lambda: defaultdict(set)
     )
-    for sample in intact_records(run.path / "samples.jsonl", Sample):
+    for sample in intact_records(run.path / "samples.jsonl", Sample, []):
         ids, place = tuple(sample.prompt_token_ids), _place(sample)
         seen = counts[place][ids]
         if not sample.could_run or sample.index in seen:

@@ -121,9 +121,14 @@ def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None
     return Deployment(config, rehearsal, command, notes, sglang_command=sglang)
 
 
+def _method(run: ReportedRun, point: Point) -> str:
+    """The method of a point."""
+    return str(point.draft if without_draft(point.draft) else run.method_of(point.draft))
+
+
 def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list[str]]:
-    own = point.draft if without_draft(point.draft) else run.method_of(point.draft)
-    choice = METHODS.get(str(own))
+    own = _method(run, point)
+    choice = METHODS.get(own)
     if choice is None or choice.to_vllm is None:
         return None, [f"vLLM has no method {own}: this k cannot be put into its config."]
     model = None
@@ -194,32 +199,27 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
 def _command(
     run: ReportedRun, target: str, point: Point | None, config: dict[str, Any] | None
 ) -> str:
-    tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
-    parts = ["vllm", "serve", target]
-    if isinstance(tp, int) and tp > 1:
-        parts += ["--tensor-parallel-size", str(tp)]
-    parts += _cache_flag(run)
+    parts = ["vllm", "serve", target, *_flags(run, point, "--tensor-parallel-size")]
     if config is not None:
         parts += ["--speculative-config", json.dumps(config)]
     return shlex.join(parts)
 
 
-def _cache_flag(run: ReportedRun) -> list[str]:
-    """The flag of both engines for a cache in fp8."""
-    return ["--kv-cache-dtype", "fp8_e4m3"] if run.setting("cache", "dtype") == "fp8" else []
+def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:
+    """The flags for several GPUs and a cache in fp8. size: the first one's name."""
+    tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
+    flags = [size, str(tp)] if isinstance(tp, int) and tp > 1 else []
+    is_fp8 = run.setting("cache", "dtype") == "fp8"
+    return [*flags, *(["--kv-cache-dtype", "fp8_e4m3"] if is_fp8 else [])]
 
 
 def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
     """The command of SGLang 0.5 that does the same (`server_args.py`); None without its method."""
-    tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
     parts = ["python", "-m", "sglang.launch_server", "--model-path", target]
-    if isinstance(tp, int) and tp > 1:
-        parts += ["--tp-size", str(tp)]
-    parts += _cache_flag(run)
+    parts += _flags(run, point, "--tp-size")
     if point is None:
         return shlex.join(parts)
-    own = point.draft if without_draft(point.draft) else run.method_of(point.draft)
-    choice = METHODS.get(str(own))
+    choice = METHODS.get(_method(run, point))
     if choice is None or choice.to_sglang is None:
         return None
     draft = point.draft or run.setting("draft", "model")

@@ -15,17 +15,17 @@ from specdec_cli.text import inert
 
 Document = Mapping[str, Any]
 
-# Part, letter without colours, colour (Okabe and Ito's).
+# Part, letter without colours, colour (Okabe and Ito's), and its bytes in a rank's record.
 PARTS = (
-    ("target weights", "T", "#0072b2"),
-    ("draft weights", "D", "#e69f00"),
-    ("activations", "a", "#cc79a7"),
-    ("graphs", "g", "#8a5fbf"),
-    ("target KV", "K", "#56b4e9"),
-    ("draft KV", "k", "#f0e442"),
-    ("stranded", "!", "#d55e00"),
-    ("other", "o", "#777777"),
-    ("free", ".", "#cccccc"),
+    ("target weights", "T", "#0072b2", "target_weight_bytes"),
+    ("draft weights", "D", "#e69f00", "draft_weight_bytes"),
+    ("activations", "a", "#cc79a7", "activation_bytes"),
+    ("graphs", "g", "#8a5fbf", "graph_bytes"),
+    ("target KV", "K", "#56b4e9", "target_block_bytes"),
+    ("draft KV", "k", "#f0e442", "draft_block_bytes"),
+    ("stranded", "!", "#d55e00", "stranded_bytes"),
+    ("other", "o", "#777777", "other_bytes"),
+    ("free", ".", "#cccccc", "free_bytes"),
 )
 _WIDTH = 72
 
@@ -33,15 +33,8 @@ _WIDTH = 72
 def parts(rank: Document, num_blocks: int) -> dict[str, int]:
     """Bytes of each part of a rank's memory, in the order of `PARTS`; they add up to its total."""
     return {
-        "target weights": rank["target_weight_bytes"],
-        "draft weights": rank["draft_weight_bytes"],
-        "activations": rank["activation_bytes"],
-        "graphs": rank["graph_bytes"],
-        "target KV": num_blocks * rank["target_block_bytes"],
-        "draft KV": num_blocks * rank["draft_block_bytes"],
-        "stranded": rank["stranded_bytes"],
-        "other": rank["other_bytes"],
-        "free": rank["free_bytes"],
+        name: rank[key] * (num_blocks if key.endswith("block_bytes") else 1)
+        for name, _, _, key in PARTS
     }
 
 
@@ -74,7 +67,7 @@ def print_profile(document: Document) -> None:
         shown |= {name for name, size in sizes.items() if size > 0}
         out.print(_bar(f"rank {rank['rank']} ", sizes, tinted=tinted))
     legend = Text()
-    for name, letter, colour in PARTS:
+    for name, letter, colour, _ in PARTS:
         if name in shown:
             legend.append("█" if tinted else letter, colour if tinted else None)
             legend.append(f" {name}  ")
@@ -143,7 +136,7 @@ def _table(document: Document) -> Table:
     held = [parts(rank, document["num_blocks"]) for rank in ranks]
     rows = {
         name: [size(h[name]) for h in held]
-        for name, _, _ in PARTS
+        for name, *_ in PARTS
         if name not in ("target KV", "draft KV", "stranded", "free")
     }
     for label, key in (
@@ -170,7 +163,7 @@ def _table(document: Document) -> Table:
 def _bar(label: str, sizes: Mapping[str, int], *, tinted: bool) -> Text:
     counts = cells(sizes, _WIDTH)
     text = Text(label)
-    for name, letter, colour in PARTS:
+    for name, letter, colour, _ in PARTS:
         text.append(("█" if tinted else letter) * counts[name], colour if tinted else None)
     return text
 
@@ -188,17 +181,12 @@ def _points(points: list[Document]) -> Table:
             str(point["block_size"]),
             f"{point['gpu_memory_utilization']:g}",
         ]
-        if point["status"] == "skipped":
-            table.add_row(*settings, "", "", "", "", "skipped")
-            continue
-        table.add_row(
-            *settings,
-            f"{point['num_blocks']:,}",
-            f"{point['max_tokens']:,}",
-            f"{point['max_sequences']:,}",
-            str(point["limiting_rank"]),
-            "" if point["status"] == "ok" else "nothing fits",
-        )
+        found = [""] * 4
+        if point["status"] != "skipped":
+            counts = (point[name] for name in ("num_blocks", "max_tokens", "max_sequences"))
+            found = [*(f"{count:,}" for count in counts), str(point["limiting_rank"])]
+        fate = {"ok": "", "skipped": "skipped"}.get(point["status"], "nothing fits")
+        table.add_row(*settings, *found, fate)
     return table
 
 

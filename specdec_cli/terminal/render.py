@@ -122,14 +122,14 @@ def progress_bar() -> Progress:
     )
 
 
-def live_view(render: Callable[[], RenderableType], per_second: float) -> Live:
-    """A live display of `render` on stderr, redrawn `per_second` times a second."""
+def live_view(render: Callable[[], RenderableType]) -> Live:
+    """A live display of `render` on stderr, redrawn twice a second."""
     return Live(
         console=console(sys.stderr),
         transient=True,
         redirect_stdout=False,  # as for `progress_bar`
         get_renderable=render,
-        refresh_per_second=per_second,
+        refresh_per_second=2,
     )
 
 
@@ -292,12 +292,6 @@ def verdict_line(metrics: Metrics, baseline: Metrics) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def print_failures(failures: Mapping[int, str]) -> None:
-    """Print why prompts failed, a line each on stderr. failures: by the prompt's index."""
-    for index, why in failures.items():
-        say(f"prompt {index} failed: {why}")
 
 
 def print_summary(

@@ -105,7 +105,7 @@ class SweepTable(Watcher):
         self._sums: dict[Key, render.Sums] = {}
         self._spent: dict[Key, dict[int, tuple[int, float]]] = defaultdict(dict)
         self._shown: int | None = None  # batch size
-        self._live = render.live_view(self._render, 2)
+        self._live = render.live_view(self._render)
 
     def begin(self, what: object) -> None:
         self._live.start()
@@ -213,31 +213,21 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
     out.print(table, soft_wrap=False)
     if left_out:
         render.say(f"left out on this narrow terminal: {', '.join(left_out)}", out)
-    if loads := load_table(document["points"], out.width):
-        out.print()
-        out.print(loads, soft_wrap=False)
-    categories = _category_table(document, out.width)
-    if categories is not None:
-        out.print()
-        out.print(categories, soft_wrap=False)
+    tables = [load_table(document["points"], out.width), _category_table(document, out.width)]
     with_draft = has_several_drafts(document["points"])
-    if with_draft:
-        of_all, *by_category = comparison_tables(document["comparisons"], out.width)
-        for table in (of_all, *(by_category if with_pairs else ())):
-            out.print()
-            out.print(table, soft_wrap=False)
-        if with_pairs and by_category:
-            render.say(_MANY, out)
+    pairs = comparison_tables(document["comparisons"], out.width) if with_draft else []
+    for further in filter(None, [*tables, *(pairs if with_pairs else pairs[:1])]):
+        out.print()
+        out.print(further, soft_wrap=False)
+    if with_pairs and len(pairs) > 1:
+        render.say(_MANY, out)
     out.print()
     for told in load_lines(document):
         render.say(told, out)
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
         tied = _tied(best, with_draft=with_draft)
-        which = {"use": "recommended: ", "inconclusive": "inconclusive: "}.get(
-            best.verdict or "", ""
-        )
-        render.say(f"{where}{which}{best.reason}{tied}", out)
+        render.say(f"{where}{_judged(best)}{tied}", out)
         line = _first_token_line(document["points"], int(batch_size), best, with_draft=with_draft)
         if line is not None:
             render.say(f"{where}{line}", out)
@@ -264,11 +254,16 @@ def load_table(points: Sequence[Point], width: int) -> Table | None:
 def load_lines(document: Mapping[str, Any]) -> list[str]:
     """The recommendation at each rate, and where it changes."""
     best: Mapping[str, Best] = document.get("best_by_request_rate", {})
-    words = {"use": "recommended: ", "inconclusive": "inconclusive: "}
-    found = [f"{words.get(one.verdict or '', '')}{one.reason}" for one in best.values()]
+    found = list(map(_judged, best.values()))
     if (at := document.get("crossover")) is not None and at.below and at.above:
         found.append(f"speculation pays up to {at.below:g} requests/s, none from {at.above:g} on")
     return found
+
+
+def _judged(best: Best) -> str:
+    """The reason, after the verdict."""
+    words = {"use": "recommended: ", "inconclusive": "inconclusive: "}
+    return f"{words.get(best.verdict or '', '')}{best.reason}"
 
 
 def _first_token_line(

@@ -108,7 +108,7 @@ def test_what_no_recipe_can_hold(
 def test_a_limit_that_no_recipe_can_hold(command: str, capsys: Capture, rows: Path) -> None:
     most = 2**31 - 1
     result = specdec(capsys, command, "--dataset", rows, "--limit", most + 1, *DRY)
-    assert result.code == 2 and "'--limit'" in result.document["error"]["message"]
+    assert result.code == 2 and "--limit: should be" in result.document["error"]["message"]
     assert data_of(capsys, command, "--dataset", rows, "--limit", most)["limit"] == most
 
 

@@ -255,6 +255,9 @@ def test_the_longest_context_is_the_longest_that_fits(capsys: pytest.CaptureFixt
     for context, fits in ((longest, True), (longest + 1, False)):
         fit = profile(capsys, *asked, "--context", str(context)).document["fit"]
         assert (fit["fits"], fit["longest_context"]) == (fits, longest)
+    # Without prompts in options or recipe sequences are as long as the models can hold.
+    alone = profile(capsys, "demo", "--estimate", "--json", "--set", "data.path=null").document
+    assert alone["context"] == alone["fit"]["longest_context"] == 2048
 
 
 @pytest.mark.parametrize("blocks", ["10", "1000000"])

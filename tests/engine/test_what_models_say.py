@@ -195,13 +195,22 @@ def test_a_tokenizer_that_is_a_pointer_of_git_lfs_is_named(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin", None])
-def test_an_adapter_is_no_model(tmp_path: Path, weights: str | None) -> None:
+def test_an_adapter_is_no_model(
+    tmp_path: Path, weights: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     if weights is not None:
         (tmp_path / weights).touch()
-    with pytest.raises(SetupError, match="is an adapter") as told:
-        model_place(str(tmp_path), None, None)
-    assert "merge it" in (told.value.hint or "")
+    for has_config in (False, True):
+        if has_config:  # of the model that it was trained on
+            (tmp_path / "config.json").write_text("{}")
+            (tmp_path / "training_args.bin").touch()
+        with pytest.raises(SetupError, match="is an adapter") as told:
+            model_place(str(tmp_path), None, None)
+        assert "merge it" in (told.value.hint or "")
+    (tmp_path / "model.safetensors").touch()
+    assert model_place(str(tmp_path), None, None) == tmp_path
+    assert "beside its weights (adapter_config.json), which is not applied" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.prompts import Prompt, load_prompts
-from specdec_cli.recipe.schema import DataSection
+from specdec_cli.recipe.sections import DataSection
 
 RECORDS = [
     {"prompt": "one, two", "category": "math"},
@@ -434,7 +434,7 @@ def test_files_of_text_need_no_package(tmp_path: Path) -> None:
     paths = [str(table(tmp_path, extension)) for extension in ("jsonl", "json", "csv", "tsv")]
     code = (
         "import sys; from specdec_cli.prompts import load_prompts; "
-        "from specdec_cli.recipe.schema import DataSection; "
+        "from specdec_cli.recipe.sections import DataSection; "
         f"[load_prompts(DataSection(path=p)) for p in {paths!r}]; "
         "sys.exit(bool({'datasets', 'pyarrow', 'pandas', 'torch'} & sys.modules.keys()))"
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.config_file import json_object
 from specdec_cli.models.weights import _open_pickle, _open_safetensors
 
 _POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n"
@@ -25,6 +26,8 @@ def test_pointer_is_named(name: str, size: int, tmp_path: Path) -> None:
     problem = _problem(file)
     assert "Git LFS pointer" in str(problem) and name in str(problem)
     assert "git lfs pull" in (problem.hint or "")
+    with pytest.raises(SetupError, match=r"config\.json of m: it is a Git LFS pointer"):
+        json_object(file, "config.json of m")
 
 
 @pytest.mark.parametrize("content", [b"", b"version 2", b"\x00" * 200, b"git-lfs"])

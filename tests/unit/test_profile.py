@@ -158,7 +158,7 @@ def test_what_is_stranded_is_what_the_other_ranks_cannot_use() -> None:
     ids=str,
 )
 def test_a_bar_is_as_wide_as_it_should_be(sizes: list[int]) -> None:
-    names = [name for name, _, _ in PARTS]
+    names = [name for name, *_ in PARTS]
     found = cells(dict(zip(names, sizes, strict=True)), 72)
     assert sum(found.values()) == 72
     for name, size in zip(names, sizes, strict=True):

@@ -466,7 +466,7 @@ def test_plots_are_pictures_of_what_there_is(sweep: Content, comparison: Content
     pictures = drawn(comparison)
     assert [plot.name for plot in pictures] == ["speedup", "speeds", "acceptance", "rounds"]
     for plot in pictures:
-        assert plot.png.startswith(b"\x89PNG")
+        assert plot.files["png"].startswith(b"\x89PNG")
         assert plot.svg.startswith("<svg") and "currentColor" in plot.svg
     speed = pictures[0].svg
     for words in ("speed-up over k = 0 (×)", "draft TP (ranks)", "batch size 32", "target TP 4"):

@@ -127,6 +127,18 @@ def test_interval_repeats_and_follows_its_seed() -> None:
     assert stats.interval(measure, seed=1) != stats.interval(measure, seed=2)
 
 
+def test_interval_of_resamples_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many prompts take resamples in parts, and few keep theirs: both are the same draws, each time
+    that they are asked for."""
+    rng = np.random.default_rng(2)
+    measures = [stats.SumRatio(rng.gamma(2, 1, (n, 2)), (1, -1)) for n in (20, 30, 20)]
+    whole = [stats.interval(measure, 4) for measure in measures]
+    assert [stats.interval(measure, 4) for measure in measures] == whole
+    monkeypatch.setattr(stats, "_CHUNK", 7 * 20)
+    for measure, ends in zip(measures, whole, strict=True):
+        assert stats.interval(measure, 4) == pytest.approx(ends, rel=1e-9)
+
+
 def test_paired_comparison_sees_what_separate_intervals_do_not() -> None:
     rng = np.random.default_rng(0)
     prompt = rng.lognormal(0.0, 0.5, size=60)  # how easy each prompt is, for every k

@@ -61,6 +61,14 @@ def test_as_many_prompts_as_are_called_for_decide(gain: float) -> None:
     assert needed.prompts > 12 and needed.minutes == pytest.approx(needed.prompts / 12)
     ends = stats.linear_interval(ratio(needed.prompts + 12)) or [0, 9]
     assert ends[0] > 1 or ends[1] < 1.03
+    decided = 0
+    for _ in range(50):
+        drawn = [rng.choice(times) for _ in range(needed.prompts)]
+        plain = stats.speed([1.0] * len(drawn), [gain * centre] * len(drawn))
+        measure = stats.speed([1.0] * len(drawn), drawn).over(plain)
+        ends = stats.linear_interval(measure) or [0, 9]
+        decided += ends[0] > 1 or ends[1] < 1.03
+    assert 33 <= decided <= 48, "four of five"
 
 
 def test_what_is_needed_in_words() -> None:

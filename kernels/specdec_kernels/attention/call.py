@@ -74,10 +74,8 @@ class AttentionCall(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The sizes of a layer and its cache that attention kernels are compiled for.
-
-    group: query heads of a key head. dim: numbers of a head of queries and keys.
-    """
+    """Sizes of a layer and its cache that kernels are compiled for; group: query heads of a key
+    head."""
 
     kv_heads: int
     group: int

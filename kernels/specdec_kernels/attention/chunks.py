@@ -1,8 +1,7 @@
 """Attention of long chunks of prompts over copies of their keys and values.
 
-A chunk is the last tokens of a sequence's context. Blocks of the cache are too small for TMA, which
-loads large tiles without the registers and the addresses of the warps that multiply. So a layer's
-keys and values of one sequence are gathered first; that costs little where many queries read them.
+Blocks of the cache are too small for TMA, which loads large tiles at no cost to the warps that
+multiply. So one sequence's keys and values are gathered first, where many queries read them.
 """
 
 from dataclasses import dataclass

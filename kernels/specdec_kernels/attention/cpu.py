@@ -1,12 +1,10 @@
 """Ragged paged attention in torch: the CPU path.
 
-The queries of sequence b are its last `query_start[b + 1] - query_start[b]` context positions.
-Their keys are already in the cache. Prefill, catch-up, decoding and scoring differ only in these
-lengths. A `GatherPlan` holds every index and mask of one forward pass, for all of its layers.
+The queries of sequence b are its last context positions, and their keys are already in the cache. A
+`GatherPlan` holds every index and mask of one forward pass, for all of its layers.
 
-Does not know layers or models.
-Legend: T packed query tokens, B sequences, H query heads, Hkv key heads (H // Hkv query heads in
-a row share one), NB blocks of BS slots, MB block-table columns, C context positions.
+Legend: T packed query tokens, B sequences, H query heads, Hkv key heads (H // Hkv query heads in a
+row share one), BS slots of a block, C context positions.
 """
 
 from dataclasses import dataclass, field
@@ -105,11 +103,8 @@ class GatherPlan:
         return parts
 
     def _in_one_piece(self, b: int, first_token: int, view: View) -> GatherPart | None:
-        """The part of a sequence whose keys are contiguous in the cache, else None.
-
-        A sequence that is alone in the cache is such a case. Its rounds are so short that the dozen
-        operations of `_build_part` matter.
-        """
+        """The part of a sequence whose keys are contiguous in the cache, as of one alone, else
+        None: its rounds are so short that the dozen operations of `_build_part` matter."""
         num_queries, context = self.query_lens[b], self.context_lens[b]
         older = context - num_queries
         if older < 0 or self._ends(view)[b] < context:
@@ -202,8 +197,7 @@ def gather_plan(
 ) -> GatherPlan:
     """Precompute the indices and masks of `gather_attention`; arguments as in `paged_attention`.
 
-    The lengths are read on the host, which synchronises on CUDA. The plan describes the block
-    tables as they are now, and is valid for one forward pass.
+    Reads the lengths on the host. Valid for one forward pass over the block tables as they are.
     """
     starts = query_start.tolist()
     query_lens = [end - start for start, end in pairwise(starts)]
@@ -223,10 +217,8 @@ def gather_attention(
     plan: GatherPlan,
     call: AttentionCall,
 ) -> Tensor:
-    """`ops.paged_attention` by gathering keys and values through the slots of a plan.
-
-    Query heads that share a key head become further query rows, so that no key is repeated.
-    """
+    """`ops.paged_attention` through the slots of a plan; a group's query heads become query
+    rows."""
     (num_tokens, num_heads, dk), (kv_heads, dv) = query.shape, cache.values.shape[2:]
     group = num_heads // kv_heads
     sides = cache.sides

@@ -1,16 +1,15 @@
 """The public functions of attention: torch implementations, and the names of their kernels.
 
-Rotary embedding (Su et al., arXiv 2104.09864) uses the layout of transformers' Llama: the first and
-the second half of a head form the pairs that are rotated. Per-head norms are those of Qwen 3.
+Rotary embedding (Su et al., arXiv 2104.09864) has the layout of transformers' Llama: the halves of
+a head form the pairs that are rotated. Per-head norms are those of Qwen 3.
 
-Does not know layers or models. Block 0 of a cache is the trash block.
-Legend: T packed tokens, B sequences, H query heads, Hkv key heads, D features of a head, NB blocks
-of BS slots, MB block-table columns. The paged arguments are cache, the layer's; block_tables
-[B, MB] int32; query_start [B + 1] int32, where each sequence begins among the tokens; context_lens
-[B] int32, tokens in the cache, those of this pass included; max_query_len, at least the longest
-sequence's number of queries, known on the host; and slots [T] int64, as from `slot_mapping`. cos
-and sin are [T, D], in the layout of transformers' Llama. Norms of query and key, [D], are weights
-of per-head RMS norms before the rotation, and eps is theirs.
+Block 0 of a cache is the trash block. Legend: T packed tokens, B sequences, H query heads, Hkv key
+heads, D features of a head, NB blocks of BS slots, MB block-table columns. The paged arguments are
+the layer's cache; block_tables [B, MB] int32; query_start [B + 1] int32, where each sequence begins
+among the tokens; context_lens [B] int32, tokens in the cache, this pass's included; max_query_len,
+at least the longest sequence's queries; and slots [T] int64, as from `slot_mapping`. cos and sin
+are [T, D]. Norms of query and key, [D], are weights of per-head RMS norms before the rotation, and
+eps is theirs.
 """
 
 from typing import NamedTuple, Self
@@ -33,11 +32,9 @@ def slot_mapping(
 ) -> Tensor:
     """KV cache slot of every token: `block_tables[b, pos // block_size]`, at `pos % block_size`.
 
-    Positions at or past the block table's end, and tokens at or past `out_start[B]` (padding) go to
-    the trash block.
-
-    out_start: [B + 1] int32, where each row begins in `positions`, int64 [T]. Returns int64 [T],
-    indices into `[NB * BS]`.
+    Positions past the block table's end, and tokens at or past `out_start[B]`, go to the trash
+    block. out_start: [B + 1] int32, where each row begins in `positions`, int64 [T]. Returns int64
+    [T].
     """
     num_rows, num_columns = block_tables.shape
     place = torch.arange(positions.shape[0], device=positions.device)
@@ -66,10 +63,8 @@ def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> No
 
 
 def _first_of_run(slots: Tensor) -> int | None:
-    """The first of many slots that follow each other, as in a cache with one sequence; else None.
-
-    Copied in one piece they take a CPU a fifth of the time.
-    """
+    """The first of many slots that follow each other, which a CPU copies five times as fast; else
+    None."""
     if slots.is_cuda or len(slots) < MANY:
         return None
     numbers = slots.numpy()
@@ -93,16 +88,10 @@ def paged_attention(
     Sequence b's queries are its last `query_start[b + 1] - query_start[b]` context positions, and
     their own keys are already in the cache. fp32, fp16 or bf16, accumulated in fp32.
 
-    Args:
-        query: [T, H, Dk]; tokens at or past `query_start[B]` (padding) give zeros. Head h reads key
-            head h // (H // Hkv), of Dk features, and values of Dv.
-        call: The layer's.
-        slots: Where the queries' keys were written. Those in block 0 (the trash block) belong to
-            padding at the beginning or the end of a sequence's queries, which rows that are not
-            causal do not see. Causal rows do not need them.
-
-    Returns:
-        [T, H, Dv], contiguous.
+    query: [T, H, Dk]; tokens at or past `query_start[B]` give zeros. Head h reads key head h // (H
+    // Hkv). slots: where the queries' keys were written. Those in block 0 belong to padding at the
+    beginning or the end of a sequence's queries, which rows that are not causal do not see; causal
+    rows do not need them. Returns [T, H, Dv], contiguous.
     """
     plan = gather_plan(block_tables, query_start, context_lens, cache.keys.shape[1], slots)
     return gather_attention(query, cache, plan, call)
@@ -190,22 +179,15 @@ def rope_attention(
 ) -> Tensor:
     """Rotary embedding, storing the new keys and values, and `paged_attention` of one layer.
 
-    New tokens' keys and values are taken from `qkv`, rounded as the cache holds them, older ones
-    from the cache. On CUDA the block tables, lengths, slots, cos and sin must be complete before
-    the kernel that writes `qkv` starts: they and the old cache are read while that kernel still
+    New tokens' keys and values are rounded as the cache holds them. On CUDA all but `qkv` and the
+    new keys must be complete before the kernel that writes `qkv` starts: it is read while that
     runs.
 
-    Args:
-        qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token. Tokens
-            at or past `query_start[B]` give zeros.
-        slots: Those of a sequence's last positions, or slots of block 0 (the trash block), whose
-            contents are then undefined. If a sequence has more queries than context tokens, the
-            first queries are padding, and lie there. The caches are written at them.
-        chunks: The pass's long chunks, which on CUDA go to another kernel where that is faster.
-            Every token then belongs to a sequence. The result is the same within rounding.
-
-    Returns:
-        [T, H * D], contiguous.
+    qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token. Tokens at
+    or past `query_start[B]` give zeros. slots: those of a sequence's last positions, or of block 0,
+    whose contents are then undefined; if a sequence has more queries than context tokens, the first
+    are padding, and lie there. chunks: the pass's long chunks, which on CUDA go to another kernel
+    where that is faster, with the same result within rounding. Returns [T, H * D], contiguous.
     """
     _, block_size, kv_heads, head_dim = cache.keys.shape
     query, key, value = split_heads_reference(
@@ -233,14 +215,10 @@ def gather_kv(
 
 @kernel("specdec_kernels.attention.dense_triton:dense_attention_triton")
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> None:
-    """Causal attention of the last L of C positions.
+    """Causal attention of the last L of C positions, written to `out` [L, H, D].
 
-    Args:
-        query: [L, H, D], heads and features contiguous; on CUDA 16 bits, D a power of 2, and Hopper
-            or later.
-        key, value: [C, Hkv, D], contiguous.
-        scale: Factor on the scores, positive.
-        out: [L, H, D], heads and features contiguous, written in place.
+    query: [L, H, D], heads and features contiguous, as of out; on CUDA 16 bits, D a power of 2, and
+    Hopper or later. key, value: [C, Hkv, D], contiguous. scale: positive.
     """
     group, older = query.shape[1] // key.shape[1], key.shape[0] - query.shape[0]
     q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))

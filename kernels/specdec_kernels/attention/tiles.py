@@ -1,7 +1,4 @@
-"""Launch configurations of attention, chosen from shapes and measured on an H200.
-
-`scripts/bench/kernel_times.py` shows their effect.
-"""
+"""Launch configurations of attention, chosen from shapes and measured on an H200."""
 
 import math
 from typing import NamedTuple
@@ -62,11 +59,8 @@ def depth_of(device: tuple[int, int], head_bytes: int, block_m: int, crowding: f
 
 
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
-    """Most parts of a context, such that the parts of all `programs` are at most `at_once`.
-
-    All must run at once, since they wait for each other. One part has the new keys. Two parts gain
-    less than combining them costs.
-    """
+    """Most parts of a context, such that the parts of all `programs` are at most `at_once`, as they
+    wait for each other. One has the new keys; two gain less than combining costs."""
     fitting = at_once // programs
     if fitting < 3:
         return 1
@@ -125,11 +119,8 @@ def choose_cut(
 
 
 def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize: int) -> int:
-    """Pipeline stages over tiles of keys that fit into `room` bytes of shared memory.
-
-    Queries and weights are there as well, and in fp32 one more tile on its way to the products.
-    Fewer than 3 stages have no room for one tile each of keys and values.
-    """
+    """Pipeline stages over tiles of keys that fit into `room` bytes of shared memory beside
+    queries, weights, and in fp32 one more tile. Fewer than 3 have no room for keys and values."""
     tile = block_n * block_d * itemsize
     others = block_m * (block_d + block_n) * itemsize + (tile if itemsize == 4 else 0) + SCRATCH
     return max(0, room - others) // tile + 1
@@ -157,16 +148,10 @@ class PagedTiles(NamedTuple):
 def paged_tiles(
     max_query_len: int, group: int, head_bytes: int, room: int = SHARED_MEMORY
 ) -> tuple[int, int]:
-    """Rows and keys of a tile of `paged_attention`.
+    """Rows and keys of a tile of `paged_attention`: shared memory, `room` bytes, holds one tile of
+    queries, of at most 32 KiB unless one group is more, and two each of keys and values.
 
-    Shared memory holds one tile of queries, of at most 32 KiB unless one group is more, and two
-    each of keys and values.
-
-    Args:
-        max_query_len: The longest sequence's number of queries.
-        group: Query heads of a key head.
-        head_bytes: Of one head, padded; a head of 256 in fp32 or 512 in bf16 has 1024.
-        room: Bytes of shared memory that a program can have.
+    max_query_len: the longest sequence's. group: query heads of a key head. head_bytes: padded.
     """
     rows = power_of_2_from(max_query_len * group)
     block_m = max(16, min(rows, 128, 2**15 // head_bytes), power_of_2_from(group))
@@ -177,9 +162,7 @@ def paged_tiles(
 
 
 def paged_splits(programs: int, max_context: int, block_n: int) -> int:
-    """Parts of a context in `paged_attention`: a power of two, so that few variants are compiled.
-
-    Two programs for each multiprocessor of an H100 are enough.
-    """
+    """Parts of a context: a power of two, so that few variants are compiled; two programs for each
+    multiprocessor are enough."""
     wanted = min(2 * MULTIPROCESSORS // programs, -(-max_context // block_n), MAX_PAGED_SPLITS)
     return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1

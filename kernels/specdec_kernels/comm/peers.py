@@ -67,15 +67,10 @@ class Peers:
 def reduce_add_norm(
     peers: Peers, place: int, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> Normed:
-    """`add_norm` of the sum of all ranks' parts, which each rank has written to its own memory.
+    """`add_norm` of the sum of all ranks' parts, each in `peers.take(place, T, N)` of its rank.
 
     CUDA only, at most 256 rows. Every rank of the group calls it, with place 0 and 1 in turn.
-
-    Args:
-        peers: The group's memory; this rank's part is in `peers.take(place, T, N)`.
-        place: 0 or 1.
-        residual: [T, N], rows contiguous, the same on all ranks.
-        norm_weight: [N].
+    residual: [T, N], rows contiguous, the same on all ranks. norm_weight: [N].
     """
     from specdec_kernels.comm.peers_triton import reduce_add_norm_triton
 
@@ -90,10 +85,9 @@ def reduce_parts(peers: Peers, place: int, num_rows: int) -> Tensor:
 
 
 def gather_columns(peers: Peers, num_rows: int) -> Tensor:
-    """All ranks' parts in `peers.take(0, num_rows, N)`, side by side: [T, size * N].
+    """All ranks' parts in `peers.take(0, num_rows, N)`, side by side: [T, size * N]. CUDA only.
 
-    CUDA only. Every rank of the group calls it. Before a rank writes a new part, it must take part
-    in `reduce_add_norm` or synchronise with the group in another way.
+    Every rank of the group calls it, and synchronises before it writes a new part.
     """
     from specdec_kernels.comm.peers_triton import gather_columns_triton
 

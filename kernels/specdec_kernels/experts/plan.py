@@ -1,8 +1,5 @@
-"""Experts that tokens chose, in forms that kernels of fixed grids read.
-
-A slot is a place in the list of the experts that a few tokens chose. Which slots are in use only
-the device knows. More tokens are grouped by expert.
-"""
+"""Experts that tokens chose, in forms that kernels of fixed grids read. A slot is a place in the
+list of those that a few tokens chose; only the device knows how many are in use."""
 
 from typing import NamedTuple
 
@@ -12,10 +9,7 @@ FEW_TOKENS = 16  # most tokens of a plan; tiles exist for this many
 
 
 def are_few(num_rows: int, num_chosen: int, num_experts: int) -> bool:
-    """Whether a plan serves T = `num_rows` tokens best, since many experts have none of them.
-
-    Otherwise an expert has at least one on average, and the tokens are better grouped.
-    """
+    """Whether a plan serves T = `num_rows` tokens best, since many experts have none of them."""
     return 0 < num_rows <= FEW_TOKENS and num_rows * num_chosen < num_experts
 
 

@@ -1,11 +1,8 @@
 """Mixtures of experts in a decoder layer: the operands, and torch references.
 
-A router scores all experts for each token, and the token passes through the few with the highest
-scores (Shazeer et al., arXiv 1701.06538). Scores are rounded as transformers rounds them. Of equal
-scores torch.topk decides here; on CUDA it and the kernels take the first expert. Sigmoid scores,
+A router scores all experts for each token, which passes through the few with the highest scores
+(Shazeer et al., arXiv 1701.06538). Scores are rounded as transformers rounds them. Sigmoid scores,
 with a bias for the choice alone and groups of experts, are DeepSeek-V3's (arXiv 2412.19437).
-
-Does not know layers or models.
 Legend: T packed tokens, K features read and N written (both the stream's), E experts, F features
 inside an expert, C experts that a token chooses.
 """
@@ -151,10 +148,7 @@ def activated(gate_up: Tensor, experts: Experts) -> Tensor:
 
 
 def mixture_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
-    """The weighted sum [T, N] of the chosen experts' outputs for x [T, K].
-
-    Runs over the experts that were chosen, which it reads on the host.
-    """
+    """The weighted sum [T, N] of the chosen experts' outputs for x [T, K]; reads on the host."""
     num_rows, count = routes.experts.shape
     order = routes.experts.flatten().argsort(stable=True)
     sizes = torch.bincount(routes.experts.flatten(), minlength=experts.num_experts).tolist()
@@ -181,13 +175,9 @@ def mixture_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
 def mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
     """x plus the weighted sum of the chosen experts' outputs, prepared for the norm that follows.
 
-    Args:
-        x: [T, K], all rows as `linear_add_norm` or `add_norm` returned them.
-        experts: The layer's weights, contiguous. Its `read` is written.
-        norm_weight: [K], and `eps`: of the next layer's norm, or of the last one.
-
-    Returns:
-        The new residual stream, in `hidden`, and the input of the next product.
+    x: [T, K], as `linear_add_norm` or `add_norm` returned it. experts: contiguous; its `read` is
+    written. norm_weight: [K], and `eps`: of the next layer's norm, or of the last one. Returns the
+    new residual stream, in `hidden`, and the input of the next product.
     """
     assert x.squares is None
     routes = routes_of(logits_of(x.scaled, experts), experts.routing, experts.choice_bias)

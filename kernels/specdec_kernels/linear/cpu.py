@@ -1,12 +1,9 @@
 """Products on a CPU, and the forms in which it holds weights.
 
-Torch runs fp32 products on MKL. For 2 to 16 rows MKL takes 2 to 5 times as long as oneDNN with
-packed weights on AMD (Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids). In bf16
-torch uses oneDNN anyway; packing makes it take 0.4 to 0.8 times as long on both. The packed order
-is opaque, so a weight is kept in one form, except small ones: a oneDNN call costs 15 us, or 60 us
-with cold caches, and a product of one row with a small weight takes less.
-
-Legend: T packed tokens, K features read, N features written.
+For 2 to 16 rows of fp32 torch's MKL takes 2 to 5 times as long as oneDNN with packed weights on AMD
+(Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids); bf16 gains on both. The packed
+order is opaque, so a weight is kept in one form, except small ones: a oneDNN call costs 15 us, or
+60 us with cold caches. Legend: T packed tokens, K features read, N features written.
 """
 
 import platform
@@ -28,10 +25,8 @@ _ROWS = 8  # rows for which oneDNN chooses its order; it chooses the same for 2 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [N, K] for products on a CPU; made by `ops.pack_weight`.
-
-    blocks: in oneDNN's opaque order. plain: the same as [N, K], kept for small weights, or None.
-    """
+    """A weight [N, K] for products on a CPU, of `ops.pack_weight`: `blocks` in oneDNN's opaque
+    order, and `plain` as [N, K] if it is small, or None."""
 
     blocks: Tensor
     plain: Tensor | None
@@ -79,20 +74,15 @@ def forms_of(numel: int, dtype: torch.dtype) -> Forms:
 
 
 def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """The form in which products take a weight [N, K]; call it once, at load.
-
-    On CUDA this is the contiguous tensor. A CPU has orders of its own, see `PackedWeight`.
-    """
+    """The form in which products take a weight [N, K], on CUDA contiguous; call it once, at
+    load."""
     return weight.contiguous() if weight.is_cuda else _packed(weight)
 
 
 @torch.no_grad()
 def _packed(weight: Tensor) -> Tensor | PackedWeight:
-    """A weight [N, K] on a CPU: packed, unless it is small.
-
-    The plain form's columns are contiguous, which makes MKL's products of few rows up to twice as
-    fast.
-    """
+    """A weight [N, K] on a CPU: packed, unless it is small. A plain one has contiguous columns,
+    which makes MKL's products of few rows up to twice as fast."""
     forms = forms_of(weight.numel(), weight.dtype)
     plain = weight.T.contiguous().T if forms.plain else None
     if not forms.packed:

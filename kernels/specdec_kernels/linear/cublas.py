@@ -1,9 +1,7 @@
-"""A product by cuBLAS that is given no workspace.
+"""A product by cuBLAS that is given no workspace, which torch always gives.
 
-With a workspace, cuBLAS' kernel for wide products counts its tiles there, and cuBLAS fills the
-counter first. Without one the kernel's tiles are dealt beforehand, which is as fast. The host takes
-some 0.1 ms longer to launch a CUDA graph with such a fill in each layer. torch always gives a
-workspace, so cuBLAS is called here.
+With one, cuBLAS' kernel for wide products counts its tiles there, and cuBLAS fills the counter
+first. The host takes some 0.1 ms longer to launch a CUDA graph with such a fill in each layer.
 """
 
 import ctypes
@@ -23,11 +21,8 @@ _ANY_KERNEL = -1
 
 
 def linear_without_workspace(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight^T of x [T, K] and weight [N, K], both with contiguous rows: [T, N].
-
-    On CUDA both are on the current device. torch multiplies what is not on CUDA or not in 16 bits,
-    and what cuBLAS refuses without a workspace.
-    """
+    """x @ weight^T of x [T, K] and weight [N, K], both with contiguous rows: [T, N]; by torch for
+    what is not in 16 bits on the current CUDA device, or what cuBLAS refuses."""
     assert x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
     library = _library() if x.is_cuda and x.dtype in _TYPES else None
     if library is None:

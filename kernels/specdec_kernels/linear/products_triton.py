@@ -39,11 +39,15 @@ def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
     return None if tiles is None else partial(few_rows_linear, tiles=tiles)
 
 
-def readable(kind: str, x: Tensor, weight: Tensor | Stored) -> Tensor | Stored:
-    """The weight as it is held where a kernel reads it so for x, else its plain form."""
-    if isinstance(weight, Stored) and kernel_for(kind, x, weight) is None:
-        return plain_triton(weight, x.dtype)
-    return weight
+def chosen(
+    kind: str, x: Tensor, weight: Tensor | Stored, choose: Choose
+) -> tuple[Product | None, Tensor | Stored]:
+    """The kernel for a product, and the weight: as it is held if that kernel reads it, or plain."""
+    product = choose(kind, x, weight)
+    if product is None and isinstance(weight, Stored):
+        weight = plain_triton(weight, x.dtype)
+        product = choose(kind, x, weight)
+    return product, weight
 
 
 def norm_linear_triton(
@@ -54,8 +58,8 @@ def norm_linear_triton(
     choose: Choose = kernel_for,
 ) -> Tensor:
     """See `ops.norm_linear`. choose: as `kernel_for`, here and below."""
-    weight = readable("norm", x.scaled, weight)
-    if (product := choose("norm", x.scaled, weight)) is None:
+    product, weight = chosen("norm", x.scaled, weight, choose)
+    if product is None:
         assert isinstance(weight, Tensor)
         return norm_linear_reference(x, weight, bias, into)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, bias=bias, into=into)[0]
@@ -65,8 +69,8 @@ def norm_gate_up_triton(
     x: Normed, weight: Tensor | Stored, activation: str = "silu", choose: Choose = kernel_for
 ) -> Tensor:
     """See `ops.norm_gate_up`."""
-    weight = readable("gate", x.scaled, weight)
-    if (product := choose("gate", x.scaled, weight)) is None:
+    product, weight = chosen("gate", x.scaled, weight, choose)
+    if product is None:
         assert x.squares is None and isinstance(weight, Tensor)
         return gate_triton(linear_without_workspace(x.scaled, weight), activation)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, activation=activation)[0]
@@ -76,8 +80,8 @@ def linear_triton(
     x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
     """See `ops.linear`."""
-    weight = readable("add", x, weight)
-    if (product := kernel_for("add", x, weight)) is None:
+    product, weight = chosen("add", x, weight, kernel_for)
+    if product is None:
         assert isinstance(weight, Tensor)
         return linear_reference(x, weight, bias, into)
     return product(x, weight, bias=bias, into=into)[0]
@@ -93,8 +97,8 @@ def linear_add_norm_triton(
     choose: Choose = kernel_for,
 ) -> Normed:
     """See `ops.linear_add_norm`."""
-    weight = readable("add", x, weight)
-    if (product := choose("add", x, weight)) is None:
+    product, weight = chosen("add", x, weight, choose)
+    if product is None:
         assert isinstance(weight, Tensor)
         return add_norm_triton(F.linear(x, weight, bias), residual, norm_weight, eps)
     if x.shape[0] > FEW_ROWS:  # the next product may be cuBLAS', which takes no unfinished norm

@@ -1,11 +1,9 @@
 """The public functions around products of a decoder layer: torch, and the names of their kernels.
 
-A layer of a llama-like decoder is RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and a product,
-attention, a product added to the residual, RMSNorm and the gated MLP (Shazeer, 2002.05202), and
-another product added to the residual. Norms round as transformers' LlamaRMSNorm does, or as its
-GemmaRMSNorm if the weight is fp32.
+RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and products, some gated (Shazeer, 2002.05202) or
+added to the residual. Norms round as transformers' LlamaRMSNorm does, or as its GemmaRMSNorm if the
+weight is fp32.
 
-Does not know layers or models.
 Legend: T packed tokens, K features read, N features written, F the MLP's features, V vocabulary.
 Rows of a tensor are contiguous. A weight [N, K] is of `pack_weight`, a bias [N]. A `Normed` x has
 all rows as `embed`, `add_norm` or `linear_add_norm` returned them. `into` [T, N], contiguous, is
@@ -54,15 +52,11 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @kernel("specdec_kernels.linear.norm_triton:rms_norm_triton")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm of every row times `weight`.
+    """Root mean square norm of every row of x [..., K] times `weight`, of the same shape,
+    contiguous.
 
-    Args:
-        x: [..., K], rows contiguous.
-        weight: [K], of x's dtype or, as Gemma's 1 + g, fp32. So are all norm weights here.
-        eps: Added to the mean of squares.
-
-    Returns:
-        As x, contiguous.
+    weight: [K], of x's dtype or, as Gemma's 1 + g, fp32, as all norm weights here. eps: added to
+    the mean of squares.
     """
     if x.dtype != torch.float32:
         return rms_norm_reference(x, weight, eps)
@@ -79,10 +73,7 @@ def _scalar(value: float) -> Tensor:
 
 @kernel("specdec_kernels.linear.norm_triton:gate_triton")
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """activation(gate) * up of merged [T, 2F], gate first: [T, F].
-
-    activation: "silu" or "gelu_tanh".
-    """
+    """activation(gate) * up of merged [T, 2F], gate first: [T, F]; "silu" or "gelu_tanh"."""
     first, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(first) * up
@@ -101,17 +92,10 @@ def embed(
     eps: float,
     scale: float = 1.0,
 ) -> tuple[Normed, Tensor, Tensor]:
-    """Look up embeddings, their first norm, and the rotary tables' rows.
+    """Embeddings [T, K], their first norm, and the rotary tables' rows [T, D].
 
-    Args:
-        token_ids, positions: [T] int64, less than V and L; not checked on CUDA.
-        embedding: [V, K].
-        cos_table, sin_table: [L, D].
-        norm_weight: [K], and `eps`: of the first layer's norm.
-        scale: Factor on the embeddings, as Gemma has; a value of their dtype.
-
-    Returns:
-        The embeddings and their norm, [T, K], and the tables' rows, [T, D] each.
+    token_ids, positions: [T] int64, less than V and L; not checked on CUDA. embedding: [V, K].
+    cos_table, sin_table: [L, D]. scale: factor on the embeddings, as Gemma has.
     """
     hidden = F.embedding(token_ids, embedding)
     if scale != 1.0:
@@ -128,10 +112,9 @@ def add_norm(
     eps: float,
     post_norm: Tensor | None = None,
 ) -> Normed:
-    """residual + x, prepared for the norm that follows; x is a complete projection.
+    """residual + x, a projection [T, N] that is complete, prepared for the norm that follows.
 
-    For projections [T, N] that were summed over ranks, or that have a norm of their own:
-    `post_norm` [N] is the weight of a norm of x before it is added, as in Gemma 2 and 3.
+    post_norm: [N], weight of a norm of x before it is added, as in Gemma 2 and 3.
     """
     if post_norm is not None:
         x = rms_norm.reference(x, post_norm, eps)
@@ -142,8 +125,7 @@ def add_norm(
 def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """x [T, K] @ weight^T (+ bias): [T, N], a plain product, such as one rank's part of a
-    projection."""
+    """x [T, K] @ weight^T (+ bias): [T, N], such as one rank's part of a projection."""
     assert into is None
     return product(x, weight, bias)
 
@@ -152,16 +134,14 @@ def linear(
 def norm_linear(
     x: Normed, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """rms_norm(x) @ weight^T (+ bias): [T, N] of x's dtype, a layer's merged q, k and v, or the
-    logits."""
+    """rms_norm(x) @ weight^T (+ bias): [T, N], a layer's merged q, k and v, or the logits."""
     assert x.squares is None
     return linear.reference(x.scaled, weight, bias, into)
 
 
 @kernel("specdec_kernels.linear.products_triton:norm_gate_up_triton")
 def norm_gate_up(x: Normed, weight: Weight, activation: str = "silu") -> Tensor:
-    """activation(n @ gate^T) * (n @ up^T) with n = rms_norm(x): [T, F], the first half of a gated
-    MLP.
+    """activation(n @ gate^T) * (n @ up^T) with n = rms_norm(x): [T, F], half of a gated MLP.
 
     weight: [2F, K], the gate's rows first. activation: "silu" or "gelu_tanh".
     """
@@ -177,11 +157,8 @@ def linear_add_norm(
     eps: float,
     bias: Tensor | None = None,
 ) -> Normed:
-    """residual [T, N] + x [T, K] @ weight^T (+ bias), prepared for the norm that follows: a layer's
-    output and down projections.
-
-    Returns the new residual stream, in `hidden`, and the input of the next product.
-    """
+    """residual [T, N] + x [T, K] @ weight^T (+ bias), in `hidden`, and the input of the next
+    product."""
     return normed(product_added(x, weight, residual, bias), norm_weight, eps)
 
 

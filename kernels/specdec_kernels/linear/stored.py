@@ -1,8 +1,7 @@
 """Weights in the bits of their checkpoint: codes, and scales that groups of them share.
 
-A kind is one entry of `KINDS`. `Stored.plain` is the reference: a product with a stored weight is
-the product with its plain form. Does not know files, whose orders of codes end in their readers.
-Legend: N features written, K features read; weights of experts are [E, N, K].
+A kind is one entry of `KINDS`. `Stored.plain` is the reference. Does not know files, whose orders
+of codes end in their readers. Legend: N features written, K features read; experts are [E, N, K].
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +17,11 @@ from torch import Tensor
 class Kind(NamedTuple):
     """One way to write numbers as codes.
 
-    codes: the codes' dtype. per_code: numbers in each code, of one row. decode: the numbers
-    [..., N, K] of codes [..., N, K / per_code] before zeros and scales, fp32, in a new tensor.
-    encode: the codes of fp32 numbers, each rounded to the nearest one that there is. largest: the
-    greatest magnitude. middle: the number that is subtracted from decoded ones where there are
-    neither zeros nor minima. block: columns of a row whose codes lie together; the last ones may be
-    fewer.
+    per_code: numbers in each code, of one row. decode: the numbers [..., N, K] of codes [..., N, K
+    / per_code] before zeros and scales, fp32, in a new tensor. encode: the codes of fp32 numbers,
+    rounded to the nearest. largest: the greatest magnitude. middle: what is subtracted from decoded
+    numbers where there are neither zeros nor minima. block: columns of a row whose codes lie
+    together.
     """
 
     codes: torch.dtype
@@ -38,9 +36,8 @@ class Kind(NamedTuple):
 def unpacked(codes: Tensor) -> Tensor:
     """Numbers 0..15, uint8 [..., K], of bytes [..., K / 2].
 
-    K is cut into blocks of 128 columns. Byte j of a block has column j in its low four bits and
-    column j + 64 in its high ones, so that each half of the bits belongs to neighbouring columns.
-    The rest of K, which is even, is a shorter block of two halves.
+    Byte j of a block of 128 columns has column j in its low four bits and column j + 64 in its high
+    ones. The rest of K, which is even, is a shorter block of two halves.
     """
     parts = [torch.cat((b & 15, b >> 4), -1).flatten(-2) for b in _blocks(codes, BLOCK // 2)]
     return torch.cat(parts, -1)
@@ -215,8 +212,7 @@ class Stored:
         return self._cut(-2, start, stop)
 
     def columns(self, start: int, stop: int) -> "Stored":
-        """The columns start..stop, a view where no block of codes is cut. Raises `ValueError` for
-        a cut through a group."""
+        """The columns start..stop, likewise, but a copy where a block of codes is cut."""
         return self._cut(-1, start, stop)
 
     def _cut(self, dim: int, start: int, stop: int) -> "Stored":
@@ -237,10 +233,7 @@ class Stored:
         return self._each(part)
 
     def reordered(self, order: Tensor) -> "Stored":
-        """The rows in another order within each run of them.
-
-        order: int64 [P], the place of each row of a run of P rows before.
-        """
+        """The rows in another order within each run of P; order: int64 [P], of places before."""
         part = self if self.storage.group[0] % len(order) == 0 else self._by_rows()
         places = torch.arange(self.shape[-2], device=order.device)
         places = places.view(-1, len(order))[:, order].flatten()
@@ -266,10 +259,8 @@ class Stored:
 
     @staticmethod
     def joined(parts: Sequence["Stored"]) -> "Stored":
-        """One weight of the rows of all, which have one storage.
-
-        Where a part ends within a group of rows, each row gets scales of its own.
-        """
+        """One weight of the rows of all, of one storage. Where a part ends within a group of rows,
+        each row gets scales of its own."""
         assert len({part.storage for part in parts}) == 1
         high = parts[0].storage.group[0]
         if any(part.shape[-2] % high for part in parts[:-1]):

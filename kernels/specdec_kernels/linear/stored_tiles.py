@@ -1,7 +1,4 @@
-"""Launch configurations of `stored_rows_triton`: from a table, fitted to a weight's groups.
-
-`scripts/bench/pass_tiles.py --weights` measures them.
-"""
+"""Launch configurations of `stored_rows_triton`: from a table, fitted to a weight's groups."""
 
 import math
 from typing import Protocol
@@ -21,11 +18,8 @@ SLICE = 16  # least bytes of a slice, a product of tensor cores
 
 
 def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
-    """Tiles for a product of `kind` "norm", "gate" or "add" of x [T, K] and a stored weight.
-
-    None where the weight is made plain for cuBLAS: more rows than the table has, kinds and groups
-    that the kernel does not read.
-    """
+    """Tiles for a product of `kind` "norm", "gate" or "add" of x [T, K] and a stored weight; None
+    where the kernel does not read it, or there are more rows than in the table."""
     kinds = STORED.get(weight.storage.kind)
     if kinds is None:
         return None
@@ -47,10 +41,8 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 
 
 def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
-    """Tiles for a product whose x [T, K] meets the codes as terms of fp8.
-
-    None where codes in registers are faster, or x or the codes do not have such terms.
-    """
+    """Tiles for a product whose x [T, K] meets the codes as terms of fp8; None where that is
+    slower, or x or the codes do not have such terms."""
     table = TERMS.get(gpu_of(x.device).capability)
     if table is None or weight.storage.kind != FP8 or x.dtype != torch.bfloat16:
         return None

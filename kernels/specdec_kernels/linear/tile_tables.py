@@ -1,7 +1,5 @@
-"""Tiles of products of few rows: a table for each device, as `scripts/bench/tiles.py` measures it.
-
-A new device takes a table in `TABLES`. `tiles.tiles_for` reads them, and nothing here is code.
-"""
+"""Tiles of products of few rows: a table for each device, as `scripts/bench/tiles.py` measures
+it."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,4 @@
-"""Launch configurations of products of few rows: looked up in `tile_tables` and fitted to a GPU.
-
-`scripts/bench/kernel_times.py` shows their effect. Nothing is tuned at run time: every rank and
-every run uses the same.
-"""
+"""Launch configurations of products of few rows: looked up in `tile_tables` and fitted to a GPU."""
 
 import math
 from functools import lru_cache
@@ -39,11 +35,8 @@ HEAD = 4  # products with more than this many features for each number read are 
 
 
 def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """Add stages until two programs do not fit on one multiprocessor, if there is one for each.
-
-    A kernel that starts early runs where its predecessor happens to end first. Without this its
-    programs would crowd there and leave other multiprocessors idle.
-    """
+    """Add stages until two programs do not fit on one multiprocessor, if there is one for each: a
+    kernel that starts early would crowd where its predecessor happens to end first."""
     if programs > MULTIPROCESSORS:
         return tiles
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
@@ -52,11 +45,8 @@ def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY
 
 
 def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """Reduce a program's shared memory if that lets all programs run at once.
-
-    A few programs that wait for the others double the time, while most multiprocessors idle: at
-    5120 features, 264 of 320 programs ran at first.
-    """
+    """Reduce a program's shared memory if that lets all programs run at once: a few that wait for
+    the others double the time."""
     waves = programs / resident(tiles, itemsize, room)
     if waves <= 1 or math.ceil(waves) < WASTE * waves:
         return tiles
@@ -102,10 +92,9 @@ def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
 def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) -> Tiles | None:
     """Tiles for a product of `kind` "norm", "gate" or "add"; None for cuBLAS.
 
-    The device's table says what is faster. With cuBLAS the norm, the gate and the sum are kernels
-    of their own. The table has tiles for 16 bits. They are fitted to other types, to the width and
-    to the shared memory here; for more than `FEW_ROWS` rows they are used as they were measured, or
-    not at all. room: bytes of shared memory, else the GPU's.
+    The device's table has tiles for 16 bits. They are fitted to other types, to the width and to
+    the shared memory, `room` bytes; for more than `FEW_ROWS` rows they are used as measured, or
+    not.
     """
     gpu = gpu_of(x.device)
     room = gpu.shared_memory if room is None else room
@@ -151,11 +140,8 @@ class RowTiles(NamedTuple):
 
 
 def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles | None:
-    """Tiles for a product of `kind` "norm", "gate" or "add" of one row.
-
-    None for any other number of rows, and where other kernels are faster: for larger layers and for
-    logits; also for stored weights whose groups are not as long as a thread's load.
-    """
+    """Tiles for a product of `kind` "norm", "gate" or "add" of one row; None for more rows, and
+    where other kernels are faster, or groups of stored weights shorter than a thread's load."""
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
     stream = num_features if kind == "add" else width  # the model's width, whatever a rank holds

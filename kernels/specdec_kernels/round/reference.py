@@ -28,23 +28,15 @@ def padded_pass(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs of a pass that feeds Q tokens of each of B sequences, from length + offset on.
 
-    Token j of a sequence is live iff the sequence is active, its position is within the model,
-    and, where lens are given, lens >= offset + j + margin; the others are padding, whose keys go to
-    the trash block.
+    Token j of a sequence is live iff the sequence is active, its position is within the model, and,
+    where lens are given, lens >= offset + j + margin; the others are padding, whose keys go to the
+    trash block.
 
-    Args:
-        tokens: [B, Q] int64; clamped into 0..num_ids - 1.
-        length, lens: [B] int64; lens may be None.
-        active: [B] bool.
-        block_tables: [B, MB] int32.
-        offset, margin: See above.
-        block_size: Slots a block.
-        max_len: Positions the model knows.
-        num_ids: Size of its vocabulary.
+    tokens: [B, Q] int64; clamped into 0..num_ids - 1. length, lens: [B] int64. active: [B] bool.
+    block_tables: [B, MB] int32. max_len: positions the model knows.
 
-    Returns:
-        ids [B * Q] int64; positions [B * Q] int64, clamped into the model's; slots [B * Q] int64;
-        context_lens [B] int32, one more than the last token's unclamped position.
+    Returns ids [B * Q] int64; positions [B * Q] int64, clamped into the model's; slots [B * Q]
+    int64; context_lens [B] int32, one more than the last token's unclamped position.
     """
     place = offset + torch.arange(tokens.shape[1], device=tokens.device)
     at = length[:, None] + place
@@ -70,19 +62,15 @@ def accept(
 ) -> tuple[Tensor, Tensor]:
     """Greedy verification: proposals stand while they are the target's own choice.
 
-    The one-hot case of `reject_logits`. With rates, a proposal stands iff its noise is below
-    the rate of its place, whatever the target says.
+    The one-hot case of `reject_logits`. With rates, a proposal stands iff its noise is below the
+    rate of its place, whatever the target says.
 
-    Args:
-        proposed: [B, K] int64, -1 where the draft's logits were not finite.
-        best: [B, K + 1] int64, the target's choice at each place, -1 where it has none.
-        lens: [B] int64, proposals of each row.
-        accept_noise: [B, K] fp32 in [0, 1).
-        rates: [K] fp32.
+    proposed: [B, K] int64, -1 where the draft's logits were not finite. best: [B, K + 1] int64, the
+    target's choice at each place, -1 where it has none. lens: [B] int64, proposals of each row.
+    accept_noise: [B, K] fp32 in [0, 1). rates: [K] fp32.
 
-    Returns:
-        tokens [B, K + 1] int64, of which the first accepted + 1 count, and accepted [B] int64: -2
-        where a proposal is -1, else -1 where `best` is -1 at a place up to `lens`.
+    Returns tokens [B, K + 1] int64, of which the first accepted + 1 count, and accepted [B] int64:
+    -2 where a proposal is -1, else -1 where `best` is -1 at a place up to `lens`.
     """
     if rates is None or accept_noise is None:
         stands = proposed == best[:, : proposed.shape[1]]
@@ -123,16 +111,11 @@ def advance(
     accepted + 1 tokens are appended, or those up to the first end-of-sequence token. A sequence
     that meets one, or reaches its limit, becomes inactive. The reference takes host tensors only.
 
-    Args:
-        tokens: [B, K + 1] int64. accepted, lens: [B] int64.
-        tail: [B, W] int64, the last W tokens.
-        length, limit: [B] int64, a sequence's number of tokens, and the number at which it ends.
-        active: [B] bool.
-        eos_ids: [E] int64, or empty.
-        record: [B, K + 3] int64: tokens, accepted and lens of every row, active or not.
-        history: [R, L] int32, for proposers that look tokens up; appended tokens are written there
-            too, from place `length` on.
-        rows: [B] int64, each sequence's row of `history`, all different.
+    tokens: [B, K + 1] int64. accepted, lens: [B] int64. tail: [B, W] int64, the last W tokens.
+    length, limit: [B] int64, a sequence's number of tokens, and the number at which it ends.
+    active: [B] bool. eos_ids: [E] int64, or empty. record: [B, K + 3] int64: tokens, accepted and
+    lens of every row. history: [R, L] int32, where appended tokens are written too, from place
+    `length` on. rows: [B] int64, each sequence's row of `history`, all different.
     """
     # A loop over sequences: for a few of them the dozen tensor operations would take longer.
     ends = set(eos_ids.tolist())
@@ -156,11 +139,9 @@ def advance(
 
 @kernel("specdec_kernels.round.steps_triton:stamp_triton")
 def stamp(out: Tensor, place: int) -> None:
-    """Write the time in nanoseconds into `out[place]`, int64, after the kernels before it.
-
-    On CUDA it is the device's own clock, which graphs read anew in every replay; its ticks may be
-    a microsecond apart. Only differences mean anything.
-    """
+    """Write the time in nanoseconds into `out[place]`, int64, after the kernels before it: on CUDA
+    of the device's clock, whose ticks may be a microsecond apart. Only differences mean
+    anything."""
     out.numpy()[place] = time.perf_counter_ns()
 
 
@@ -177,17 +158,10 @@ def ngram_lookup(
     """Propose the tokens that followed the first earlier occurrence of the longest suffix.
 
     Suffixes of `longest` down to `shortest` tokens are looked for (Saxena, "Prompt Lookup
-    Decoding", 2023).
+    Decoding", 2023). history: [R, L] int32, token ids; rows contiguous. rows, length: [B] int64,
+    the row of each text, and its tokens. room: [B] int64, most tokens to find, 0..k.
 
-    Args:
-        history: [R, L] int32, token ids; rows contiguous.
-        rows, length: [B] int64, the row of each text, and its tokens.
-        room: [B] int64, most tokens to find, 0..k.
-        longest, shortest: 1 or more.
-        k: 1 or more.
-
-    Returns:
-        found [B, k] int64, of which lens count, the others 0; lens [B] int64.
+    Returns found [B, k] int64, of which lens count, the others 0; lens [B] int64.
     """
     proposed = torch.zeros(len(rows), k, dtype=torch.int64, device=history.device)
     lens = torch.zeros_like(length)

@@ -1,9 +1,8 @@
 """Noise, distributions from logits, draws and rejection sampling: torch, and the kernels' names.
 
-`to_probs` is the project's only definition of temperature, top-k and top-p. The draft's q and the
-target's p both come from it, so that the acceptance test compares like with like. Noise is an
-input, so every outcome is a function of the arguments.
-Legend: R rows, V vocabulary, B sequences, K draft tokens.
+`to_probs` is the project's only definition of temperature, top-k and top-p, for the draft's q and
+the target's p alike. Noise is an input, so every outcome is a function of the arguments. Legend: R
+rows, V vocabulary, B sequences, K draft tokens.
 """
 
 from collections.abc import Callable
@@ -25,11 +24,8 @@ PHILOX_ROUNDS = 10
 
 
 def philox(counter: Tensor, key: Tensor) -> Tensor:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-
-    counter: int64 [..., 4], key: int64 [..., 2], each entry an unsigned 32-bit word.
-    Returns int64 [..., 4] of unsigned 32-bit words. Works on any device.
-    """
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): words
+    int64 [..., 4] of a counter int64 [..., 4] and a key int64 [..., 2], all unsigned of 32 bits."""
     c0, c1, c2, c3 = counter.unbind(-1)
     k0, k1 = key.unbind(-1)
     for _ in range(PHILOX_ROUNDS):
@@ -48,10 +44,8 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 def uniform_reference(
     seed: Tensor, index: Tensor, position: Tensor, purpose: Tensor, start: Tensor | None = None
 ) -> Tensor:
-    """One number in [0, 1), fp32, for each (index, position, purpose); int64, broadcast.
-
-    start: position at which the round begins, for numbers of that round alone.
-    """
+    """One number in [0, 1), fp32, for each (index, position, purpose), int64, broadcast; with
+    `start`, the position at which a round begins, of that round alone."""
     third = torch.zeros_like(index) if start is None else start + 1
     index, position, purpose, third = torch.broadcast_tensors(index, position, purpose, third)
     zero = torch.zeros_like(index)
@@ -70,19 +64,11 @@ def uniform_rows(
     width: int,
     by_round: bool = False,
 ) -> Tensor:
-    """Uniform numbers in [0, 1) from Philox4x32-10, each a function of what it decides.
+    """Uniform numbers [purposes, B, width] fp32 in [0, 1) from Philox4x32-10.
 
-    Args:
-        seed: int64 scalar.
-        index: [B] int64, with the seed the key.
-        position: [B] int64; number j of row b has counter (position[b] + j, purpose).
-        purposes: How many numbers every position has.
-        width: Positions a row.
-        by_round: Put position[b] into the counter as well. A round that begins elsewhere then has
-            other numbers at the same positions, which block verification needs.
-
-    Returns:
-        [purposes, B, width] fp32.
+    seed: int64 scalar. index: [B] int64, with the seed the key. position: [B] int64; number j of
+    row b has counter (position[b] + j, purpose). by_round: put position[b] into the counter as
+    well, so that a round that begins elsewhere has other numbers, which block verification needs.
     """
     place = torch.arange(width, device=index.device)
     purpose = torch.arange(purposes, device=index.device)[:, None, None]
@@ -146,14 +132,9 @@ def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Te
 def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:
     """Softmax statistics with which the other functions read logits as `to_probs` does.
 
-    Without top-k and top-p the logits are read once. A row that holds a NaN or +inf, or only -inf,
-    is void. The torch implementation has one part.
-
-    Args:
-        logits: [R, V] bf16, fp16 or fp32, rows contiguous.
-        temperature: Above 0.
-        top_k: 0 keeps all.
-        top_p: 1 keeps all.
+    A row that holds a NaN or +inf, or only -inf, is void. The torch implementation has one part.
+    logits: [R, V] bf16, fp16 or fp32, rows contiguous. temperature: above 0. top_k: 0 keeps all.
+    top_p: 1 keeps all.
     """
     assert temperature > 0.0
     scores = masked_scores(logits, temperature, top_k, top_p)
@@ -169,10 +150,7 @@ def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> 
 
 @kernel("specdec_kernels.sampling.argmax_triton:greedy_argmax_triton")
 def greedy_argmax(logits: Tensor) -> Tensor:
-    """Index of the first maximum of every row of [R, V]: [R] int64.
-
-    -1 where the maximum is not finite: the row holds a NaN or +inf, or only -inf.
-    """
+    """Index of the first maximum of every row of [R, V]: [R] int64; -1 where it is not finite."""
     top, first = logits.max(dim=1)
     # inf - inf is NaN, which is not zero either; `isfinite` takes five operations on a CPU.
     return first.masked_fill_((top - top) != 0, -1)
@@ -195,10 +173,8 @@ def sample_categorical_reference(weights: Tensor, noise: Tensor) -> Tensor:
 def emitted(
     draft_tokens: Tensor, lens: Tensor, target_probs: Tensor, accepted: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output of a round: tokens [B, K + 1] int64 and accepted [B] int32.
-
-    accepted: [B] int64, draft tokens that stand. last: [B] int64, the token drawn after them.
-    """
+    """Output of a round: tokens [B, K + 1] int64 and accepted [B] int32, from how many draft tokens
+    stand, and the `last` token drawn after them, [B] int64 each."""
     place = torch.arange(draft_tokens.shape[1] + 1, device=lens.device)
     stop = accepted[:, None]
     tokens = F.pad(draft_tokens, (0, 1)).masked_fill_(place >= stop, -1)
@@ -222,17 +198,11 @@ def rejection_sample_reference(
     Leviathan et al. (arXiv 2211.17192), Chen et al. (2302.01318). With u the accept noise, draft
     d_i is accepted iff u_i * q_i(d_i) < p_i(d_i). At the first rejection, a, one token is drawn
     from norm(max(p_a - q_a, 0)), or from p_a where rounding leaves that empty; when all k are
-    accepted, from p_k. Draws are by inverse CDF with `sample_noise` at that position. One-hot p
-    and q give greedy decoding.
+    accepted, from p_k. Draws are by inverse CDF with `sample_noise` at that position. draft_probs:
+    [B, K, V] fp32. target_probs: [B, K + 1, V] fp32. The others are as in `Verification`.
 
-    Args:
-        draft_tokens, lens, accept_noise, sample_noise: As in `Verification`.
-        draft_probs: [B, K, V] fp32, the q that the draft tokens were drawn from.
-        target_probs: [B, K + 1, V] fp32.
-
-    Returns:
-        tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted
-        [B] int32, how many drafts. A NaN in the target's probabilities makes both -1.
+    Returns tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted
+    [B] int32, how many drafts. A NaN in the target's probabilities makes both -1.
     """
     num_rows, width = draft_tokens.shape
     row = torch.arange(num_rows, device=lens.device)
@@ -269,15 +239,10 @@ def sample_logits(
     top_p: float,
     noise: Tensor,
 ) -> Tensor:
-    """Draw from every row's distribution; `sample_categorical_reference` over logits.
+    """Draw from every row's distribution: [R] int64, -1 for void rows.
 
-    Args:
-        logits, temperature, top_k, top_p: As `logit_rows` had them to make `stats`.
-        stats: Needed on CUDA only.
-        noise: [R] fp32 in [0, 1).
-
-    Returns:
-        [R] int64, -1 for void rows.
+    The arguments before `stats`, which CUDA needs, are those it was made with by `logit_rows`.
+    noise: [R] fp32 in [0, 1).
     """
     return sample_categorical_reference(to_probs(logits, temperature, top_k, top_p), noise)
 
@@ -312,10 +277,8 @@ class Verification(NamedTuple):
 def reject_logits(v: Verification) -> tuple[Tensor, Tensor]:
     """`rejection_sample_reference` over logits: no probabilities are stored.
 
-    Returns:
-        tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted [B]
-        int64, how many drafts: -2 where a draft token is negative, else -1 (and the tokens too)
-        where a target row up to `lens` is void.
+    Returns tokens and accepted as it does, int64: -2 where a draft token is negative, else -1 (and
+    the tokens too) where a target row up to `lens` is void.
     """
     return verified_by(rejection_sample_reference, v)
 

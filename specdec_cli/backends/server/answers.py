@@ -108,17 +108,18 @@ def finished(
         num_retries=answer.num_retries,
         send_lag_ms=(answer.sent - answer.due) * 1e3 if answer.sent else None,
     )
+    found = Finished(
+        index=request.index,
+        prompt_token_ids=list(request.token_ids),
+        token_ids=[],
+        finish_reason="error",
+        max_output_tokens=most,
+        error=answer.error,
+        arrived_at=answer.due,
+        served=served,
+    )
     if answer.error is not None:
-        return Finished(
-            index=request.index,
-            prompt_token_ids=list(request.token_ids),
-            token_ids=[],
-            finish_reason="error",
-            max_output_tokens=most,
-            error=answer.error,
-            arrived_at=answer.due,
-            served=served,
-        )
+        return found
     assert reading.finish_reason is not None
     tokens, in_first = answer.num_tokens, answer.tokens_in_first
     began = answer.began
@@ -136,17 +137,14 @@ def finished(
     if reading.finish_reason == "length" and tokens < most:
         remarks.append("max_tokens_cut")
     order = rounds.order or ([], [])
-    return Finished(
-        index=request.index,
-        prompt_token_ids=list(request.token_ids),
+    return replace(
+        found,
         token_ids=reading.token_ids,
         finish_reason=reading.finish_reason,
-        max_output_tokens=most,
         accepted_per_round=order[0],
         proposed_per_round=order[1],
         rounds_without_proposal=in_first + without,
         num_tokens_from_prefill=in_first,
-        arrived_at=answer.due,
         admitted_at=began,
         first_token_at=first,
         finished_at=last,

@@ -3,13 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specdec_cli.backends.server.dialects import (
-    Details,
-    Kind,
-    Reading,
-    ServerFacts,
-    common_body,
-)
+from specdec_cli.backends.server.dialects import Details, Kind, Reading, ServerFacts, common_body
 from specdec_cli.backends.server.openai import COMPLETIONS, completion, read_completion
 from specdec_cli.core.types import Request, SamplingParams
 

@@ -1,8 +1,4 @@
-"""KV blocks that fit on each rank beside both models, and that a run can use.
-
-`measured` and `estimate` find the numbers. This module defines a budget's parts and splits budgets
-into blocks. Knows devices and counts; no models.
-"""
+"""KV blocks that fit on each rank beside both models, and that a run can use. Knows no models."""
 
 import os
 from dataclasses import dataclass
@@ -19,10 +15,7 @@ _CGROUP = "/sys/fs/cgroup"
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """The size of a run, as far as the cache depends on it.
-
-    longest: tokens of its longest sequence. k: largest proposal length.
-    """
+    """The size of a run, as far as the cache depends on it: `longest` in tokens, the largest k."""
 
     batch_size: int
     longest: int
@@ -44,10 +37,9 @@ class CacheNeed:
 class RankMemory:
     """One rank's memory by use, in bytes.
 
-    activation_bytes: the peak of passes, with the allocator's rounding. graph_bytes: memory that
-    captured rounds hold. other_bytes: memory that is not torch's: other processes, the CUDA
-    context, kernels and communication buffers. kv_budget_bytes: the rest of the memory that may be
-    used, for both caches. The draft's numbers are zero on a rank that holds no part of it.
+    activation_bytes: the peak of passes. graph_bytes: held by captured rounds. other_bytes: not
+    torch's: other processes, the CUDA context, kernels, communication. kv_budget_bytes: what is
+    left for both caches. The draft's numbers are zero on a rank that holds no part of it.
     """
 
     rank: int

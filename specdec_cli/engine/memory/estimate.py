@@ -1,9 +1,4 @@
-"""Memory that passes will take on a device, estimated from shapes alone.
-
-Weights and cache blocks follow exactly from the configs; the rest is estimated, of passes by the
-models themselves. The constants are round figures; docs/memory.md compares estimates with
-measurements.
-"""
+"""Memory that passes will take on a device, estimated from shapes; see docs/memory.md."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -97,9 +92,8 @@ def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
 class Machine:
     """The device and the memory that each rank of a run is assumed to have.
 
-    total_bytes: the GPU's memory, or a CPU rank's share of the host's. other_bytes: memory in use
-    before anything is loaded. available_bytes: a CPU rank's share of available host memory.
-    is_limit: whether weights, passes and caches of a CPU have to fit into total_bytes.
+    total_bytes, available_bytes: the GPU's, or a CPU rank's share of the host's. other_bytes: in
+    use before anything is loaded. is_limit: whether all of a CPU has to fit into total_bytes.
     """
 
     name: str
@@ -157,11 +151,8 @@ def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
 
 
 def draft_shares(plan: Plan, degree: int) -> list[tuple[int, int]]:
-    """The planned draft on each rank if `degree` ranks shared it: bytes of its weights, and of one
-    block of its cache.
-
-    Raises `SetupError` when the draft cannot be split like that.
-    """
+    """Bytes of the planned draft's weights, and of one block of its cache, on each rank if `degree`
+    ranks shared it. Raises `SetupError` when it cannot be split like that."""
     assert plan.draft is not None
     found = [(0, 0)] * plan.parallel.size
     for rank in range(degree):

@@ -1,12 +1,8 @@
-"""Measuring a rank's memory by use: a rehearsal of the largest passes over small caches.
-
-An engine like the run's feeds a prefill chunk and runs rounds of a full batch with all proposals.
-The caches cannot have the memory that these keep reserved, or that they reserve at their peak.
-"""
+"""Measuring a rank's memory by use: a rehearsal of the largest passes over small caches."""
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -38,10 +34,9 @@ class Models:
 def measure_rank(
     plan: Plan, models: Models, need: CacheNeed, wire: Callable[[int], Engine]
 ) -> RankMemory:
-    """Run the largest passes that `need` allows and measure this rank's memory by use.
+    """This rank's memory by use in the largest passes that `need` allows; all ranks call this.
 
-    wire: makes an engine over `models` with caches of so many blocks. The models are left without
-    caches. All ranks have to call this.
+    wire: an engine over `models` with so many blocks. The models are left without caches.
     """
     requests, num_blocks = rehearsal(need, plan.recipe.run.prefill_chunk)
     params = replace(plan.params, max_new_tokens=2 * (plan.k + 1), stop=())
@@ -123,12 +118,9 @@ def memory_of(
     return RankMemory(
         rank=plan.parallel.rank,
         device=device,
-        total_bytes=overhead.total_bytes,
         target_weight_bytes=weights[0],
         draft_weight_bytes=weights[1],
-        activation_bytes=overhead.activation_bytes,
-        graph_bytes=overhead.graph_bytes,
-        other_bytes=overhead.other_bytes,
+        **asdict(overhead),
         kv_budget_bytes=kv_budget,
         target_block_bytes=target_block,
         draft_block_bytes=draft_block,

@@ -115,8 +115,7 @@ def plan_comparison(
     skips = skips_of(settings, job, num_gpus)
     # The recipe in the folder has to run: the first legal pair, at the first batch size.
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
-    run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
-    kept = dated(with_degrees(recipe, first).model_copy(update={"run": run}), job)
+    kept = dated(with_degrees(recipe, first).changed("run", batch_size=batch_sizes[0]), job)
     notices = [*prompts.notices, *warnings_of_job(job, prompts.chat)]
     return ComparisonPlan(kept, settings, job, skips, permissions, notices, prompts.own)
 
@@ -210,21 +209,15 @@ def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str,
     """The document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
     prompts = ", ".join(f"{s.num_prompts(b)} at batch size {b}" for b in s.batch_sizes)
-    pairs = [
-        {"target_tp": p.target_tp, "draft_tp": p.draft_tp}
-        | (
-            {"status": "skipped", "reason": plan.skips[p].reason}
-            if p in plan.skips
-            else {"status": "ok"}
-        )
-        for p in s.pairs
-    ]
+    pairs, listed = [], []
+    for pair in s.pairs:
+        skip = plan.skips.get(pair)
+        fate = {"status": "ok"} if skip is None else {"status": "skipped", "reason": skip.reason}
+        pairs.append({"target_tp": pair.target_tp, "draft_tp": pair.draft_tp} | fate)
+        listed.append(f"{pair}: {'to be measured' if skip is None else skip.reason}")
     text = [
         f"draft: {s.draft}, k = {s.k}",
-        *(
-            f"{pair}: {plan.skips[pair].reason if pair in plan.skips else 'to be measured'}"
-            for pair in s.pairs
-        ),
+        *listed,
         f"prompts: {prompts}; the longest of {plan.job.longest_prompt} tokens",
         f"samples: {plan.num_samples}, k = 0 included, each measured {run.repeats} times",
     ]

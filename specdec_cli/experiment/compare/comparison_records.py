@@ -11,8 +11,9 @@ from typing import Any
 
 from specdec_cli.core.figures import Record
 from specdec_cli.experiment import points
-from specdec_cli.experiment.folders.records import Key, Pair, Point, Sample, Samples, without_errors
+from specdec_cli.experiment.folders.records import Key, Pair, Point, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.folders.samples import Samples, without_errors
 from specdec_cli.experiment.folders.settings_file import RunSettings
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.statistics import stats

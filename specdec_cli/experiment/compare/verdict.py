@@ -3,7 +3,7 @@
 Computed from points and samples alone. Knows no terminal.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from statistics import fmean, stdev
 from typing import Any
@@ -12,7 +12,8 @@ from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords, merge_repeats
 from specdec_cli.experiment.folders.conclusions import BestPair, Decision, Degrees, Tokens
-from specdec_cli.experiment.folders.records import Pair, Point, Sample, without_errors
+from specdec_cli.experiment.folders.records import Pair, Point, Sample
+from specdec_cli.experiment.folders.samples import without_errors
 from specdec_cli.experiment.statistics import evidence, stats
 from specdec_cli.experiment.statistics.factors import choose
 from specdec_cli.experiment.statistics.noise import doubt_in_words
@@ -88,7 +89,7 @@ def best_of(
     verdict = evidence.verdict_of(ends, [ends], is_disturbed=is_disturbed)
     needed, told = None, doubt_in_words(disturbed)
     if verdict == "inconclusive" and gain is not None:
-        count, seconds = len(gain.columns), sum(map(_seconds(records), candidates))
+        count, seconds = len(gain.columns), _seconds(records, candidates)
         needed = evidence.needed_for(
             *(gain.value, ends, count, seconds, batch_size), is_disturbed=is_disturbed
         )
@@ -120,15 +121,10 @@ def _against_plain(records: ComparisonRecords, best: Point, plain: Point | None)
     return stats.speedup(own, without_errors(merge_repeats(whole)))
 
 
-def _seconds(records: ComparisonRecords) -> Callable[[Point], float]:
-    """The seconds that a pair's rounds took, with those of k = 0 in the same ranks."""
-
-    def of(point: Point) -> float:
-        ks = (0, point.k)
-        taken = (records.of(Pair.of(point), point.batch_size, k).values() for k in ks)
-        return sum(sum(sample.decode_seconds) for samples in taken for sample in samples)
-
-    return of
+def _seconds(records: ComparisonRecords, points: Iterable[Point]) -> float:
+    """The seconds that rounds of pairs took, with those of k = 0 in the same ranks."""
+    taken = (records.of(Pair.of(p), p.batch_size, k).values() for p in points for k in (0, p.k))
+    return sum(sum(sample.decode_seconds) for samples in taken for sample in samples)
 
 
 def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[str, float]:

@@ -51,11 +51,9 @@ class PairTask:
 
 
 def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
-    """The recipe with the degrees of one pair."""
-    assert recipe.draft is not None, "planning refuses recipes without a draft"
-    target = recipe.target.model_copy(update={"tensor_parallel_size": pair.target_tp})
-    draft = recipe.draft.model_copy(update={"tensor_parallel_size": pair.draft_tp})
-    return recipe.model_copy(update={"target": target, "draft": draft})
+    """The recipe, which has a draft, with the degrees of one pair."""
+    of_target = recipe.changed("target", tensor_parallel_size=pair.target_tp)
+    return of_target.changed("draft", tensor_parallel_size=pair.draft_tp)
 
 
 def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> None:

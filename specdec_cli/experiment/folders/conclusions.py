@@ -9,16 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, InstanceOf, model_validator
 
-from specdec_cli.core.figures import (
-    Count,
-    Figure,
-    Interval,
-    Name,
-    Rate,
-    Record,
-    Slots,
-    impossible,
-)
+from specdec_cli.core.figures import Count, Figure, Interval, Name, Rate, Record, Slots, impossible
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.text import one_line

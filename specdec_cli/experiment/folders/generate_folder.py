@@ -8,8 +8,9 @@ from typing import Any
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.record_lines import elsewhere, read_records
-from specdec_cli.experiment.folders.records import Key, Sample, not_measured
+from specdec_cli.experiment.folders.records import Key, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.folders.samples import not_measured
 from specdec_cli.experiment.folders.settings_file import RunSettings
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.preparing import common_settings
@@ -31,10 +32,6 @@ class Kept:
     folder: RunFolder | None = None
     done: Mapping[int, Sample] = field(default_factory=dict)
     notices: Sequence[Notice] = ()
-
-    def without_folder(self) -> "Kept":
-        """The same, for a rank that writes nothing."""
-        return Kept(None, self.done, self.notices)
 
 
 def key_of(job: Job) -> Key:

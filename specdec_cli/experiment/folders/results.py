@@ -11,6 +11,7 @@ from typing import Any
 from specdec_cli.core.figures import Metrics, Name, Record
 from specdec_cli.core.types import FinishReason
 from specdec_cli.errors import LOGGED, Notice
+from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.records import Key, Point, given
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import inert_json
@@ -40,9 +41,11 @@ def generate_document(
     where: dict[str, Any],
     outputs: Values[Output],
     metrics: Metrics,
-    warnings: Values[Notice] = (),
+    warnings: Values[Notice],
+    check: CheckResult | None,
 ) -> dict[str, Any]:
-    """The document of `generate --json`. warnings: beside those that were logged."""
+    """The document of `generate --json`. warnings: beside those that were logged. check: of
+    losslessness, if one was asked for."""
     return {
         "schema": "specdec.generate/1",
         "recipe": recipe.model_dump(mode="json"),
@@ -50,12 +53,27 @@ def generate_document(
         "outputs": list(outputs),
         "metrics": metrics,
         "warnings": [*warnings, *LOGGED],
+        **given(lossless_check=check),
     }
 
 
 def to_json(document: Any) -> str:
     """One line of strict JSON, harmless on a terminal; a number that is not finite becomes null."""
-    return inert_json(json.dumps(_finite(document), ensure_ascii=False, allow_nan=False))
+    try:
+        text = _dumps(document)
+    except ValueError:  # there is such a number
+        text = _dumps(_finite(document))
+    return inert_json(text)
+
+
+def _dumps(document: Any) -> str:
+    return json.dumps(document, ensure_ascii=False, allow_nan=False, default=_as_dict)
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Record | Notice):
+        raise TypeError(f"{type(value).__name__} has no JSON form")
+    return value.as_dict()
 
 
 def _finite(value: Any) -> Any:

@@ -19,14 +19,7 @@ from specdec_cli.recipe import PROMPTS, Recipe, dump_recipe
 from specdec_cli.text import is_unicode, one_line
 
 _log = logging.getLogger("specdec")
-_RECORDS = (
-    "samples.jsonl",
-    "points.jsonl",
-    "replay.jsonl",
-    "curve.jsonl",
-    "pairs.jsonl",
-    "load.jsonl",
-)
+_RECORDS = ("samples", "points", "replay", "curve", "pairs", "load")
 
 
 class LostRecords(SetupError):
@@ -74,7 +67,8 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             _sync_names(path.parent)
             folder._claim()
-            earlier = [n for n in _RECORDS if (path / n).exists() and (path / n).stat().st_size]
+            files = [path / f"{name}.jsonl" for name in _RECORDS]
+            earlier = [file.name for file in files if file.exists() and file.stat().st_size]
         if earlier:
             folder.close()
             raise UsageError(
@@ -95,7 +89,7 @@ class RunFolder:
         """Write recipe.yaml, which names the folder's own prompts in a way that moves with it."""
         recipe, data = found_from_anywhere(recipe), recipe.data
         if data is not None and data.path == os.path.abspath(self.path / PROMPTS):
-            recipe = recipe.model_copy(update={"data": data.model_copy(update={"path": PROMPTS})})
+            recipe = recipe.changed("data", path=PROMPTS)
         self.write("recipe.yaml", dump_recipe(recipe))
 
     def refuse_foreign(self, name: str) -> None:
@@ -190,7 +184,6 @@ def found_from_anywhere(recipe: Recipe) -> Recipe:
 
     Raises `UsageError` for a path that no recipe can name.
     """
-    changes = {}
     for section, key in (("target", "model"), ("draft", "model"), ("data", "path")):
         values = getattr(recipe, section)
         if values is not None and os.path.exists(path := getattr(values, key)):
@@ -201,8 +194,8 @@ def found_from_anywhere(recipe: Recipe) -> Recipe:
                     "name it",
                     "rename that folder",
                 )
-            changes[section] = values.model_copy(update={key: full})
-    return recipe.model_copy(update=changes)
+            recipe = recipe.changed(section, **{key: full})
+    return recipe
 
 
 def _sync_names(folder: Path) -> None:

@@ -10,13 +10,9 @@ from typing import Literal
 
 from specdec_cli.core.figures import Rate
 from specdec_cli.experiment.folders.conclusions import Best, Crossover
-from specdec_cli.experiment.folders.records import Key, Point, Samples, rate_in_words
-from specdec_cli.experiment.load.goodput import (
-    block_means,
-    blocks,
-    mean_interval,
-    ratio_interval,
-)
+from specdec_cli.experiment.folders.records import Key, Point, rate_in_words
+from specdec_cli.experiment.folders.samples import Samples
+from specdec_cli.experiment.load.goodput import block_means, blocks, mean_interval, ratio_interval
 from specdec_cli.experiment.load.points import is_met
 
 

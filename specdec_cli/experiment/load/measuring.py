@@ -1,7 +1,6 @@
 """Measuring one point at a rate: its requests arrive, and the measured ones become samples."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from specdec_cli.backends.base import Finished, Session
 from specdec_cli.experiment.folders.records import Key, Sample, Stretch, given
@@ -12,16 +11,6 @@ from specdec_cli.experiment.load.window import stretch_of
 from specdec_cli.experiment.measure import sample_of
 
 
-@dataclass(frozen=True, slots=True)
-class Stretched:
-    """The samples of a point at a rate, whole with the record of its window. seconds: of rounds and
-    prefill passes, those of requests that are not measured too."""
-
-    samples: list[Sample]
-    stretch: Stretch
-    seconds: float
-
-
 def measure_at_rate(
     key: Key,
     job: Job,
@@ -29,8 +18,12 @@ def measure_at_rate(
     session: Session,
     peak_memory: Callable[[], int],
     on_sign: Callable[[], None],
-) -> Stretched:
-    """Have requests arrive at the key's rate. Every rank calls this."""
+) -> tuple[list[Sample], Stretch, float]:
+    """Have requests arrive at the key's rate. Every rank calls this.
+
+    Returns the samples of the point, whole with the record of its window, and the seconds of rounds
+    and prefill passes, those of requests that are not measured too.
+    """
     assert key.request_rate is not None
     repeats, params = job.plan.recipe.run.repeats, job.plan.params
     stream = Stream(
@@ -56,11 +49,8 @@ def measure_at_rate(
     last = next((n for n in reversed(range(len(samples))) if samples[n].could_run), None)
     if last is not None:
         samples[last] = _with_common(samples[last], list(found.values()))
-    return Stretched(
-        samples,
-        stretch_of(key, stream.num_measured, due, stream.done),
-        sum(one.seconds for one in found.values()),
-    )
+    stretch = stretch_of(key, stream.num_measured, due, stream.done)
+    return samples, stretch, sum(one.seconds for one in found.values())
 
 
 def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:

@@ -7,17 +7,8 @@ import numpy as np
 
 from specdec_cli.core.figures import Metrics, Spread
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.folders.records import (
-    Key,
-    Load,
-    Point,
-    Sample,
-    Samples,
-    Stretch,
-    baseline_key,
-    rate_in_words,
-    without_errors,
-)
+from specdec_cli.experiment.folders.records import Key, Load, Point, Sample, Stretch, rate_in_words
+from specdec_cli.experiment.folders.samples import Samples, baseline_key, without_errors
 from specdec_cli.experiment.load.arrivals import Offered
 from specdec_cli.experiment.load.goodput import FEWEST, meets, ratio_interval, share_interval
 from specdec_cli.experiment.points import Failure, measured
@@ -42,17 +33,14 @@ def points_at_rate(
         if point.metrics is not None:
             load = load_of(key, own, list(stretches[key].values()), offered)
             plain = baseline_key(samples, key)
-            is_slow = load.overloaded or _overloaded(stretches.get(plain, {}))
+            of_plain = stretches.get(plain, {}).values()
+            is_slow = load.overloaded or any(one.overloaded for one in of_plain)
             gain = _gain(own, {} if is_slow or plain in failures else samples.get(plain, {}))
             point = point.model_copy(
                 update={"load": load, "metrics": _metrics(point.metrics, own, load)} | gain
             )
         found.append(point)
     return found
-
-
-def _overloaded(stretches: Mapping[int, Stretch]) -> bool:
-    return any(one.overloaded for one in stretches.values())
 
 
 def _metrics(metrics: Metrics, own: Samples, load: Load) -> Metrics:

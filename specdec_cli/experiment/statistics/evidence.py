@@ -7,6 +7,7 @@ from specdec_cli.experiment.folders.conclusions import Needed, Verdict
 from specdec_cli.experiment.statistics.stats import student
 
 NEGLIGIBLE = 0.03  # a gain that is not worth a draft; less than it may be called none
+_SURE = 1.96 + 0.84  # standard errors from 1, so that four of five such measurements decide
 _ENOUGH = 8  # prompts with an interval that does not rest on few degrees of freedom
 Ends = Sequence[float] | None
 
@@ -30,8 +31,8 @@ def verdict_of(chosen: Ends, others: Iterable[Ends], *, is_disturbed: bool) -> V
 def needed_for(
     gain: float, ends: Ends, count: int, seconds: float, batch_size: int, *, is_disturbed: bool
 ) -> Needed:
-    """The prompts that would tell a gain from 1, or from a gain worth having, if they scatter as
-    those measured do; the same prompts again where only times were disturbed.
+    """The prompts that would, four times in five, tell a gain from 1, or from a gain worth having,
+    if they scatter as those measured do; the same prompts again where only times were disturbed.
 
     ends: the gain's interval over `count` prompts, which took `seconds`.
     """
@@ -43,7 +44,7 @@ def needed_for(
         middle = math.log(gain)
         error = math.log(ends[1] / ends[0]) / 2 / student(count - 1)
         distance = max(middle, math.log1p(NEGLIGIBLE) - middle)
-        more = math.ceil(count * (2 * error / distance) ** 2)
+        more = math.ceil(count * (_SURE * error / distance) ** 2)
         prompts = max(more, count if is_disturbed else count + 1)
     minutes = seconds / 60 * prompts / count if seconds and count else None
     return Needed(prompts=prompts, minutes=minutes)

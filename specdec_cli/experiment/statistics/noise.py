@@ -13,16 +13,8 @@ from typing import Any
 import numpy as np
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.folders.records import (
-    OUTLYING,
-    Key,
-    Pair,
-    Point,
-    Sample,
-    Samples,
-    usual_repeats,
-    without_errors,
-)
+from specdec_cli.experiment.folders.records import OUTLYING, Key, Pair, Point, Sample, usual_repeats
+from specdec_cli.experiment.folders.samples import Samples, without_errors
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio
 

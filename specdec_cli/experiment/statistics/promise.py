@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import CheckResult, Diverging, Summary, Tokens
-from specdec_cli.experiment.folders.records import Key, Samples, without_errors
+from specdec_cli.experiment.folders.records import Key
+from specdec_cli.experiment.folders.samples import Samples, without_errors
 from specdec_cli.experiment.folders.settings_file import RunSettings
 
 _LABELS = {

@@ -5,6 +5,7 @@ acceptance length is (accepted + drafts) / drafts, a speed-up is (tokens / time)
 k = 0. Prompts are resampled, since rounds of one prompt resemble each other.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -12,9 +13,11 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from specdec_cli.experiment.folders.records import Sample, Samples
+from specdec_cli.experiment.folders.records import Sample
+from specdec_cli.experiment.folders.samples import Samples
 
 Array = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.uint16]
 
 RESAMPLES = 2000
 FEWEST = 3  # prompts with an interval: of two, it would reach over several powers of ten
@@ -110,18 +113,35 @@ def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> li
     if n < _FEW:
         reach = STUDENT[n - 2] * error
         return [float(np.exp(log_value - reach)), float(np.exp(log_value + reach))]
-    rng = np.random.default_rng(seed)
     t = []
-    for start in range(0, resamples, step := max(1, _CHUNK // n)):
-        count = min(step, resamples - start)
-        weights = rng.multinomial(n, np.full(n, 1.0 / n), size=count).astype(float)
-        logs, errors = _error(x, weights, powers)
+    for counts in _resamples(n, seed, resamples):
+        logs, errors = _error(x, counts.astype(float), powers)
         errors = np.maximum(errors, _LEAST_ERROR * error)
         usable = np.isfinite(logs)
         t.append((logs[usable] - log_value) / errors[usable])
     low, high = np.quantile(np.concatenate(t), (0.025, 0.975))
     ends = np.exp([log_value - high * error, log_value - low * error])
     return [float(ends[0]), float(ends[1])]
+
+
+def _resamples(n: int, seed: int, resamples: int) -> Iterable[Counts]:
+    """How often each resample has each of n prompts, in parts of [R, N] that memory holds."""
+    step = max(1, _CHUNK // n)
+    if resamples <= step:
+        return (_kept_resamples(n, seed, resamples),)
+    rng = np.random.default_rng(seed)
+    sizes = (min(step, resamples - start) for start in range(0, resamples, step))
+    return (_drawn(rng, n, size) for size in sizes)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_resamples(n: int, seed: int, resamples: int) -> Counts:
+    """They take most of an interval's time, and a report asks for hundreds of the same prompts."""
+    return _drawn(np.random.default_rng(seed), n, resamples)
+
+
+def _drawn(rng: np.random.Generator, n: int, size: int) -> Counts:
+    return rng.multinomial(n, np.full(n, 1.0 / n), size=size).astype(np.uint16)
 
 
 def linear_interval(measure: SumRatio) -> list[float] | None:

@@ -62,7 +62,7 @@ class Arms:
         )
         if found is not None:
             self._sessions[job.plan.proposer] = found
-        elif not self._has_failed(job) or self._lacked_memory(job):
+        elif (failure := self.failures.get(job.plan.proposer)) is None or failure.status == "oom":
             self.failures.pop(job.plan.proposer, None)
             self.alternates = True
             self._forget()
@@ -76,12 +76,6 @@ class Arms:
         if found is not None:
             self._sessions[job.plan.proposer] = found
             self._weights = found.weights
-
-    def _has_failed(self, job: Job) -> bool:
-        return job.plan.proposer in self.failures
-
-    def _lacked_memory(self, job: Job) -> bool:
-        return self.failures[job.plan.proposer].status == "oom"
 
     def _or_failure(self, job: Job, load: Callable[[], Session | None]) -> Session | None:
         """The result of `load`; None where an arm among several cannot be loaded.

@@ -87,6 +87,5 @@ def _sized(job: Job, size: Fit) -> Job:
 
 def of_size(recipe: Recipe, size: Fit) -> Recipe:
     """The recipe with the tokens and repeats of a size."""
-    sampling = recipe.sampling.model_copy(update={"max_new_tokens": size.max_new_tokens})
-    run = recipe.run.model_copy(update={"repeats": size.repeats})
-    return recipe.model_copy(update={"sampling": sampling, "run": run})
+    fewer = recipe.changed("sampling", max_new_tokens=size.max_new_tokens)
+    return fewer.changed("run", repeats=size.repeats)

@@ -9,13 +9,8 @@ from typing import Any
 from specdec_cli.core.figures import Rate
 from specdec_cli.errors import ExitCode, Notice
 from specdec_cli.experiment.folders.conclusions import VERSION, CheckResult, Tokens
-from specdec_cli.experiment.folders.records import (
-    Key,
-    Point,
-    Samples,
-    could_run_no_prompt,
-    rate_name,
-)
+from specdec_cli.experiment.folders.records import Key, Point, rate_name
+from specdec_cli.experiment.folders.samples import Samples, could_run_no_prompt
 from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.load.choice import best_at_rate, crossover
 from specdec_cli.experiment.load.points import load_warnings, points_at_rate

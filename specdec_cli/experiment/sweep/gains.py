@@ -9,9 +9,8 @@ from itertools import combinations
 from typing import Any
 
 from specdec_cli.experiment.folders.conclusions import Arm, CategoryComparison, Comparison
-from specdec_cli.experiment.folders.records import (
-    Key,
-    Point,
+from specdec_cli.experiment.folders.records import Key, Point
+from specdec_cli.experiment.folders.samples import (
     Samples,
     baseline_of,
     prompts_by_category,

@@ -98,8 +98,7 @@ def _recipe_for(output: Path, shard: Path) -> tuple[Recipe, str | None]:
         return recipe, None
     with or_setup_error(f"cannot read {own}"):
         text = own.read_text(encoding="utf-8")
-    data = data.model_copy(update={"path": os.path.abspath(output / PROMPTS)})
-    return recipe.model_copy(update={"data": data}), text
+    return recipe.changed("data", path=os.path.abspath(output / PROMPTS)), text
 
 
 def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
@@ -149,11 +148,7 @@ def _add(
     for sample in _read(path, Sample, settings, whole):
         mine = records.samples[Key.of(sample)]
         if sample.index in mine:
-            raise UsageError(
-                f"{path} has prompt {sample.index} at k = {sample.k}, and so has a folder "
-                "before it",
-                "merge each shard once",
-            )
+            raise _twice(path, sample.index, sample.k)
         mine[sample.index] = sample
     for text in _read(path, ReplayText, settings, whole):
         records.texts[text.draft].setdefault(text.index, text)
@@ -174,15 +169,17 @@ def _add_stretches(
     for key, samples in own.samples.items():
         mine, there = records.samples[key], {s.index for s in records.samples[key].values()}
         if twice := sorted(there & {s.index for s in samples.values()}):
-            raise UsageError(
-                f"{path} has prompt {twice[0]} at k = {key.k}, and so has a folder before it",
-                "merge each shard once",
-            )
+            raise _twice(path, twice[0], key.k)
         for place, (_, sample) in enumerate(sorted(samples.items()), start=len(mine)):
             mine[place] = sample.model_copy(update={"request": place})
         for stretch in own.stretches[key].values():
             part = len(records.stretches[key])
             records.stretches[key][part] = stretch.model_copy(update={"shard": part})
+
+
+def _twice(path: Path, index: int, k: int) -> UsageError:
+    told = f"{path} has prompt {index} at k = {k}, and so has a folder before it"
+    return UsageError(told, "merge each shard once")
 
 
 def _lacks(key: Key, whole: SweepSettings, records: SweepRecords) -> bool:

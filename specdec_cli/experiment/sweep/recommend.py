@@ -1,11 +1,12 @@
 """The recommended k: the contract's `best` among a sweep's points."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Fastest
-from specdec_cli.experiment.folders.records import Key, Point, Samples, prompts_by_category
+from specdec_cli.experiment.folders.records import Key, Point
+from specdec_cli.experiment.folders.samples import Samples, prompts_by_category
 from specdec_cli.experiment.statistics.evidence import needed_for, needed_in_words, verdict_of
 from specdec_cli.experiment.statistics.factors import choose
 from specdec_cli.experiment.statistics.noise import doubt_in_words
@@ -47,8 +48,12 @@ def recommend(
         leader = max(proposing, key=gains.value)
         found = gains.value(leader), gains.interval(leader), len(gains.prompts), gains.seconds
         needed = needed_for(*found, leader.batch_size, is_disturbed=is_disturbed)
-    of = _Choice(chosen, fastest, gains, has_several_drafts(points), verdict == "inconclusive")
-    why = f"{_basis(gains)}{of.reason(min(same_draft))}{doubt_in_words(disturbed)}"
+    told = _reason(
+        *(chosen, fastest, gains, min(same_draft)),
+        with_draft=has_several_drafts(points),
+        is_open=verdict == "inconclusive",
+    )
+    why = f"{_basis(gains)}{told}{doubt_in_words(disturbed)}"
     return Best(
         k=chosen.k,
         draft=chosen.draft if chosen.k else None,
@@ -132,56 +137,46 @@ def _basis(gains: Gains) -> str:
     return f"predicted from the texts of the largest k and {parts} {timed} of the time curve: "
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A recommended point, and the fastest. is_open: whether nothing is decided."""
+def _reason(
+    chosen: Point, fastest: Point, gains: Gains, least_tied: int, *, with_draft: bool, is_open: bool
+) -> str:
+    """The recommendation in words.
 
-    chosen: Point
-    fastest: Point
-    gains: Gains
-    with_draft: bool
-    is_open: bool
-
-    def reason(self, least_tied: int) -> str:
-        """The recommendation in words. least_tied: the smallest tied k with the chosen draft."""
-        chosen, fastest = self.chosen, self.fastest
-        gain_of, count = self.gains.value, len(self.gains.prompts)
-        over = f" over {count} prompt{'s' if count > 1 else ''}"
-        gain = f"{gain_of(fastest):.2f}x the speed of k = 0{over}"
-        which, leader = (
-            in_words(p.k, p.draft, with_draft=self.with_draft) for p in (chosen, fastest)
-        )
-        none = "" if self.is_open else "no speculation: "
-        if not any(p.k for p in self.gains.points):
-            return f"no k but k = 0 was measured{over}"
-        if fastest.k == 0:
-            ends = [
-                e for p in self.gains.points if p.k and (e := self.gains.interval(p)) is not None
-            ]
-            is_possible = not ends or any(high > 1.0 for _, high in ends)
-            doubt = ", but one may be" if self.is_open and is_possible else ""
-            return f"{none}no k is faster than k = 0{over}{doubt}"
-        if chosen.k == 0:
-            return f"{none}the fastest, {leader} at {gain}, is not faster beyond chance"
-        if chosen is fastest:
-            found = f"{which} is the fastest, {gain}"
-            if least_tied < chosen.k:
-                return f"{found}; smaller tied k may not pay at all"
-            if count < FEWEST:
-                return f"{found}, which says little: too few prompts for an interval"
-            if self.gains.interval(chosen) is None:
-                if self.gains.is_predicted:
-                    return f"{found}, which says little: one part of the time curve has no interval"
-                return (
-                    f"{found}, which says little: all of them share a batch and end together, and "
-                    "so it has no interval"
-                )
-            that = " with that draft" if self.with_draft else ""
-            return f"{found}, and no smaller k{that} is tied with it"
-        why = "and proposes less"
-        if chosen.draft != fastest.draft or chosen.k > fastest.k:
-            why = "which is not faster beyond chance"
-        return (
-            f"{which} at {gain_of(chosen):.2f}x cannot be told from the fastest, {leader} at "
-            f"{gain}, {why}"
-        )
+    least_tied: the smallest tied k with the chosen draft. is_open: whether nothing is decided.
+    """
+    gain_of, count = gains.value, len(gains.prompts)
+    over = f" over {count} prompt{'s' if count > 1 else ''}"
+    gain = f"{gain_of(fastest):.2f}x the speed of k = 0{over}"
+    which, leader = (in_words(p.k, p.draft, with_draft=with_draft) for p in (chosen, fastest))
+    none = "" if is_open else "no speculation: "
+    if not any(p.k for p in gains.points):
+        return f"no k but k = 0 was measured{over}"
+    if fastest.k == 0:
+        ends = [e for p in gains.points if p.k and (e := gains.interval(p)) is not None]
+        is_possible = not ends or any(high > 1.0 for _, high in ends)
+        doubt = ", but one may be" if is_open and is_possible else ""
+        return f"{none}no k is faster than k = 0{over}{doubt}"
+    if chosen.k == 0:
+        return f"{none}the fastest, {leader} at {gain}, is not faster beyond chance"
+    if chosen is fastest:
+        found = f"{which} is the fastest, {gain}"
+        if least_tied < chosen.k:
+            return f"{found}; smaller tied k may not pay at all"
+        if count < FEWEST:
+            return f"{found}, which says little: too few prompts for an interval"
+        if gains.interval(chosen) is None:
+            if gains.is_predicted:
+                return f"{found}, which says little: one part of the time curve has no interval"
+            return (
+                f"{found}, which says little: all of them share a batch and end together, and "
+                "so it has no interval"
+            )
+        that = " with that draft" if with_draft else ""
+        return f"{found}, and no smaller k{that} is tied with it"
+    why = "and proposes less"
+    if chosen.draft != fastest.draft or chosen.k > fastest.k:
+        why = "which is not faster beyond chance"
+    return (
+        f"{which} at {gain_of(chosen):.2f}x cannot be told from the fastest, {leader} at "
+        f"{gain}, {why}"
+    )

@@ -14,14 +14,8 @@ from specdec_cli.backends.base import Session
 from specdec_cli.core.figures import STAGES
 from specdec_cli.core.types import Request
 from specdec_cli.errors import ExitCode, Notice, RunError, SetupError, UsageError, is_out_of_memory
-from specdec_cli.experiment.folders.records import (
-    CurvePart,
-    Key,
-    Point,
-    baseline_of,
-    given,
-    without_errors,
-)
+from specdec_cli.experiment.folders.records import CurvePart, Key, Point, given
+from specdec_cli.experiment.folders.samples import baseline_of, without_errors
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.lossless_check import PROMPTS, LosslessCheck, greedy_texts, texts_of
 from specdec_cli.experiment.machine import MachineWatch
@@ -378,7 +372,9 @@ class Sweep(Running):
         except (SetupError, UsageError):
             raise
         except Exception as caught:
-            if self.world.size > 1 and not _may_be_common(caught):
+            # All ranks fail together by rank 0's verdict, or out of memory in one pass.
+            is_common = isinstance(caught, RunError) or is_out_of_memory(caught)
+            if self.world.size > 1 and not is_common:
                 raise
             problem = caught
         has_failed, peaks = self._agreement.settle(problem, self._backend.peak_memory(self._own))
@@ -393,8 +389,3 @@ class Sweep(Running):
                 self.failures[key] = Failure("failed", reason)
             problem = None  # its traceback holds the tensors of what failed
             self._backend.free_memory(self._own)
-
-
-def _may_be_common(problem: Exception) -> bool:
-    """Whether all ranks fail like this together: out of memory in one pass, or rank 0's verdict."""
-    return isinstance(problem, RunError) or is_out_of_memory(problem)

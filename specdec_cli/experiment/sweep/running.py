@@ -77,10 +77,12 @@ class Running:
     def _stretch(self, key: Key, job: Job, session: Session) -> None:
         offered = self.plan.settings.offered
         assert offered is not None
-        found = measure_at_rate(key, job, offered, session, self._most_memory, self.world.beat)
-        self.clock.rounds += found.seconds
-        self._keep(key, found.samples)
-        self.records.add(found.stretch)  # with which they count
+        samples, stretch, seconds = measure_at_rate(
+            key, job, offered, session, self._most_memory, self.world.beat
+        )
+        self.clock.rounds += seconds
+        self._keep(key, samples)
+        self.records.add(stretch)  # with which they count
 
     def _guarded(self, key: Key, run: Callable[[], object]) -> None:
         """Run a part of a point, unless its server died in an earlier one."""

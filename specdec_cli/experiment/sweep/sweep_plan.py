@@ -100,8 +100,7 @@ def plan_sweep(
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"--draft: {twice} is there twice")
     if batch_sizes[0]:  # else there is no limit
-        run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
-        recipe = recipe.model_copy(update={"run": run})
+        recipe = recipe.changed("run", batch_size=batch_sizes[0])
     recipe = dated(recipe, jobs[0])
     common = common_settings(recipe, jobs[0], ["target"])
     del common["recipe"]["draft"]
@@ -143,8 +142,7 @@ def _with_load(recipe: Recipe) -> Recipe:
         given = ",".join(map(rate_name, load.request_rate))
         told = f"--request-rate {given}: the file of --arrivals has one rate, {process.own_rate:g}"
         raise UsageError(told, f"pass --request-rate {process.own_rate:g}")
-    path = os.path.abspath(load.arrivals)
-    return recipe.model_copy(update={"load": load.model_copy(update={"arrivals": path})})
+    return recipe.changed("load", arrivals=os.path.abspath(load.arrivals))
 
 
 def _other_rate(recipe: Recipe) -> list[Notice]:

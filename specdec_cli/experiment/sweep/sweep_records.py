@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -155,10 +155,6 @@ class SweepRecords:
     facts: dict[Pair, PairFacts] = field(default_factory=dict)
     earlier_clock: SweepClock = field(default_factory=SweepClock)
     earlier_where: dict[str, Any] | None = None
-
-    def without_folder(self) -> "SweepRecords":
-        """The same records, for a rank that writes nothing."""
-        return replace(self, folder=None)
 
     def load(self, folder: Path, settings: Settings) -> None:
         """Read a folder. Of two records of one thing the last counts."""

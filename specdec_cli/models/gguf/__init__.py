@@ -1,4 +1,1 @@
-"""Models in GGUF files: header, files of a model, config, tensors, tokenizer.
-
-A file holds all that a model folder does. Its numbers are undone to plain ones on loading.
-"""
+"""Models in GGUF files, which hold all that a folder does: header, config, tensors, tokenizer."""

@@ -1,7 +1,6 @@
 """Blocks of a GGUF file as codes, scales and minima: the types that can stay as they are.
 
-The layouts are those of `gguf.quants`, whose numbers in fp32 `Stored.plain` gives bit for bit where
-scales are in fp32. Does not know tensors, whose rows blocks follow each other in.
+`Stored.plain` gives the numbers of `gguf.quants` bit for bit where scales are in fp32.
 """
 
 from collections.abc import Collection

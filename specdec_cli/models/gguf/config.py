@@ -1,8 +1,7 @@
 """transformers' config for a model in a GGUF file.
 
-transformers' tables say which key means what. They leave out some that change a model's numbers
-(rotary scaling, head and expert sizes, soft caps, windows); these are read here, or refused.
-Does not know tensors' values, apart from rotary factors.
+transformers' tables leave out keys that change a model's numbers (rotary scaling, head and expert
+sizes, soft caps, windows); these are read here, or refused.
 """
 
 import math
@@ -161,10 +160,7 @@ def _set_rotary(name: str, architecture: str, header: Header, config: Any) -> No
 
 
 def _llama3(name: str, header: Header, config: Any) -> dict[str, Any]:
-    """Settings of llama3's rotary embedding, whose factors the file has instead.
-
-    Raises `Unsupported` for factors that these settings do not give.
-    """
+    """Settings of llama3's rotary embedding, if they give the factors in the file."""
     stored = read_stored(header.tensors[_ROTARY_FACTORS], torch.float32).flatten()
     factor = float(stored.max())
     settings = {

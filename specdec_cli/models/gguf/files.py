@@ -19,10 +19,8 @@ def first_parts(names: Iterable[str]) -> list[str]:
 
 
 def chosen(name: str, names: Iterable[str], file: str | None) -> str | None:
-    """The GGUF file that a model's name means, among those of its folder; None without any.
-
-    file: the recipe's key. Raises `SetupError` for several files, or a missing one.
-    """
+    """The GGUF file that is named, or alone in its folder; None without any. Raises
+    `SetupError`."""
     all_names = list(names)
     models = first_parts(all_names)
     told = ", ".join(one_line(n) for n in models[:_MOST_SHOWN])
@@ -50,10 +48,8 @@ def parts_named(name: str) -> list[str]:
 
 
 def read_model(file: Path) -> Header:
-    """The header of a model, with the tensors of all its files.
-
-    Raises `SetupError` for a file that is damaged, missing or another model's.
-    """
+    """The header of a model, with the tensors of all its files. Raises `SetupError` for bad
+    ones."""
     header = read_header(file)
     count = header.values.get("split.count", 1)
     if type(count) is not int or count < 2:

@@ -1,7 +1,4 @@
-"""The header of a GGUF file, with each of its counts, lengths and offsets checked.
-
-Nothing is allocated or walked beyond the file. Imports nothing heavy.
-"""
+"""The header of a GGUF file, with each of its counts, lengths and offsets checked against it."""
 
 import mmap
 import os

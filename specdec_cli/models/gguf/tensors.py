@@ -1,7 +1,6 @@
 """A GGUF file's tensors as those of transformers' module: names, numbers or codes, layouts.
 
-A tensor is undone some rows at a time, straight into the wanted dtype: beside the model there is
-never more than one tensor, and a few rows of it for each of up to four threads in float32.
+They are undone some rows at a time, straight into the wanted dtype, by up to four threads.
 """
 
 import os
@@ -94,10 +93,8 @@ ReadAs = Callable[[Storage], Stored]
 
 
 def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, ReadAs]]:
-    """Storages and readers of the matrices of `module` that can stay as the file has them.
-
-    A reader takes the storage, or one that matrices share (`blocks.shared_by`).
-    """
+    """Storages and readers, into these or shared ones, of matrices that can stay as the file has
+    them."""
     found: dict[str, tuple[Storage, ReadAs]] = {}
     for name, sources, change in _sources(module, header):
         stored = [header.tensors[source] for source in sources]
@@ -179,9 +176,9 @@ def _layout(architecture: str, name: str, module: Any) -> Change | None:
         heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
         return partial(_halves, heads=heads)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
-        return _less_one
+        return lambda value: value.sub(1)
     if name.endswith("ffn_gate_inp_shexp.weight"):
-        return _as_row
+        return lambda value: value[None] if value.dim() == 1 else value
     return None
 
 
@@ -192,14 +189,6 @@ def _halves(value: torch.Tensor, heads: int) -> torch.Tensor:
         raise WrongShape(tuple(value.shape))
     pairs = value.view(heads, rows // heads // 2, 2, *value.shape[1:])
     return pairs.transpose(1, 2).reshape(value.shape)
-
-
-def _less_one(value: torch.Tensor) -> torch.Tensor:
-    return value.sub(1)
-
-
-def _as_row(value: torch.Tensor) -> torch.Tensor:
-    return value[None] if value.dim() == 1 else value
 
 
 def _reader(stored: list[TensorPlace], dtype: torch.dtype, change: Change | None) -> Read:

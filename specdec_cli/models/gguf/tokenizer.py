@@ -1,7 +1,6 @@
 """The tokenizer in a GGUF file, built by transformers from the file's vocabulary.
 
-transformers' versions differ in what they take over from the file, so special tokens and the ids
-that begin and end texts are set here. Does not know what texts a template makes.
+Its versions differ in special tokens and ids that begin and end texts, which are set here.
 """
 
 from typing import Any

@@ -27,21 +27,15 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """A head's weights on one device.
-
-    tensors: by name, see `HeadConfig.shapes`. ids: int64 [Vd], the target's id of each id that the
-    head proposes; None where they are the same.
-    """
+    """A head's weights on one device, by the names of `HeadConfig.shapes`; ids: int64 [Vd], the
+    target's of each that the head proposes, None where they are the same."""
 
     tensors: Mapping[str, Tensor]
     ids: Tensor | None
 
 
 class Other(NamedTuple):
-    """A convention that tools read differently: how it was read, and who reads it otherwise.
-
-    changes: the fields of the config that are then others.
-    """
+    """A reading of a config, who reads it otherwise, and the fields that are then others."""
 
     told: str
     changes: Mapping[str, Any]

@@ -89,11 +89,8 @@ def dummy_weights(
     lent: Lent = MappingProxyType({}),
     parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
-    """This rank's part of random matrices, seeded by name, norms of one and biases of zero.
-
-    lent: its embedding serves, as it does for most published heads. The ids of a reduced vocabulary
-    are spread evenly over the target's.
-    """
+    """This rank's part of random matrices, seeded by name; norms are one, biases zero, ids spread
+    evenly. The embedding is the target's, as of most heads."""
     tensors = dict[str, torch.Tensor]()
     shapes, (_, parts) = config.shapes(), config.split(parallel)
     for name in config.shapes(parallel):

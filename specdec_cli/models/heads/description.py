@@ -198,11 +198,9 @@ def describe_head(
 ) -> HeadDescription:
     """Read a head's config and the names of its weights, and check them against its target.
 
-    parallel: its ranks. max_len: positions that passes may use. read: gives the settings of the
-    head by its name, its folder and the number of the target's layers. bind: puts it over a cache.
-
-    Raises `SetupError`, which names the key or the tensor, where they do not fit, `UsageError` for
-    weights in fp8, and what `read` raises.
+    parallel: its ranks. read: gives its settings by its name, its folder and the number of the
+    target's layers. bind: puts it over a cache. Raises `SetupError`, with the key or the tensor,
+    where they do not fit, `UsageError` for weights in fp8, and what `read` raises.
     """
     if spec.weights == "fp8":
         raise UsageError(

@@ -1,7 +1,5 @@
-"""The decoder layers of a head: transformers' own on meta, and their fused form.
-
-Weights have the names `layers.{i}.*` and `norm.weight`, the final norm's.
-"""
+"""The decoder layers of a head, `layers.{i}.*` and `norm`: transformers' own, and their fused
+form."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -17,10 +17,8 @@ _DEFAULT_ROPE_BASE = 10000.0  # heads without rope_theta were trained with it, w
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
-    """A head's config.json, `raw`, and the part of it that describes its layers, `body`.
-
-    noun: of its kind, for messages. All raise `SetupError`, which names the key.
-    """
+    """A head's config.json, `raw`, and the part that describes its layers, `body`. All raise
+    `SetupError`, which names the key."""
 
     noun: str
     name: str

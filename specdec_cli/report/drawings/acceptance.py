@@ -9,10 +9,7 @@ from specdec_cli.report.folder import ReportedRun
 
 
 def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
-    """Draw acceptance at the largest k of each draft, at the smallest batch size that has it.
-
-    Returns whether there is anything to draw.
-    """
+    """Draw acceptance at the largest k of each draft, at the smallest batch size that has it."""
     longest = longest_proposals(run)
     if not longest:
         return False

@@ -55,10 +55,7 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> boo
 
 
 def draw_break_even(figure: Any, run: ReportedRun) -> bool:
-    """Draw tokens a round by k, and those at which plain decoding is as fast.
-
-    Returns whether the run recorded them.
-    """
+    """Draw tokens a round by k, and those at which plain decoding is as fast."""
 
     def draw(line: Line) -> None:
         line.plot(

@@ -15,7 +15,7 @@ _MOST_CATEGORIES, _MOST_PAIRS = 24, 40
 def draw_categories(figure: Any, point: Point | None, title: str) -> bool:
     """Draw speed-up and tokens a round by category with their intervals, the fastest first.
 
-    title: the point in words. Returns whether there are several categories.
+    title: the point in words.
     """
     if point is None or len(point.per_category) < 2:
         return False

@@ -126,11 +126,8 @@ class DFlashConfig(HeadConfig):
         return found
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """The hidden states of the target that the drafter reads, in transformers' counting.
-
-        Raises `SetupError` for a layer that the target does not have. The last layer's output is
-        refused too: transformers' last hidden state has passed the final norm.
-        """
+        """The target's hidden states that the drafter reads, in transformers' counting. Raises
+        `SetupError` for layers that are not there, and for the last, whose output is normed."""
         last, found = num_target_layers, self.layer_ids
         if found is None:
             count = self.num_features
@@ -155,10 +152,8 @@ class DSparkConfig(DFlashConfig):
 
 
 def read_dflash_config(name: str, folder: Path) -> DFlashConfig:
-    """The settings of the drafter in `folder`.
-
-    Raises `SetupError`, with the key, for a config that is damaged or asks for what is not built.
-    """
+    """The settings of the drafter in `folder`. Raises `SetupError` for what cannot be, or is not
+    built."""
     raw = config_file(name, folder)
     kind = DFlashConfig if first_seen(DSPARK, raw) is None else DSparkConfig
     try:

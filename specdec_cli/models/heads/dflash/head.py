@@ -64,11 +64,8 @@ class DFlashHead(LayeredHead):
     def __call__(
         self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: KVCache
     ) -> ops.Normed:
-        """Write keys and values of T rows to `cache`.
-
-        hidden: [T, H], the context, which is returned; [T, 0] for the rows of blocks, which embed
-        `token_ids`, int64 [T], and pass the layers.
-        """
+        """Write keys and values of T rows: of the context `hidden` [T, H], which is returned, or,
+        for [T, 0], of blocks, which embed `token_ids`, int64 [T], and pass the layers."""
         if not hidden.shape[1]:
             return self.stack.run(self.embedded(token_ids, batch), batch, cache)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]

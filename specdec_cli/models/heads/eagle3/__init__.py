@@ -1,5 +1,2 @@
-"""EAGLE-3 heads: their checkpoints, and their passes over a paged cache.
-
-EAGLE-3 (Li et al., arXiv 2503.01840) proposes tokens with a decoder of one or a few layers that
-reads hidden states of the target beside embeddings of tokens.
-"""
+"""EAGLE-3 heads (Li et al., arXiv 2503.01840): a decoder of few layers that reads hidden states of
+the target beside embeddings of tokens."""

@@ -92,11 +92,8 @@ class Eagle3Config(HeadConfig):
         return found
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """The hidden states of the target that the head reads, in transformers' counting.
-
-        Raises `SetupError` for a layer that the target does not have. The last layer's output is
-        refused too: transformers' last hidden state has passed the final norm.
-        """
+        """The target's hidden states that the head reads, in transformers' counting. Raises
+        `SetupError` for layers that are not there, and for the last, whose output is normed."""
         n = num_target_layers
         found: tuple[int, ...] = (2, n // 2, n - 3)
         if self.aux_ids is not None:
@@ -151,10 +148,8 @@ Config = TypeVar("Config", bound=Eagle3Config)
 
 
 def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Config:
-    """The config with the layers that a recipe chooses, and its own layers among `others`.
-
-    Raises `UsageError`, which names the key, for layers that head or target cannot have.
-    """
+    """The config with the layers that a recipe chooses. Raises `UsageError`, with the key, for
+    wrong ones."""
     others = tuple(other for other in config.others if "counting" not in other.changes)
     ids, own = config.aux_ids, {"aux_ids": config.aux_ids, "counting": config.counting}
     named = "no layers" if ids is None else f"{shown(list(ids))} as {config.counting} of layers"
@@ -185,10 +180,8 @@ def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Conf
 
 
 def read_head_config(name: str, folder: Path) -> Eagle3Config:
-    """The settings of the head in `folder`.
-
-    Raises `SetupError`, with the key, for a config that is damaged, another kind's, or not built.
-    """
+    """The settings of the head in `folder`. Raises `SetupError` for another kind's, or what is not
+    built."""
     raw = config_file(name, folder)
     dialect = dialect_of(raw)
     if dialect is None:

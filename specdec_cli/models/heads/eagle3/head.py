@@ -1,9 +1,8 @@
 """The arithmetic of an EAGLE-3 head, in the kernels of fused layers.
 
 The first layer reads the embedding of the token that follows beside the hidden state of each row,
-both normed: 2 * H numbers. Further layers are plain, except in DeepSpec's heads. Knows no caches'
-layout and no rounds. Legend: T packed rows, H width of the head, F of the features, Vd ids that it
-can propose, V ids of the target.
+both normed: 2 * H numbers. Further layers are plain, except in DeepSpec's heads. Legend: T packed
+rows, H width of the head, F of the features.
 """
 
 import torch

@@ -1,8 +1,5 @@
-"""MTP modules as a target's config and file describe them. Reads no weights.
-
-Each is taken as a model of the target's family with one layer, whose final norm is the module's,
-and a projection with two norms before it.
-"""
+"""MTP modules as a target's config and file describe them: each as a model of the target's family
+with one layer, and a projection with two norms before it. Reads no weights."""
 
 from collections.abc import Collection
 from copy import deepcopy
@@ -22,11 +19,8 @@ PROJECTION, NORMS = "eh_proj.weight", ("enorm.weight", "hnorm.weight")
 
 
 class Form(NamedTuple):
-    """Names of a module's tensors in a file, `{}` for its number, and ours of the same.
-
-    layer: the beginning of those of its decoder layer. outer: of the others. first: the number of
-    the first module.
-    """
+    """Names of a module's tensors in a file, `{}` for its number from `first` on, and ours: `layer`
+    begins those of its decoder layer, `outer` has the others."""
 
     layer: str
     outer: dict[str, str]
@@ -158,10 +152,7 @@ def read_mtp_config(
 
 
 def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> MtpConfig:
-    """A module in a folder of its own, whose config.json has its target's.
-
-    config: transformers' of the target. Raises `SetupError`, with the key, for another target's.
-    """
+    """A module in a folder of its own. Raises `SetupError`, with the key, for another target's."""
     whole = config_file(name, place)
     raw = whole.get("transformer_layer_config")
     stored = raw if isinstance(raw, dict) else {}
@@ -179,10 +170,8 @@ def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> Mt
 
 
 def layer_config(config: Any, index: int) -> Any:
-    """transformers' config of one module's layer, from its target's.
-
-    The config may list kinds of its layers; experts are in every module.
-    """
+    """transformers' config of one module's layer, from its target's; experts are in every
+    module."""
     own = deepcopy(config)
     for key, default in (("layer_types", None), ("mlp_layer_types", "sparse")):
         if (kinds := getattr(own, key, None)) is not None:

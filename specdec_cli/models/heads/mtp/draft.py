@@ -45,10 +45,7 @@ _SHARED = ("embeddings", "lm_head")
 
 @dataclass(frozen=True, slots=True)
 class MtpDraft:
-    """The MTP modules of a target that hold no weights yet.
-
-    bodies: the modules' layers, each as a model of its own. num_layers: of the target.
-    """
+    """The MTP modules of a target that hold no weights yet; bodies: each one's layer as a model."""
 
     spec: ModelSpec
     config: MtpConfig

@@ -23,11 +23,8 @@ from specdec_cli.models.split_products import SplitProducts
 
 
 class MtpHead(Head):
-    """A module's passes over its weights.
-
-    module: a loaded model of one layer, which holds its layer, its final norm, and embedding and
-    head. fused: its fused form, if it has one. tensors: projection and norms, whole on every rank.
-    """
+    """A module's passes. module: a model of one layer, with final norm, embedding and head; fused:
+    its fused form, if any. tensors: projection and norms, whole on every rank."""
 
     config: MtpConfig
 

@@ -1,0 +1,57 @@
+"""The samples of a point: those that ran, its baseline, its categories, and what cannot be its."""
+
+from collections.abc import Iterable, Mapping
+
+from specdec_cli.experiment.folders.records import Key, Sample
+
+Samples = Mapping[int, Sample]  # of one point, by `Sample.place`: prompt index, or request
+
+
+def without_errors(samples: Samples) -> dict[int, Sample]:
+    """The samples of prompts that could run."""
+    return {i: s for i, s in samples.items() if s.could_run}
+
+
+def why_none(samples: Samples) -> str:
+    """The reason of a point that did not fail, but none of whose prompts ran."""
+    why = next((s.error for s in samples.values() if s.error), None)
+    return f"no prompt could run: {why}" if why else "no prompt was run"
+
+
+def could_run_no_prompt(reason: str | None) -> bool:
+    """Whether a point ran to its end although none of its prompts could."""
+    return (reason or "").startswith("no prompt could run")
+
+
+def baseline_key(samples: Mapping[Key, Samples], key: Key) -> Key:
+    """The point of k = 0 of an arm's own, if it has samples, else the one that all arms share."""
+    own, shared = (
+        Key(draft, key.batch_size, 0, request_rate=key.request_rate) for draft in (key.draft, None)
+    )
+    return own if samples.get(own) else shared
+
+
+def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
+    """The samples of `baseline_key`; none without."""
+    return samples.get(baseline_key(samples, key), {})
+
+
+def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, list[int]]:
+    """The indices among `prompts` of each category, all rising; empty for fewer than two."""
+    found: dict[str, list[int]] = {}
+    for index in sorted(prompts):
+        if (name := samples[index].category) is not None:
+            found.setdefault(name, []).append(index)
+    return dict(sorted(found.items())) if len(found) > 1 else {}
+
+
+def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
+    """The reason that a run with these numbers cannot have the sample, or None."""
+    if sample.index >= num_prompts:
+        return f"its index is {sample.index}, of {num_prompts} prompts"
+    repeats = repeats if sample.request is None else 1
+    for name in ("seconds", "decode_seconds", "round_share", "distinct_experts"):
+        found = getattr(sample, name)
+        if found is not None and len(found) != repeats:
+            return f"{name} has not {repeats} numbers, one a repeat"
+    return None
