@@ -47,13 +47,9 @@ def common_settings(
 
 
 def warnings_of_job(job: Job, chat: str) -> list[Notice]:
-    """Warnings about few threads, a cache that changes the text, the target's own sampling, and
-    texts that go to it as they are.
-
-    That they have its first token already, which comes twice then; that the model has a chat
-    template, and nobody chose to leave it out; or that it never reads what rows and recipe give it.
-    chat: `data.chat`, of which `auto` is no choice.
-    """
+    """Warnings about few threads, a cache that changes the text, the target's own sampling, a first
+    token that comes twice, a chat template that nobody chose to leave out, and values that it never
+    reads. chat: `data.chat`, of which `auto` is no choice."""
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
     if job.plan.few_threads is not None:
         found.append(job.plan.few_threads)

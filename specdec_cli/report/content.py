@@ -16,10 +16,9 @@ from specdec_cli.report.vllm import deployment
 class Content:
     """The content of a report on a run, complete or not.
 
-    headline: the answer. card: as `card.card` says. notices, warnings: the warnings, and their
-    texts. answers: one by batch size. reasons: the run's own words for those that are decided.
-    lossless: how the promise was kept. tables: by name, None if there is nothing to show.
-    category_point, shown: the point that categories are of, in words and itself.
+    answers: one by batch size. reasons: the run's own words for those that are decided. lossless:
+    how the promise was kept. tables: by name, None if there is nothing to show. category_point,
+    shown: the point that categories are of, in words and itself.
     """
 
     def __init__(self, run: ReportedRun) -> None:

@@ -28,10 +28,8 @@ _FOLDER = "plots"
 def write_report(content: Content, folder: Path, formats: Collection[str]) -> list[Path]:
     """Write the formats asked for into a folder; returns the files in order.
 
-    html: report.html. png, svg, pdf: plots/NAME.png and so on. csv: points.csv, acceptance.csv,
-    categories.csv, comparisons.csv. tex: results.tex and other tables. md: report.md. vllm:
-    vllm.json. Raises `SetupError` when the folder cannot be written, or plots are asked for and
-    matplotlib is missing.
+    Raises `SetupError` when the folder cannot be written, or plots are asked for and matplotlib is
+    missing.
     """
     drawn = []
     pictures = [form for form in PICTURES if form in formats]
@@ -53,11 +51,8 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
 
 
 def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> list[Path]:
-    """Write a report on several runs into a folder; returns the files in order.
-
-    html: report.html. md: report.md. csv, tex: runs.csv, pairs.csv, differences.csv and so on. png,
-    svg, pdf: plots/runs.png and so on. Raises what `write_report` raises.
-    """
+    """Write a report on several runs into a folder; returns the files in order. Raises what
+    `write_report` raises."""
     plot = None
     pictures = [form for form in PICTURES if form in formats]
     if pictures or "html" in formats:

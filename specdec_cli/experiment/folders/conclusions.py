@@ -61,8 +61,8 @@ class Best(Record):
     the points with that draft that are tied with the fastest. tied_points: those of every draft.
     significant: whether it is faster than k = 0 beyond chance, in a run that nothing disturbed.
     verdict: "use" if it is significant; "none" if no point is worth a draft beyond chance; over
-    "inconclusive" evidence k is a guess and no advice. None in runs of earlier versions. needed:
-    what would decide. by: what decided, at a rate.
+    "inconclusive" evidence k is a guess and no advice; None where every point is overloaded.
+    needed: what would decide. by: what decided, at a rate.
     """
 
     k: Count | None

@@ -1,7 +1,6 @@
 """The records that runs write, one JSON object a line: their fields, and reading them again.
 
-One definition for measuring, resuming, merging, reports and the JSON documents. A file may have
-been damaged or edited, so everything is checked as it is read. Imports no torch.
+One definition for measuring, resuming, merging, reports and the JSON documents. Imports no torch.
 """
 
 from collections.abc import Sequence
@@ -214,10 +213,7 @@ def usual_repeats(seconds: Sequence[float]) -> list[int]:
 
 
 class CategoryMetrics(Record):
-    """Figures of a point over the prompts of one category.
-
-    impossible_speedup: as in `Point`.
-    """
+    """Figures of a point over the prompts of one category, named as in `Point`."""
 
     num_prompts: Count
     num_output_tokens: Count
@@ -338,13 +334,10 @@ def rate_in_words(rate: Rate) -> str:
 class Point(Record):
     """A line of points.jsonl, and an entry of a document's `points`.
 
-    request_rate, load: at a rate.
-
     Sweeps have `draft`, predictions and no degrees; comparisons have degrees, `draft_tp` None at k
-    = 0, and what follows `prediction`. engine, num_retries: of servers only. *_ci: 95 % intervals
-    of figures of `metrics`. break_even:
-    None at k = 0. impossible_speedup: a ratio of speeds that no speculation reaches, so that times
-    were disturbed; `speedup` is None then.
+    = 0, and what follows `prediction`. request_rate, load: at a rate. engine, num_retries: of
+    servers only. *_ci: 95 % intervals of figures of `metrics`. break_even: None at k = 0.
+    impossible_speedup: a ratio of speeds that no speculation reaches; `speedup` is None then.
     """
 
     target_tp: Count | None = None

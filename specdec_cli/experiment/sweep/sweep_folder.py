@@ -68,10 +68,7 @@ def read_settings(path: Path) -> SweepSettings:
 def finish(
     sweep: Running, points: Sequence[Point], warnings: Sequence[Notice]
 ) -> tuple[dict[str, Any], ExitCode]:
-    """The sweep's document, also written as the folder's summary, and the exit code.
-
-    Its warnings are `warnings` and those found since.
-    """
+    """The sweep's document, also written as the folder's summary, and the exit code."""
     plan, records, clock = sweep.plan, sweep.records, sweep.clock
     warnings = [*warnings, *prompts_that_failed(records.samples.values())]
     where = _where(plan)

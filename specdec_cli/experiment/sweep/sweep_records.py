@@ -157,7 +157,7 @@ class SweepRecords:
     earlier_where: dict[str, Any] | None = None
 
     def load(self, folder: Path, settings: Settings) -> None:
-        """Read a folder. Of two records of one thing the last counts."""
+        """Read a folder."""
         for kind in _FILES:
             for record in read_kept(folder, kind, settings):
                 self.enter(record)
@@ -204,7 +204,7 @@ class SweepRecords:
 
 
 def _as_kept(point: Point) -> Point:
-    """The point as its line has it: k = 0 is of no draft, also in folders of earlier versions."""
+    """The point as its line has it: k = 0 is of no draft."""
     return point if point.k or point.draft is None else point.model_copy(update={"draft": None})
 
 
@@ -220,8 +220,5 @@ R = TypeVar("R", bound=Record)
 
 
 def read_kept(folder: Path, kind: type[R], settings: Settings) -> list[R]:
-    """The records of one kind in a run's folder.
-
-    Raises `SetupError` for a damaged record, or one of no point of the run.
-    """
+    """The records of one kind in a run's folder. Raises `SetupError` for one of no point of it."""
     return read_records(folder / _FILES[kind], kind, settings.misfit)
