@@ -51,7 +51,7 @@ pytest: setup $(FIRST)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow and not dist" --dist loadfile --no-loadscope-reorder
 
 test-ranks: setup $(FIRST)
-	$(BIN)/python -m pytest -q -m "dist and not slow" tests/launch tests/dist tests/cli
+	$(BIN)/python -m pytest -q -m "dist and not slow" tests/launch tests/dist tests/cli tests/server
 
 test-gpu: setup
 	$(BIN)/python -m pytest -q -m gpu tests

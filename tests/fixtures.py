@@ -120,7 +120,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pictures() -> Iterator[None]:
     """Skip plots, which take longer to draw than small sweeps take to run."""
-    for command in ("sweep_k", "merge"):
-        monkeypatch.setattr(f"specdec_cli.commands.{command}.write_pictures", lambda folder: None)
+    with pytest.MonkeyPatch.context() as patch:
+        for command in ("sweep_k", "merge"):
+            place = f"specdec_cli.commands.{command}.write_pictures"
+            patch.setattr(place, lambda folder: None)
+        yield

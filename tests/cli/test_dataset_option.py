@@ -9,6 +9,8 @@ import pytest
 from specdec_cli.recipe import Recipe
 from tests.cli.sweep_helpers import specdec
 
+pytestmark = pytest.mark.usefixtures("small_demo")
+
 DRY = ["--device", "cpu", "--max-new-tokens", "2", "--dry-run", "--json", "-q"]
 ROWS = ("first", "second", "third")
 

@@ -24,6 +24,8 @@ from tests.cli.generate_helpers import (
     prompt_options,
 )
 
+pytestmark = pytest.mark.usefixtures("small_demo")
+
 HOSTILE = {
     "colour": "[red]\x1b[31m",  # first, because values are cut short
     "markup": "bold[/red][/][link=http://x]y[/link]",

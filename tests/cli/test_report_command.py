@@ -13,6 +13,8 @@ from tests.cli.generate_helpers import environment, generate
 from tests.cli.without_torch import without_torch
 from tests.report_helpers import sweep_points, write_folder
 
+pytestmark = pytest.mark.usefixtures("small_demo")
+
 pytest.importorskip("matplotlib")
 Capture = pytest.CaptureFixture[str]
 ALL = [

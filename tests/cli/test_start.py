@@ -10,6 +10,8 @@ import pytest
 from specdec_cli.app import main
 from specdec_cli.commands.starting import _driver, _start_driver
 
+pytestmark = pytest.mark.usefixtures("small_demo")
+
 SHORT = ("generate", "--prompt", "def add(", "--max-new-tokens", "3")
 
 

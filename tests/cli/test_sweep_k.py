@@ -18,6 +18,7 @@ import torch
 from rich.table import Table
 
 from specdec_cli import demo
+from specdec_cli.commands.status import write_pictures
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.loop import Engine
 from specdec_cli.experiment.folders.conclusions import Best
@@ -1037,7 +1038,7 @@ def test_pictures_are_part_of_the_folder(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.undo()
+    monkeypatch.setattr("specdec_cli.commands.merge.write_pictures", write_pictures)
     assert specdec(capsys, "merge", whole[0], "-o", tmp_path / "new", "-q").code == 0
     for folder in (whole[0], tmp_path / "new"):  # its plots were drawn before the patch
         assert "Speed-up over plain decoding" in (folder / "report.html").read_text()

@@ -12,6 +12,8 @@ from specdec_cli.app import main
 from specdec_cli.commands import reading
 from tests.cli.generate_helpers import CHAT_TEMPLATE, Run, chat_model, generate
 
+pytestmark = pytest.mark.usefixtures("small_demo")
+
 FEW = ("-k", "0", "--max-new-tokens", "2", "--json")
 ASK = {"role": "user", "content": "Sum a list."}
 PARTS = [{"type": "text", "text": "Sum"}, {"type": "text", "text": "a list."}]

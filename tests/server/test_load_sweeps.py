@@ -24,7 +24,7 @@ COMMON = ("demo", "--limit", 4, "--max-new-tokens", 8, "--set", "run.repeats=1",
 POISSON = process_of("poisson")
 
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("no_pictures")]
 
 
 @pytest.fixture(autouse=True)

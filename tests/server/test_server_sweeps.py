@@ -21,7 +21,7 @@ Run = Callable[..., Result]
 COMMON = ("demo", "--limit", 4, "--max-new-tokens", 12, "--set", "run.repeats=1", "-q")
 
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("no_pictures")]
 
 
 @pytest.fixture(autouse=True)

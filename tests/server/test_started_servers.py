@@ -23,7 +23,7 @@ FAKE = Path(__file__).with_name("fake_process.py")
 Serve = Callable[..., Any]
 
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("no_pictures")]
 
 
 @pytest.fixture(autouse=True)

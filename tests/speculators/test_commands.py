@@ -78,7 +78,7 @@ def test_from_a_target_to_a_measured_draft(
     folder, out, avoided = tmp_path / "texts", tmp_path / "draft", tmp_path / "avoid.jsonl"
     line = demo_path("demo:prompts").read_text().splitlines()[3]
     avoided.write_text(line + "\n")
-    sizes = ("--batch", 24, "--new-tokens", 24, "--waves", 2)
+    sizes = ("--batch", 16, "--new-tokens", 16, "--waves", 2)
     run(texts, monkeypatch, *PROMPTS, "--out", folder, "--avoid", avoided, *sizes)
     told = capsys.readouterr().out
     assert told.count(" texts (given, temperature ") == 2 and f"2 waves in {folder}, " in told
