@@ -111,7 +111,7 @@ def compare_tp(
             if output is not None:
                 view.close()
                 done = sum(not records.open_sizes(pair) for pair in plan.to_run)
-                say_kept(f"{done} of {len(plan.to_run)} pairs", output)
+                say_kept(f"{done} of {len(plan.to_run)} pairs", output, asked.place.program)
             raise
         finally:
             view.close()

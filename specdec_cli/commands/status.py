@@ -3,8 +3,9 @@
 Imports nothing heavy.
 """
 
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,10 +47,14 @@ def strictly(code: ExitCode, warnings: Iterable[Notice], *, strict: bool) -> Exi
     return ExitCode.PARTIAL if is_bad else code
 
 
-def say_kept(what: str, output: Path) -> None:
-    """Say what the folder of an interrupted run keeps."""
+def say_kept(what: str, output: Path, program: Sequence[str]) -> None:
+    """Say what the folder of an interrupted run keeps, and the command that goes on with it.
+
+    program: the module and the arguments of this run.
+    """
+    again = [*program[1:], *(() if "--resume" in program else ("--resume",))]
     typer.echo(f"{what} are kept in {output}", err=True)
-    typer.echo("go on with the same command and --resume", err=True)
+    typer.echo(inert(f"go on with: specdec {shlex.join(again)}"), err=True)
 
 
 def write_pictures(folder: Path) -> None:

@@ -205,7 +205,7 @@ def sweep_k(
         raise UsageError("--resume needs the sweep's folder", "name it with -o DIR")
 
     with (
-        _saying_what_is_kept(output if asked.is_heard and not dry_run else None),
+        _saying_what_is_kept(output if asked.is_heard and not dry_run else None, asked),
         joined(
             asked.place,
             recipes,
@@ -365,7 +365,7 @@ def _sweep(
 
 
 @contextmanager
-def _saying_what_is_kept(output: Path | None) -> Iterator[None]:
+def _saying_what_is_kept(output: Path | None, asked: Asked) -> Iterator[None]:
     """Report what the folder keeps if the sweep is interrupted or its ranks fail."""
     try:
         yield
@@ -379,5 +379,5 @@ def _saying_what_is_kept(output: Path | None) -> Iterator[None]:
         path = output / "samples.jsonl" if output is not None else None
         if path is not None and path.exists():
             kept = path.read_bytes().count(b"\n")
-            say_kept(f"{kept} samples", path.parent)
+            say_kept(f"{kept} samples", path.parent, asked.place.program)
         raise

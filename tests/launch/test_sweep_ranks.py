@@ -1,6 +1,7 @@
 """`specdec sweep-k` over ranks: samples as of one rank, interruptions and failures."""
 
 import json
+import shlex
 import subprocess
 import time
 from pathlib import Path
@@ -60,6 +61,7 @@ def test_two_ranks_measure_what_one_measures(
     kept = (folder / "samples.jsonl").read_text()
     assert ended.code == 130 and kept.count("\n") < 8
     assert f"{kept.count(chr(10))} samples are kept in {folder}\n" in ended.err
+    assert f"go on with: specdec {shlex.join(of_two)}\n" in ended.err
     assert ended.err.count("error: ") == 1
 
     if launcher:
