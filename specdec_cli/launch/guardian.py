@@ -3,7 +3,8 @@
 `python -P guardian.py MARK SECONDS COMMAND...` runs a command in a session of its own. A line on
 standard input, or its end, asks for the stop: the process group gets SIGTERM, after SECONDS
 SIGKILL, and then every process that is left, found as descendants and by MARK in their environment.
-The exit code goes to standard output. Imports nothing of ours, since it runs as a file; Linux only.
+The exit code goes to standard output at once. Imports nothing of ours, since it runs as a file;
+Linux only.
 """
 
 import contextlib
@@ -51,8 +52,8 @@ def main(mark: str, seconds: str, *command: str) -> int:
         if select.select([0], [], [], _LOOK_S)[0]:
             _stop(child, float(seconds))
             break
-    _kill_all(mark)
     _tell(child.wait())
+    _kill_all(mark)
     return 0
 
 

@@ -73,7 +73,10 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
             assert load["num_unmeasured"] == 0 and load["window_seconds"] > 0
             continue
         assert load["num_unmeasured"] >= 4 and load["goodput"] == 0.0
-        assert load["goodput_ci"] == [0.0, 0.0] and load["send_lag_ms"]["p50"] >= 0
+        # A busy machine answers as one near its capacity does.
+        is_near = any(w["code"] == "autocorrelated" for w in found["warnings"])
+        assert load["goodput_ci"] == [0.0, 0.0] or (is_near and load["goodput_ci"] is None)
+        assert load["send_lag_ms"]["p50"] >= 0
         assert load["offered_rate"] == pytest.approx(39 / (due[-1] - due[0]))
         assert [s["due"] for s in own] == pytest.approx([at - due[0] for at in due], abs=1e-6)
         m, rounds = p["metrics"], [a for s in own for a in s["accepted_per_round"]]

@@ -132,9 +132,9 @@ class ServerBackend:
         if process is not None:
             process.stop()
 
-    def _check(self) -> None:
+    def _check(self, within_s: float) -> None:
         if self._process is not None:
-            self._process.check()
+            self._process.check(within_s)
 
     def prepare(
         self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None

@@ -53,19 +53,19 @@ class Process:
                 env={**os.environ, **env},
             )
 
-    def has_ended(self) -> bool:
-        """Whether the server's first process has ended; `code` then has its exit code."""
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        """Whether the server's first process ends in this time; `code` then has its exit code."""
         if self.code is None:
             assert self._guardian.stdout is not None
-            if not select.select([self._guardian.stdout], [], [], 0)[0]:
+            if not select.select([self._guardian.stdout], [], [], within_s)[0]:
                 return False
             line = self._guardian.stdout.readline()
             self.code = int(line) if line.strip() else -signal.SIGKILL
         return True
 
-    def check(self) -> None:
-        """Raise `RunError` with its exit code and its last words if the server has ended."""
-        if self.has_ended():
+    def check(self, within_s: float = 0.0) -> None:
+        """Raise `RunError` with its exit code and last words if the server ends in this time."""
+        if self.has_ended(within_s):
             kind = NotUpError if self.code == _NOT_FOUND else RunError
             raise kind(f"the server ended with {self.end_in_words}: {self.last_words}")
 

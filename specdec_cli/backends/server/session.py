@@ -76,8 +76,8 @@ class ServerSession:
     """Servers that answer requests, one of them at a time.
 
     servers: by k. batch_size: 0 for no limit. may_skip: whether the method may propose nothing in a
-    round, as n-grams do. check: raises `RunError` if the server is one that we started and has
-    ended.
+    round, as n-grams do. check: raises `RunError` if the server is one that we started and ends
+    within so many seconds.
     """
 
     servers: Mapping[int, ServerFacts]
@@ -86,7 +86,7 @@ class ServerSession:
     limits: Limits
     may_skip: bool
     line: "Line"
-    check: Callable[[], None] = lambda: None
+    check: Callable[[float], None] = lambda within_s: None
 
     @property
     def reach(self) -> int:
@@ -126,9 +126,10 @@ class ServerSession:
         return self._asked(lambda client: client.ask_arrivals(arrivals), k, params)
 
     def _asked(self, ask: _Ask, k: int, params: SamplingParams) -> list[Finished]:
-        self.check()
+        self.check(0.0)
         answers, counted = self.line.run(lambda http: self._answers(http, ask, k, params))
-        self.check()
+        has_failed = any(answer.error is not None for answer in answers)
+        self.check(times.END_S if has_failed else 0.0)
         return self._finished(answers, counted, k, params)
 
     async def _answers(
