@@ -152,7 +152,9 @@ def _estimated(
     problem: SpecdecError | None = None
     points, estimator = list(_points(lists, len(rooms))), Estimator(asked.permissions(), context)
     for room, values in itertools.product(rooms, points):
-        memory = {"device_memory_bytes": room and room[0]} if len(rooms) > 1 else {}
+        memory = (
+            {"device_memory_bytes": None if room is None else room[0]} if len(rooms) > 1 else {}
+        )
         degree = values["draft_tp"]
         if isinstance(degree, int) and (degree < 1 or whole % degree):
             reason = f"draft TP {degree} does not divide target TP {whole}"

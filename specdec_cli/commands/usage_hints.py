@@ -1,4 +1,4 @@
-"""What to do after a command line that the parser refuses. Imports nothing heavy."""
+"""Hints for command lines that the parser refuses. Imports nothing heavy."""
 
 import re
 from collections.abc import Sequence

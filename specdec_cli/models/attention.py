@@ -36,8 +36,8 @@ class NotPlainAttention(Exception):
 
 
 class Attention(Protocol):
-    """What attention layers call. query: [H, T, Dk]; key: [Hkv, T, Dk]; value: [Hkv, T, Dv], after
-    rotary embedding. Returns [T, H, Dv]."""
+    """The attention that a model's layers call. query: [H, T, Dk]; key: [Hkv, T, Dk]; value:
+    [Hkv, T, Dv], after rotary embedding. Returns [T, H, Dv]."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: ops.AttentionCall

@@ -95,7 +95,7 @@ def _bundled() -> str:
 
 
 def _guess(name: str) -> str:
-    """`did you mean demo:eagle3 or demo:peagle? `, or "" where nothing comes near."""
+    """`did you mean A or B? ` of the bundled names, or "" where nothing comes near."""
     known = {model: demo.PREFIX + model for model in demo.models()}
     known |= {one: one for one in METHODS if without_draft(one)}
     near = get_close_matches(name.removeprefix(demo.PREFIX).lower(), known, n=2, cutoff=0.7)

@@ -4,7 +4,6 @@ Knows the contract's JSON names; knows nothing of terminals or folders.
 """
 
 import json
-import math
 from collections.abc import Sequence as Values
 from typing import Any
 
@@ -60,32 +59,17 @@ def generate_document(
 def to_json(document: Any) -> str:
     """One line of strict JSON, harmless on a terminal; a number that is not finite becomes null."""
     try:
-        text = _dumps(document)
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False, default=_as_dict)
     except ValueError:  # there is such a number
-        text = _dumps(_finite(document))
+        loose = json.dumps(document, default=_as_dict)
+        text = json.dumps(json.loads(loose, parse_constant=lambda _: None), ensure_ascii=False)
     return inert_json(text)
-
-
-def _dumps(document: Any) -> str:
-    return json.dumps(document, ensure_ascii=False, allow_nan=False, default=_as_dict)
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, Record | Notice):
         raise TypeError(f"{type(value).__name__} has no JSON form")
     return value.as_dict()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Record | Notice):
-        value = value.as_dict()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value
 
 
 def point_of_run(

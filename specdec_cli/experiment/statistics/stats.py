@@ -125,7 +125,7 @@ def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> li
 
 
 def _resamples(n: int, seed: int, resamples: int) -> Iterable[Counts]:
-    """How often each resample has each of n prompts, in parts of [R, N] that memory holds."""
+    """Counts of n prompts in each resample, uint16 [R, N], in parts that fit into memory."""
     step = max(1, _CHUNK // n)
     if resamples <= step:
         return (_kept_resamples(n, seed, resamples),)
