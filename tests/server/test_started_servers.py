@@ -101,7 +101,7 @@ def test_what_a_server_dies_of_is_the_points_reason(
 
 def test_a_server_that_is_never_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
-    found = specdec(capsys, *words("sglang", "0", {"never": 0}, start_timeout_s=3.0), "--json")
+    found = specdec(capsys, *words("sglang", "0", {"never": 0}, start_timeout_s=10.0), "--json")
     assert time.monotonic() - began < 40, "it was waited for longer than asked"
     assert found.code == 5
     (point,) = json.loads(found.out)["points"]
