@@ -33,6 +33,10 @@ PROPOSERS: dict[str, dict[str, object]] = {
     "demo:draft": {},
     "demo:target": {"draft.model": "demo:target"},
     "demo:eagle3": {"draft.model": "demo:eagle3", "speculation.method": "eagle3"},
+    "demo:mtp": {"draft.model": "demo:mtp", "speculation.method": "mtp_module"},
+    "demo:dspark": {"draft.model": "demo:dspark", "speculation.method": "dspark"},
+    "demo:dflash": {"draft.model": "demo:dflash", "speculation.method": "dflash"},
+    "demo:peagle": {"draft.model": "demo:peagle", "speculation.method": "peagle"},
     "n-grams": {"draft.model": None, "speculation.method": "ngram"},
 }
 
