@@ -1,6 +1,8 @@
 """The frozen target of a training: its hidden states and distributions over packed rows.
 
-Works through transformers' own classes. Legend: B rows, N tokens a row, H width, V ids.
+Works through transformers' own classes. A GPU that a batch fills takes half as long for a pass as
+the host needs to launch it, so training's passes replay a CUDA graph. Legend: B rows, N tokens a
+row, H width, V ids.
 """
 
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.resolve import model_place
 
 MODEL_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+SHORT = 64  # least mean length of the texts of a captured batch: attention starts programs for each
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,34 @@ class Reading:
     logits: Tensor
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A pass over batches of one shape as a CUDA graph. Its results are overwritten by the next
+    replay. bounds: as `Layout` has them, with empty texts at the end."""
+
+    graph: torch.cuda.CUDAGraph
+    ids: Tensor
+    position: Tensor
+    bounds: Tensor
+    features: tuple[Tensor, ...]
+    logits: Tensor
+
+    def takes(self, rows: Rows, layout: Layout) -> bool:
+        return rows.ids.shape == self.ids.shape and len(layout.bounds) <= len(self.bounds)
+
+    def replay(self, rows: Rows, layout: Layout) -> Reading:
+        self.ids.copy_(rows.ids)
+        self.position.copy_(rows.position)
+        self.bounds.copy_(padded(layout.bounds, len(self.bounds)))
+        self.graph.replay()
+        return Reading(rows, layout, self.features, self.logits)
+
+
+def padded(bounds: Tensor, count: int) -> Tensor:
+    """[count]: the bounds of texts, and of empty ones after them."""
+    return torch.cat((bounds, bounds[-1:].expand(count - len(bounds))))
+
+
 class Target:
     """A target's module, on a device and without gradients."""
 
@@ -41,6 +72,7 @@ class Target:
         self.config = self.module.config
         self.num_layers: int = self.config.num_hidden_layers
         self.vocab_size: int = self.module.get_input_embeddings().weight.shape[0]
+        self.captured: Captured | None = None
 
     @property
     def embedding(self) -> Tensor:
@@ -58,12 +90,38 @@ class Target:
     def read(self, rows: Rows, layers: tuple[int, ...] = ()) -> Reading:
         """Read rows that are on the device."""
         layout = Layout.of(rows.segment)
+        if self.captured is not None and self.captured.takes(rows, layout):
+            return self.captured.replay(rows, layout)
+        return Reading(rows, layout, *self._pass(rows.ids, rows.position, layout, layers))
+
+    @torch.no_grad()
+    def capture(self, rows: Rows, layers: tuple[int, ...]) -> None:
+        """Have later reads of this shape, of the same layers, replay a CUDA graph. Where a pass
+        cannot be captured, reads stay as they are, and the reason is printed."""
+        ids, position = rows.ids.clone(), rows.position.clone()
+        bounds, count = Layout.of(rows.segment).bounds, ids.numel() // SHORT + 1
+        if len(bounds) > count:
+            return
+        bounds, graph = padded(bounds, count), torch.cuda.CUDAGraph()
+        layout = Layout(rows.segment, bounds)
+        try:
+            self._pass(ids, position, layout, layers)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                features, logits = self._pass(ids, position, layout, layers)
+        except RuntimeError as problem:
+            print(f"the target's pass is not captured: {str(problem)[:200]}", flush=True)
+            return
+        self.captured = Captured(graph, ids, position, bounds, features, logits)
+
+    def _pass(
+        self, ids: Tensor, position: Tensor, layout: Layout, layers: tuple[int, ...]
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The features of some layers, and the logits."""
         found = forward(
-            *(self.module, rows.ids, rows.position, layout.attend),
-            output_hidden_states=bool(layers),
+            self.module, ids, position, layout.attend, output_hidden_states=bool(layers)
         )
-        features = tuple(found.hidden_states[i] for i in layers)
-        return Reading(rows, layout, features, found.logits)
+        return tuple(found.hidden_states[i] for i in layers), found.logits
 
 
 def named(place: Path) -> tuple[Path, dict[str, str]]:

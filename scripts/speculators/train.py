@@ -267,6 +267,8 @@ class Trainer:
     def run(self) -> None:
         args = self.args
         first = self.target.read(self.batch(), self.kind.feature_layers)
+        if self.device.type == "cuda":
+            self.target.capture(first.rows, self.kind.feature_layers)
         resumed = self.resume()
         if not resumed:
             self.kind.prepare(first)

@@ -68,6 +68,25 @@ def test_the_target_reads_packed_texts_as_if_alone(target: Target) -> None:
     assert found == len(LENGTHS)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_target_reads_other_rows_too() -> None:
+    device = torch.device("cuda")
+    target = Target("demo:target", device)
+    batches = []
+    for lengths in (LENGTHS, (90, 20, 13, 80)):
+        rows, _ = random_rows(lengths, 500, target.vocab_size)
+        batches.append(rows.at(torch.arange(1), device))
+    wanted = [target.read(rows, (2, 7)) for rows in batches]
+    target.capture(batches[0], (2, 7))
+    assert target.captured is not None
+    for rows, want in zip(batches, wanted, strict=True):
+        reading = target.read(rows, (2, 7))
+        assert reading.logits.data_ptr() == target.captured.logits.data_ptr()
+        torch.testing.assert_close(reading.logits, want.logits, atol=0, rtol=0)
+        torch.testing.assert_close(reading.features, want.features, atol=0, rtol=0)
+
+
 def slow_chain(
     q: Tensor, keys: list[Tensor], values: list[Tensor], bounds: list[int], scale: float
 ) -> Tensor:
