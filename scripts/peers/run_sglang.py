@@ -59,12 +59,10 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
             "speculative_algorithm": ALGORITHMS[what.method],
             "speculative_num_draft_tokens": what.k + 1,
         }
-    if what.k and (what.draft is not None or what.method == "mtp"):
-        keys |= {
-            "speculative_draft_model_path": what.draft or what.target,
-            "speculative_num_steps": what.k,
-            "speculative_eagle_topk": 1,
-        }
+    if what.k and what.method != "ngram":
+        keys |= {"speculative_num_steps": what.k, "speculative_eagle_topk": 1}
+    if what.k and what.draft is not None:
+        keys["speculative_draft_model_path"] = what.draft
     served = sglang.Engine(**keys)
     atexit.register(served.shutdown)
 
@@ -84,7 +82,11 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
     def count(ids: list[list[int]], new: int) -> list[work.Counted]:
         return [counted(list(out["output_ids"]), out["meta_info"]) for out in run(ids, new)[1]]
 
-    return work.Started(decode, count)
+    def stop() -> None:
+        atexit.unregister(served.shutdown)
+        served.shutdown()
+
+    return work.Started(decode, count, stop)
 
 
 def counted(text: list[int], told: dict[str, Any]) -> work.Counted:

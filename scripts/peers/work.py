@@ -81,10 +81,14 @@ class Counted:
 
 @dataclass(frozen=True)
 class Started:
-    """An engine that runs. Both decode prompts together, at most so many new tokens each."""
+    """An engine that runs. Both decode prompts together, at most so many new tokens each.
+
+    stop: makes room for the engine of the next k, where that is another one.
+    """
 
     decode: Callable[[list[list[int]], int], Decoded]
     count: Callable[[list[list[int]], int], list[Counted]]
+    stop: Callable[[], None] = lambda: None
 
 
 # Starts an engine for batches of at most so many prompts and texts of at most so many tokens.
@@ -156,7 +160,8 @@ def timed(
     """Rows by batch size, length of made-up prompts and repeat, over `asked` or over one batch of
     such prompts."""
     most = max(map(len, asked)) if asked else max(args.prompt_tokens)
-    decode = start(what, max(args.batch_size), most + what.new_tokens + 16).decode
+    started = start(what, max(args.batch_size), most + what.new_tokens + 16)
+    decode = started.decode
     print("started", flush=True)
     settings = [
         (batch, batches(asked, batch) if asked else [prompts(batch, length)])
@@ -173,6 +178,7 @@ def timed(
                 got = joined([decode(part, what.new_tokens) for part in parts])
                 repeats.append(row(engine, what.k, batch, parts, got, first))
             rows.append(repeats)
+    started.stop()
     return rows
 
 
@@ -207,9 +213,11 @@ def turn(lock: Path | None) -> Iterator[None]:
 
 def counts(what: Work, start: Start, asked: list[list[int]], batch: int) -> list[Counted]:
     """Text and rounds of each prompt, `batch` prompts at a time."""
-    count = start(what, batch, max(map(len, asked)) + what.new_tokens + 16).count
+    started = start(what, batch, max(map(len, asked)) + what.new_tokens + 16)
     parts = [asked[i : i + batch] for i in range(0, len(asked), batch)]
-    return [counted for part in parts for counted in count(part, what.new_tokens)]
+    found = [counted for part in parts for counted in started.count(part, what.new_tokens)]
+    started.stop()
+    return found
 
 
 def behind_first(
