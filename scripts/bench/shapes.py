@@ -21,6 +21,7 @@ MODELS = {
     # Other models, without the norms of heads and the norms before sums that some have.
     "llama-3.2-3b": Model(3072, 8192, 28, 24, 8, 128),
     "qwen2.5-0.5b": Model(896, 4864, 24, 14, 2, 64, 151936),
+    "smollm2-135m": Model(576, 1536, 30, 9, 3, 64, 49152),
     "smollm2-360m": Model(960, 2560, 32, 15, 5, 64, 49152),
     "smollm2-1.7b": Model(2048, 8192, 24, 32, 32, 64, 49152),
     "qwen2.5-1.5b": Model(1536, 8960, 28, 12, 2, 128, 151936),
