@@ -13,8 +13,9 @@ import typer
 from specdec_cli.commands import options
 from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.commands.options import Asked, Prompts, option, shared
+from specdec_cli.commands.resuming import begun, say_kept, with_draft
 from specdec_cli.commands.starting import importing
-from specdec_cli.commands.status import say_kept, show, strictly, waiting, warn, write_pictures
+from specdec_cli.commands.status import show, strictly, waiting, warn, write_pictures
 from specdec_cli.errors import LOGGED, UsageError
 from specdec_cli.launch.world import Place, join
 
@@ -54,6 +55,10 @@ def compare_tp(
     import tempfile
 
     from specdec_cli.commands.reading import find_prompts, recipe_options
+    from specdec_cli.experiment.compare.comparison_records import (
+        ComparisonRecords,
+        ComparisonSettings,
+    )
 
     place = asked.place
     if place.seat is not None:
@@ -61,18 +66,21 @@ def compare_tp(
             f"compare-tp starts its own ranks; {place.seat.started_by} started this one",
             "run it as a single process",
         )
-    resolved = asked.resolve(recipe_options(source) | {"repeats": repeats})
+    asked, begin = begun(asked, ComparisonSettings, resume=resume)
+    resolved = with_draft(asked, begin).resolve(recipe_options(source) | {"repeats": repeats})
+    if begin:
+        target_tp = target_tp or ",".join(map(str, begin["target_tps"]))
+        draft_tp = draft_tp or ",".join(map(str, begin["draft_tps"]))
+        batches = batches or begin["batches"]
     degrees = degrees_of(target_tp, draft_tp, resolved.target.tensor_parallel_size)
-    sizes = options.parse_counts(batch_size, "--batch-size") or [resolved.run.batch_size]
+    sizes = options.parse_counts(batch_size, "--batch-size")
+    sizes = sizes or begin.get("batch_sizes", [resolved.run.batch_size])
     found = find_prompts(source, resolved, asked)
     resolved = resolved.model_copy(update={"data": found.data})
-    if resume and asked.output is None:
-        raise UsageError("--resume needs the comparison's folder", "name it with -o DIR")
     output, quiet = asked.output, asked.quiet
     with waiting("getting ready", quiet=quiet), contextlib.ExitStack() as scratch:
         with importing():
             from specdec_cli.experiment.compare import comparison_plan as plans
-            from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
             from specdec_cli.experiment.folders import settings_file
             from specdec_cli.experiment.folders.results import to_json
             from specdec_cli.experiment.folders.run_folder import RunFolder
@@ -111,7 +119,8 @@ def compare_tp(
             if output is not None:
                 view.close()
                 done = sum(not records.open_sizes(pair) for pair in plan.to_run)
-                say_kept(f"{done} of {len(plan.to_run)} pairs", output, asked.place.program)
+                own = {"skip_bad": source.skip_bad, "strict": strict}
+                say_kept(f"{done} of {len(plan.to_run)} pairs", asked, "compare-tp", **own)
             raise
         finally:
             view.close()

@@ -13,6 +13,7 @@ import typer
 import specdec_cli
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
+from specdec_cli.commands.resuming import begun, with_draft
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import UsageError
@@ -40,10 +41,10 @@ def generate(
     recipe's data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
     """
     from specdec_cli.commands.reading import find_prompts, recipe_options
+    from specdec_cli.experiment.folders.generate_folder import GenerateSettings
 
-    if resume and asked.output is None:
-        raise UsageError("--resume needs the run's folder", "name it with -o DIR")
-    resolved = asked.resolve(recipe_options(source))
+    asked, begin = begun(asked, GenerateSettings, resume=resume, servers=server)
+    resolved = with_draft(asked, begin).resolve(recipe_options(source))
     asked.warn_of_unused(resolved, has_draft=asked.given["draft"] is not None)
     if server is not None and check_lossless:
         told = "--check-lossless needs the target's logits, which a server does not give"

@@ -71,10 +71,13 @@ def _enter(backend: ServerBackend, facts: ServerFacts, asked: Sequence[int] | No
 def with_args(recipe: Recipe, words: str | None) -> Recipe:
     """The recipe with further words for its servers."""
     try:
-        args = (*recipe.engine.args, *shlex.split(words or ""))
+        args = tuple(shlex.split(words or ""))
     except ValueError as problem:
         raise UsageError(f"--serve-args: {problem}") from None
-    return recipe.changed("engine", args=args)
+    there = recipe.engine.args
+    if there[len(there) - len(args) :] == args:  # of a run that goes on with its folder's recipe
+        return recipe
+    return recipe.changed("engine", args=(*there, *args))
 
 
 def logs_in(output: Path | None, until_end: ExitStack) -> Path:

@@ -3,9 +3,8 @@
 Imports nothing heavy.
 """
 
-import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,16 +44,6 @@ def strictly(code: ExitCode, warnings: Iterable[Notice], *, strict: bool) -> Exi
 
     is_bad = strict and code == ExitCode.OK and disturbances(warnings)
     return ExitCode.PARTIAL if is_bad else code
-
-
-def say_kept(what: str, output: Path, program: Sequence[str]) -> None:
-    """Say what the folder of an interrupted run keeps, and the command that goes on with it.
-
-    program: the module and the arguments of this run.
-    """
-    again = [*program[1:], *(() if "--resume" in program else ("--resume",))]
-    typer.echo(f"{what} are kept in {output}", err=True)
-    typer.echo(inert(f"go on with: specdec {shlex.join(again)}"), err=True)
 
 
 def write_pictures(folder: Path) -> None:

@@ -16,8 +16,9 @@ import typer
 import specdec_cli.experiment.sweep
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
+from specdec_cli.commands.resuming import begun, names_of_drafts, say_kept, with_draft
 from specdec_cli.commands.starting import importing, joined
-from specdec_cli.commands.status import say_kept, show, strictly, waiting, warn, write_pictures
+from specdec_cli.commands.status import show, strictly, waiting, warn, write_pictures
 from specdec_cli.commands.sweep_parsing import (
     listed_ks,
     parse_ks,
@@ -119,8 +120,11 @@ def sweep_k(
     prompts. Without a recipe the bundled demo pair runs. With --server it is servers that decode.
     """
     from specdec_cli.commands.reading import find_prompts, recipe_options
+    from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 
-    lengths, output = parse_ks(_DEFAULT_KS if ks is None else ks), asked.output
+    asked, begin = begun(asked, SweepSettings, resume=resume, servers=server or serve)
+    lengths = begin["ks"] if begin and ks is None else parse_ks(_DEFAULT_KS if ks is None else ks)
+    output = asked.output
     if serve is not None and serve not in _ENGINES:
         raise UsageError(f"--serve: expected {' or '.join(_ENGINES)}, got {serve!r}")
     if server or baseline_server or baseline is not None:
@@ -146,7 +150,7 @@ def sweep_k(
         )
     if resume and minutes is not None:
         told = "--minutes chooses anew, and --resume goes on with what was chosen"
-        raise UsageError(told, "leave --minutes out, and pass what it chose")
+        raise UsageError(told, "leave --minutes out")
     own, sets = recipe_options(source) | {"repeats": repeats, "serve": serve}, list[str]()
     own |= {
         "request_rate": parse_rates(request_rate),
@@ -155,6 +159,9 @@ def sweep_k(
         "duration": duration,
         "slo": parse_slo(slo),
     }
+    if begin:
+        predict_only = predict_only or begin["predict_only"]
+        part = part or (tuple(begin["shard"]) if shard is None and begin["shard"] else None)
     rates = parse_numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
@@ -170,10 +177,13 @@ def sweep_k(
             own["num_speculative_tokens"] = max(lengths)
         other = "length" if rates is not None else "rates"
         sets.append(f"speculation.synthetic_acceptance_{other}=null")
-    drafts: Sequence[str | None] = draft or [None]
-    recipes = [asked.resolve(own | {"draft": name}, sets) for name in drafts]
+    recipes = [
+        with_draft(asked, begin, name).resolve(own | {"draft": name if draft else None}, sets)
+        for name in draft or names_of_drafts(asked, begin)
+    ]
     load = recipes[0].load
-    sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
+    sizes = options.parse_counts(batch_size, "--batch-size")
+    sizes = sizes or begin.get("batch_sizes", [recipes[0].run.batch_size])
     if load.request_rate is not None:
         is_native = recipes[0].engine.kind == "native" and not server
         refuse_beside(
@@ -201,11 +211,13 @@ def sweep_k(
     is_bundled = data is not None and str(data.path).startswith(PREFIX)
     if minutes is not None and source.limit is None and is_bundled:
         source = replace(source, limit=_ALL)  # bundled recipes take a few of their prompts
-    if resume and output is None:
-        raise UsageError("--resume needs the sweep's folder", "name it with -o DIR")
 
+    of_servers = {"server": server, "baseline_server": baseline_server, "baseline": baseline}
+    of_servers |= {"k": ks} if server else {}
+    flags = {"skip_bad": source.skip_bad, "check_lossless": check_lossless}
+    flags |= {"strict": strict, "pairs": pairs}
     with (
-        _saying_what_is_kept(output if asked.is_heard and not dry_run else None, asked),
+        _saying_what_is_kept(asked, is_told=not dry_run, **of_servers, **flags),
         joined(
             asked.place,
             recipes,
@@ -365,8 +377,9 @@ def _sweep(
 
 
 @contextmanager
-def _saying_what_is_kept(output: Path | None, asked: Asked) -> Iterator[None]:
-    """Report what the folder keeps if the sweep is interrupted or its ranks fail."""
+def _saying_what_is_kept(asked: Asked, *, is_told: bool, **own: object) -> Iterator[None]:
+    """Report what the folder keeps if the sweep is interrupted or its ranks fail. own: as for
+    `say_kept`."""
     try:
         yield
     except typer.Exit:
@@ -376,8 +389,8 @@ def _saying_what_is_kept(output: Path | None, asked: Asked) -> Iterator[None]:
             raise
         if isinstance(end, SystemExit) and end.code != ExitCode.SIGTERM:
             raise  # the reader of stdout is gone, and nothing is left to measure
-        path = output / "samples.jsonl" if output is not None else None
-        if path is not None and path.exists():
+        path = asked.output / "samples.jsonl" if asked.output is not None else None
+        if is_told and asked.is_heard and path is not None and path.exists():
             kept = path.read_bytes().count(b"\n")
-            say_kept(f"{kept} samples", path.parent, asked.place.program)
+            say_kept(f"{kept} samples", asked, "sweep-k", **own)
         raise

@@ -152,7 +152,7 @@ def _refuse_unfinished(path: Path, settings: Mapping[str, Any] | None) -> None:
         return
     is_sweep = "ks" in (settings.get("settings") or ())
     has_samples = next(intact_records(path / "samples.jsonl", Record, []), None) is not None
-    hint = "go on with the command that began it, and --resume"
+    hint = f"go on with --resume -o {path}"
     if is_sweep and has_samples:
         hint = f"`specdec merge {path} -o NEW` makes points of the samples there are; or {hint}"
     raise UsageError(f"{path}: no point of this run is finished yet", hint)

@@ -217,6 +217,8 @@ def test_a_finished_comparison_starts_nothing_on_resume(
     table = specdec(capsys, *again)
     assert table.code == 0 and "at target TP 2 the best draft TP is" in table.out
     assert before == {name: (folder / name).read_bytes() for name in before}
+    alone = specdec(capsys, "compare-tp", "--resume", "-o", folder)
+    assert (alone.code, alone.out) == (0, table.out), alone.err
     summary, text = folder / "summary.json", (folder / "summary.json").read_text()
     where = json.loads(text)["environment"]
     summary.write_text(json.dumps(json.loads(text) | {"environment": where | {"cpu_count": 99}}))

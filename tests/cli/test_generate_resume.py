@@ -65,10 +65,23 @@ def test_a_killed_run_goes_on(
 
     # Where all is done, nothing is loaded and nothing is written twice.
     monkeypatch.setattr("specdec_cli.backends.native.build", None)
-    again = generate(capsys, moved / "recipe.yaml", "--json", "-o", moved, "--resume")
-    assert again.code == 0 and texts(again) == texts(undisturbed)
+    for recipe in ([], [moved / "recipe.yaml"]):
+        again = generate(capsys, *recipe, "--json", "-o", moved, "--resume")
+        assert again.code == 0 and texts(again) == texts(undisturbed)
     assert (moved / "samples.jsonl").read_text().splitlines() == lines
     assert len((moved / "points.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_folder_is_enough(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = [*GIVEN, "--temperature", "0.8", "--draft", "ngram"]
+    whole = generate(capsys, *run, "--json")
+    assert killed(capsys, monkeypatch, 1, *run, "-o", tmp_path).code == 130
+    other = generate(capsys, "--resume", "-o", tmp_path, "--seed", "1")
+    assert other.code == 2 and "run.seed is 0 there and 1 now" in other.err
+    resumed = generate(capsys, "--resume", "-o", tmp_path, "--json")
+    assert resumed.code == 0 and texts(resumed) == texts(whole)
 
 
 def test_what_cannot_go_on(

@@ -27,7 +27,7 @@ from specdec_cli.experiment.folders.records import Sample as Record
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.report.folder import read_folder
 from specdec_cli.terminal.sweep import SweepTable, _first_token_line
-from tests.cli.generate_helpers import Result, on_terminal
+from tests.cli.generate_helpers import Result, on_terminal, prompt_options
 from tests.cli.sweep_helpers import (
     Sample,
     gain,
@@ -244,6 +244,37 @@ def test_resumed_is_whole(
     assert len((cut / "points.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize("arms", [["ngram", "demo:draft"], ["demo:draft", "ngram"]])
+def test_resume_alone_takes_what_the_folder_says(
+    arms: list[str], capsys: Capture, tmp_path: Path
+) -> None:
+    """Recipe, prompts, arms with their methods, k, batch sizes and shard; other options have to be
+    those of the folder."""
+    given = prompt_options("def f(x):\n", "import os\n", "x = 1\n")
+    drafts = [word for name in arms for word in ("--draft", name)]
+    options = [*QUICK[:-2], *ONCE, *SAMPLED, "--k", "2", "--batch-size", "2,1", "--shard", "0/2"]
+    options += [*drafts, "--set", "draft.dtype=float32"]
+    folder, go_on = tmp_path / "run", ["sweep-k", "--resume", "-o", tmp_path / "run", "-q"]
+    assert specdec(capsys, "sweep-k", *given, *options, "-o", folder).code == 0
+    expected, settings = samples(folder), (folder / "settings.json").read_text()
+    lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    assert {s["draft"] for s in expected} == {None, "ngram", "demo:draft"} and len(lines) == 12
+    for cut, more in ((5, []), (7, [*drafts, "--k", "0,2"])):
+        (folder / "samples.jsonl").write_text("".join(lines[:cut]))
+        resumed = specdec(capsys, *go_on, *more)
+        assert resumed.code == 0, resumed.err
+        assert without_times(samples(folder)) == without_times(expected)
+        assert (folder / "settings.json").read_text() == settings
+    for change, key in (
+        (["--k", "0-3"], "ks is [0, 2] there and [0, 1, 2, 3] now"),
+        (["--shard", "0/1"], "shard is [0, 2] there and null now"),
+        (["--batch-size", "1"], "batch_sizes is [2, 1] there and [1] now"),
+        (["--temperature", "0"], "sampling.temperature is 0.8 there and 0.0 now"),
+        (["--draft", arms[0]], "drafts"),
+    ):
+        refused(specdec(capsys, *go_on, *change), 2, "holds a sweep with other settings: " + key)
+
+
 def test_resuming_what_is_done_measures_nothing(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +365,9 @@ def test_samples_of_two_models_are_not_mixed(
     monkeypatch.chdir(elsewhere)
     message = 'target.model: other weights than there ("target")'
     refused(specdec(capsys, *options, "--draft", "a draft", *run), 2, message)
+    monkeypatch.chdir(here)
+    alone = specdec(capsys, "sweep-k", *run)
+    assert alone.code == 0, "a draft keeps its name: " + alone.err
 
     # A shard of the same models elsewhere, of another target, and of replaced weights.
     shards = [tmp_path / name for name in ("0", "1", "other")]

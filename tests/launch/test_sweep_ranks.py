@@ -61,13 +61,14 @@ def test_two_ranks_measure_what_one_measures(
     kept = (folder / "samples.jsonl").read_text()
     assert ended.code == 130 and kept.count("\n") < 8
     assert f"{kept.count(chr(10))} samples are kept in {folder}\n" in ended.err
-    assert f"go on with: specdec {shlex.join(of_two)}\n" in ended.err
+    go_on = ["sweep-k", "--resume", "-o", str(folder), "--quiet"]
+    assert f"go on with: specdec {shlex.join(go_on)}\n" in ended.err
     assert ended.err.count("error: ") == 1
 
     if launcher:
         out, _, code = finished([*launcher, *SPLIT, *options, "--json"], marked())
     else:
-        result = over_forks(*of_two, "--json")
+        result = over_forks(*go_on, "--json")
         out, code = result.out, result.code
     assert code == 0
     document = json.loads(out)

@@ -263,6 +263,10 @@ def test_kill_9_and_resume_ask_for_nothing_twice(
         found = specdec(capsys, *map(str, [*words, "--resume", "--json"]))
         assert found.code == 0, found.err
         again = [len(s.written) - b for s, b in zip(servers, before, strict=True)]
+        alone = ["sweep-k", "--resume", "-o", str(tmp_path)]
+        assert specdec(capsys, *alone, *urls(*servers)).code == 0
+        unnamed = specdec(capsys, *alone)
+        assert unnamed.code == 2 and "hint: name them with --server" in unnamed.err
     assert len(samples(tmp_path)) == 8 and {(k, i) for _, _, k, i in told} <= {
         (s["k"], s["index"]) for s in samples(tmp_path)
     }

@@ -131,6 +131,24 @@ def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[
     folder.write(SETTINGS, to_json(found) + "\n")
 
 
+def kept_settings(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
+    """The settings of a run of this kind; empty for a folder without one, or with another's.
+
+    Raises `SetupError` if they are damaged, and what `read_settings_file` raises.
+    """
+    if not (path / SETTINGS).exists():
+        return {}
+    refuse_special_files(path)
+    file = read_settings_file(path)
+    found = file.get("settings")
+    if not isinstance(found, dict) or kind.mark not in found:
+        return {}
+    if file.get("hash") != text.digest(found):
+        told = f"{path / SETTINGS}: no settings of a {kind.kind.partition(' ')[0]}"
+        raise SetupError(told, "the file was damaged or edited")
+    return found
+
+
 def read_warnings(path: Path) -> list[Notice]:
     """The warnings of the runs that wrote a folder."""
     found = read_settings_file(path).get("warnings")
@@ -168,7 +186,7 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
     if found is None:
         return
     told = f"{found.key} is {to_json(found.theirs)} there and {to_json(found.ours)} now"
-    hint = "resume with the same options, or name another folder with -o"
+    hint = "--resume -o DIR alone takes those of the folder; name another for a new run"
     if found.same_name:
         told = f"{found.key}: other weights than there ({to_json(found.theirs)})"
         hint = "its samples are of the model that was there: name another folder with -o"

@@ -1,0 +1,87 @@
+"""Runs that go on in their folder: what the folder says where the command line does not, and the
+command that goes on with an interrupted run."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import specdec_cli.experiment.folders
+from specdec_cli.commands.options import Asked
+from specdec_cli.errors import UsageError
+from specdec_cli.text import inert
+
+
+def begun(
+    asked: Asked,
+    kind: "type[specdec_cli.experiment.folders.settings_file.RunSettings]",
+    *,
+    resume: bool,
+    servers: object = None,
+) -> tuple[Asked, dict[str, Any]]:
+    """The command line and the settings of the run that it goes on with; none for a new run.
+
+    A command line without a recipe gets the folder's. kind: of the command's settings. servers:
+    those that the command line names. Raises `UsageError` for --resume without a folder, or without
+    the servers that wrote its samples.
+    """
+    if not resume:
+        return asked, {}
+    if asked.output is None:
+        noun = kind.kind.partition(" ")[0]
+        raise UsageError(f"--resume needs the {noun}'s folder", "name it with -o DIR")
+    from specdec_cli.experiment.folders.settings_file import kept_settings
+
+    kept, recipe = kept_settings(asked.output, kind), asked.output / "recipe.yaml"
+    of_servers = bool(kept) and kept["device"].startswith("server")
+    if of_servers and not servers and "engine" not in kept["recipe"]:  # it did not start them
+        raise UsageError(f"servers wrote the samples in {asked.output}", "name them with --server")
+    if kept and asked.recipe is None and recipe.is_file():
+        asked = replace(asked, recipe=str(recipe))
+    return asked, kept
+
+
+def names_of_drafts(asked: Asked, kept: Mapping[str, Any]) -> list[str | None]:
+    """The names of the arms of the sweep whose folder the recipe is from; [None] for others."""
+    return list(kept["drafts"]) if kept and _has_its_recipe(asked) else [None]
+
+
+def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -> Asked:
+    """The command line with the draft that the folder's records name, where the recipe is the
+    folder's, which has the whole path. name: of an arm of a sweep."""
+    if not kept or not _has_its_recipe(asked):
+        return asked
+    recipe = kept["recipe"]
+    names, sections = kept.get("drafts", [name]), recipe.get("drafts", [recipe.get("draft")])
+    # The option --draft names a method that has no draft likewise.
+    section = dict(zip(names, sections, strict=True)).get(name) or ({"model": name} if name else {})
+    keys = {"speculation.method" if k == "method" else f"draft.{k}": v for k, v in section.items()}
+    keys.pop("draft.weights", None)  # a fingerprint
+    found = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    return replace(asked, sets=[*found, *(asked.sets or ())])
+
+
+def _has_its_recipe(asked: Asked) -> bool:
+    folder, recipe = asked.output, asked.recipe
+    return folder is not None and recipe is not None and Path(recipe) == folder / "recipe.yaml"
+
+
+def say_kept(what: str, asked: Asked, command: str, **own: object) -> None:
+    """Say what the folder of an interrupted run keeps, and the command that goes on with it.
+
+    own: options of the command that no folder keeps, by the names of their parameters.
+    """
+    given = {name: getattr(asked, name) for name in ("trust_remote_code", "allow_pickle")}
+    given |= {"plugin": asked.plugin, "threads": asked.threads, **own}
+    given |= {"json": asked.as_json, "quiet": asked.quiet, "verbose": asked.verbose}
+    words = [command, "--resume", "-o", str(asked.output)]
+    for name, value in given.items():
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and one is not False:
+                words += [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
+    typer.echo(f"{what} are kept in {asked.output}", err=True)
+    typer.echo(inert(f"go on with: specdec {shlex.join(words)}"), err=True)
