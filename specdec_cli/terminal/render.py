@@ -5,7 +5,7 @@ visible, so that nothing a model writes can control the terminal.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TextIO
@@ -51,19 +51,17 @@ def table_within(
     spare: Sequence[str] = (),
     names: Sequence[str] = (),
     long: Sequence[str] = (),
-) -> tuple[Table, list[str]]:
-    """A table of columns, by heading, and the headings that were left out to stay within `width`.
+) -> Table:
+    """A table of columns, by heading.
 
-    spare: columns that may be left out, in this order. names: columns that are left-aligned and
-    folded instead of cut. long: columns whose cells may take several lines.
+    spare: columns that are left out to stay within `width`, in this order. names: columns that are
+    left-aligned and folded instead of cut. long: columns whose cells may take several lines.
     """
     shown = dict(columns)
-    left_out: list[str] = []
     for heading in spare:
-        if _least_width(shown, {*names, *long}) <= width:
+        if least_width(shown, {*names, *long}) <= width:
             break
-        if shown.pop(heading, None) is not None:
-            left_out.append(heading)
+        shown.pop(heading, None)
     table = plain_table()
     for heading in shown:
         if heading in names:
@@ -72,7 +70,7 @@ def table_within(
             table.add_column(heading, justify="right", no_wrap=heading not in long)
     for row in zip(*shown.values(), strict=True):
         table.add_row(*map(Text, row))
-    return table, left_out
+    return table
 
 
 def plain_table(*headings: str, no_wrap: bool = False, show_header: bool = True) -> Table:
@@ -88,10 +86,10 @@ def say(line: str, out: Console | None = None) -> None:
     (out or console(sys.stderr)).print(Text(inert(line)))
 
 
-def _least_width(columns: Mapping[str, Sequence[str]], wrapped: set[str]) -> int:
+def least_width(columns: Mapping[str, Sequence[str]], wrapped: Collection[str]) -> int:
     """The least width at which nothing is cut; wrapped columns need room for a word."""
     widths = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
-    for name in wrapped & widths.keys():
+    for name in widths.keys() & wrapped:
         widths[name] = min(widths[name], max(cell_len(name), _WORD))
     return sum(widths.values()) + 2 * (len(widths) - 1)
 

@@ -35,12 +35,9 @@ from specdec_cli.terminal import render
 from specdec_cli.terminal.ticker import Ticker
 from specdec_cli.text import inert, one_line
 
-_EVEN = "break-even"
-# Columns that a narrow terminal leaves out, in this order.
-_SPARE = (
-    *(cell.TIMES[p].heading for p in ("sample", "broadcast", "commit", "verify", "draft", "round")),
-    *(_EVEN, "predicted", "accepted", "all rounds", "proposing", "tokens a round"),
-)
+_EVEN, _MARK = "break-even", ""
+# The columns of a terminal that is too narrow for all.
+_DECIDING = {"draft", "requests/s", "batch", "k", "tokens a round", "tokens/s", "x k = 0", _MARK}
 _MANY = "so many comparisons at 95 % each: one in twenty differs by chance"
 _NO_DRAFT = "–"
 _LINE_EVERY = 0.1  # share of the samples between lines without a terminal
@@ -209,10 +206,11 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
     """Print the table of points and the recommendation on stdout. with_pairs: also arm against arm
     by category."""
     out = render.console_of_results()
-    table, left_out = results_table(document["points"], out.width)
+    table, needed = results_table(document["points"], out.width, document["best_by_batch_size"])
     out.print(table, soft_wrap=False)
-    if left_out:
-        render.say(f"left out on this narrow terminal: {', '.join(left_out)}", out)
+    if needed:
+        where = f"a terminal of {needed} columns, --json and report.html (-o DIR)"
+        render.say(f"all figures: {where}", out)
     tables = [load_table(document["points"], out.width), _category_table(document, out.width)]
     with_draft = has_several_drafts(document["points"])
     pairs = comparison_tables(document["comparisons"], out.width) if with_draft else []
@@ -248,7 +246,7 @@ def load_table(points: Sequence[Point], width: int) -> Table | None:
     columns = cell.columns_of([*named, *cell.LOAD], shown)
     columns = {title: of for title, of in columns.items() if any(of)}
     spare = ["first token p50 ms", "first token p99 ms", "whole p99 ms", "offered/s", "under way"]
-    return render.table_within(width, columns, spare=spare, names=["draft"])[0]
+    return render.table_within(width, columns, spare=spare, names=["draft"])
 
 
 def load_lines(document: Mapping[str, Any]) -> list[str]:
@@ -283,10 +281,13 @@ def _first_token_line(
     return f"first token, means: {'; '.join(shown)}" if shown else None
 
 
-def results_table(points: Sequence[Point], width: int) -> tuple[Table, list[str]]:
-    """The table of points, and the columns that were left out.
+def results_table(
+    points: Sequence[Point], width: int, best: Mapping[str, Best] | None = None
+) -> tuple[Table, int]:
+    """The table of points, and the width that all its columns would need, 0 if it has them.
 
-    Draft and batch size are columns only if there are several, see `stages_in` for stages.
+    Draft and batch size are columns only if there are several, see `stages_in` for stages. best:
+    by batch size; where the table is too wide, it marks the points that decide.
     """
     columns: dict[str, list[str]] = {}
     if has_several_drafts(points):
@@ -312,7 +313,25 @@ def results_table(points: Sequence[Point], width: int) -> tuple[Table, list[str]
         del columns["proposing"], columns["all rounds"]
     if not any(columns[_EVEN]):  # of k = 0 alone
         del columns[_EVEN]
-    return render.table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
+    wrapped = {"names": ["draft"], "long": ["tokens/s"]}
+    needed = render.least_width(columns, ("draft", "tokens/s"))
+    if needed <= width:
+        return render.table_within(width, columns, **wrapped), 0
+    columns[_MARK] = [_mark(point, (best or {}).get(str(point.batch_size))) for point in points]
+    is_predicted = any(p.is_predicted for p in points)
+    decide = _DECIDING | ({"predicted"} if is_predicted else set())
+    shown = {name: of for name, of in columns.items() if name in decide and any(of)}
+    return render.table_within(width, shown, spare=[_MARK, cell.LENGTH.title], **wrapped), needed
+
+
+def _mark(point: Point, best: Best | None) -> str:
+    """Whether a point is recommended, or tied with the fastest."""
+    if best is None or point.request_rate is not None:
+        return ""
+    arm = point.k, point.draft if point.k else None
+    if arm == (best.k, best.draft) and best.verdict != "inconclusive":
+        return "recommended"
+    return "tied" if arm in [(one.k, one.draft) for one in best.tied_points] else ""
 
 
 def _predicted_interval(point: Point) -> Sequence[float] | None:
@@ -358,7 +377,7 @@ def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Tab
     ]
     wholes = [(one, "", one) for one in comparisons]
     columns = cell.columns_of([Cell("arm, fastest k", arm_of), *figures], wholes)
-    tables = [render.table_within(width, columns, names=["arm, fastest k", "against"])[0]]
+    tables = [render.table_within(width, columns, names=["arm, fastest k", "against"])]
     parts = [
         (one, *part) for one in comparisons if one.against.k for part in one.per_category.items()
     ]
@@ -367,7 +386,7 @@ def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Tab
         prompts = Cell("prompts", lambda row: row[2].num_prompts)
         columns = cell.columns_of([category, prompts, Cell("arm", arm_of), *figures], parts)
         names = ["category", "arm", "against"]
-        tables.append(render.table_within(width, columns, spare=["prompts"], names=names)[0])
+        tables.append(render.table_within(width, columns, spare=["prompts"], names=names))
     return tables
 
 
@@ -404,7 +423,7 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
             "recommended": [_advice(own[c], with_draft=with_draft) for c in rows],
         }
     spare = ["fastest here", "recommended", "tokens/s", "prompts", "tokens a round"]
-    return render.table_within(width, columns, spare=spare, names=[name])[0]
+    return render.table_within(width, columns, spare=spare, names=[name])
 
 
 def _advice(best: Best, *, with_draft: bool) -> str:

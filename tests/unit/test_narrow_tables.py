@@ -10,7 +10,7 @@ from rich.table import Table
 
 from specdec_cli.core import types
 from specdec_cli.core.figures import summarise
-from specdec_cli.experiment.folders.conclusions import Best
+from specdec_cli.experiment.folders.conclusions import Arm, Best
 from specdec_cli.report.folder import read_folder
 from specdec_cli.report.tables import results
 from specdec_cli.terminal import compare as compare_view
@@ -44,29 +44,58 @@ def test_sweep(width: int) -> None:
     points = sweep_points(ks=(0, 4, 10), batch_sizes=(1, 32), drafts=drafts)
     for point in points:
         point["draft"] = DRAFT
-    table, left_out = view.results_table(as_points(points), width)
+    table, needed = view.results_table(as_points(points), width)
     heading, *rows = lines_of(table, width)
     assert [row.split()[:2] for row in rows] == words(points, "batch_size", "k")
     assert all(len(row) <= width and "…" not in row for row in (heading, *rows))
     for row, point in zip(rows, points, strict=True):
         low, high = point["speedup_ci"]
         assert low == high or f"({low:.2f}–{high:.2f})" in row
-    assert bool(left_out) == (width < 140) and not [h for h in left_out if h in heading]
+    assert needed == (0 if width == 140 else 132) and ("break-even" in heading) == (width == 140)
+    if needed:
+        length = " tokens a round" * (width > 50)
+        assert heading.split() == f"batch k{length} tokens/s x k = 0".split()
+
+
+def test_a_narrow_table_marks_the_points_that_decide() -> None:
+    """The recommended one at each batch size, and those tied with the fastest."""
+    points = as_points(sweep_points(ks=(0, 4), batch_sizes=(1, 32)))
+    arms = [(0, None), (4, DRAFT), (4, OTHER)]
+    tied = [Arm(k=k, draft=draft) for k, draft in arms[1:]]
+    found = {"1": Best(k=4, draft=DRAFT, tied=[4], reason="", verdict="use", tied_points=tied)}
+    for verdict, mark in (("none", "recommended"), ("inconclusive", "")):
+        found["32"] = Best(k=0, draft=None, tied=[], reason="", verdict=verdict)
+        table, needed = view.results_table(points, 100, found)
+        rows = [line.split() for line in lines_of(table, 100)[1:]]
+        marks = [row[-1] if row[-1].isalpha() else "" for row in rows]
+        assert needed > 100 and [(row[0], row[2]) for row in rows] == 2 * [
+            ("–" if draft is None else draft, str(k)) for k, draft in arms
+        ]
+        assert marks == ["", "recommended", "tied", mark, "", ""]
+        assert len(lines_of(view.results_table(points, needed, found)[0], needed)[0]) == needed
+
+
+def test_a_narrow_table_has_the_predictions_of_points_without_figures() -> None:
+    points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
+    for is_measured in (True, False):
+        if not is_measured:
+            points[1] |= {"status": "skipped", "reason": "predicted", "metrics": None}
+            points[1] |= {"speedup": None, "speedup_ci": None}
+        heading, *_ = lines_of(view.results_table(as_points(points), 80)[0], 80)
+        assert ("predicted" in heading) != is_measured and "break-even" not in heading
 
 
 def test_broadcasts_are_a_column_where_the_target_has_ranks() -> None:
-    """The column stands before verifying, as in a round, and is the second to be left out."""
+    """The column stands before verifying, as in a round."""
     points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
     for is_split in (False, True):
         for point in points:
             point["draft"] = DRAFT
             point["metrics"]["broadcast_ms"] = 7.25 * is_split
-        table, left_out = view.results_table(as_points(points), 200)
+        table, needed = view.results_table(as_points(points), 200)
         heading, *rows = lines_of(table, 200)
-        assert ("draft ms  broadcast ms  verify ms" in heading) == is_split and not left_out
+        assert ("draft ms  broadcast ms  verify ms" in heading) == is_split and not needed
         assert all(("7.25" in row) == is_split for row in rows)
-        _, left_out = view.results_table(as_points(points), 100)
-        assert ("broadcast ms" in left_out) == is_split and left_out[0] == "sample ms"
 
 
 def test_commits_are_a_column_where_one_point_has_them() -> None:
