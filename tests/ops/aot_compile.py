@@ -270,6 +270,7 @@ ROWS = Storage("int4", has_zeros=True, scales=torch.float16)
 CODES = SQUARES | {"weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
 BYTES = SQUARES | {"weight_ptr": "*u8", "scales_ptr": "*bf16", "zeros_ptr": "*u8"}
 SIGNED = SQUARES | stored_types(MIXED) | {"weight_ptr": "*i8"}
+HALVES, POWERS = SQUARES | stored_types(Q4_K), SQUARES | stored_types(MX)
 
 OSS = {"activation": CLAMPED, "interleaved": True}
 OSS_SIZES = {"sizes": (32, 2880, 2880), "routing": Routing(4, False), **OSS}
@@ -554,6 +555,9 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("int4", "*bf16", one_row("add", 8192, 2048, storage=GPTQ), BYTES),
             ("int4-zeros", "*bf16", one_row("gate", 2048, 8192, storage=ROWS), BYTES),
             ("minima", "*bf16", one_row("add", 8192, 2048, storage=MIXED), SIGNED),
+            ("narrow", "*bf16", one_row("norm", 576, 960), SQUARES),
+            ("narrow-minima", "*bf16", one_row("gate", 576, 1536, storage=Q4_K), HALVES),
+            ("narrow-mxfp4", "*bf16", one_row("add", 576, 576, storage=MX), POWERS),
             ("fp64-scalar", "*fp16", one_row("gate", 896, 4864), {**SQUARES, "eps": "fp64"}),
         ]
     },

@@ -75,6 +75,12 @@ def test_attention_begins_to_wait_soon(case, sizes):
     assert sizes[case]["early_barriers"] <= 4 < sizes[case]["late_barriers"]
 
 
+@pytest.mark.parametrize("case", [c for c in aot_compile.CASES if "linear-narrow" in c])
+def test_threads_of_one_row_exchange_nothing_but_sums(case, sizes):
+    """Numbers that moved to the threads of x had a barrier for each chunk and twice the code."""
+    assert sizes[case]["late_barriers"] <= 5
+
+
 def test_every_launch_asks_the_same_of_triton():
     """Launches use `launch_options`; kernels over logits use `dependence`, which includes them."""
     said = {

@@ -7,7 +7,8 @@ of plain multiplications: one row gives the tensor cores nothing to do.
 
 A stored weight's tiles are of bytes. Of a byte with two codes, the numbers of x are those of two
 columns. A thread loads as many bytes at a time as it loads numbers of x, since tiles would have to
-be exchanged between threads otherwise, and scales and zeros are those of such a load.
+be exchanged between threads otherwise, and scales and zeros are those of such a load. Where the two
+columns of a byte lie in two groups, a load has those of its low codes and of its high ones.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ from specdec_kernels.linear.decode_triton import decoded_halves, scale_of
 from specdec_kernels.linear.fused import Fused, prepared
 from specdec_kernels.linear.norm_triton import activate
 from specdec_kernels.linear.stored import Stored
-from specdec_kernels.linear.stored_rows_triton import HALF, Form, form_of, high_columns
+from specdec_kernels.linear.stored_rows_triton import HALF, Form, form_of, high_columns, rows_of
 from specdec_kernels.linear.tiles import RowTiles
 
 
@@ -46,32 +47,71 @@ def per_code_of(form: Form | None) -> int:
 
 
 @triton.jit
-def columns_of(x_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.constexpr):
-    """The numbers of x for each byte with two codes, low and high ones: tiles [1, CHUNK]."""
+def low_columns(byte):
+    """The columns of the low codes of bytes with two."""
+    return byte + byte // HALF * HALF
+
+
+@triton.jit
+def columns_of(rows_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.constexpr):
+    """The numbers of x for each byte with two codes, low and high ones, at pointers [M, 1]: tiles
+    [M, CHUNK]."""
     low_tiles = ()
     high_tiles = ()
     for start in tl.static_range(0, ROW, CHUNK):
         byte = start + tl.arange(0, CHUNK)[None, :]
-        low = byte + byte // HALF * HALF
+        low = low_columns(byte)
         high = high_columns(low, FORM)
         low = tl.max_contiguous(tl.multiple_of(low, [1, 8]), [1, 8])
         high = tl.max_contiguous(tl.multiple_of(high, [1, 8]), [1, 8])
-        low_tiles += (tl.load(x_ptr + low, mask=byte < ROW, other=0.0),)
-        high_tiles += (tl.load(x_ptr + high, mask=byte < ROW, other=0.0),)
+        low_tiles += (tl.load(rows_ptr + low, mask=byte < ROW, other=0.0),)
+        high_tiles += (tl.load(rows_ptr + high, mask=byte < ROW, other=0.0),)
     return low_tiles, high_tiles
 
 
 @triton.jit
-def groups_of(
-    groups_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, LANE: tl.constexpr, FORM: tl.constexpr
+def fields_of(
+    fields_ptr,
+    HIGH: tl.constexpr,  # of the high codes, where those are apart
+    ROW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LANE: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Scales or zeros at pointers [N, 1], one for each load of a thread: [N, CHUNK / LANE]."""
     tiles = ()
     for start in tl.static_range(0, ROW, CHUNK):
         byte = start + tl.arange(0, CHUNK // LANE)[None, :] * LANE
-        group = byte * FORM.per_code // FORM.wide if FORM.wide > 0 else byte * 0
-        tiles += (tl.load(groups_ptr + group, mask=byte < ROW, other=0),)
+        column = byte * FORM.per_code
+        if FORM.is_apart:
+            column = high_columns(low_columns(byte), FORM) if HIGH else low_columns(byte)
+        group = column // FORM.wide if FORM.wide > 0 else byte * 0
+        tiles += (tl.load(fields_ptr + group, mask=byte < ROW, other=0),)
     return tiles
+
+
+@triton.jit
+def groups_of(
+    scales_ptr,  # [N, 1] pointers to the scales and zeros of rows
+    zeros_ptr,
+    none,  # in place of tiles that the form lacks
+    ROW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LANE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """`fields_of` for scales and zeros of low codes, and for those of high codes."""
+    scales, zeros = none, none
+    if FORM.wide > 0:
+        scales = fields_of(scales_ptr, False, ROW, CHUNK, LANE, FORM)
+    if FORM.has_zeros:
+        zeros = fields_of(zeros_ptr, False, ROW, CHUNK, LANE, FORM)
+    scales_high, zeros_high = scales, zeros
+    if FORM.is_apart:
+        scales_high = fields_of(scales_ptr, True, ROW, CHUNK, LANE, FORM)
+        if FORM.has_zeros:
+            zeros_high = fields_of(zeros_ptr, True, ROW, CHUNK, LANE, FORM)
+    return scales, zeros, scales_high, zeros_high
 
 
 @triton.jit
@@ -83,12 +123,30 @@ def lane_sums(products, LANE: tl.constexpr):
 
 
 @triton.jit
+def scaled_sums(sums, x_sums, scale, zero, FORM: tl.constexpr):
+    """Sums of x times decoded codes as those of x times numbers, given sums of x."""
+    if FORM.kind == "int4":
+        offset = 136.0  # 8 is the zero of codes without zeros, which are numbers less 128
+        if FORM.has_minima:
+            offset = 128.0
+        elif FORM.has_zeros:
+            offset = 128.0 + zero.to(tl.float32)
+        sums -= offset * x_sums
+    elif FORM.has_zeros and not FORM.has_minima:
+        sums -= zero.to(tl.float32) * x_sums
+    if FORM.wide > 0:
+        sums *= scale_of(scale)
+    if FORM.has_minima:
+        sums -= scale_of(zero) * x_sums
+    return sums
+
+
+@triton.jit
 def dot_products(
     weight,  # tiles [N, CHUNK]
-    x,  # tiles [1, CHUNK]
+    x,  # tiles [1, CHUNK] or [N, CHUNK]
     x_high,  # likewise, of high codes; x where a byte has one code
-    scales,  # tiles [N, CHUNK / LANE]; unused without groups
-    zeros,
+    groups,  # a result of `groups_of`, of tiles [N, CHUNK / LANE]
     N: tl.constexpr,
     ROW: tl.constexpr,  # numbers or bytes of a row
     CHUNK: tl.constexpr,
@@ -96,27 +154,27 @@ def dot_products(
     FORM: tl.constexpr,  # None for a plain weight
 ):
     """[N] fp32. Threads exchange sums once, at the end. Scales of whole rows are left out."""
+    scales, zeros, scales_high, zeros_high = groups
     sums = tl.zeros([N, CHUNK // LANE], tl.float32)
     for chunk in tl.static_range((ROW + CHUNK - 1) // CHUNK):
+        scale, zero = scales[chunk], zeros[chunk]
+        x_low = x[chunk].to(tl.float32)
         if per_code_of(FORM) == 1:
-            x_both = x[chunk].to(tl.float32)
-            found = lane_sums(weight[chunk].to(tl.float32) * x_both, LANE)
+            found = lane_sums(weight[chunk].to(tl.float32) * x_low, LANE)
+            if FORM is not None:
+                found = scaled_sums(found, lane_sums(x_low, LANE), scale, zero, FORM)
         else:
             low, high = decoded_halves(weight[chunk], FORM, x[chunk].dtype)
-            x_low, x_up = x[chunk].to(tl.float32), x_high[chunk].to(tl.float32)
-            found = lane_sums(low.to(tl.float32) * x_low + high.to(tl.float32) * x_up, LANE)
-            x_both = x_low + x_up
-            offset = 136.0  # 8 is the zero of codes without zeros, which are numbers less 128
-            if FORM.has_minima:
-                offset = 128.0
-            elif FORM.has_zeros:
-                offset = 128.0 + zeros[chunk].to(tl.float32)
-            found -= offset * lane_sums(x_both, LANE)
-        if FORM is not None:
-            if FORM.wide > 0:
-                found *= scale_of(scales[chunk])
-            if FORM.has_minima:
-                found -= scale_of(zeros[chunk]) * lane_sums(x_both, LANE)
+            x_up = x_high[chunk].to(tl.float32)
+            low, high = low.to(tl.float32) * x_low, high.to(tl.float32) * x_up
+            if FORM.is_apart:
+                found, x_sums = lane_sums(low, LANE), lane_sums(x_low, LANE)
+                found = scaled_sums(found, x_sums, scale, zero, FORM)
+                above, x_sums = lane_sums(high, LANE), lane_sums(x_up, LANE)
+                found += scaled_sums(above, x_sums, scales_high[chunk], zeros_high[chunk], FORM)
+            else:
+                x_sums = lane_sums(x_low + x_up, LANE)
+                found = scaled_sums(lane_sums(low + high, LANE), x_sums, scale, zero, FORM)
         sums += found
     return tl.sum(sums, axis=1)
 
@@ -160,41 +218,40 @@ def one_row_linear_kernel(
     weight = chunks_of(rows_ptr, ROW, TILES.chunk, "evict_first")
     if GATED:
         up = chunks_of(rows_ptr + num_features.to(tl.int64) * ROW, ROW, TILES.chunk, "evict_first")
-    scales, scales_up, zeros, zeros_up = weight, weight, weight, weight  # in place of none
+    groups = (weight, weight, weight, weight)  # in place of none
+    groups_up = groups
     if FORM is not None:
-        at = feature // FORM.high * FORM.groups
-        at_up = (feature + num_features) // FORM.high * FORM.groups
+        _, scales, zeros = rows_of(weight_ptr, scales_ptr, zeros_ptr, feature, K, FORM)
+        groups = groups_of(scales[:, None], zeros[:, None], weight, ROW, TILES.chunk, LANE, FORM)
         if FORM.wide == 0:
-            row_scale = scale_of(tl.load(scales_ptr + at, mask=live, other=0))
-            if GATED:
-                row_scale_up = scale_of(tl.load(scales_ptr + at_up, mask=live, other=0))
-        else:
-            scales = groups_of((scales_ptr + at)[:, None], ROW, TILES.chunk, LANE, FORM)
-            if GATED:
-                scales_up = groups_of((scales_ptr + at_up)[:, None], ROW, TILES.chunk, LANE, FORM)
-        if FORM.has_zeros:
-            zeros = groups_of((zeros_ptr + at)[:, None], ROW, TILES.chunk, LANE, FORM)
-            if GATED:
-                zeros_up = groups_of((zeros_ptr + at_up)[:, None], ROW, TILES.chunk, LANE, FORM)
+            row_scale = scale_of(tl.load(scales, mask=live, other=0))
+        if GATED:
+            above = feature + num_features
+            _, scales, zeros = rows_of(weight_ptr, scales_ptr, zeros_ptr, above, K, FORM)
+            groups_up = groups_of(scales[:, None], zeros[:, None], up, ROW, TILES.chunk, LANE, FORM)
+            if FORM.wide == 0:
+                row_scale_up = scale_of(tl.load(scales, mask=live, other=0))
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=live, other=0.0)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=live, other=0.0)
     after_predecessor(DEPENDENT)
 
+    # A chunk of x with less than a load for each thread is loaded for each row of the weight. Else
+    # all numbers would move to the threads of one row of x, through shared memory.
+    X_ROWS: tl.constexpr = TILES.block_n if TILES.chunk < 32 * TILES.num_warps * LANE else 1
+    x_rows = x_ptr + tl.zeros([X_ROWS, 1], tl.int32)
     if PER_CODE == 2:
-        x, x_high = columns_of(x_ptr + tl.zeros([1, 1], tl.int32), ROW, TILES.chunk, FORM)
+        x, x_high = columns_of(x_rows, ROW, TILES.chunk, FORM)
     else:
-        x = chunks_of(x_ptr + tl.zeros([1, 1], tl.int32), K, TILES.chunk, "")
+        x = chunks_of(x_rows, K, TILES.chunk, "")
         x_high = x
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + column, mask=live, other=0.0)
     if PARTS > 0:
         part = tl.arange(0, BLOCK_P)
         squares = tl.load(squares_ptr + part, mask=part < PARTS, other=0.0)
-    acc = dot_products(
-        weight, x, x_high, scales, zeros, TILES.block_n, ROW, TILES.chunk, LANE, FORM
-    )
+    acc = dot_products(weight, x, x_high, groups, TILES.block_n, ROW, TILES.chunk, LANE, FORM)
     if FORM is not None:
         if FORM.wide == 0:
             acc *= row_scale
@@ -206,9 +263,7 @@ def one_row_linear_kernel(
     if residual_ptr is not None:
         acc += residual.to(tl.float32)
     if GATED:
-        acc_up = dot_products(
-            up, x, x_high, scales_up, zeros_up, TILES.block_n, ROW, TILES.chunk, LANE, FORM
-        )
+        acc_up = dot_products(up, x, x_high, groups_up, TILES.block_n, ROW, TILES.chunk, LANE, FORM)
         if FORM is not None:
             if FORM.wide == 0:
                 acc_up *= row_scale_up

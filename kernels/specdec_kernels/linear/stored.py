@@ -112,6 +112,11 @@ class Storage:
     scales: torch.dtype = torch.float32
     has_minima: bool = False
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether the numbers of one code may have different scales, or have minima."""
+        return KINDS[self.kind].per_code > 1 and (self.group[1] % BLOCK > 0 or self.has_minima)
+
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the codes of a weight of `shape`."""
         return (*shape[:-1], shape[-1] // KINDS[self.kind].per_code)

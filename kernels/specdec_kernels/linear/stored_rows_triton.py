@@ -71,7 +71,7 @@ class Form(NamedTuple):
         rest, minima = weight.shape[-1] % BLOCK, weight.storage.has_minima
         return cls(
             *(kind, per_code, high, wide, groups, weight.zeros is not None, minima),
-            *(per_code == 2 and (0 < wide < BLOCK or minima), weight.shape[-1] - rest, rest // 2),
+            *(weight.storage.is_apart, weight.shape[-1] - rest, rest // 2),
         )
 
 

@@ -15,8 +15,8 @@ from specdec_kernels.gpu import (
     power_of_2_from,
     power_of_2_to,
 )
-from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
-from specdec_kernels.linear.tile_tables import TABLES, Tiles
+from specdec_kernels.linear.stored import KINDS, Stored
+from specdec_kernels.linear.tile_tables import STORED, TABLES, Tiles
 from specdec_kernels.tiles import first_fit, table_for
 
 FEW_ROWS = 64  # every table has tiles for 1 to this many rows; their norms are part of the products
@@ -30,7 +30,6 @@ LOADED = 256  # bytes of the weight that a thread holds in registers
 GATE = 4096  # least bytes of each half that a program of a gate loads
 MOST = 16  # most features of a program
 CHUNK = 2048  # most numbers of a row in one tile
-ONE_ROW = ("fp8", "int8", "int4")  # kinds of stored weights
 HEAD = 4  # products with more than this many features for each number read are the logits
 
 
@@ -141,17 +140,19 @@ class RowTiles(NamedTuple):
 
 def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles | None:
     """Tiles for a product of `kind` "norm", "gate" or "add" of one row; None for more rows, and
-    where other kernels are faster, or groups of stored weights shorter than a thread's load."""
+    where other kernels are faster, or groups of stored weights cut a thread's load."""
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
     stream = num_features if kind == "add" else width  # the model's width, whatever a rank holds
     if num_rows != 1 or stream * x.element_size() >= NARROW:
         return None
-    itemsize, row = x.element_size(), width * x.element_size()
+    held, row = width, width * x.element_size()
     if isinstance(weight, Stored):
-        if weight.storage.kind not in ONE_ROW or not fits_lanes(weight):
+        if weight.storage.kind not in STORED or not fits_lanes(weight):
             return None
-        itemsize, row = 1, width // KINDS[weight.storage.kind].per_code
+        held = width // KINDS[weight.storage.kind].per_code
+        # Where codes are apart, scales and minima take as many registers as numbers of x would.
+        row = row if weight.storage.is_apart else held
     if kind == "norm" and num_features > HEAD * width:
         return None
     if kind == "gate":
@@ -160,8 +161,8 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles 
     else:
         num_warps = 4 if row <= 2 * GATE else 8
         block_n = min(MOST, power_of_2_to(32 * num_warps * LOADED // row))
-    least = LANE // itemsize * 32 * num_warps // block_n
-    chunk = chunk_of(row // itemsize, least)
+    least = LANE // x.element_size() * 32 * num_warps // block_n
+    chunk = chunk_of(held, least)
     if kind == "norm" and -(-num_features // block_n) > 3 * MULTIPROCESSORS:
         # The compiler converts a whole chunk to fp32 while it waits for x. With a smaller one five
         # programs fit on a multiprocessor instead of three.
@@ -170,11 +171,11 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles 
 
 
 def fits_lanes(weight: Stored) -> bool:
-    """Whether the codes of every load of a thread lie in one group, or whole rows do."""
+    """Whether the low codes of every load of a thread lie in one group, and the high ones; or
+    whole rows do, without minima."""
     per_code, (_, wide) = KINDS[weight.storage.kind].per_code, weight.storage.group
-    return (
-        weight.shape[1] % (LANE * per_code) == 0 and wide % (BLOCK if per_code == 2 else LANE) == 0
-    )
+    fits = weight.shape[1] % (LANE * per_code) == wide % LANE == 0
+    return fits and (wide > 0 or not weight.storage.has_minima)
 
 
 def chunk_of(width: int, least: int) -> int:

@@ -19,7 +19,7 @@ from specdec_kernels.linear.stored_tiles import (
 )
 from specdec_kernels.linear.terms_triton import terms_of, terms_triton
 from specdec_kernels.linear.tile_tables import Tiles
-from specdec_kernels.linear.tiles import RowTiles
+from specdec_kernels.linear.tiles import RowTiles, choose_row_tiles, fits_lanes
 from torch import Tensor
 
 MINIMA = Storage("int4", (1, 32), scales=torch.float32, has_minima=True)
@@ -28,6 +28,7 @@ FORMS = {
     "fp8-blocks": (Storage("fp8", (32, 128)), 384),
     "int8-groups": (Storage("int8", (1, 64), scales=torch.bfloat16), 256),
     "int4": (Storage("int4", (1, 128), scales=torch.bfloat16), 384),
+    "int4-over": (Storage("int4", (1, 192), scales=torch.bfloat16), 384),
     "int4-rows": (Storage("int4"), 256),
     "int4-rows-zeros": (Storage("int4", has_zeros=True), 256),
     "int4-zeros": (Storage("int4", (1, 32), True, torch.float16), 256),
@@ -51,7 +52,8 @@ def filled(storage: Storage, rows: int, width: int, device: torch.device) -> Sto
         scales = torch.randint(120, 130, shape, generator=generator)
     zeros = None
     if storage.has_zeros:
-        zeros = torch.randint(0, 16, shape, generator=generator).to(torch.uint8)
+        zeros = torch.randint(0, 16, shape, generator=generator).to(kind.codes)
+        zeros -= zeros.dtype.is_signed * 8
     if (
         storage.has_minima
     ):  # like a middle of codes; half floats, whose products with codes are exact
@@ -195,6 +197,8 @@ def test_forms_that_the_kernel_does_not_read_have_no_tiles() -> None:
     cpu = torch.device("cpu")
     for storage in (Storage("int8", (1, 64), True), Storage("int4", has_minima=True)):
         assert choose_stored_tiles("norm", x, storage.quantised(torch.ones(8, 128))) is None
+    for storage in (Storage("int4", has_minima=True), Storage("int4", (1, 8))):
+        assert choose_row_tiles("norm", x, storage.quantised(torch.ones(8, 128))) is None
     assert choose_stored_tiles("norm", x, filled(Storage("int4", (1, 8)), 8, 48, cpu)) is None
     assert (
         choose_stored_tiles("norm", torch.empty(300, 128), filled(Storage("fp8"), 8, 128, cpu))
@@ -250,7 +254,12 @@ LANES = {
     "int8-groups": (Storage("int8", (1, 64), scales=torch.bfloat16), 320),
     "int4-zeros": (Storage("int4", (1, 128), True, torch.float16), 640),
     "int4-rows": (Storage("int4", has_zeros=True), 320),
+    "int4-fine-zeros": (Storage("int4", (1, 16), True, torch.float16), 320),
+    "int4-odd": (Storage("int4", (1, 96), scales=torch.float16), 352),
+    "int4-minima": FORMS["int4-minima"],
+    "int8-zeros": (Storage("int8", (1, 64), True, torch.float16), 320),
     "int8-minima": (FORMS["int8-minima"][0], 272),
+    "mxfp4": FORMS["mxfp4"],
 }
 
 
@@ -261,6 +270,7 @@ def test_one_row_from_registers(name, dtype, device) -> None:
     tiles = RowTiles(2, 128, 2)
     features = 90 if storage.group[0] == 1 else 96
     weight = filled(storage, features, width, device)
+    assert fits_lanes(weight)
     x, residual, norm = (
         normal(1, n, dtype=dtype, device=device) for n in (width, features, features)
     )
