@@ -60,7 +60,8 @@ def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -
     # The option --draft names a method that has no draft likewise.
     section = dict(zip(names, sections, strict=True)).get(name) or ({"model": name} if name else {})
     keys = {"speculation.method" if k == "method" else f"draft.{k}": v for k, v in section.items()}
-    keys.pop("draft.weights", None)  # a fingerprint
+    if "draft.weights" in keys:  # a fingerprint
+        keys["draft.weights"] = keys.pop("draft.weights_as", "auto")
     found = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     return replace(asked, sets=[*found, *(asked.sets or ())])
 

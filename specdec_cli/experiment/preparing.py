@@ -18,9 +18,12 @@ _FEW_PROMPTS = 20
 
 
 def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:
-    """A model's section of the recipe with the fingerprint of its weights, if it takes part."""
-    found = plan.fingerprint(role)
-    return section if found is None else section | {"weights": found}
+    """A model's section of the recipe with the fingerprint of its weights, if it takes part, in
+    place of `weights`, which is `weights_as` unless it is auto."""
+    found, form = plan.fingerprint(role), section["weights"]
+    if found is None:
+        return section
+    return section | {"weights": found} | ({} if form == "auto" else {"weights_as": form})
 
 
 def common_settings(

@@ -94,6 +94,7 @@ def test_what_cannot_go_on(
     for changed, key in (
         ([*GIVEN, "--seed", "3"], "run.seed is 0 there and 3 now"),
         ([*GIVEN, "--temperature", "0.5"], "sampling.temperature is 0.0 there"),
+        ([*GIVEN, "--set", "target.weights=dequantise"], "target.weights_as is null there"),
         ([*GIVEN, "--prompt", "another"], "prompts.count is 5 there and 6 now"),
         ([*prompt_options(*"abcde"), *SHORT], "prompts.sha256 is "),
     ):

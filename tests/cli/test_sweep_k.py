@@ -253,7 +253,7 @@ def test_resume_alone_takes_what_the_folder_says(
     given = prompt_options("def f(x):\n", "import os\n", "x = 1\n")
     drafts = [word for name in arms for word in ("--draft", name)]
     options = [*QUICK[:-2], *ONCE, *SAMPLED, "--k", "2", "--batch-size", "2,1", "--shard", "0/2"]
-    options += [*drafts, "--set", "draft.dtype=float32"]
+    options += [*drafts, "--set", "draft.dtype=float32", "--set", "draft.weights=dequantise"]
     folder, go_on = tmp_path / "run", ["sweep-k", "--resume", "-o", tmp_path / "run", "-q"]
     assert specdec(capsys, "sweep-k", *given, *options, "-o", folder).code == 0
     expected, settings = samples(folder), (folder / "settings.json").read_text()
