@@ -12,6 +12,7 @@ import typer
 
 import specdec_cli.experiment.folders
 from specdec_cli.commands.options import Asked
+from specdec_cli.commands.status import warn
 from specdec_cli.errors import UsageError
 from specdec_cli.text import inert
 
@@ -42,6 +43,9 @@ def begun(
         raise UsageError(f"servers wrote the samples in {asked.output}", "name them with --server")
     if kept and asked.recipe is None and recipe.is_file():
         asked = replace(asked, recipe=str(recipe))
+    if not kept and asked.recipe is asked.given.get("target") is asked.sets is None:
+        told = f"{asked.output} holds no {kind.kind}: a new one of the demo pair begins"
+        warn([told] if asked.is_heard else [])
     return asked, kept
 
 

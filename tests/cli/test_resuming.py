@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec_cli.app import main
 from specdec_cli.commands.options import Asked
 from specdec_cli.commands.resuming import say_kept
 from specdec_cli.launch.world import Place
@@ -17,3 +18,18 @@ def test_what_no_folder_keeps_is_said_again(capsys: pytest.CaptureFixture[str]) 
     told = "sweep-k --resume -o runs/a --plugin a.py --plugin 'b c.py' --threads 2"
     told += " --server http://h:1 --strict --quiet"
     assert f"3 samples are kept in runs/a\ngo on with: specdec {told}\n" == capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was asked for but to go on: a slip of the pen would start the demo."""
+    for words, is_told in (
+        ([], True),
+        (["demo"], False),
+        (["--target", "demo:target", "--prompt", "x"], False),
+    ):
+        given = [*words, "--resume", "-o", str(tmp_path / "none"), "--dry-run", "--device", "cpu"]
+        assert main(["sweep-k", "--k", "0", *given]) == 0
+        told = (
+            f"warning: {tmp_path}/none holds no sweep of sweep-k: a new one of the demo pair begins"
+        )
+        assert (told in capsys.readouterr().err) == is_told
