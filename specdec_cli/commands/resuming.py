@@ -35,16 +35,18 @@ def begun(
     if asked.output is None:
         noun = kind.kind.partition(" ")[0]
         raise UsageError(f"--resume needs the {noun}'s folder", "name it with -o DIR")
-    from specdec_cli.experiment.folders.settings_file import kept_settings
+    from specdec_cli.experiment.folders.settings_file import SETTINGS, kept_settings
 
-    kept, recipe = kept_settings(asked.output, kind), asked.output / "recipe.yaml"
+    folder, recipe = asked.output, asked.output / "recipe.yaml"
+    kept = kept_settings(folder, kind)
     of_servers = bool(kept) and kept["device"].startswith("server")
     if of_servers and not servers and "engine" not in kept["recipe"]:  # it did not start them
-        raise UsageError(f"servers wrote the samples in {asked.output}", "name them with --server")
+        raise UsageError(f"servers wrote the samples in {folder}", "name them with --server")
     if kept and asked.recipe is None and recipe.is_file():
         asked = replace(asked, recipe=str(recipe))
-    if not kept and asked.recipe is asked.given.get("target") is asked.sets is None:
-        told = f"{asked.output} holds no {kind.kind}: a new one of the demo pair begins"
+    is_new = not (folder / SETTINGS).exists()
+    if is_new and asked.recipe is asked.given.get("target") is asked.sets is None:
+        told = f"{folder} holds no {kind.kind}: a new one of the demo pair begins"
         warn([told] if asked.is_heard else [])
     return asked, kept
 

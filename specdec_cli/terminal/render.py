@@ -28,6 +28,7 @@ from specdec_cli.text import inert
 _WORD = 20  # columns
 _WIDE = 1000  # columns of a table in a file: no row is folded
 _NO_LIMIT = 100_000  # columns
+_NO_PROPOSALS = "no round had a proposal"
 _ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
 
@@ -239,6 +240,8 @@ def summary_table(
         )
         by_place = " ".join(f"{100 * r:.0f}" for r in metrics.acceptance_rate_per_pos or ())
         table.add_row("by position", "", f"{by_place} % accepted")
+    elif metrics.k and metrics.num_drafts == 0:
+        table.add_row("accepted", "–", _NO_PROPOSALS)
     times = ", ".join(f"{s} {metrics.stage_ms(s):.2f}" for s in stages_in([metrics]))
     if metrics.round_ms is not None:
         table.add_row("round", f"{metrics.round_ms:.2f}", f"ms: {times}" if times else "ms")
@@ -274,6 +277,8 @@ def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
             f", {metrics.mean_acceptance_length:.2f} tokens a round{among}, "
             f"{100 * (metrics.draft_acceptance_rate or 0):.0f}% of proposals accepted"
         )
+    elif metrics.k and metrics.num_drafts == 0:
+        line += f", {_NO_PROPOSALS}"
     return "; ".join([line, *remarks])
 
 

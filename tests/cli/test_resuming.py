@@ -33,3 +33,7 @@ def test_a_folder_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFi
             f"warning: {tmp_path}/none holds no sweep of sweep-k: a new one of the demo pair begins"
         )
         assert (told in capsys.readouterr().err) == is_told
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "settings.json").write_text('{"version": 1}')
+    assert main(["sweep-k", "--resume", "-o", str(tmp_path / "none")]) != 0
+    assert "warning" not in capsys.readouterr().err, "a folder that is refused begins nothing"

@@ -270,7 +270,10 @@ def test_resume_alone_takes_what_the_folder_says(
         (["--shard", "0/1"], "shard is [0, 2] there and null now"),
         (["--batch-size", "1"], "batch_sizes is [2, 1] there and [1] now"),
         (["--temperature", "0"], "sampling.temperature is 0.8 there and 0.0 now"),
-        (["--draft", arms[0]], "drafts"),
+        (
+            ["--draft", arms[0]],
+            f"drafts is {json.dumps(arms)} there and {json.dumps(arms[:1])} now",
+        ),
     ):
         refused(specdec(capsys, *go_on, *change), 2, "holds a sweep with other settings: " + key)
 

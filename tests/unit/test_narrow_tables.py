@@ -16,7 +16,7 @@ from specdec_cli.report.tables import results
 from specdec_cli.terminal import compare as compare_view
 from specdec_cli.terminal import sweep as view
 from specdec_cli.terminal.memory import cells
-from specdec_cli.terminal.render import summary_table, table_width, verdict_line
+from specdec_cli.terminal.render import summary_line, summary_table, table_width, verdict_line
 from tests.report_helpers import (
     DRAFT,
     OTHER,
@@ -144,6 +144,12 @@ def test_a_summary_has_broadcasts_where_the_target_has_ranks() -> None:
         metrics = summarise([seq], 2, 1)
         table = summary_table(metrics, None, tinted=False)
         assert any(line.endswith(expected) for line in lines_of(table, 100))
+    without = summarise([types.Sequence(0, [1, 2], 1, 9, round_share=2.0)], 2, 1)
+    assert summary_line(without).endswith("k=2, no round had a proposal")
+    (told,) = [
+        one for one in lines_of(summary_table(without, None, tinted=False), 100) if "–" in one
+    ]
+    assert told.split() == ["accepted", "–", *"no round had a proposal".split()]
     fast, slow = (metrics.model_copy(update={"decode_tokens_per_second": s}) for s in (60.0, 40.0))
     table = summary_table(fast, slow, tinted=False)
     assert any(line.endswith("decoding (40.0 without a draft)") for line in lines_of(table, 100))

@@ -287,6 +287,9 @@ def settings_difference(there: Document, now: Document) -> Difference | None:
     if found is None:
         return None
     key, was, is_now = found
+    names = there.get("drafts"), now.get("drafts")
+    if key == "recipe.drafts" and names[0] != names[1]:
+        return Difference("drafts", *names)
     # The recipes' own sections agree by then: they come first.
     same_model = key in ("draft", "drafts")
     return Difference(key.removeprefix("recipe."), was, is_now, same_model=same_model)
