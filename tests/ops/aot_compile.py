@@ -480,6 +480,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("int4-add-6", "*bf16", stored("add", 6, 14336, 4096, GPTQ)),
             ("int4-zeros-48", "*bf16", stored("gate", 48, 4096, 28672, AWQ)),
             ("int4-minima-6", "*bf16", stored("gate", 6, 4096, 28672, Q4_K)),
+            ("narrow-minima-6", "*bf16", stored("gate", 6, 576, 3072, Q4_K)),
             ("int8-minima-16", "*bf16", stored("norm", 16, 4096, 6144, MIXED)),
             ("int4-minima-48", "*bf16", stored("gate", 48, 4096, 28672, Q4_K)),
             ("mxfp4-6", "*bf16", stored("norm", 6, 2880, 5760, MX)),

@@ -81,6 +81,12 @@ def test_threads_of_one_row_exchange_nothing_but_sums(case, sizes):
     assert sizes[case]["late_barriers"] <= 5
 
 
+@pytest.mark.parametrize("case", [c for c in aot_compile.CASES if "stored-narrow" in c])
+def test_no_load_of_a_held_share_waits_for_another(case, sizes):
+    """An exchange behind each load has a barrier, and is before the wait as the loads are."""
+    assert sizes[case]["early_barriers"] == 0
+
+
 def test_every_launch_asks_the_same_of_triton():
     """Launches use `launch_options`; kernels over logits use `dependence`, which includes them."""
     said = {

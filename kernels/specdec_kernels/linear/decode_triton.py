@@ -104,6 +104,19 @@ def _number(code, FORM: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def ones_beside(numbers):
+    """Ones in the shape and type of numbers, whose product with x gives sums of x."""
+    if numbers.dtype == tl.bfloat16 and not INTERPRETED:
+        # A constant would lie in registers in another order, and x move there once more.
+        ones = tl.inline_asm_elementwise(
+            "mov.b32 $0, 0x3f803f80;", "=r,r", [numbers], tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        ones = tl.full(numbers.shape, 1.0, numbers.dtype)
+    return ones
+
+
+@triton.jit
 def scale_of(stored):
     """fp32 scales; bytes are the exponents of powers of two."""
     if stored.dtype == tl.uint8:

@@ -3,6 +3,8 @@
 The work around it is that of `few_rows_triton`. The weight is the left operand of every product,
 which tensor cores read from registers, and x the right one. Each slice of a tile lies in one group
 of columns; its product is multiplied by the group's scales. Those of whole rows come at the end.
+Shares of at most `Tiles.early` numbers are loaded before the wait, codes and groups, and have no
+loop.
 
 Codes of fp8 that meet x as terms of fp8 (see `terms_triton`) need no registers: tensor cores read
 them as they are stored. Then each row of x is two, and its sums are added up before the scales.
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from specdec_kernels.launch_triton import (
     COUNTERS,
+    INTERPRETED,
     after_predecessor,
     counters,
     is_last,
@@ -26,6 +29,7 @@ from specdec_kernels.linear.decode_triton import (
     corrected,
     decoded,
     decoded_halves,
+    ones_beside,
     scale_of,
 )
 from specdec_kernels.linear.few_rows_triton import (
@@ -38,7 +42,6 @@ from specdec_kernels.linear.few_rows_triton import (
     prefetch_rows,
     sum_of_splits,
     tile_at,
-    transposed,
     whole_sums,
     zero_sums,
 )
@@ -209,8 +212,9 @@ def add_scaled(x, numbers, scale, zero, sums, FORM: tl.constexpr, SLICES: tl.con
         found = add_product(x, numbers, none, SLICES, True)
         sums += corrected(found, FORM, x.dtype) * scale_of(scale)
     if FORM.has_minima:
-        x_sums = tl.sum(x.to(tl.float32), axis=-1, keep_dims=True)
-        sums -= scale_of(zero) * transposed(x_sums, SLICES)
+        ones = ones_beside(numbers)
+        none = tl.zeros(sums.shape, tl.float32)
+        sums -= scale_of(zero) * add_product(x, ones, none, SLICES, True)
     return sums
 
 
@@ -245,6 +249,121 @@ def add_stored(
 
 
 @triton.jit
+def first_low(FORM: tl.constexpr, TILES: tl.constexpr):
+    """The first column, of low codes, of each slice of the tile at byte 0."""
+    begin = bytes_of(0, TILES.block_k // FORM.per_code // TILES.slices, TILES.slices)
+    if FORM.per_code == 2:
+        begin += begin // HALF * HALF
+    return begin
+
+
+@triton.jit
+def load_x(
+    x_rows,  # [M] pointers to rows of x
+    row_live,  # [M]
+    inside,  # of a tile's features, whether a row has them
+    low,  # first columns of slices, of low codes
+    high,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The numbers of x for a tile's low and high codes, [M, W] or [SLICES, M, W] each."""
+    SLICES: tl.constexpr = TILES.slices
+    WIDTH: tl.constexpr = TILES.block_k // FORM.per_code // SLICES
+    live = along_rows(row_live, SLICES) & inside
+    x = tl.load(tile_at(x_rows, in_slices(low, WIDTH, SLICES), SLICES), mask=live, other=0.0)
+    x_high = x
+    if FORM.per_code == 2:
+        k = in_slices(high, WIDTH, SLICES)
+        x_high = tl.load(tile_at(x_rows, k, SLICES), mask=live, other=0.0)
+    return x, x_high
+
+
+@triton.jit
+def held_share(
+    codes,  # [N] pointers to the codes, scales and zeros of rows of the weight
+    scales,
+    zeros,
+    live,  # [N]
+    first,  # byte of each row
+    SHARE: tl.constexpr,  # bytes, of whole tiles
+    ROW: tl.constexpr,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """A program's share of rows, of few tiles: the codes of each, and its `tile_groups`."""
+    SLICES: tl.constexpr = TILES.slices
+    TILE: tl.constexpr = TILES.block_k // FORM.per_code
+    WIDTH: tl.constexpr = TILE // SLICES
+    begin_low = first_low(FORM, TILES)
+    tiles, groups = (), ()
+    for place in tl.static_range(0, SHARE, TILE):
+        byte = in_slices(bytes_of(first + place, WIDTH, SLICES), WIDTH, SLICES)
+        inside = along_depth(byte < ROW, SLICES)
+        tiles += (load_weight(tile_at(codes, byte, SLICES), inside, False),)
+        groups += (tile_groups(scales, zeros, first + place, begin_low, live, FORM, SLICES),)
+    return tiles, groups
+
+
+@triton.jit
+def pinned(tile):
+    """The tile, in code that stays behind all loads before it.
+
+    The compiler puts the exchange between threads that a product's operand needs right behind the
+    operand's load, so that each load would wait for the one before.
+    """
+    if INTERPRETED:
+        return tile
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;",
+            "=r,r",
+            [tile],
+            tile.dtype,
+            is_pure=False,
+            pack=32 // tile.dtype.primitive_bitwidth,
+        )
+
+
+@triton.jit
+def held_sums(
+    x_rows,  # [M] pointers to rows of x
+    row_live,  # [M]
+    held,  # results of `held_share`
+    held_up,  # read only with GATED
+    first,
+    sums,  # [N, M] or [SLICES, N, M] fp32
+    sums_up,
+    SHARE: tl.constexpr,
+    ROW: tl.constexpr,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """As `stored_sums`, of weights that are held: all of x is loaded at once."""
+    SLICES: tl.constexpr = TILES.slices
+    TILE: tl.constexpr = TILES.block_k // FORM.per_code
+    WIDTH: tl.constexpr = TILE // SLICES
+    tiles, groups = held
+    tiles_up, groups_up = held_up
+    x_tiles = ()
+    for place in tl.static_range(0, SHARE, TILE):
+        byte = in_slices(bytes_of(first + place, WIDTH, SLICES), WIDTH, SLICES)
+        low = first_columns(first + place, first_low(FORM, TILES), FORM)
+        # Slices begin at multiples of 16, which the compiler does not see in a short last block.
+        high = tl.multiple_of(high_columns(low, FORM), 16)
+        inside = along_depth(byte < ROW, SLICES)
+        x_tiles += (load_x(x_rows, row_live, inside, low, high, FORM, TILES),)
+    for i in tl.static_range(SHARE // TILE):
+        x, x_high = pinned(x_tiles[i][0]), pinned(x_tiles[i][1])
+        sums = add_stored(x, x_high, pinned(tiles[i]), groups[i], sums, FORM, SLICES)
+        if GATED:
+            tile = pinned(tiles_up[i])
+            sums_up = add_stored(x, x_high, tile, groups_up[i], sums_up, FORM, SLICES)
+    return sums, sums_up
+
+
+@triton.jit
 def stored_sums(
     x_rows,  # [M] pointers to rows of x
     row_live,  # [M]
@@ -270,15 +389,11 @@ def stored_sums(
     Scales of whole rows are left out: see `row_scaled`.
     """
     SLICES: tl.constexpr = TILES.slices
-    PAIRED: tl.constexpr = FORM.per_code == 2
     ROW: tl.constexpr = K // FORM.per_code
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     WIDTH: tl.constexpr = TILE // SLICES
     EVEN: tl.constexpr = ROW % (SPLITS * TILE) == 0
-    begin = bytes_of(0, WIDTH, SLICES)
-    begin_low = begin
-    if PAIRED:
-        begin_low += begin // HALF * HALF
+    begin_low = first_low(FORM, TILES)
     groups = tile_groups(scales, zeros, first, begin_low, live, FORM, SLICES)
     groups_up = groups
     if GATED:
@@ -287,14 +402,10 @@ def stored_sums(
         # Scales are loaded one tile ahead, since no pipeline holds what is no operand of a product.
         next_groups = tile_groups(scales, zeros, start + TILE, begin_low, live, FORM, SLICES)
         byte = in_slices(bytes_of(start, WIDTH, SLICES), WIDTH, SLICES)
-        low = first_columns(start, begin_low, FORM)
         inside = along_depth(byte < ROW, SLICES)
-        x_live = along_rows(row_live, SLICES) & inside
-        x = tl.load(tile_at(x_rows, in_slices(low, WIDTH, SLICES), SLICES), mask=x_live, other=0.0)
-        x_high = x
-        if PAIRED:
-            k = in_slices(high_columns(low, FORM), WIDTH, SLICES)
-            x_high = tl.load(tile_at(x_rows, k, SLICES), mask=x_live, other=0.0)
+        low = first_columns(start, begin_low, FORM)
+        high = high_columns(low, FORM)
+        x, x_high = load_x(x_rows, row_live, inside, low, high, FORM, TILES)
         tile = load_weight(tile_at(codes, byte, SLICES), inside, EVEN)
         sums = add_stored(x, x_high, tile, groups, sums, FORM, SLICES)
         groups = next_groups
@@ -369,6 +480,7 @@ def stored_rows_kernel(
     ROW: tl.constexpr = K // FORM.per_code  # bytes of a row of the weight, and below of a tile
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     SHARE: tl.constexpr = (ROW + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
+    HELD: tl.constexpr = SHARE * FORM.per_code <= TILES.early
     OF_ROW: tl.constexpr = 1 if x_scales_ptr is None else TERMS  # rows of x for each row of out
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
@@ -381,7 +493,7 @@ def stored_rows_kernel(
     up = feature + num_features
     codes, scales, zeros = rows_of(codes_ptr, scales_ptr, zeros_ptr, feature, K, FORM)
     codes_up, scales_up, zeros_up = rows_of(codes_ptr, scales_ptr, zeros_ptr, up, K, FORM)
-    if TILES.prefetch > 0:
+    if TILES.prefetch > 0 and not HELD:
         prefetch_rows(codes, first, TILES.prefetch)
         if GATED:
             prefetch_rows(codes_up, first, TILES.prefetch)
@@ -398,6 +510,13 @@ def stored_rows_kernel(
     row_scale_up = row_scale
     if GATED:
         row_scale_up = row_scales(scales_up, column_live, FORM)
+    if HELD:
+        held = held_share(codes, scales, zeros, column_live, first, SHARE, ROW, FORM, TILES)
+        held_up = held
+        if GATED:
+            held_up = held_share(
+                codes_up, scales_up, zeros_up, column_live, first, SHARE, ROW, FORM, TILES
+            )
     after_predecessor(DEPENDENT)
 
     # Operands of the epilogue are loaded before the loop, so that it does not wait for them.
@@ -409,12 +528,17 @@ def stored_rows_kernel(
 
     M: tl.constexpr = TILES.block_m * OF_ROW
     x_row = tl.program_id(2) * M + tl.arange(0, M)
+    x_rows, x_live = x_ptr + x_row.to(tl.int64) * x_stride, x_row < num_rows * OF_ROW
     acc = zero_sums(M, TILES.block_n, SLICES, True)
-    acc, acc_up = stored_sums(
-        *(x_ptr + x_row.to(tl.int64) * x_stride, x_row < num_rows * OF_ROW),
-        *(codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
-        *(first, first + SHARE, acc, acc, K, FORM, TILES, GATED, SPLITS),
-    )
+    if HELD:
+        acc, acc_up = held_sums(
+            *(x_rows, x_live, held, held_up, first, acc, acc, SHARE, ROW, FORM, TILES, GATED),
+        )
+    else:
+        acc, acc_up = stored_sums(
+            *(x_rows, x_live, codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
+            *(first, first + SHARE, acc, acc, K, FORM, TILES, GATED, SPLITS),
+        )
     if OF_ROW > 1:
         acc, acc_up = sums_of_terms(acc), sums_of_terms(acc_up)
     acc, acc_up = whole_sums(acc, acc_up, SLICES, True)

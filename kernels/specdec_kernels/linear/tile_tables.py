@@ -19,7 +19,9 @@ class Tiles(NamedTuple):
     prefetch: int  # numbers of each weight row to prefetch before the wait
     num_warps: int
     num_stages: int
-    early: int = 0  # numbers of each weight row to load into registers before the wait
+    # Numbers of each weight row to load into registers before the wait; of a stored one, all of a
+    # program's share if it has no more.
+    early: int = 0
 
 
 Products = dict[str, tuple[Case[Tiles | None], ...]]
@@ -136,16 +138,16 @@ _HALVES: Products = {
         *_BYTES["add"][2:],
     ),
 }
-# With minima, or groups of fewer than 32 columns: larger tiles have more sums, or sums of x, than
-# registers (by the compiler's count; not timed).
+# With minima, or groups of fewer than 32 columns: larger tiles have more sums than registers, and
+# so have gates of more than 8 rows whose share is held (by the compiler's count; not timed).
 FINE: Products = {
     kind: (
-        Case(Tiles(8, 16, 256, 4, splits, 256, 4, 3), (8, ANY), (0,)),
-        Case(Tiles(16, 16, 256, 4, splits, 256, 4, 3), (16, ANY), (0,)),
+        Case(Tiles(8, 16, 256, 4, splits, 256, 4, 3, 1024), (8, ANY), (0,)),
+        Case(Tiles(16, 16, 256, 4, splits, 256, 4, 3, early), (16, ANY), (0,)),
         Case(Tiles(32, 32, 128, 1, 0, 256, 8, 3), (32, ANY), (0,)),
         Case(Tiles(64, 32, 128, 1, 0, 256, 8, 3), (64, ANY), (0,)),
     )
-    for kind, splits in (("norm", 1), ("gate", 1), ("add", 2))
+    for kind, splits, early in (("norm", 1, 1024), ("gate", 1, 0), ("add", 2, 1024))
 }
 STORED_ROWS = 64  # most rows of a product that reads a stored weight; more have it made plain
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}

@@ -89,11 +89,11 @@ def test_products_are_those_with_the_plain_weight(name, rows, dtype, device) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["fp8", "int4-zeros", "int4-minima", "mxfp4"])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_gates_and_sums_of_splits(name, splits, dtype, device) -> None:
+@pytest.mark.parametrize(("splits", "early"), [(1, 0), (2, 0), (2, 1024)])
+def test_gates_and_sums_of_splits(name, splits, early, dtype, device) -> None:
     storage, width = FORMS[name]
     weight = filled(storage, 2 * 40, width, device)
-    tiles = Tiles(8, 16, 128, 1, splits, 0, 4, 3)
+    tiles = Tiles(8, 16, 128, 1, splits, 0, 4, 3, early)
     tiles = tiles._replace(slices=slices_for(weight, tiles))
     x = normal(6, width, dtype=dtype, device=device) / 50
     out = stored_rows_linear(x, weight, tiles, activation="silu")[0]
