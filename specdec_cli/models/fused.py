@@ -25,7 +25,7 @@ from specdec_cli.models.fused_layer import (
 )
 from specdec_cli.models.fused_stack import FusedStack, storages_of
 from specdec_cli.models.gate import batched_experts
-from specdec_cli.models.held import StoredParameter, return_unused
+from specdec_cli.models.held import LARGE, StoredParameter, return_unused
 from specdec_cli.models.prompt_passes import width_busy_with
 from specdec_cli.models.rotary_tables import turn_whole_heads, turned_features, turns_of
 from specdec_cli.models.split_products import SplitProducts
@@ -61,7 +61,8 @@ class FusedForward:
             place = index, turns[index], call, following[index], read[index, :1]
             fused.append(FusedLayer.of_layer(layers[index], module.config, family, *place))
             # As in the loader: fragments of freed memory would otherwise hold the next layer.
-            return_unused(module.device)
+            if sum(p.numel() for p in layers[index].parameters()) >= LARGE:
+                return_unused(module.device)
         # Kept, since a tied head is also the embedding, and drafts may borrow any head.
         self.head = merged([module.lm_head.weight], keep=True)
         self.head_bias: Tensor | None = module.lm_head.bias

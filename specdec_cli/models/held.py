@@ -8,6 +8,8 @@ import torch
 from specdec_kernels.linear.stored import Storage, Stored, plain_of
 from torch import Tensor, nn
 
+LARGE = 1 << 18  # numbers of weights that leave much memory unused where they were before
+
 
 class StoredParameter(nn.Parameter):
     """A parameter that a module has the shape and dtype of, and no numbers: they are in `value`,

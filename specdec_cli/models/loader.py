@@ -23,7 +23,7 @@ from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kept_readers
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
-from specdec_cli.models.held import StoredParameter, return_unused
+from specdec_cli.models.held import LARGE, StoredParameter, return_unused
 from specdec_cli.models.quantised import dequantised, fields_of, no_scales, read_stored
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import (
@@ -38,7 +38,6 @@ from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_chec
 from specdec_cli.text import one_line, reason_of
 
 _log = logging.getLogger("specdec")
-_LARGE = 1 << 18  # numbers of a weight whose reader leaves much memory unused
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
 
 
@@ -212,7 +211,7 @@ def _fill(
                     # the weights where these are made fp8.
                     left_on = came.device
                     del value, came
-                    if filled.numel() >= _LARGE:
+                    if filled.numel() >= LARGE:
                         return_unused(left_on)
             held = owner._parameters if leaf in owner._parameters else owner._buffers
             held[leaf] = by_name[name] = done[id(meta)]
