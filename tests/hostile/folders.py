@@ -33,7 +33,7 @@ def _command(
     ]
     # A comparison that is not whole would start ranks, which take seconds.
     if source.name != "generate" and (source.name != "compare" or rng.random() < 0.2):
-        commands += [resume, resume]
+        commands += [resume, [resume[0], "-o", str(run), "--resume"]]
     return rng.choice(commands)
 
 

@@ -12,8 +12,11 @@ from specdec_cli.app import main
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.experiment import disk
 from specdec_cli.experiment.folders import run_folder
+from specdec_cli.experiment.folders.conclusions import VERSION
 from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
+from specdec_cli.experiment.folders.settings_file import kept_settings
 from specdec_cli.experiment.sweep.sweep_folder import read_settings
+from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 from specdec_cli.report.folder import read_folder
 from tests.report_helpers import sweep_points, write_folder
 
@@ -36,6 +39,21 @@ def test_only_regular_files_are_read(name: str, kind: str, tmp_path: Path) -> No
         with pytest.raises(SetupError) as caught:
             read(folder)
         assert caught.value.message == f"{folder / name} is no regular file"
+
+
+def test_settings_nested_too_deeply_are_damaged(tmp_path: Path) -> None:
+    """Deep enough for what goes through them, and not for the reader of JSON."""
+    deep: list[object] = []
+    for _ in range(500):
+        deep = [deep]
+    settings = dict.fromkeys(("recipe", "prompts", "device", "dtype", "predict_only", "shard"))
+    settings |= {"drafts": [], "ks": [], "batch_sizes": [], "dtype": deep}
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"version": VERSION, "hash": "", "settings": settings}))
+    for read in (read_settings, lambda path: kept_settings(path, SweepSettings)):
+        with pytest.raises(SetupError) as caught:
+            read(tmp_path)
+        assert caught.value.message == f"{file}: no settings of a sweep"
 
 
 def test_sizes_are_looked_at_before_files_are_read(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def read_settings(path: Path) -> SweepSettings:
         settings = SweepSettings.of_dict(found if isinstance(found, dict) else {})
         if file.get("hash") != settings.digest:
             raise ValueError("not the settings that were written")
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise SetupError(
             f"{path / settings_file.SETTINGS}: no settings of a sweep",
             "the file was damaged or edited",
