@@ -30,7 +30,7 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     if tiles is None:
         return None
     if x.dtype == torch.float32:  # only for comparisons: mma.sync, and half as many numbers
-        tiles = tiles._replace(block_k=max(128, tiles.block_k // 4), num_stages=2)
+        tiles = tiles._replace(block_k=max(128, tiles.block_k // 4), num_stages=2, early=0)
     if tiles.splits == 0:
         wanted = MULTIPROCESSORS * (3 if tiles.num_warps == 4 else 1)
         blocks = -(-features // tiles.block_n)
