@@ -233,7 +233,10 @@ def test_experts_equal_those_with_plain_weights(only, num_rows, where, device) -
         mixture(x, ops.Experts(router=router, routing=ops.Routing(2), **w), norm, EPS)
         for w in (plain, kept)
     )
-    assert torch.equal(got.hidden, want.hidden)
+    if where == "ops":
+        assert torch.equal(got.hidden, want.hidden)
+    # Kernels have other tiles for stored weights, and so sum in another order on some processors.
+    assert_close("hidden", want.hidden.double(), got.hidden, TOLERANCE[torch.float32])
     assert_close("scaled", want.scaled.double(), got.scaled, TOLERANCE[torch.float32])
 
 
