@@ -30,7 +30,6 @@ DraftTPs = Annotated[str | None, option("--draft-tp", "LIST", _DRAFT_TPS)]
 BatchSizes = Annotated[str | None, option("--batch-size", "LIST", "Batch sizes, such as 1,8.")]
 _BATCHES = "Use only the prompts of the first N batches at each batch size."
 Batches = Annotated[int | None, option("--batches", "N", _BATCHES, min=1)]
-Resume = Annotated[bool, option("--resume", None, "Continue the comparison in the folder of -o.")]
 DryRun = Annotated[bool, option("--dry-run", None, "Show what would be measured; start no ranks.")]
 
 
@@ -41,7 +40,7 @@ def compare_tp(
     target_tp: TargetTPs = None,
     draft_tp: DraftTPs = None,
     batches: Batches = None,
-    resume: Resume = False,
+    resume: options.Resume = False,
     dry_run: DryRun = False,
     repeats: options.Repeats = None,
     strict: options.Strict = False,

@@ -19,8 +19,6 @@ from specdec_cli.commands.status import waiting
 from specdec_cli.errors import UsageError
 from specdec_cli.stages import begin_stage
 
-Resume = Annotated[bool, option("--resume", None, "Continue the run in the folder of -o.")]
-
 _NEXT = "Write a .jsonl file of the conversations' next turns, after the answers to these."
 NextTurns = Annotated[Path | None, option("--next-turns", "FILE", _NEXT, parser=Path)]
 
@@ -29,7 +27,7 @@ NextTurns = Annotated[Path | None, option("--next-turns", "FILE", _NEXT, parser=
 def generate(
     asked: Asked,
     source: Prompts,
-    resume: Resume = False,
+    resume: options.Resume = False,
     next_turns: NextTurns = None,
     check_lossless: options.CheckLossless = False,
     server: options.Server = None,

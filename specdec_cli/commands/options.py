@@ -147,6 +147,9 @@ Output = Annotated[
     Path | None,
     option("-o --output", "DIR", "Keep the results in this run folder.", _OUTPUT, parser=folder),
 ]
+Resume = Annotated[
+    bool, option("--resume", None, "Go on in the folder of -o, with its recipe and options.")
+]
 CheckLossless = Annotated[
     bool,
     option(

@@ -44,7 +44,6 @@ _RATES = "Accept proposals at these rates by position, such as 0.8,0.6,0.5."
 Rates = Annotated[str | None, option("--synthetic-acceptance-rates", "LIST", _RATES)]
 _LENGTH = "Accept proposals so that a round at the recipe's k has L tokens on average."
 Length = Annotated[float | None, option("--synthetic-acceptance-length", "L", _LENGTH)]
-Resume = Annotated[bool, option("--resume", None, "Continue the sweep in the folder of -o.")]
 _SHARD = "Take prompts I, I + N, I + 2N ... (I from 0). Default in a Slurm array: by task."
 Shard = Annotated[str | None, option("--shard", "I/N", _SHARD)]
 DryRun = Annotated[bool, option("--dry-run", None, "Show what would be measured; load no weights.")]
@@ -93,7 +92,7 @@ def sweep_k(
     predict_only: PredictOnly = False,
     synthetic_acceptance_rates: Rates = None,
     synthetic_acceptance_length: Length = None,
-    resume: Resume = False,
+    resume: options.Resume = False,
     shard: Shard = None,
     dry_run: DryRun = False,
     check_lossless: options.CheckLossless = False,
