@@ -20,14 +20,12 @@ _TIMEOUT_S = 60  # of a collective that not all ranks join
 class World:
     """`size` processes, over gloo or, with a GPU each, over NCCL.
 
-    Over gloo they are forked from a process that has imported everything. CUDA does not survive a
+    Over gloo they are forks of this process, which has imported everything. CUDA does not survive a
     fork.
     """
 
     def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
-        context: Any = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
-        if backend == "gloo":
-            context.set_forkserver_preload(["tests.dist.cases"])
+        context: Any = multiprocessing.get_context("spawn" if backend == "nccl" else "fork")
         self.size = size
         self._ends: list[Connection] = []
         self._processes = []
@@ -35,11 +33,10 @@ class World:
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 meeting = f"file://{folder / 'meeting'}"
-                process = context.Process(
-                    target=_serve, args=(rank, size, backend, meeting, theirs), daemon=True
-                )
-                process.start()
                 self._ends.append(ours)
+                given = rank, size, backend, meeting, theirs, self._ends
+                process = context.Process(target=_serve, args=given, daemon=True)
+                process.start()
                 self._processes.append(process)
 
     def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -76,7 +73,12 @@ def _import_path() -> Any:
         os.environ["PYTHONPATH"] = before
 
 
-def _serve(rank: int, size: int, backend: str, meeting: str, end: Connection) -> None:
+def _serve(
+    rank: int, size: int, backend: str, meeting: str, end: Connection, ends: list[Connection]
+) -> None:
+    """Run what comes through `end`. ends: those of the process that started this one."""
+    for other in ends:  # otherwise that one's end would not be seen
+        other.close()
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
