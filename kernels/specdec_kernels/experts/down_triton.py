@@ -40,13 +40,15 @@ from specdec_kernels.linear.few_rows_triton import (
     zero_sums,
 )
 from specdec_kernels.linear.reference import Normed
-from specdec_kernels.linear.stored_rows_triton import (
+from specdec_kernels.linear.stored_groups_triton import (
     along_features,
     form_of,
     operands_of,
     row_scaled,
     row_scales,
     rows_of,
+)
+from specdec_kernels.linear.stored_sums_triton import (
     stored_sums,
 )
 

@@ -22,7 +22,7 @@ from specdec_kernels.linear.decode_triton import decoded_halves, scale_of
 from specdec_kernels.linear.fused import Fused, prepared
 from specdec_kernels.linear.norm_triton import activate
 from specdec_kernels.linear.stored import Stored
-from specdec_kernels.linear.stored_rows_triton import HALF, Form, form_of, high_columns, rows_of
+from specdec_kernels.linear.stored_groups_triton import HALF, Form, form_of, high_columns, rows_of
 from specdec_kernels.linear.tiles import RowTiles
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from specdec_kernels.launch_triton import launch_options
 from specdec_kernels.linear.decode_triton import decoded, decoded_halves, scale_of
 from specdec_kernels.linear.stored import Stored
-from specdec_kernels.linear.stored_rows_triton import HALF, Form, high_columns
+from specdec_kernels.linear.stored_groups_triton import HALF, Form, high_columns
 
 WIDTH = 1024  # bytes of a row that a program reads
 READ = ("fp8", "int8", "int4", "mxfp4")

@@ -1,0 +1,265 @@
+"""Sums of products of rows with a stored weight, whose codes become numbers in registers.
+
+The weight is the left operand of every product, which tensor cores read from registers, and x the
+right one. Each slice of a tile lies in one group of columns; its product is multiplied by the
+group's scales. Those of whole rows come at the end. Shares of at most `Tiles.early` numbers are
+loaded before the wait, codes and groups, and have no loop.
+"""
+
+import triton
+import triton.language as tl
+
+from specdec_kernels.launch_triton import INTERPRETED
+from specdec_kernels.linear.decode_triton import (
+    corrected,
+    decoded,
+    decoded_halves,
+    ones_beside,
+    scale_of,
+)
+from specdec_kernels.linear.few_rows_triton import (
+    add_product,
+    along_depth,
+    along_rows,
+    load_weight,
+    tile_at,
+)
+from specdec_kernels.linear.stored_groups_triton import (
+    HALF,
+    bytes_of,
+    first_columns,
+    high_columns,
+    in_slices,
+    tile_groups,
+)
+
+
+@triton.jit
+def without_zeros(numbers, zero, FORM: tl.constexpr):
+    """int4 numbers as of `decoded_halves` minus their zeros."""
+    if FORM.has_minima:
+        return numbers - tl.full([], 128.0, numbers.dtype)
+    elif FORM.has_zeros:
+        return numbers - (zero.to(tl.int32) + 128).to(numbers.dtype)
+    else:
+        return numbers - tl.full([], 136.0, numbers.dtype)
+
+
+@triton.jit
+def add_scaled(x, numbers, scale, zero, sums, FORM: tl.constexpr, SLICES: tl.constexpr):
+    """sums + (numbers @ x.T) * scale, slice by slice; without scales where they are of rows.
+
+    Minima, in the place of zeros, are multiplied by sums of x, so that no number is rounded.
+    """
+    if FORM.wide == 0:
+        sums = add_product(x, numbers, sums, SLICES, True)
+    else:
+        none = tl.zeros(sums.shape, tl.float32)
+        found = add_product(x, numbers, none, SLICES, True)
+        sums += corrected(found, FORM, x.dtype) * scale_of(scale)
+    if FORM.has_minima:
+        ones = ones_beside(numbers)
+        none = tl.zeros(sums.shape, tl.float32)
+        sums -= scale_of(zero) * add_product(x, ones, none, SLICES, True)
+    return sums
+
+
+@triton.jit
+def add_stored(
+    x,  # [M, W] or [SLICES, M, W], the numbers of x for low codes
+    x_high,  # the same for high codes
+    codes,  # [N, W] or [SLICES, N, W] bytes
+    groups,  # a result of `tile_groups`
+    sums,  # [N, M] or [SLICES, N, M]
+    FORM: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """sums plus the product of x with a tile of the weight."""
+    scale, zero, scale_high, zero_high = groups
+    if FORM.per_code == 1:
+        numbers = decoded(codes, FORM, x.dtype)
+        sums = add_scaled(x, numbers, scale, zero, sums, FORM, SLICES)
+    else:
+        low, high = decoded_halves(codes, FORM, x.dtype)
+        if FORM.kind == "int4":
+            low = without_zeros(low, zero, FORM)
+            high = without_zeros(high, zero_high, FORM)
+        if FORM.is_apart or FORM.wide == 0:
+            sums = add_scaled(x, low, scale, zero, sums, FORM, SLICES)
+            sums = add_scaled(x_high, high, scale_high, zero_high, sums, FORM, SLICES)
+        else:
+            found = add_product(x, low, tl.zeros(sums.shape, tl.float32), SLICES, True)
+            found = add_product(x_high, high, found, SLICES, True)
+            sums += found * scale_of(scale)
+    return sums
+
+
+@triton.jit
+def first_low(FORM: tl.constexpr, TILES: tl.constexpr):
+    """The first column, of low codes, of each slice of the tile at byte 0."""
+    begin = bytes_of(0, TILES.block_k // FORM.per_code // TILES.slices, TILES.slices)
+    if FORM.per_code == 2:
+        begin += begin // HALF * HALF
+    return begin
+
+
+@triton.jit
+def load_x(
+    x_rows,  # [M] pointers to rows of x
+    row_live,  # [M]
+    inside,  # of a tile's features, whether a row has them
+    low,  # first columns of slices, of low codes
+    high,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The numbers of x for a tile's low and high codes, [M, W] or [SLICES, M, W] each."""
+    SLICES: tl.constexpr = TILES.slices
+    WIDTH: tl.constexpr = TILES.block_k // FORM.per_code // SLICES
+    live = along_rows(row_live, SLICES) & inside
+    x = tl.load(tile_at(x_rows, in_slices(low, WIDTH, SLICES), SLICES), mask=live, other=0.0)
+    x_high = x
+    if FORM.per_code == 2:
+        k = in_slices(high, WIDTH, SLICES)
+        x_high = tl.load(tile_at(x_rows, k, SLICES), mask=live, other=0.0)
+    return x, x_high
+
+
+@triton.jit
+def held_share(
+    codes,  # [N] pointers to the codes, scales and zeros of rows of the weight
+    scales,
+    zeros,
+    live,  # [N]
+    first,  # byte of each row
+    SHARE: tl.constexpr,  # bytes, of whole tiles
+    ROW: tl.constexpr,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """A program's share of rows, of few tiles: the codes of each, and its `tile_groups`."""
+    SLICES: tl.constexpr = TILES.slices
+    TILE: tl.constexpr = TILES.block_k // FORM.per_code
+    WIDTH: tl.constexpr = TILE // SLICES
+    begin_low = first_low(FORM, TILES)
+    tiles, groups = (), ()
+    for place in tl.static_range(0, SHARE, TILE):
+        byte = in_slices(bytes_of(first + place, WIDTH, SLICES), WIDTH, SLICES)
+        inside = along_depth(byte < ROW, SLICES)
+        tiles += (load_weight(tile_at(codes, byte, SLICES), inside, False),)
+        groups += (tile_groups(scales, zeros, first + place, begin_low, live, FORM, SLICES),)
+    return tiles, groups
+
+
+@triton.jit
+def pinned(tile):
+    """The tile, in code that stays behind all loads before it.
+
+    The compiler puts the exchange between threads that a product's operand needs right behind the
+    operand's load, so that each load would wait for the one before.
+    """
+    if INTERPRETED:
+        return tile
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;",
+            "=r,r",
+            [tile],
+            tile.dtype,
+            is_pure=False,
+            pack=32 // tile.dtype.primitive_bitwidth,
+        )
+
+
+@triton.jit
+def held_sums(
+    x_rows,  # [M] pointers to rows of x
+    row_live,  # [M]
+    held,  # results of `held_share`
+    held_up,  # read only with GATED
+    first,
+    sums,  # [N, M] or [SLICES, N, M] fp32
+    sums_up,
+    SHARE: tl.constexpr,
+    ROW: tl.constexpr,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """As `stored_sums`, of weights that are held: all of x is loaded at once."""
+    SLICES: tl.constexpr = TILES.slices
+    TILE: tl.constexpr = TILES.block_k // FORM.per_code
+    WIDTH: tl.constexpr = TILE // SLICES
+    tiles, groups = held
+    tiles_up, groups_up = held_up
+    x_tiles = ()
+    for place in tl.static_range(0, SHARE, TILE):
+        byte = in_slices(bytes_of(first + place, WIDTH, SLICES), WIDTH, SLICES)
+        low = first_columns(first + place, first_low(FORM, TILES), FORM)
+        # Slices begin at multiples of 16, which the compiler does not see in a short last block.
+        high = tl.multiple_of(high_columns(low, FORM), 16)
+        inside = along_depth(byte < ROW, SLICES)
+        x_tiles += (load_x(x_rows, row_live, inside, low, high, FORM, TILES),)
+    for i in tl.static_range(SHARE // TILE):
+        x, x_high = pinned(x_tiles[i][0]), pinned(x_tiles[i][1])
+        sums = add_stored(x, x_high, pinned(tiles[i]), groups[i], sums, FORM, SLICES)
+        if GATED:
+            tile = pinned(tiles_up[i])
+            sums_up = add_stored(x, x_high, tile, groups_up[i], sums_up, FORM, SLICES)
+    return sums, sums_up
+
+
+@triton.jit
+def stored_sums(
+    x_rows,  # [M] pointers to rows of x
+    row_live,  # [M]
+    codes,  # [N] pointers to the codes, scales and zeros of rows of the weight
+    scales,
+    zeros,
+    codes_up,  # the same of other rows, read only with GATED
+    scales_up,
+    zeros_up,
+    live,  # [N]
+    first,  # byte of each row of the weight
+    stop,
+    sums,  # [N, M] or [SLICES, N, M] fp32
+    sums_up,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,  # of a row, among which `first` and `stop` lie
+):
+    """sums and sums_up plus the products of x with rows of the weight, from byte to byte.
+
+    Scales of whole rows are left out: see `row_scaled`.
+    """
+    SLICES: tl.constexpr = TILES.slices
+    ROW: tl.constexpr = K // FORM.per_code
+    TILE: tl.constexpr = TILES.block_k // FORM.per_code
+    WIDTH: tl.constexpr = TILE // SLICES
+    EVEN: tl.constexpr = ROW % (SPLITS * TILE) == 0
+    begin_low = first_low(FORM, TILES)
+    groups = tile_groups(scales, zeros, first, begin_low, live, FORM, SLICES)
+    groups_up = groups
+    if GATED:
+        groups_up = tile_groups(scales_up, zeros_up, first, begin_low, live, FORM, SLICES)
+    for start in range(first, stop, TILE):
+        # Scales are loaded one tile ahead, since no pipeline holds what is no operand of a product.
+        next_groups = tile_groups(scales, zeros, start + TILE, begin_low, live, FORM, SLICES)
+        byte = in_slices(bytes_of(start, WIDTH, SLICES), WIDTH, SLICES)
+        inside = along_depth(byte < ROW, SLICES)
+        low = first_columns(start, begin_low, FORM)
+        high = high_columns(low, FORM)
+        x, x_high = load_x(x_rows, row_live, inside, low, high, FORM, TILES)
+        tile = load_weight(tile_at(codes, byte, SLICES), inside, EVEN)
+        sums = add_stored(x, x_high, tile, groups, sums, FORM, SLICES)
+        groups = next_groups
+        if GATED:
+            next_groups = tile_groups(
+                scales_up, zeros_up, start + TILE, begin_low, live, FORM, SLICES
+            )
+            tile = load_weight(tile_at(codes_up, byte, SLICES), inside, EVEN)
+            sums_up = add_stored(x, x_high, tile, groups_up, sums_up, FORM, SLICES)
+            groups_up = next_groups
+    return sums, sums_up
