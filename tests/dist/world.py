@@ -1,6 +1,7 @@
 """A world of processes that stays up and runs one function after another on every rank."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import sys
@@ -79,6 +80,7 @@ def _serve(
     """Run what comes through `end`. ends: those of the process that started this one."""
     for other in ends:  # otherwise that one's end would not be seen
         other.close()
+    gc.freeze()  # what was imported lives to the end
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
