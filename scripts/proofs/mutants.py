@@ -120,7 +120,7 @@ def _be_pytest(tree: Path, tests: Sequence[str], failed: Path) -> NoReturn:
         try:
             import pytest
 
-            chosen = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
+            chosen = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
             code = int(pytest.main([*chosen, *tests], plugins=[Noted()]))
         finally:
             sys.stdout.flush()

@@ -43,7 +43,6 @@ def fail(mode: str) -> None:
 
 def plant(fault: str) -> None:
     """Make rank R fail in a stage of the real command. fault: MODE:STAGE:R; R may be `all`."""
-    os.dup2(2, _STDERR)  # a fork has imported this where that was a file of pytest's
     mode, stage, faulty = fault.split(":")
     import specdec_cli.engine.build as build
     import specdec_cli.engine.round as round_
