@@ -9,22 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.core import peers
+from specdec_cli.core.parallel import make_groups
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.build import build
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.measured import Models, weight_bytes
+from specdec_cli.engine.plan import Plan, plan
+from specdec_cli.errors import RunError, SpecdecError
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.mtp import ChainedModules
 from specdec_cli.methods.step_head import HeadProposer
-from tests.inside import register
-from specdec_cli.engine.loop import Engine
-from specdec_cli.core.types import Request
-from specdec_cli.core.parallel import make_groups
-from specdec_cli.engine.plan import Plan, plan
-from specdec_cli.acceptance.synthetic import SyntheticAcceptance
-from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.errors import RunError, SpecdecError
 from specdec_cli.recipe import load_recipe
 from tests.engine.test_families import BLOCK, STATES, Driver, drive, plain_reference
+from tests.inside import register
 from tests.support import CPU, make_engine, ngram_engine, paged_model
 
 # Neither the first ranks nor neighbours: a rank's place in a group differs from that in the world.

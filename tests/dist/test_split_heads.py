@@ -1,5 +1,5 @@
-"""EAGLE-3 heads beside a target that is split over ranks: rank 0 runs the head, or several share it.
-Neither text nor rounds depend on the degrees."""
+"""EAGLE-3 heads beside a target that is split over ranks: rank 0 runs the head, or several share
+it. Neither text nor rounds depend on the degrees."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -40,14 +40,14 @@ SPLIT: dict[str, dict[str, Any]] = {
 }
 # Families that are tested at 4 ranks only.
 ALSO_SPLIT: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        """
-        apertus arcee cohere2 cwm deepseek_v2 dots1 ernie4_5 exaone4 gemma gemma4 gemma4-moe glm glm4
-        glm4_moe gpt_neox granite helium llama3-rope mellum ministral ministral3 mixtral-window olmo olmo3 phi qwen2-window seed_oss
-        smollm3 starcoder2 vaultgemma youtu
-        """.split(),
-        {},
-    ),
+    **{
+        family: {}
+        for family in """
+        apertus arcee cohere2 cwm deepseek_v2 dots1 ernie4_5 exaone4 gemma gemma4 gemma4-moe glm
+        glm4 glm4_moe gpt_neox granite helium llama3-rope mellum ministral ministral3 mixtral-window
+        olmo olmo3 phi qwen2-window seed_oss smollm3 starcoder2 vaultgemma youtu
+        """.split()
+    },
     "cohere": {"use_qk_norm": False},
 }
 FUSED: dict[str, dict[str, Any]] = {
@@ -157,7 +157,10 @@ def test_ranks_hold_the_parts_of_what_one_would(
             split += 1
     assert split >= 2 * 4 + 1
     sums = [sum(t.numel() * t.element_size() for t in own.values()) for own in held]
-    tied = [sum(own[name].numel() * 4 for name in f.shards.tied) for own, f in zip(held, shards)]
+    tied = [
+        sum(own[name].numel() * 4 for name in f.shards.tied)
+        for own, f in zip(held, shards, strict=True)
+    ]
     bytes_held = [whole - again for whole, again in zip(sums, tied, strict=True)]
     assert [found.weight_bytes for found in shards] == bytes_held
 
@@ -352,7 +355,12 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
         {"intermediate_size": 90},
         "its 90 features read by model.layers.0.mlp.down_proj cannot be divided among 4 ranks",
     ),
-    "statistics over all features": ("gemma3n", 2, {}, "not known that gemma3n_text stays the same"),
+    "statistics over all features": (
+        "gemma3n",
+        2,
+        {},
+        "not known that gemma3n_text stays the same",
+    ),
     "a norm over all heads": ("cohere", 2, {}, "its layers do not run in 2 parts"),
 }
 
