@@ -65,15 +65,15 @@ def compare_tp(
             f"compare-tp starts its own ranks; {place.seat.started_by} started this one",
             "run it as a single process",
         )
-    asked, begin = begun(asked, ComparisonSettings, resume=resume)
-    resolved = with_draft(asked, begin).resolve(recipe_options(source) | {"repeats": repeats})
-    if begin:
-        target_tp = target_tp or ",".join(map(str, begin["target_tps"]))
-        draft_tp = draft_tp or ",".join(map(str, begin["draft_tps"]))
-        batches = batches or begin["batches"]
+    asked, kept = begun(asked, ComparisonSettings, resume=resume)
+    resolved = with_draft(asked, kept).resolve(recipe_options(source) | {"repeats": repeats})
+    if kept:
+        target_tp = target_tp or ",".join(map(str, kept["target_tps"]))
+        draft_tp = draft_tp or ",".join(map(str, kept["draft_tps"]))
+        batches = batches or kept["batches"]
     degrees = degrees_of(target_tp, draft_tp, resolved.target.tensor_parallel_size)
     sizes = options.parse_counts(batch_size, "--batch-size")
-    sizes = sizes or begin.get("batch_sizes", [resolved.run.batch_size])
+    sizes = sizes or kept.get("batch_sizes", [resolved.run.batch_size])
     found = find_prompts(source, resolved, asked)
     resolved = resolved.model_copy(update={"data": found.data})
     output, quiet = asked.output, asked.quiet
@@ -97,7 +97,7 @@ def compare_tp(
                 where = settings_file.earlier_environment(output, where)
         else:
             folder = RunFolder(Path(scratch.enter_context(tempfile.TemporaryDirectory())))
-        kept = scratch.pop_all()
+        until_end = scratch.pop_all()
     warn(warnings)
     if dry_run:
         typer.echo(to_json(document) if asked.as_json else document["text"])
@@ -111,7 +111,7 @@ def compare_tp(
 
     unseen = added_records(folder.path / "samples.jsonl", Sample)
     view = watcher(plan.num_samples, unseen, quiet=quiet)
-    with kept:
+    with until_end:
         try:
             run_pairs(plan, records, folder, ranks_program(asked), view)
         except (KeyboardInterrupt, SystemExit):

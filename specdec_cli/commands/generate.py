@@ -41,8 +41,8 @@ def generate(
     from specdec_cli.commands.reading import find_prompts, recipe_options
     from specdec_cli.experiment.folders.generate_folder import GenerateSettings
 
-    asked, begin = begun(asked, GenerateSettings, resume=resume, servers=server)
-    resolved = with_draft(asked, begin).resolve(recipe_options(source))
+    asked, kept = begun(asked, GenerateSettings, resume=resume, servers=server)
+    resolved = with_draft(asked, kept).resolve(recipe_options(source))
     asked.warn_of_unused(resolved, has_draft=asked.given["draft"] is not None)
     if server is not None and check_lossless:
         told = "--check-lossless needs the target's logits, which a server does not give"

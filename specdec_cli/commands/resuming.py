@@ -45,7 +45,8 @@ def begun(
     if kept and asked.recipe is None and recipe.is_file():
         asked = replace(asked, recipe=str(recipe))
     is_new = not (folder / SETTINGS).exists()
-    if is_new and asked.recipe is asked.given.get("target") is asked.sets is None:
+    names_models = (asked.recipe, asked.given.get("target"), asked.sets) != (None, None, None)
+    if is_new and not names_models:
         told = f"{folder} holds no {kind.kind}: a new one of the demo pair begins"
         warn([told] if asked.is_heard else [])
     return asked, kept
@@ -57,8 +58,8 @@ def names_of_drafts(asked: Asked, kept: Mapping[str, Any]) -> list[str | None]:
 
 
 def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -> Asked:
-    """The command line with the draft that the folder's records name, where the recipe is the
-    folder's, which has the whole path. name: of an arm of a sweep."""
+    """The command line with the draft by the name that the folder's records have; its recipe has
+    the whole path instead. Another recipe's draft stays. name: of an arm of a sweep."""
     if not kept or not _has_its_recipe(asked):
         return asked
     recipe = kept["recipe"]

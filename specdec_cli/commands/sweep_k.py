@@ -121,8 +121,8 @@ def sweep_k(
     from specdec_cli.commands.reading import find_prompts, recipe_options
     from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 
-    asked, begin = begun(asked, SweepSettings, resume=resume, servers=server or serve)
-    lengths = begin["ks"] if begin and ks is None else parse_ks(_DEFAULT_KS if ks is None else ks)
+    asked, kept = begun(asked, SweepSettings, resume=resume, servers=server or serve)
+    lengths = kept["ks"] if kept and ks is None else parse_ks(_DEFAULT_KS if ks is None else ks)
     output = asked.output
     if serve is not None and serve not in _ENGINES:
         raise UsageError(f"--serve: expected {' or '.join(_ENGINES)}, got {serve!r}")
@@ -158,9 +158,9 @@ def sweep_k(
         "duration": duration,
         "slo": parse_slo(slo),
     }
-    if begin:
-        predict_only = predict_only or begin["predict_only"]
-        part = part or (tuple(begin["shard"]) if shard is None and begin["shard"] else None)
+    if kept:
+        predict_only = predict_only or kept["predict_only"]
+        part = part or (tuple(kept["shard"]) if shard is None and kept["shard"] else None)
     rates = parse_numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
@@ -177,12 +177,12 @@ def sweep_k(
         other = "length" if rates is not None else "rates"
         sets.append(f"speculation.synthetic_acceptance_{other}=null")
     recipes = [
-        with_draft(asked, begin, name).resolve(own | {"draft": name if draft else None}, sets)
-        for name in draft or names_of_drafts(asked, begin)
+        with_draft(asked, kept, name).resolve(own | {"draft": name if draft else None}, sets)
+        for name in draft or names_of_drafts(asked, kept)
     ]
     load = recipes[0].load
     sizes = options.parse_counts(batch_size, "--batch-size")
-    sizes = sizes or begin.get("batch_sizes", [recipes[0].run.batch_size])
+    sizes = sizes or kept.get("batch_sizes", [recipes[0].run.batch_size])
     if load.request_rate is not None:
         is_native = recipes[0].engine.kind == "native" and not server
         refuse_beside(

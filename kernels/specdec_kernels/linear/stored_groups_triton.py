@@ -1,4 +1,4 @@
-"""Where a stored weight's codes, scales and zeros lie, for kernels that read them in registers.
+"""Places of a stored weight's codes, scales and zeros, for kernels that read them in registers.
 
 A tile's slices each lie in one group of columns.
 """
