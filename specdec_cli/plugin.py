@@ -35,7 +35,7 @@ def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made],
 
     weights_from: `draft` has the recipe's draft loaded; `target` means tensors in the target's own
     files, which the class's `describe` finds. A class with `describe` makes a draft of its own kind
-    of a `methods.base.DraftPlace`. Raises ValueError for weights that nothing describes.
+    of a `models.description.DraftPlace`. Raises ValueError for weights that nothing describes.
     """
 
     def register(made: Made) -> Made:

@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from specdec_cli.core.parallel import Groups
 from specdec_cli.methods import draft_model
-from specdec_cli.methods.base import DraftPlace
 from specdec_cli.models import loader
-from specdec_cli.models.description import Description, describe
+from specdec_cli.models.description import Description, DraftPlace, describe
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe.choices.base import MethodChoice
 from specdec_cli.recipe.choices.registry import METHODS

@@ -11,11 +11,10 @@ from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.sharing import check_shared, not_held
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.lengths.registry import policy_of
-from specdec_cli.methods.base import DraftPlace
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.conversion import converted
-from specdec_cli.models.description import Description
+from specdec_cli.models.description import Description, DraftPlace
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.files import read_model

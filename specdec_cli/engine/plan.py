@@ -26,9 +26,8 @@ from specdec_cli.engine.pairing import (
     tokenizer_of,
 )
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.methods.base import DraftPlace
 from specdec_cli.methods.registry import method_of
-from specdec_cli.models.description import Description, describe
+from specdec_cli.models.description import Description, DraftPlace, describe
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.draft_form import with_method
 from specdec_cli.models.generation_config import with_sampling

@@ -13,28 +13,13 @@ from specdec_cli.core.batch import Span
 from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.teacher import Teacher
-from specdec_cli.models.description import Description
+from specdec_cli.models.description import Description, DraftPlace
 from specdec_cli.models.draft import Draft, Loaded
 from specdec_cli.models.paged import PagedModel
-from specdec_cli.models.spec import ModelSpec
 from specdec_cli.recipe import SpeculationSection
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPlace:
-    """The target, on meta, and the ranks that a method's own draft is described for."""
-
-    spec: ModelSpec
-    device: torch.device
-    parallel: TensorParallel
-    target: Description
-    max_model_len: int
-    speculation: SpeculationSection
-    share: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from specdec_cli.core.candidates import Candidates
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.state import BatchState
 from specdec_cli.methods.base import (
-    DraftPlace,
     Method,
     MethodBytes,
     MethodParts,
     RoundSize,
 )
 from specdec_cli.methods.step_head import HeadProposer
+from specdec_cli.models.description import DraftPlace
 from specdec_cli.models.heads.description import HeadDescription, describe_head
 from specdec_cli.models.heads.dflash.config import DFlashConfig, read_dflash_config
 from specdec_cli.models.heads.dflash.head import DFlashHead
@@ -123,8 +123,7 @@ def describe(place: DraftPlace) -> HeadDescription:
     def read(name: str, folder: Path, _: int) -> DFlashConfig:
         return replace(read_dflash_config(name, folder), keeps_width=keeps_width)
 
-    where = place.spec, place.device, place.parallel, place.target, place.max_model_len
-    return describe_head(*where, read, DFlashHead)
+    return describe_head(place, read, DFlashHead)
 
 
 METHOD = Method(_make, estimate_bytes, describe)

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from specdec_cli.methods.base import DraftPlace, Method
+from specdec_cli.methods.base import Method
 from specdec_cli.methods.step_head import estimate_bytes, make
+from specdec_cli.models.description import DraftPlace
 from specdec_cli.models.heads.description import Bind, HeadDescription, describe_head
 from specdec_cli.models.heads.eagle3.config import Eagle3Config, overridden, read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
@@ -23,8 +24,7 @@ def describe(
         config = overridden(read_config(name, folder), place.speculation, num_target_layers)
         return replace(config, takes_embedding="embeddings" in place.share)
 
-    places = place.spec, place.device, place.parallel, place.target, place.max_model_len
-    return describe_head(*places, read, Eagle3Head, bind)
+    return describe_head(place, read, Eagle3Head, bind)
 
 
 METHOD = Method(make, estimate_bytes, describe, can_share=("embeddings",))

@@ -11,9 +11,9 @@ from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.state import BatchState
 from specdec_cli.methods import step_head
-from specdec_cli.methods.base import DraftPlace, Method, MethodParts, Proposer
+from specdec_cli.methods.base import Method, MethodParts, Proposer
 from specdec_cli.models.heads.mtp.chain import MtpChain
-from specdec_cli.models.heads.mtp.draft import MtpDraft, describe_mtp
+from specdec_cli.models.heads.mtp.draft import describe_mtp
 
 
 class ChainedModules(Proposer):
@@ -68,9 +68,4 @@ def _make(parts: MethodParts) -> Proposer:
     return ChainedModules(parts.draft, parts.target.hidden_layers, parts.draft_max_len)
 
 
-def _describe(place: DraftPlace) -> MtpDraft:
-    where = place.spec, place.parallel, place.target, place.max_model_len
-    return describe_mtp(*where, place.speculation)
-
-
-METHOD = Method(_make, step_head.estimate_bytes, _describe)
+METHOD = Method(_make, step_head.estimate_bytes, describe_mtp)

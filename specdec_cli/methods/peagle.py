@@ -15,8 +15,9 @@ from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.state import BatchState
 from specdec_cli.methods import eagle3
-from specdec_cli.methods.base import DraftPlace, Method, MethodBytes, MethodParts, RoundSize
+from specdec_cli.methods.base import Method, MethodBytes, MethodParts, RoundSize
 from specdec_cli.methods.step_head import HeadProposer
+from specdec_cli.models.description import DraftPlace
 from specdec_cli.models.heads.description import HeadDescription
 from specdec_cli.models.heads.eagle3.config import PEagleConfig, read_peagle_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head

@@ -29,12 +29,13 @@ from specdec_cli.models.loader import Names, Unfilled, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.pass_bytes import PassShapes, peak_bytes
 from specdec_cli.models.refusals import Unsupported
-from specdec_cli.models.resolve import model_place
+from specdec_cli.models.resolve import place_of
 from specdec_cli.models.rotary_tables import num_turns
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import choose_form, stored_parameters
 from specdec_cli.models.tp import WHOLE, shard
 from specdec_cli.models.weights import layers_held
+from specdec_cli.recipe import SpeculationSection
 from specdec_cli.stages import begin_stage
 from specdec_cli.text import reason_of
 
@@ -180,17 +181,24 @@ class Description(Unfilled):
         return model
 
 
+@dataclass(frozen=True, slots=True)
+class DraftPlace:
+    """The target, on meta, and the ranks that a method's own draft is described for."""
+
+    spec: ModelSpec
+    device: torch.device
+    parallel: TensorParallel
+    target: Description
+    max_model_len: int
+    speculation: SpeculationSection
+    share: tuple[str, ...] = ()
+
+
 def describe(
     spec: ModelSpec, device: torch.device, parallel: TensorParallel = ALONE
 ) -> Description:
     """This rank's part of a model, checked and on meta. Raises `SetupError` if it cannot run."""
-    place = model_place(
-        spec.name,
-        spec.revision,
-        spec.file,
-        weights=spec.load_format != "dummy",
-        allow_pickle=spec.allow_pickle,
-    )
+    place = place_of(spec)
     config = read_config(spec.name, place, trust_remote_code=spec.trust_remote_code)
     return describe_config(spec, place, config, device, parallel)
 

@@ -9,6 +9,7 @@ from specdec_cli import demo
 from specdec_cli.errors import SetupError
 from specdec_cli.models.gguf.files import chosen, parts_named
 from specdec_cli.models.package import PREFIX, package_model
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.recipe.choices.registry import METHODS, without_draft
 from specdec_cli.recipe.resolve import find_bundled
 from specdec_cli.text import one_line
@@ -52,6 +53,13 @@ def model_place(
     names = _names_on_hub(name, revision, folder)
     found = chosen(name, names, None)
     return folder if found is None else _gguf_from_hub(name, revision, found)
+
+
+def place_of(spec: ModelSpec) -> Path:
+    """`model_place` of a model with what a run loads of it."""
+    is_dummy = spec.load_format == "dummy"
+    where = spec.name, spec.revision, spec.file
+    return model_place(*where, weights=not is_dummy, allow_pickle=spec.allow_pickle)
 
 
 def local_place(name: str, file: str | None = None) -> Path | None:

@@ -15,7 +15,7 @@ from specdec_kernels import ops
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
 from specdec_cli.core.parallel import Groups, TensorParallel
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.models.description import Description
+from specdec_cli.models.description import DraftPlace
 from specdec_cli.models.draft import Passes, Reading
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, HeadWeights
 from specdec_cli.models.heads.checkpoint import (
@@ -30,7 +30,7 @@ from specdec_cli.models.held import plain_weight
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.kv_scales import cache_dtype, cache_note
 from specdec_cli.models.paged import PagedModel
-from specdec_cli.models.resolve import model_place
+from specdec_cli.models.resolve import place_of
 from specdec_cli.models.spec import ModelSpec
 
 # A head from settings of its own kind, weights, and the number of positions that it may use. All
@@ -187,32 +187,27 @@ class HeadDescription:
 
 
 def describe_head(
-    spec: ModelSpec,
-    device: torch.device,
-    parallel: TensorParallel,
-    target: Description,
-    max_len: int,
+    place: DraftPlace,
     read: Callable[[str, Path, int], HeadConfig],
     make: Make,
     bind: Bind = PagedHead,
 ) -> HeadDescription:
     """Read a head's config and the names of its weights, and check them against its target.
 
-    parallel: its ranks. read: gives its settings by its name, its folder and the number of the
-    target's layers. bind: puts it over a cache. Raises `SetupError`, with the key or the tensor,
-    where they do not fit, `UsageError` for weights in fp8, and what `read` raises.
+    read: gives its settings by its name, its folder and the number of the target's layers. bind:
+    puts it over a cache. Raises `SetupError`, with the key or the tensor, where they do not fit,
+    `UsageError` for weights in fp8, and what `read` raises.
     """
+    spec, target, parallel = place.spec, place.target, place.parallel
     if spec.weights == "fp8":
         raise UsageError(
             f"{spec.role}.weights: fp8 does not suit {spec.name}: heads are held in their dtype"
         )
     is_dummy = spec.load_format == "dummy"
-    place = model_place(
-        spec.name, spec.revision, spec.file, weights=not is_dummy, allow_pickle=spec.allow_pickle
-    )
+    folder = place_of(spec)
     settings = target.module.config
     num_layers = int(settings.num_hidden_layers)
-    config = read(spec.name, place, num_layers)
+    config = read(spec.name, folder, num_layers)
     config.split(parallel)
     check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
     layers = config.feature_layers(num_layers)
@@ -228,15 +223,15 @@ def describe_head(
         is_lent = serves(lent[EMBEDDING], config.shapes()[EMBEDDING], dtype)
         borrows = frozenset({EMBEDDING} if is_lent else ())
     else:
-        borrows = borrowed_by(config, place, dtype, lent, spec.allow_pickle)
+        borrows = borrowed_by(config, folder, dtype, lent, spec.allow_pickle)
     return HeadDescription(
         spec=spec,
-        place=place,
+        place=folder,
         config=config,
         make=make,
         dtype=dtype,
-        device=device,
-        max_len=max_len,
+        device=place.device,
+        max_len=place.max_model_len,
         num_target_layers=num_layers,
         feature_layers=layers,
         borrows=borrows,

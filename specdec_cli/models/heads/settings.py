@@ -1,18 +1,32 @@
 """The settings of a head's layers, read from its config.json and checked. Reads no weights."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.formats import FORMATS, Settings
 from specdec_cli.models.heads.layers import CONFIGS
-from specdec_cli.text import shown
+from specdec_cli.text import first_line, shown
 
 _ACTIVATIONS = {a: a for a in ("silu", "gelu_pytorch_tanh")} | {"swish": "silu"}
 # The tables of other kinds depend on the longest position of a batch.
 _ROPES = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE_BASE = 10000.0  # heads without rope_theta were trained with it, whatever the target's
+
+
+@contextmanager
+def reading(noun: str, name: str) -> Iterator[None]:
+    """Raises `SetupError` for what a reader of a head's config.json stumbles over inside."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError) as problem:
+        raise SetupError(
+            f"cannot read config.json of the {noun} {name}: {first_line(problem)}",
+            "it is damaged or was edited: a key has a value of another kind",
+        ) from problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,19 @@ class HeadSettings:
             told = f"{', '.join(sorted(FORMATS))} are built"
             raise self.bad("quantization_config.quant_method", method, told)
         return found
+
+    def common(self) -> dict[str, Any]:
+        """The fields of a `HeadConfig` that every kind reads alike."""
+        layers, raw = self.layers(), self.raw
+        return {
+            "name": self.name,
+            "body": layers,
+            "target_hidden_size": self.count(raw, "target_hidden_size", layers.hidden_size),
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "num_target_layers": self.count(raw, "num_target_layers", 0) or None,
+            "quantisation": self.quantisation,
+        }
 
     def layers(self) -> Any:
         """transformers' config of the layers."""
@@ -119,6 +146,12 @@ class HeadSettings:
             return default
         if type(value) is not int or value < 1:
             raise self.bad(key, value, "it has to be a number above 0")
+        return value
+
+    def token_id(self, key: str, value: object) -> int:
+        """A value that is one of the vocabulary's ids."""
+        if type(value) is not int or not 0 <= value < self.vocab_size:
+            raise self.bad(key, value, f"it has to be one of {self.vocab_size} ids")
         return value
 
     def flag(self, key: str) -> bool:

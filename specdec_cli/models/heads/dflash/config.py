@@ -14,9 +14,9 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.draft import Passes
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, Other
-from specdec_cli.models.heads.settings import HeadSettings
+from specdec_cli.models.heads.settings import HeadSettings, reading
 from specdec_cli.recipe.choices.forms import DSPARK, first_seen, speculator
-from specdec_cli.text import first_line, shown
+from specdec_cli.text import shown
 
 _KINDS = ("qwen3", "llama")  # copied from the target's config; layers are qwen3's
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_")
@@ -156,13 +156,8 @@ def read_dflash_config(name: str, folder: Path) -> DFlashConfig:
     built."""
     raw = config_file(name, folder)
     kind = DFlashConfig if first_seen(DSPARK, raw) is None else DSparkConfig
-    try:
+    with reading(kind.noun, name):
         return _read(kind, name, raw)
-    except (TypeError, ValueError, AttributeError, LookupError) as problem:
-        raise SetupError(
-            f"cannot read config.json of the {kind.noun} {name}: {first_line(problem)}",
-            "it is damaged or was edited: a key has a value of another kind",
-        ) from problem
 
 
 def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashConfig:
@@ -179,27 +174,19 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
             raise settings.bad(key, own[key], "that variant of the net is not built")
     if "sliding_attention" in (body.get("layer_types") or ()):
         raise settings.bad("layer_types", body["layer_types"], "layers that slide are not built")
-    layer, vocab = settings.layers(), settings.vocab_size
-    mask_id = own.get("mask_token_id")
-    if type(mask_id) is not int or not 0 <= mask_id < vocab:
-        raise settings.bad("mask_token_id", mask_id, f"it has to be one of {vocab} ids")
+    common = settings.common()
+    layer = common["body"]
     key, default = "sample_from_anchor", is_dspark
     others: tuple[Other, ...] = ()
     if is_nested and is_dspark and key not in own:
         told = f"{key}: not given, read as true, as speculators does; vLLM takes false"
         others = (Other(told, {"anchor_predicts": False}),)
     return kind(
-        name=name,
-        body=layer,
+        **common,
         windows=(0,) * int(layer.num_hidden_layers),
-        target_hidden_size=settings.count(own, "target_hidden_size", layer.hidden_size),
-        vocab_size=vocab,
-        draft_vocab_size=settings.draft_vocab_size,
-        num_target_layers=settings.count(own, "num_target_layers", 0) or None,
         others=others,
-        quantisation=settings.quantisation,
         block_size=settings.count(own, "block_size", 8 if is_nested else None),
-        mask_id=mask_id,
+        mask_id=settings.token_id("mask_token_id", own.get("mask_token_id")),
         layer_ids=_layer_ids(settings, is_nested, is_dspark),
         anchor_predicts=settings.flag(key) if key in own else default,
         **(_heads(settings, is_nested, int(layer.hidden_size)) if is_dspark else {}),

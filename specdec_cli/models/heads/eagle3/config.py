@@ -5,6 +5,7 @@ speculators has `transformer_layer_config`. DeepSpec adds `target_layer_ids` to 
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -14,10 +15,10 @@ from specdec_cli.models.config_file import config_file
 from specdec_cli.models.draft import Passes
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, Other
 from specdec_cli.models.heads.layers import CONFIGS
-from specdec_cli.models.heads.settings import HeadSettings
+from specdec_cli.models.heads.settings import HeadSettings, reading
 from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
 from specdec_cli.recipe.choices.forms import MASK, first_seen, speculator
-from specdec_cli.text import first_line, shown
+from specdec_cli.text import shown
 
 _DEFAULT_NUM_AUX = 3
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -205,143 +206,107 @@ def read_peagle_config(name: str, folder: Path) -> PEagleConfig:
 def _read(
     kind: type[Config], dialect: Dialect, name: str, raw: dict[str, Any], **own: Any
 ) -> Config:
+    """own: further fields of this kind."""
     settings = HeadSettings(kind.noun, name, raw, raw)
-    try:
-        found = _Reader(dialect, settings).read(kind, own)
-    except (TypeError, ValueError, AttributeError, LookupError) as problem:
-        raise SetupError(
-            f"cannot read config.json of the {kind.noun} {name}: {first_line(problem)}",
-            "it is damaged or was edited: a key has a value of another kind",
-        ) from problem
-    mask_id, vocab = own.get("mask_id", 0), found.vocab_size
-    if type(mask_id) is not int or not 0 <= mask_id < vocab:
-        keys = " or ".join(sign.key for sign in MASK)
-        raise settings.bad(keys, mask_id, f"it has to be one of {vocab} ids")
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads one config whose dialect is known."""
-
-    dialect: Dialect
-    settings: HeadSettings
-
-    @property
-    def raw(self) -> dict[str, Any]:
-        return self.settings.raw
-
-    def read(self, kind: type[Config], own: dict[str, Any]) -> Config:
-        """own: further fields of this kind."""
-        self._refuse_other_kinds()
-        settings = replace(self.settings, body=self._body())
-        draft_vocab = settings.draft_vocab_size
-        norm_before_fc, fc_norm = (
-            self.settings.flag("norm_before_fc"),
-            self.settings.flag("fc_norm"),
-        )
-        if norm_before_fc and fc_norm:
-            raise self.settings.bad("norm_before_fc", True, "fc_norm is true as well")
+    with reading(kind.noun, name):
+        _refuse_other_kinds(settings)
+        settings = replace(settings, body=_body(settings, dialect))
+        if "mask_id" in own:
+            settings.token_id(" or ".join(sign.key for sign in MASK), own["mask_id"])
+        common, norms = settings.common(), ("norm_before_residual", "norm_before_fc", "fc_norm")
+        flags: dict[str, Any] = {key: settings.flag(key) for key in norms}
+        if flags["norm_before_fc"] and flags["fc_norm"]:
+            raise settings.bad("norm_before_fc", True, "fc_norm is true as well")
         ties_head = bool(settings.body.get("tie_word_embeddings", False))
-        if ties_head and draft_vocab != settings.vocab_size:
-            raise self.settings.bad(
-                "tie_word_embeddings", True, "the draft's vocabulary is another"
-            )
-        ids_key, aux_ids, counting = self._aux_ids()
-        layer = settings.layers()
+        if ties_head and common["draft_vocab_size"] != common["vocab_size"]:
+            raise settings.bad("tie_word_embeddings", True, "the draft's vocabulary is another")
+        ids_key, aux_ids, counting = _aux_ids(settings, dialect)
         return kind(
+            **common,
+            **flags,
             **own,
-            name=settings.name,
-            body=layer,
-            windows=self._windows(settings.body, int(layer.num_hidden_layers)),
-            target_hidden_size=settings.count(self.raw, "target_hidden_size", layer.hidden_size),
-            vocab_size=settings.vocab_size,
-            draft_vocab_size=draft_vocab,
-            num_target_layers=settings.count(self.raw, "num_target_layers", 0) or None,
-            others=tuple(self._others(kind)),
+            windows=_windows(settings, int(common["body"].num_hidden_layers)),
+            others=tuple(_others(raw, dialect, kind)),
             ids_key=ids_key,
             aux_ids=aux_ids,
             counting=counting,
-            norm_before_residual=self.settings.flag("norm_before_residual"),
-            norm_before_fc=norm_before_fc,
-            fc_norm=fc_norm,
-            quantisation=self.settings.quantisation,
-            feeds_norm=self.settings.flag("norm_output"),
+            feeds_norm=settings.flag("norm_output"),
             ties_head=ties_head,
-            is_wide=self.dialect == "deepspec",
+            is_wide=dialect == "deepspec",
         )
 
-    def _refuse_other_kinds(self) -> None:
-        nested = self.raw.get("eagle_config") or {}
-        if nested.get("use_aux_hidden_state") is False:
-            raise self.settings.bad(
-                "eagle_config.use_aux_hidden_state", False, "that is no EAGLE-3 head"
-            )
-        if (nested.get("parallel_draft_step") or 1) != 1:
-            steps = nested["parallel_draft_step"]
-            raise self.settings.bad("eagle_config.parallel_draft_step", steps, "only 1 is built")
 
-    def _body(self) -> dict[str, Any]:
-        """The settings of the layers."""
-        body = self.raw
-        if self.dialect == "speculators":
-            body = self.raw.get("transformer_layer_config") or {}
-            if not isinstance(body, dict) or not body:
-                raise self.settings.bad(
-                    "transformer_layer_config", body, "it holds a layer's settings"
-                )
-        kind = body.get("model_type", "llama")
-        # SpecForge's configs for phi4 and QwQ give the target's type; the class has llama layers.
-        classes = self.raw.get("architectures") or ()
-        if kind not in CONFIGS and body is self.raw and "LlamaForCausalLMEagle3" in classes:
-            kind = "llama"
-        if kind not in CONFIGS:
-            raise self.settings.bad("model_type", kind, f"{' and '.join(CONFIGS)} are built")
-        return body | {"model_type": kind}
+def _refuse_other_kinds(settings: HeadSettings) -> None:
+    nested = settings.raw.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state") is False:
+        raise settings.bad("eagle_config.use_aux_hidden_state", False, "that is no EAGLE-3 head")
+    if (steps := nested.get("parallel_draft_step") or 1) != 1:
+        raise settings.bad("eagle_config.parallel_draft_step", steps, "only 1 is built")
 
-    def _aux_ids(self) -> tuple[str, tuple[int, ...] | None, Counting]:
-        """The key of the config's ids, these, and whether they mean a layer's input, as vLLM and
-        speculators count, or its output, as Model-Optimizer, SGLang and DeepSpec do."""
-        key, ids, counting = _AUX_IDS, self.raw.get(_AUX_IDS), "inputs"
-        if self.dialect == "deepspec":
-            key, ids, counting = "target_layer_ids", self.raw["target_layer_ids"], "outputs"
-        nested = (self.raw.get("eagle_config") or {}).get(_AUX_IDS)
-        if ids is None and nested:
-            key, ids, counting = f"eagle_config.{_AUX_IDS}", nested, "outputs"
-        if not ids:
-            return key, None, "inputs"
-        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-            raise self.settings.bad(key, ids, "it has to be a list of layers")
-        if sorted(set(ids)) != ids:
-            raise self.settings.bad(key, ids, "layers are read in ascending order")
-        return key, tuple(ids), "outputs" if counting == "outputs" else "inputs"
 
-    def _windows(self, body: dict[str, Any], layers: int) -> tuple[int, ...]:
-        kinds = body.get("layer_types") or ["full_attention"] * layers
-        if len(kinds) < layers or set(kinds) - {"full_attention", "sliding_attention"}:
-            raise self.settings.bad(
-                "layer_types", kinds, f"it has to name attention of {layers} layers"
-            )
-        # qwen3 has windows only where it is told so twice.
-        is_used = body.get("use_sliding_window", body["model_type"] != "qwen3")
-        if "sliding_attention" not in kinds[:layers] or not is_used:
-            return (0,) * layers
-        window = self.settings.count(body, "sliding_window")
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+def _body(settings: HeadSettings, dialect: Dialect) -> dict[str, Any]:
+    """The settings of the layers."""
+    body = raw = settings.raw
+    if dialect == "speculators":
+        body = raw.get("transformer_layer_config") or {}
+        if not isinstance(body, dict) or not body:
+            raise settings.bad("transformer_layer_config", body, "it holds a layer's settings")
+    kind = body.get("model_type", "llama")
+    # SpecForge's configs for phi4 and QwQ give the target's type; the class has llama layers.
+    classes = raw.get("architectures") or ()
+    if kind not in CONFIGS and body is raw and "LlamaForCausalLMEagle3" in classes:
+        kind = "llama"
+    if kind not in CONFIGS:
+        raise settings.bad("model_type", kind, f"{' and '.join(CONFIGS)} are built")
+    return body | {"model_type": kind}
 
-    def _others(self, kind: type[Eagle3Config]) -> list[Other]:
-        found = []
-        if (self.raw.get("eagle_config") or {}).get(_AUX_IDS) and not self.raw.get(_AUX_IDS):
-            told = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
-            found.append(Other(told, {"counting": "inputs"}))
-        is_silent = self.dialect == "speculators" and "norm_before_residual" not in self.raw
-        if is_silent and kind is Eagle3Config:  # all read P-EAGLE's as false
-            told = "norm_before_residual: not given, read as false; vLLM takes true"
-            found.append(Other(told, {"norm_before_residual": True}))
-        if self.dialect != "speculators" and self.raw.get("norm_output"):
-            told = (
-                "norm_output: read as vLLM and SGLang do, so steps are fed normed hidden states; "
-                "SpecForge trains on hidden states before the norm"
-            )
-            found.append(Other(told, {"feeds_norm": False}))
-        return found
+
+def _aux_ids(
+    settings: HeadSettings, dialect: Dialect
+) -> tuple[str, tuple[int, ...] | None, Counting]:
+    """The key of the config's ids, these, and whether they mean a layer's input, as vLLM and
+    speculators count, or its output, as Model-Optimizer, SGLang and DeepSpec do."""
+    counting: Counting = "inputs"
+    raw = settings.raw
+    key, ids = _AUX_IDS, raw.get(_AUX_IDS)
+    if dialect == "deepspec":
+        key, ids, counting = "target_layer_ids", raw["target_layer_ids"], "outputs"
+    nested = (raw.get("eagle_config") or {}).get(_AUX_IDS)
+    if ids is None and nested:
+        key, ids, counting = f"eagle_config.{_AUX_IDS}", nested, "outputs"
+    if not ids:
+        return key, None, "inputs"
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise settings.bad(key, ids, "it has to be a list of layers")
+    if sorted(set(ids)) != ids:
+        raise settings.bad(key, ids, "layers are read in ascending order")
+    return key, tuple(ids), counting
+
+
+def _windows(settings: HeadSettings, layers: int) -> tuple[int, ...]:
+    body = settings.body
+    kinds = body.get("layer_types") or ["full_attention"] * layers
+    if len(kinds) < layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise settings.bad("layer_types", kinds, f"it has to name attention of {layers} layers")
+    # qwen3 has windows only where it is told so twice.
+    is_used = body.get("use_sliding_window", body["model_type"] != "qwen3")
+    if "sliding_attention" not in kinds[:layers] or not is_used:
+        return (0,) * layers
+    window = settings.count(body, "sliding_window")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+
+
+def _others(raw: dict[str, Any], dialect: Dialect, kind: type[Eagle3Config]) -> Iterator[Other]:
+    if (raw.get("eagle_config") or {}).get(_AUX_IDS) and not raw.get(_AUX_IDS):
+        told = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
+        yield Other(told, {"counting": "inputs"})
+    is_silent = dialect == "speculators" and "norm_before_residual" not in raw
+    if is_silent and kind is Eagle3Config:  # all read P-EAGLE's as false
+        told = "norm_before_residual: not given, read as false; vLLM takes true"
+        yield Other(told, {"norm_before_residual": True})
+    if dialect != "speculators" and raw.get("norm_output"):
+        told = (
+            "norm_output: read as vLLM and SGLang do, so steps are fed normed hidden states; "
+            "SpecForge trains on hidden states before the norm"
+        )
+        yield Other(told, {"feeds_norm": False})

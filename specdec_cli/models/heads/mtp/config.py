@@ -5,7 +5,7 @@ from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.config_file import config_file
@@ -19,43 +19,32 @@ PROJECTION, NORMS = "eh_proj.weight", ("enorm.weight", "hnorm.weight")
 
 
 class Form(NamedTuple):
-    """Names of a module's tensors in a file, `{}` for its number from `first` on, and ours: `layer`
-    begins those of its decoder layer, `outer` has the others."""
+    """Names of a module's tensors in a file, `{}` for its `number`, and ours, as `loader.Names`:
+    `layer` begins those of its decoder layer, `outer` has the others."""
 
     layer: str
     outer: dict[str, str]
-    first: int
+    number: int
 
-    def own(self, index: int, name: str) -> str | None:
-        """Our name of a tensor of the module with this index; None for one of another module."""
-        number = self.first + index
+    def of(self, index: int) -> Self:
+        """The names of another module, counted from this one."""
+        return self._replace(number=self.number + index)
+
+    def own(self, name: str, /) -> str | None:
+        """Our name of a tensor; None for one of another module."""
         for stored, own in self.outer.items():
-            if name.startswith(prefix := f"{stored.format(number)}."):
+            if name.startswith(prefix := f"{stored.format(self.number)}."):
                 return f"{own}.{name.removeprefix(prefix)}"
-        if name.startswith(prefix := self.layer.format(number)):
+        if name.startswith(prefix := self.layer.format(self.number)):
             return f"model.layers.0.{name.removeprefix(prefix)}"
         return None
 
-    def stored(self, index: int, own: str) -> str:
+    def stored(self, own: str, /) -> str:
         """The file's name of a tensor, from ours."""
         for stored, prefix in self.outer.items():
             if own.startswith(f"{prefix}."):
-                return stored.format(self.first + index) + own.removeprefix(prefix)
-        return self.layer.format(self.first + index) + own.removeprefix("model.layers.0.")
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleNames:
-    """The names of one module, as `loader.Names`."""
-
-    form: Form
-    index: int
-
-    def own(self, stored: str, /) -> str | None:
-        return self.form.own(self.index, stored)
-
-    def stored(self, own: str, /) -> str:
-        return self.form.stored(self.index, own)
+                return stored.format(self.number) + own.removeprefix(prefix)
+        return self.layer.format(self.number) + own.removeprefix("model.layers.0.")
 
 
 def _deepseek(num_layers: int) -> Form:
@@ -93,9 +82,9 @@ EXTRACTED = Form(
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """count: modules in the file. hidden_size: H. vocab_size: V. keys: the recipe's readings.
-    index: of one module; the row of token t embeds token t + 1 + index. quantisation: settings of a
-    module's own folder that stores matrices in few bits.
+    """count: modules in the file. hidden_size: H. vocab_size: V. form: of the first module. keys:
+    the recipe's readings. index: of one module; the row of token t embeds token t + 1 + index.
+    quantisation: settings of a module's own folder that stores matrices in few bits.
     """
 
     carries: ClassVar[bool] = True
@@ -119,7 +108,7 @@ class MtpConfig:
         return None if self.count == 1 else self.count
 
     def lacks(self, index: int, missing: Collection[str]) -> SetupError:
-        first = self.form.stored(index, min(missing))
+        first = self.form.of(index).stored(min(missing))
         return SetupError(
             f"the weights of {self.name} lack {len(missing)} tensors of its MTP modules, first "
             f"{first}",
@@ -145,7 +134,7 @@ def read_mtp_config(
             "take another draft",
         )
     form = _deepseek(int(config.num_hidden_layers))
-    if any(_QWEN3_NEXT.own(0, stored) for stored in names):
+    if any(_QWEN3_NEXT.own(stored) for stored in names):
         form = _QWEN3_NEXT
     sizes = int(config.hidden_size), int(config.vocab_size)
     return MtpConfig(name, count, *sizes, form, keys)

@@ -12,7 +12,7 @@ from specdec_cli.core.kv_cache import KVCache, LayerShape
 from specdec_cli.core.parallel import Groups, TensorParallel
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.conversion import converted
-from specdec_cli.models.description import Description, describe_config
+from specdec_cli.models.description import Description, DraftPlace, describe_config
 from specdec_cli.models.draft import Passes, Reading
 from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.header import is_gguf
@@ -21,7 +21,6 @@ from specdec_cli.models.heads.mtp.config import (
     EXTRACTED,
     NORMS,
     PROJECTION,
-    ModuleNames,
     MtpConfig,
     layer_config,
     read_module_config,
@@ -34,10 +33,9 @@ from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.kv_scales import cache_dtype, cache_note
 from specdec_cli.models.loader import load, open_tensors
 from specdec_cli.models.paged import PagedModel
-from specdec_cli.models.resolve import model_place
+from specdec_cli.models.resolve import place_of
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.weights import tensor_names, unread
-from specdec_cli.recipe import SpeculationSection
 
 _OUTER = re.compile("^(eh_proj|enorm|hnorm|lm_head|model.embed_tokens)[.]")
 _SHARED = ("embeddings", "lm_head")
@@ -106,7 +104,7 @@ class MtpDraft:
         if self.config.form is EXTRACTED:
             return None
         form = self.config.form
-        numbers = "|".join(str(form.first + index) for index in range(self.config.count))
+        numbers = "|".join(str(form.number + index) for index in range(self.config.count))
         layers = re.escape(form.layer).replace(r"\{\}", f"({numbers})")
         return re.compile(f"^{layers}|^mtp[.]")
 
@@ -202,7 +200,7 @@ class MtpDraft:
             return {PROJECTION: drawn, **dict.fromkeys(NORMS, ones)}
         with open_tensors(self.bodies[index]) as tensors:
             for name, shape in wanted.items():
-                tensor, told = tensors[name](), self.config.form.stored(index, name)
+                tensor, told = tensors[name](), self.config.form.of(index).stored(name)
                 if tuple(tensor.shape) != shape:
                     raise SetupError(
                         f"{told} of {self.spec.name} has shape {list(tensor.shape)} in the "
@@ -217,66 +215,49 @@ class MtpDraft:
         return found
 
 
-def describe_mtp(
-    spec: ModelSpec,
-    parallel: TensorParallel,
-    target: Description,
-    max_len: int,
-    speculation: SpeculationSection,
-) -> MtpDraft:
+def describe_mtp(place: DraftPlace) -> MtpDraft:
     """The MTP modules of a target: in its own file, or the one that lies at another name.
 
     Raises `SetupError`, which names the key or the tensor, for a target without them and a module
     that does not fit it, and `UsageError` for another number of ranks.
     """
+    spec, target, speculation = place.spec, place.target, place.speculation
     settings, is_dummy = target.module.config, spec.load_format == "dummy"
     if spec.name == target.spec.name:
-        if is_gguf(place := target.place):
+        if is_gguf(folder := target.place):
             raise SetupError(f"{spec.name} is a GGUF file, whose MTP modules are not read")
-        names = () if is_dummy else tensor_names(place)
-        config = read_mtp_config(spec.name, place, settings, names, speculation)
+        names = () if is_dummy else tensor_names(folder)
+        config = read_mtp_config(spec.name, folder, settings, names, speculation)
     else:
-        weights = {"weights": not is_dummy, "allow_pickle": spec.allow_pickle}
-        place = model_place(spec.name, spec.revision, spec.file, **weights)
-        names = () if is_dummy else tensor_names(place)
-        config = read_module_config(spec.name, place, settings, speculation)
-    if parallel.size != target.parallel.size:
+        folder = place_of(spec)
+        names = () if is_dummy else tensor_names(folder)
+        config = read_module_config(spec.name, folder, settings, speculation)
+    if place.parallel.size != target.parallel.size:
         raise UsageError(
-            f"draft.tensor_parallel_size is {parallel.size}: an MTP module uses the target's head, "
-            f"which is split over {target.parallel.size} ranks",
+            f"draft.tensor_parallel_size is {place.parallel.size}: an MTP module uses the target's "
+            f"head, which is split over {target.parallel.size} ranks",
             f"set draft.tensor_parallel_size to {target.parallel.size}",
         )
     num_layers = int(settings.num_hidden_layers)
     check_hidden_layers(target.module, (num_layers,))
     # Later modules are of no use to shorter chains.
     count = min(config.count, speculation.num_speculative_tokens)
-    where = target, place, names, parallel, max_len
-    return MtpDraft(
-        spec, config, tuple(_body(spec, config, i, *where) for i in range(count)), num_layers
-    )
+    bodies = tuple(_body(place, folder, names, config, index) for index in range(count))
+    return MtpDraft(spec, config, bodies, num_layers)
 
 
 def _body(
-    spec: ModelSpec,
-    config: MtpConfig,
-    index: int,
-    target: Description,
-    place: Path,
-    names: Collection[str],
-    parallel: TensorParallel,
-    max_len: int,
+    place: DraftPlace, folder: Path, names: Collection[str], config: MtpConfig, index: int
 ) -> Description:
-    """The layer of one module. place, names: of its file, and of the tensors there;
-    none if they are not known."""
-    settings = layer_config(target.module.config, index)
+    """The layer of one module. folder, names: of its file, and of the tensors there; none if they
+    are not known."""
+    spec, target = place.spec, place.target
+    settings, form = layer_config(target.module.config, index), config.form.of(index)
     if config.form is EXTRACTED:  # whose form is its own, whatever the target's
         settings.quantization_config = config.quantisation
     own_spec = replace(spec, weights="dequantise", name=f"{spec.name} (MTP module {index})")
-    body = describe_config(
-        *(own_spec, place, settings, target.device, parallel),
-        ModuleNames(config.form, index),
-    )
-    own = {own for name in names if (own := config.form.own(index, name)) is not None}
+    body = describe_config(own_spec, folder, settings, target.device, place.parallel, form)
+    own = {own for name in names if (own := form.own(name)) is not None}
     if names:
         missing = {PROJECTION, *NORMS, "model.norm.weight"} - own
         if quantisation(settings) is None:
@@ -297,4 +278,5 @@ def _body(
         )
     weights = borrowed_weights(body.module, body.module, shared)
     saved = sum(map(held_bytes, {id(w): w for w in weights.values()}.values()))
-    return replace(body, reach=max_len, shared=shared, shared_bytes=saved, draft_tensors=_OUTER)
+    found = replace(body, shared=shared, shared_bytes=saved, draft_tensors=_OUTER)
+    return found.within(place.max_model_len)
