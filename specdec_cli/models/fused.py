@@ -18,6 +18,7 @@ from specdec_cli.models.attention import Recorder, attach
 from specdec_cli.models.fused_layer import (
     FusedLayer,
     family_of,
+    fusable_family,
     has_experts,
     matrices,
     merged,
@@ -45,8 +46,7 @@ class FusedForward:
     """
 
     def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
-        family = family_of(module)
-        assert family is not None
+        family = fusable_family(module)
         if family.turns_partly:
             turn_whole_heads(module, turned_features(module))
         self.cos, self.sin, turns = turns_of(module, max_len)
@@ -129,8 +129,7 @@ class FusedForward:
 
 def busy_width(module: Any) -> int:
     """Tokens from which on a pass keeps a GPU busier than the host; needs no weights."""
-    family, layers = family_of(module), module.model.layers
-    assert family is not None
+    family, layers = fusable_family(module), module.model.layers
     numbers = sum(numbers_multiplied(layer, module.config, family) for layer in layers)
     return width_busy_with(numbers / len(layers))
 

@@ -79,6 +79,13 @@ def family_of(module: Any) -> Family | None:
     return None if has_biases else family
 
 
+def fusable_family(module: Any) -> Family:
+    """The family of a model that has a fused form."""
+    family = family_of(module)
+    assert family is not None
+    return family
+
+
 def has_experts(layer: Any) -> bool:
     """True if a transformers layer has a mixture of experts in place of its MLP."""
     return hasattr(layer.mlp, "experts")

@@ -24,10 +24,15 @@ from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kept_readers
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
 from specdec_cli.models.held import LARGE, StoredParameter, return_unused
-from specdec_cli.models.quantised import dequantised, fields_of, no_scales, read_stored
+from specdec_cli.models.quantised import (
+    dequantised,
+    fields_of,
+    no_scales,
+    plain_reader,
+    read_stored,
+)
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import (
-    plain_reader,
     quantised,
     storages_of,
     stored_parameters,
@@ -150,12 +155,14 @@ def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list
         (scales, _), (zeros, _) = others
         own = Fields(readers, scales, zeros, storages)
         kept = {
-            name: stored_reader(partial(read_stored, name, own, storages[name], spec.name), held)
+            name: stored_reader(partial(read_stored, name, own, spec.name), held)
             for name, held in stored.items()
             if name in storages
         }
         for name in storages.keys() - stored.keys():
-            kept[name] = plain_reader(module, name, own, description.dtype, spec.name)
+            owner = module.get_submodule(name.rpartition(".")[0])
+            is_turned = bool(getattr(owner, "is_transposed", False))
+            kept[name] = plain_reader(name, own, description.dtype, spec.name, is_turned)
         yield {**readers, **kept}, unused
 
 

@@ -17,7 +17,7 @@ from specdec_cli.models.fused_layer import (
     ExpertSizes,
     Family,
     dense_mlp,
-    family_of,
+    fusable_family,
     has_experts,
     matrices,
 )
@@ -62,8 +62,7 @@ def peak_bytes(
 
 def _plain_numbers(model: PassShapes, tokens: int) -> int:
     """Numbers of the stored weights that a product, or a layer's experts, make plain at once."""
-    config, family, found = model.module.config, family_of(model.module), 0
-    assert family is not None
+    config, family, found = model.module.config, fusable_family(model.module), 0
     for layer in model.module.model.layers:
         if tokens > STORED_ROWS:
             found = max(found, *map(_stored_numbers, matrices(layer)))
@@ -89,8 +88,7 @@ class _LayerNumbers(NamedTuple):
 
 
 def _fused_layer(model: PassShapes, tokens: int) -> _LayerNumbers:
-    family = family_of(model.module)
-    assert family is not None
+    family = fusable_family(model.module)
     layer = model.module.model.layers[0]
     hidden = int(model.module.config.hidden_size)
     mixed = int(layer.self_attn.q_proj.out_features)

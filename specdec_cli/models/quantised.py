@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from specdec_kernels.linear.stored import FP8, INT4, INT8, KINDS, Storage, Stored, packed
+from specdec_kernels.linear.stored import FP8, INT4, INT8, KINDS, Stored, packed
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.formats import (
@@ -293,9 +293,9 @@ def _of_columns(found: torch.Tensor, own: Parts, group: Matrices, told: str) -> 
     return found[:, order]
 
 
-def read_stored(name: str, fields: Fields, storage: Storage, model: str) -> Stored:
+def read_stored(name: str, fields: Fields, model: str) -> Stored:
     """A matrix as it is stored. Raises `SetupError`, with its name, for scales that do not fit."""
-    codes, told = fields.codes[name](), f"{name} of {model}"
+    codes, told, storage = fields.codes[name](), f"{name} of {model}", fields.storages[name]
     if name not in fields.scales:
         raise SetupError(f"{told} is quantised, and {no_scales(name, fields.codes)}", _DAMAGED)
     kind = KINDS[storage.kind].codes
@@ -361,15 +361,20 @@ def dequantised(
     # gpt-oss multiplies by experts [experts, in, out], and its files have [experts, out, in].
     is_turned = any(group.form == BLOCKS for group in scheme.groups)
     fields = fields_of(tensors, scheme, model)
+    how = fields, dtype, model, is_turned
+    return fields.codes | {name: plain_reader(name, *how) for name in fields.storages}
 
-    def reader(name: str, storage: Storage) -> Read:
-        def read(part: Part | None = None) -> torch.Tensor:
-            numbers = _plain(read_stored(name, fields, storage, model), dtype)
-            return same(numbers.transpose(1, 2) if is_turned else numbers, part)
 
-        return read
+def plain_reader(
+    name: str, fields: Fields, dtype: torch.dtype, model: str, is_turned: bool
+) -> Read:
+    """A reader of a stored weight's numbers; is_turned: of its last two dimensions, exchanged."""
 
-    return fields.codes | {name: reader(name, s) for name, s in fields.storages.items()}
+    def read(part: Part | None = None) -> torch.Tensor:
+        numbers = _plain(read_stored(name, fields, model), dtype)
+        return same(numbers.transpose(1, 2) if is_turned else numbers, part)
+
+    return read
 
 
 def _plain(stored: Stored, dtype: torch.dtype) -> torch.Tensor:

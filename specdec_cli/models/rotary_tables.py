@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_cli.models.fused_layer import Family, family_of
+from specdec_cli.models.fused_layer import fusable_family
 from specdec_cli.models.held import StoredParameter
 
 _CHUNK = 1 << 16  # positions
@@ -26,7 +26,7 @@ def turns_of(module: Any, max_len: int) -> tuple[Tensor, Tensor, list[int]]:
         table_of(rotary, () if kind is None else (kind,), module.dtype, module.device, max_len)
         for kind in distinct
     ]
-    if _family(module).halves_turns:
+    if fusable_family(module).halves_turns:
         tables = [(cos.repeat(1, 2), sin.repeat(1, 2)) for cos, sin in tables]
     cos, sin = (torch.cat(halves, dim=1) for halves in zip(*tables, strict=True))
     return cos, sin, [distinct.index(kind) for kind in kinds]
@@ -46,14 +46,8 @@ def num_turns(module: Any) -> int:
 def _kinds(module: Any) -> list[str | None]:
     """The type of each layer, where that selects its rotary embedding, else None."""
     count = len(module.model.layers)
-    by_type = _family(module).turns_by_type
+    by_type = fusable_family(module).turns_by_type
     return list(module.config.layer_types[:count]) if by_type else [None] * count
-
-
-def _family(module: Any) -> Family:
-    family = family_of(module)
-    assert family is not None
-    return family
 
 
 def table_of(

@@ -22,11 +22,11 @@ from specdec_cli.models.gguf.blocks import KEPT, shared_by
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import Header, is_gguf
 from specdec_cli.models.held import StoredParameter
-from specdec_cli.models.quantised import fields_of, read_stored
+from specdec_cli.models.quantised import fields_of
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tp import Shards
-from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_checkpoint, same, unread
+from specdec_cli.models.weights import Fields, Part, WrongShape, open_checkpoint, unread
 
 _log = logging.getLogger("specdec")
 ReadStored = Callable[[Part | None], Stored]
@@ -245,16 +245,5 @@ def stored_reader(read_whole: Callable[[], Stored], held: StoredParameter) -> Re
         if whole.shape != part.shape:
             raise WrongShape(whole.shape)
         return part_of(whole, part)
-
-    return read
-
-
-def plain_reader(module: Any, name: str, fields: Fields, dtype: torch.dtype, model: str) -> Read:
-    """A reader of a stored weight's numbers, for a parameter that holds them."""
-    is_transposed = getattr(module.get_submodule(name.rpartition(".")[0]), "is_transposed", False)
-
-    def read(part: Part | None = None) -> Tensor:
-        numbers = read_stored(name, fields, fields.storages[name], model).plain(dtype)
-        return same(numbers.transpose(1, 2) if is_transposed else numbers, part)
 
     return read
