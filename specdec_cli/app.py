@@ -31,7 +31,6 @@ from specdec_cli.commands import (
     recipe,
     report,
     sweep_k,
-    usage_hints,
 )
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.launch.rank import Rank, how_it_ended
@@ -244,7 +243,7 @@ def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:
 def _after_exception(error: Exception, outcome: _Outcome) -> None:
     outcome.error = error
     if isinstance(error, _ParserError):
-        outcome.fail(ExitCode.USAGE, *usage_hints.explained(error))
+        outcome.fail(ExitCode.USAGE, *help_page.explained(error))
     elif isinstance(error, SpecdecError):
         outcome.fail(error.code, error.message, error.hint)
         if isinstance(error, RanksError):

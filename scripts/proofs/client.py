@@ -23,7 +23,7 @@ from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.errors import SpecdecError
 from specdec_cli.experiment.load.arrivals import process_of
-from specdec_cli.experiment.load.stream import Stream
+from specdec_cli.experiment.load.measuring import Stream
 from specdec_cli.recipe import load_recipe
 
 _FAKE = Path(__file__).parents[2] / "tests" / "server" / "fake_process.py"

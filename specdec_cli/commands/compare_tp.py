@@ -11,11 +11,17 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import options
-from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.resuming import begun, say_kept, with_draft
 from specdec_cli.commands.starting import importing
-from specdec_cli.commands.status import show, strictly, waiting, warn, write_pictures
+from specdec_cli.commands.status import (
+    set_up_logging,
+    show,
+    strictly,
+    waiting,
+    warn,
+    write_pictures,
+)
 from specdec_cli.errors import LOGGED, UsageError
 from specdec_cli.launch.world import Place, join
 

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import options
-from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.commands.starting import NUMPY_MIB, check_room
-from specdec_cli.commands.status import show, waiting, warn, write_pictures
+from specdec_cli.commands.status import set_up_logging, show, waiting, warn, write_pictures
 from specdec_cli.errors import LOGGED, UsageError
 from specdec_cli.launch.world import Place
 

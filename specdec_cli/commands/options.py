@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import specdec_cli
-from specdec_cli.commands.logs import set_up_logging
+from specdec_cli.commands.status import set_up_logging
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place

@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import options
-from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.commands.starting import NUMPY_MIB, check_room
-from specdec_cli.commands.status import warn
+from specdec_cli.commands.status import set_up_logging, warn
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.launch.world import Place
 from specdec_cli.text import inert, inert_json

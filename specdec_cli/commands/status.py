@@ -1,8 +1,10 @@
-"""Messages on stderr beside a command's results, and pictures in its run folder.
+"""Messages and the log on stderr beside a command's results, and pictures in its run folder.
 
 Imports nothing heavy.
 """
 
+import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from typing import Any
 
 import typer
 
-from specdec_cli.errors import ExitCode, Notice, SetupError
+from specdec_cli.errors import LOGGED, ExitCode, Notice, SetupError
 from specdec_cli.stages import begin_stage
 from specdec_cli.text import inert, shortened
 
@@ -107,3 +109,44 @@ def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
         yield Stages(show)
     finally:
         progress.stop()
+
+
+class _InertFormatter(logging.Formatter):
+    """Escapes control characters in tracebacks."""
+
+    def formatException(self, ei: Any) -> str:
+        return inert(super().formatException(ei))
+
+
+class _Kept(logging.Filter):
+    """Keeps warnings for the command's document."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno == logging.WARNING:
+            LOGGED.append(Notice("log", record.getMessage()))
+        return True
+
+
+def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
+    """A record of any library, escaped and shortened: it may hold names of files and tensors."""
+    record = logging.LogRecord(*fields, **more)
+    with contextlib.suppress(TypeError, ValueError):  # the message does not fit its arguments
+        record.msg, record.args = inert(shortened(record.getMessage())), ()
+    return record
+
+
+def set_up_logging(*, verbose: bool) -> None:
+    """Send the package's logger to stderr: warnings, and everything with -v.
+
+    Warnings are kept for the command's document too.
+    """
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.DEBUG)
+    handler.setFormatter(_InertFormatter("%(levelname)s: %(message)s"))
+    logging.setLogRecordFactory(_inert_record)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logger = logging.getLogger("specdec")
+    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    if not any(isinstance(one, _Kept) for one in logger.filters):
+        logger.addFilter(_Kept())
+    LOGGED.clear()

@@ -296,7 +296,7 @@ def _sweep(
     plan: "specdec_cli.experiment.sweep.sweep_plan.SweepPlan",
     asked: Asked,
     baseline: Path | None,
-    starter: "specdec_cli.experiment.sweep.starts.Starter | None",
+    starter: "specdec_cli.experiment.sweep.running.Starter | None",
     *,
     resume: bool,
     dry_run: bool,
@@ -312,7 +312,7 @@ def _sweep(
     from specdec_cli.experiment.folders.settings_file import keep_warning, read_warnings, unsaid
     from specdec_cli.experiment.preparing import few_prompts
     from specdec_cli.experiment.sweep.runner import Sweep
-    from specdec_cli.experiment.sweep.starts import StartedSweep
+    from specdec_cli.experiment.sweep.running import StartedSweep
     from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder
     from specdec_cli.experiment.sweep.sweep_plan import warnings_of
     from specdec_cli.experiment.sweep.sweep_records import SweepRecords
@@ -323,7 +323,7 @@ def _sweep(
         warnings = [*warnings_of(plan), *few_prompts(plan.num_prompts)]
         records, folder, plain = SweepRecords(), None, list[Sample]()
         if baseline is not None:
-            from specdec_cli.experiment.sweep.baseline import samples_of
+            from specdec_cli.experiment.sweep.sweep_folder import samples_of
 
             plain = samples_of(baseline, plan)
         if not dry_run and output is not None:
@@ -339,7 +339,7 @@ def _sweep(
     with world.outside():
         warn(warnings)
         if dry_run:
-            from specdec_cli.experiment.sweep.dry_run import describe_plan
+            from specdec_cli.experiment.sweep.sweep_plan import describe_plan
 
             planned = describe_plan(plan, warnings)
             typer.echo(to_json(planned) if asked.as_json else planned["text"])

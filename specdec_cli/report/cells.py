@@ -1,7 +1,8 @@
 """Cells, the figures of points for people, with heading, unit and value once for terminals and
-reports; and the tables that are made of them. CSV files name fields instead, see `raw_tables`."""
+reports; and the tables that are made of them. CSV files name fields instead, see `export`."""
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -219,3 +220,15 @@ def by_point(
     setting = (TARGET_TP, DRAFT_TP) if run.is_comparison else (draft,)
     rate = (RATE,) if any(p.request_rate is not None for p in run.points) else ()
     return table_of(texts, points, (*rate, *setting, BATCH, K, *cells), strong)
+
+
+def rows_of(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """The environment as dotted keys and values."""
+    found: list[tuple[str, str]] = []
+    for key, value in environment.items():
+        if isinstance(value, Mapping):
+            found += rows_of(value, f"{prefix}{key}.")
+        else:
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            found.append((f"{prefix}{key}", shown))
+    return found

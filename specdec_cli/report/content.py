@@ -1,15 +1,24 @@
-"""The content of a report, the same for every format."""
+"""The content of a report, the same for every format, and the conclusions of its sections, which
+stand at their head and in captions of plots. Knows no drawing."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.statistics.promise import lossless_in_words
 from specdec_cli.report import findings, tables
 from specdec_cli.report.card import card
 from specdec_cli.report.cells import Table
-from specdec_cli.report.findings import Finding
-from specdec_cli.report.folder import ReportedRun
+from specdec_cli.report.findings import (
+    Finding,
+    longest_proposals,
+    residuals_in_words,
+    setting_in_words,
+    times,
+)
+from specdec_cli.report.folder import ReportedRun, baseline_of
+from specdec_cli.report.tables import arm_in_words, tokens_over_all_rounds
 from specdec_cli.report.vllm import deployment
 
 
@@ -84,3 +93,140 @@ def _setup(run: ReportedRun) -> str:
     if device:
         parts.append(f"on {device}, {run.environment.get('dtype', '?')}")
     return " · ".join(parts)
+
+
+def conclusion(name: str, content: Content) -> str:
+    """The conclusion of a section, by its plot's or table's name; "" if there is none."""
+    return _CONCLUSIONS[name](content).strip() if name in _CONCLUSIONS else ""
+
+
+def speedup(content: Content) -> str:
+    return content.headline if content.bests else ""
+
+
+def break_even(content: Content) -> str:
+    """The point that pays most over its break-even, or that none does."""
+    run = content.run
+    found = [
+        (length / needed, point, even)
+        for point in run.points
+        if (even := point.break_even) is not None
+        and (needed := even.tokens_per_round)
+        and (length := tokens_over_all_rounds(point)) is not None
+    ]
+    if not found:
+        return ""
+    ratio, point, even = max(found, key=lambda item: item[0])
+    rate = point.number("draft_acceptance_rate")
+    name = f"{setting_in_words(run, point)} at {point.level_in_words}"
+    if ratio <= 1:
+        return f" No point does; {name} comes closest, {100 * (1 - ratio):.0f} % below."
+    needs = even.draft_acceptance_rate
+    of = ""
+    if needs is not None and rate is not None:
+        of = f": it needs {100 * needs:.0f} % of its proposals accepted, and has {100 * rate:.0f} %"
+    return f" Most to spare has {name}{of}."
+
+
+def comparisons(content: Content) -> str:
+    """Each two drafts in words."""
+    told = []
+    for one in content.run.comparisons:
+        if not (one.arm.k and one.against.k) or one.speed_ratio is None:
+            continue
+        arm, other = (arm_in_words(content.run, side) for side in (one.arm, one.against))
+        ends = one.speed_ratio_ci
+        how = f"{times(one.speed_ratio)} as fast as"
+        how = how if not one.tied else "tied with"
+        told.append(f"{arm} is {how if ends else 'not told apart from'} {other}")
+    return f" {'; '.join(told)}." if told else ""
+
+
+def acceptance(content: Content) -> str:
+    """The first and the last position of each draft's longest proposal, which is drawn."""
+    told = []
+    for point in longest_proposals(content.run).values():
+        rates = (point.metrics.acceptance_rate_per_pos if point.metrics else None) or []
+        if len(rates) > 1:
+            name = setting_in_words(content.run, point)
+            shares = f"{100 * rates[0]:.0f} % of rounds, the last in {100 * rates[-1]:.0f} %"
+            told.append(f"ith {name} the first proposal stands in {shares}")
+    return f"W{'; w'.join(told)}." if told else ""
+
+
+def latencies(content: Content) -> str:
+    """The medians at the point of the category table, beside plain decoding's."""
+    point = content.shown
+    plain = baseline_of(content.run.points, point) if point is not None else None
+    if point is None or plain is None:
+        return ""
+    figures = [(p.number("tpot_ms", "p50"), p.number("ttft_ms", "p50")) for p in (point, plain)]
+    if any(value is None for pair in figures for value in pair):
+        return ""
+    (each, first), (slower, earlier) = figures
+    name = setting_in_words(content.run, point)
+    return (
+        f"With {name} a token takes {each:.2f} ms after the first, in plain decoding {slower:.2f}; "
+        f"the first takes {first:.1f} and {earlier:.1f} ms (medians over prompts)."
+    )
+
+
+def rounds(content: Content) -> str:
+    """The largest stage of the point of the category table."""
+    point = content.shown
+    whole = point.number("round_ms") if point is not None else None
+    if point is None or not whole:
+        return ""
+    shares = {stage: (point.number(f"{stage}_ms") or 0.0) / whole for stage in STAGES}
+    stage = max(shares, key=lambda name: shares[name])
+    name = setting_in_words(content.run, point)
+    return f" With {name} a round takes {whole:.2f} ms, {100 * shares[stage]:.0f} % of it {stage}."
+
+
+def experts(content: Content) -> str:
+    """The growth of experts and of the time of scoring up to the widest pass."""
+    is_random = content.run.setting("target", "load_format") == "dummy"
+    remark = " The weights are random and choose evenly, which trained routers do not."
+    known = [p for p in content.run.points if p.number("distinct_experts")]
+    plain = [p for p in known if p.is_baseline]
+    if not plain or len(known) == len(plain):
+        return remark if is_random and known else ""
+    size = plain[0].batch_size
+    widest = max((p for p in known if p.batch_size == size), key=lambda point: point.k)
+    names = ("distinct_experts", "verify_ms")
+    grown = [(widest.number(n) or 0.0) / (plain[0].number(n) or 1.0) for n in names]
+    return (
+        f" At batch size {size} scoring {widest.k + 1} tokens reads {times(grown[0])} the experts "
+        f"of one token, and takes {times(grown[1])} the time."
+        f"{remark if is_random else ''}"
+    )
+
+
+def categories(content: Content) -> str:
+    """The fastest and the slowest category, and whether their intervals tell them apart."""
+    point = content.shown
+    rows = point.per_category.items() if point is not None else ()
+    known = sorted((row.speedup, name, row.speedup_ci) for name, row in rows if row.speedup)
+    if len(known) < 2:
+        return ""
+    (slow, last, below), (fast, first, above) = known[0], known[-1]
+    doubt = ""
+    if below is None or above is None:
+        doubt = "; too few prompts to tell them apart"
+    elif below[1] >= above[0]:
+        doubt = "; their intervals overlap"
+    return f" Fastest on {first} ({times(fast)}), slowest on {last} ({times(slow)}){doubt}."
+
+
+_CONCLUSIONS: Mapping[str, Callable[[Content], str]] = {
+    "speedup": speedup,
+    "speeds": speedup,
+    "break_even": break_even,
+    "comparisons": comparisons,
+    "acceptance": acceptance,
+    "rounds": rounds,
+    "experts": experts,
+    "categories": categories,
+    "predictions": lambda content: residuals_in_words(content.run),
+    "latencies": latencies,
+}

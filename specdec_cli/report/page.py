@@ -4,14 +4,13 @@ The template engine escapes everything from the folder; only our own plots are n
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.report import captions
-from specdec_cli.report.cells import Table, is_text
-from specdec_cli.report.content import Content
+from specdec_cli.report.cells import Table, is_text, rows_of
+from specdec_cli.report.content import Content, conclusion
 from specdec_cli.report.plots import Plot
 from specdec_cli.text import inert
 
@@ -65,7 +64,7 @@ def _parts(content: Content, plots: Sequence[Plot]) -> list[Part]:
         is_main = name == "results"
         shown = table if table is not None and (table.rows or is_main) else None
         if shown is not None or picture in drawn:
-            told = captions.conclusion(picture or name, content)
+            told = conclusion(picture or name, content)
             is_long = shown is not None and len(shown.rows) > _MOST_ROWS
             is_folded = is_long or (picture in drawn and not is_main)
             found.append(Part(title, picture, told, shown, is_folded))
@@ -89,15 +88,3 @@ def rendered(template: str, **values: Any) -> str:
     engine.filters["drawn"] = Markup  # text in plots was escaped when drawn
     engine.globals["is_text"] = is_text
     return engine.get_template(template).render(**values)
-
-
-def rows_of(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """The environment as dotted keys and values."""
-    found: list[tuple[str, str]] = []
-    for key, value in environment.items():
-        if isinstance(value, Mapping):
-            found += rows_of(value, f"{prefix}{key}.")
-        else:
-            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            found.append((f"{prefix}{key}", shown))
-    return found

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.errors import SetupError
-from specdec_cli.report import captions
-from specdec_cli.report.content import Content
-from specdec_cli.report.drawings.acceptance import draw_acceptance
+from specdec_cli.report.content import Content, conclusion
 from specdec_cli.report.drawings.canvas import (
     STYLE,
     picture_of,
@@ -15,7 +13,6 @@ from specdec_cli.report.drawings.canvas import (
     without_display,
     without_talk,
 )
-from specdec_cli.report.drawings.experts import draw_experts
 from specdec_cli.report.drawings.lines import (
     draw_break_even,
     draw_predictions,
@@ -24,7 +21,7 @@ from specdec_cli.report.drawings.lines import (
 )
 from specdec_cli.report.drawings.load import draw_load
 from specdec_cli.report.drawings.panels import axis_of
-from specdec_cli.report.drawings.rounds import draw_rounds
+from specdec_cli.report.drawings.rounds import draw_acceptance, draw_experts, draw_rounds
 from specdec_cli.report.drawings.rows import draw_categories, draw_comparisons
 
 
@@ -166,7 +163,7 @@ def plots(
         drawing(
             *(name, title, about, draw, pictures),
             svg=svg,
-            conclusion=captions.conclusion(name, content),
+            conclusion=conclusion(name, content),
         )
         for name, title, about, draw in drawings
     ]

@@ -12,10 +12,9 @@ from typing import Any
 
 from specdec_cli.experiment.folders.records import Point, Sample, given
 from specdec_cli.experiment.statistics import stats
-from specdec_cli.report.cells import Cell, Column, Table, span, table_of
+from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_of
 from specdec_cli.report.findings import setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
-from specdec_cli.report.page import rows_of
 
 Prompt = tuple[tuple[int, ...], int]  # its ids, and which of the prompts with these ids
 _SEED = 0

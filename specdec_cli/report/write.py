@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.report.content import Content
-from specdec_cli.report.drawings.runs import draw_runs
+from specdec_cli.report.drawings.rows import draw_runs
 from specdec_cli.report.export import (
     csv_of,
     csv_tables,

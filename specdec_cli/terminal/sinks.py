@@ -14,8 +14,7 @@ from specdec_cli.experiment.folders.results import Output
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, output_of
 from specdec_cli.experiment.measure import sample_of
-from specdec_cli.terminal.render import TintedText, progress_bar
-from specdec_cli.terminal.ticker import Ticker
+from specdec_cli.terminal.render import Ticker, TintedText, progress_bar
 from specdec_cli.text import inert
 
 

@@ -32,7 +32,7 @@ from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.report import cells as cell
 from specdec_cli.report.cells import Cell
 from specdec_cli.terminal import render
-from specdec_cli.terminal.ticker import Ticker
+from specdec_cli.terminal.render import Ticker
 from specdec_cli.text import inert, one_line
 
 _EVEN, _MARK = "break-even", ""

@@ -12,7 +12,7 @@ import pytest
 
 from specdec_cli.app import main
 from specdec_cli.commands import starting, status
-from specdec_cli.commands.logs import set_up_logging
+from specdec_cli.commands.status import set_up_logging
 from specdec_cli.errors import SetupError
 from specdec_cli.report.export import _cell
 from tests.launch.helpers import marked

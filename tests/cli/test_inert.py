@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.app import main
-from specdec_cli.commands.logs import set_up_logging
+from specdec_cli.commands.status import set_up_logging
 from specdec_cli.models.tokenizer import PretrainedTokenizer
 from specdec_cli.recipe import load_recipe
 from specdec_cli.text import inert

@@ -14,9 +14,8 @@ import pytest
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.report import write
 from specdec_cli.report.content import Content
-from specdec_cli.report.drawings.acceptance import draw_acceptance
 from specdec_cli.report.drawings.canvas import reach
-from specdec_cli.report.drawings.experts import draw_experts
+from specdec_cli.report.drawings.rounds import draw_acceptance, draw_experts
 from specdec_cli.report.export import csv_tables, markdown
 from specdec_cli.report.folder import baseline_of, read_folder
 from specdec_cli.report.page import page

@@ -9,8 +9,8 @@ import pytest
 
 from specdec_cli.app import main
 from specdec_cli.experiment.statistics import stats
-from specdec_cli.report.drawings.runs import draw_runs
-from specdec_cli.report.page import rows_of
+from specdec_cli.report.cells import rows_of
+from specdec_cli.report.drawings.rows import draw_runs
 from specdec_cli.report.runs import Ratio, SideBySide, side_by_side
 from tests.report_helpers import DRAFT, RECIPE, sample_record, sweep_points, write_folder
 

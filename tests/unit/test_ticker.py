@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from specdec_cli.terminal import ticker
+from specdec_cli.terminal import render
+from specdec_cli.terminal.render import Ticker
 from specdec_cli.terminal.sinks import PromptLines
 from specdec_cli.terminal.sweep import SweepLines
-from specdec_cli.terminal.ticker import Ticker
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ticker, "_SILENCE_S", 0.2)
-    monkeypatch.setattr(ticker, "_LOOK_S", 0.02)
+    monkeypatch.setattr(render, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(render, "_LOOK_S", 0.02)
 
 
 def test_silence_is_broken_and_lines_put_it_off(capsys: pytest.CaptureFixture[str]) -> None:

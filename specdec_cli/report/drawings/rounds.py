@@ -1,9 +1,11 @@
-"""The time of a round by stage."""
+"""A round: its time by stage, acceptance by position in the proposal, and the time of scoring and
+the distinct experts that it reads, by the number of tokens scored."""
 
 from typing import Any
 
 from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.folders.records import Point
+from specdec_cli.report.drawings import canvas
 from specdec_cli.report.drawings.canvas import (
     FAINT,
     add_intervals,
@@ -12,8 +14,10 @@ from specdec_cli.report.drawings.canvas import (
     make_axes,
     safe,
     short,
+    style_of,
 )
 from specdec_cli.report.drawings.panels import MOST_PANELS, placed, x_label
+from specdec_cli.report.findings import longest_proposals
 from specdec_cli.report.folder import ReportedRun, baseline_of
 
 _PARTS = (*STAGES, "other")
@@ -67,3 +71,90 @@ def _stage(point: Point, stage: str) -> float:
         return max(0.0, point.number(f"{stage}_ms") or 0.0)
     named = sum(_stage(point, name) for name in STAGES)
     return max(0.0, (point.number("round_ms") or 0.0) - named)
+
+
+def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
+    """Draw acceptance at the largest k of each draft, at the smallest batch size that has it."""
+    longest = longest_proposals(run)
+    if not longest:
+        return False
+    (axis,) = make_axes(figure, 1, 3.2)
+    most = 1
+    for index, (name, point) in enumerate(longest.items()):
+        style = style_of(index)
+        prefix = f"{safe(name)}, " if len(longest) > 1 else ""
+        for key, word, dash in [
+            ("acceptance_rate_per_pos", "marginal", "-"),
+            ("conditional_acceptance_rate_per_pos", "conditional", "--"),
+        ]:
+            known = [
+                (i, 100 * r) for i, r in enumerate(getattr(point.metrics, key), 1) if r is not None
+            ]
+            if known:
+                xs, ys = zip(*known, strict=True)
+                most = max(most, *xs)
+                intervals = dict(enumerate(getattr(point, f"{key}_ci"), 1))
+                ends = [intervals.get(x) for x in xs]
+                is_hollow = {"mfc": "none"} if dash == "--" else {}
+                shift = canvas.dodged(2 * index + (dash == "--"), 2 * len(longest))
+                canvas.plot_with_intervals(
+                    axis, [x + shift for x in xs], ys,
+                    [[100 * end for end in e] if e else None for e in ends],
+                    linestyle=dash, label=prefix + word, **style, **is_hollow,
+                )  # fmt: skip
+    axis.set_ylim(0, 103)
+    axis.set_xticks(range(1, most + 1, -(-most // 16)))
+    label_axes([axis], "position in the draft (1 is proposed first)", "accepted (%)")
+    add_legend(figure, [axis])
+    return True
+
+
+def draw_experts(figure: Any, run: ReportedRun) -> bool:
+    """Draw verify time and distinct experts by width. Returns whether any experts were counted."""
+    panels = {} if run.is_comparison else _panels(run)
+    if not panels:
+        return False
+    axes = canvas.make_axes(figure, len(panels), 3.1)
+    counts = [axis.twinx() for axis in axes]
+    every = [p for lines in panels.values() for line in lines.values() for p in line]
+    slowest, most = (
+        max(point.number(name) or 0.0 for point in every)
+        for name in ("verify_ms", "distinct_experts")
+    )
+    for axis, count, (title, lines) in zip(axes, counts, panels.items(), strict=True):
+        for index, (name, line) in enumerate(sorted(lines.items())):
+            widths, style = [point.k + 1 for point in line], canvas.style_of(index)
+            of = f", {canvas.safe(name)}" if len(lines) > 1 else ""
+            shift = canvas.dodged(index, len(lines))
+            canvas.plot_with_intervals(
+                axis, [width + shift for width in widths],
+                [p.number("verify_ms") or 0.0 for p in line], [p.verify_ms_ci for p in line],
+                label=f"verify time{of}", **style,
+            )  # fmt: skip
+            count.plot(
+                widths, [p.number("distinct_experts") for p in line], linewidth=1.2, markersize=5,
+                linestyle=(0, (4, 3)), mfc="none", label=f"distinct experts{of}", **style,
+            )  # fmt: skip
+        axis.set_title(title)
+        count.set_ylim(0, 1.05 * most or 1.0)
+        count.grid(False)
+        count.spines["right"].set_visible(True)
+    axes[0].set_ylim(0, 1.05 * slowest or 1.0)  # the others share it
+    counts[-1].set_ylabel("distinct experts a layer")
+    canvas.label_axes(axes, "tokens scored a sequence, k + 1", "verify time (ms)")
+    canvas.add_legend(figure, [*axes, *counts])
+    return True
+
+
+def _panels(run: ReportedRun) -> dict[str, dict[str, list[Point]]]:
+    """The points that counted experts, by k from plain decoding on, by batch size and draft."""
+    found: dict[str, dict[str, list[Point]]] = {}
+    for panel, lines in list(placed(run).items())[:MOST_PANELS]:
+        for name, line in lines.items():
+            plain = baseline_of(run.points, next(iter(line.values())))
+            by_k = line if plain is None else {0: plain} | line
+            points = [by_k[k] for k in sorted(by_k)]
+            points = [p for p in points if p.number("distinct_experts") is not None]
+            if points:
+                found.setdefault(panel, {})[name] = points
+    return found

@@ -1,4 +1,5 @@
-"""Values in rows with their intervals: categories of prompts at one point, and arms in pairs."""
+"""Values in rows with their intervals: categories of prompts at one point, arms in pairs, and
+points of several runs over those of the first."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from specdec_cli.experiment.folders.conclusions import CategoryComparison, Compa
 from specdec_cli.experiment.folders.records import CategoryMetrics, Point
 from specdec_cli.report.drawings import canvas
 from specdec_cli.report.folder import ReportedRun
+from specdec_cli.report.runs import SideBySide
 from specdec_cli.report.tables import arm_in_words, comparisons
 
 _MOST_CATEGORIES, _MOST_PAIRS = 24, 40
@@ -88,3 +90,29 @@ def _pairs(run: ReportedRun) -> list[tuple[str, Comparison | CategoryComparison,
         if one.arm.k and one.against.k:
             rows += [(f"    {name}", part, False) for name, part in one.per_category.items()]
     return rows
+
+
+_MOST_ROWS = 40
+
+
+def draw_runs(figure: Any, whole: SideBySide) -> bool:
+    """Draw a row for each point that has one in the first run. Returns whether there are any."""
+    rows = [(one, r) for one in whole.shown if (r := whole.against_first(one)) is not None]
+    rows = rows[:_MOST_ROWS]
+    if not rows:
+        return False
+    (axis,) = canvas.make_axes(figure, 1, 0.9 + 0.3 * len(rows))
+    canvas.line_at_one(axis)
+    for place, (one, ratio) in enumerate(rows):
+        style = canvas.style_of(whole.names.index(one.run) - 1)
+        canvas.draw_row(axis, place, ratio.value, ratio.ends, markersize=6, **style)
+    sizes = {one.point.batch_size for one, _ in rows}
+    names = [
+        f"{one.run}: {one.setting}" + (f", batch {one.point.batch_size}" if len(sizes) > 1 else "")
+        for one, _ in rows
+    ]
+    canvas.name_rows(axis, names)
+    axis.grid(True, axis="x")
+    axis.grid(False, axis="y")
+    axis.set_xlabel(canvas.safe(f"speed over {whole.names[0]} (×)"))
+    return True
