@@ -160,6 +160,11 @@ class Table:
     note: str = ""
     strong: frozenset[int] = frozenset()
 
+    @property
+    def titles(self) -> list[str]:
+        """The columns' titles with their units."""
+        return [f"{c.title} ({c.unit})" if c.unit else c.title for c in self.columns]
+
     def shown(self, row: Sequence[Value]) -> list[str]:
         """A row's cells as text."""
         return [cell(value, column) for value, column in zip(row, self.columns, strict=True)]

@@ -14,7 +14,7 @@ from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.cells import PERCENTILES, Column, Table, Value, is_text
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.page import SECTIONS
+from specdec_cli.report.page import parts
 from specdec_cli.report.plots import Plot
 from specdec_cli.report.runs import SideBySide
 from specdec_cli.report.tables import counts_experts
@@ -175,10 +175,9 @@ def latex_tables(content: Content) -> dict[str, str]:
 
 def latex_of(table: Table) -> str:
     """A table as a `tabular`."""
-    titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in table.columns]
-    sides = ["l" if is_text(table, place) else "r" for place in range(len(titles))]
+    sides = ["l" if is_text(table, place) else "r" for place in range(len(table.columns))]
     rows = [" & ".join(map(_tex, table.shown(row))) for row in table.rows]
-    head = " & ".join(map(_tex, titles))
+    head = " & ".join(map(_tex, table.titles))
     return "\n".join(
         [
             f"% {one_line(table.title)}; needs \\usepackage{{booktabs}}",
@@ -236,37 +235,32 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
         lines += ["", *(f"- {_plain(one)}" for one in content.answers)]
     lines += [*(f"\n{_plain(one)}" for one in content.reasons), "", _plain(content.setup), ""]
     pictures = {plot.name: plot for plot in plots}
-    for _, picture, name in SECTIONS:
-        table = content.tables.get(name)
-        if table is None or not table.rows or name == "category_pairs":  # which is long
+    for part in parts(content, plots):
+        table = part.table
+        if table is not None and table.name == "category_pairs":  # which is long
             continue
-        lines += [f"## {table.title}", ""]
-        if name == "categories":
+        lines += [f"## {part.title if table is None else table.title}", ""]
+        if table is not None and table.name == "categories":
             lines += [_plain(content.category_point), ""]
-        if picture in pictures:
-            lines += [_picture(pictures.pop(picture), folder), ""]
-        lines += [*_markdown_table(table), ""]
-    for plot in pictures.values():
-        lines += [f"## {plot.title}", "", _picture(plot, folder), ""]
-    if content.deployment is not None:
-        lines += ["## In vLLM", "", *_fenced(content.deployment.command, "sh"), ""]
-        if content.deployment.sglang_command is not None:
-            lines += ["In SGLang:", "", *_fenced(content.deployment.sglang_command, "sh"), ""]
-        if content.deployment.speculative_config is not None:
-            lines += [
-                *_fenced(json.dumps(content.deployment.speculative_config, indent=2), "json"),
-                "",
-            ]
-        lines += [f"- {_plain(note)}" for note in content.deployment.notes]
+        if (plot := pictures.get(part.picture)) is not None:
+            lines += [f"![{_plain(plot.caption)}]({folder}{plot.name}.png)", ""]
+        lines += [*_markdown_table(table), ""] if table is not None else []
+    if (found := content.deployment) is not None:
+        lines += ["## In vLLM", "", *_fenced(found.command, "sh")]
+        if found.sglang_command is not None:
+            lines += ["In SGLang:", "", *_fenced(found.sglang_command, "sh")]
+        if found.speculative_config is not None:
+            lines += _fenced(json.dumps(found.speculative_config, indent=2), "json")
+        lines += [f"- {_plain(note)}" for note in found.notes]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def aligned(table: Table) -> list[str]:
     """A table as lines of text, columns aligned."""
-    titles = [one_line(f"{c.title} ({c.unit})" if c.unit else c.title) for c in table.columns]
-    rows = [titles, *([one_line(cell) for cell in table.shown(row)] for row in table.rows)]
+    shown = (table.titles, *map(table.shown, table.rows))
+    rows = [[one_line(cell) for cell in row] for row in shown]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = [is_text(table, place) for place in range(len(titles))]
+    left = [is_text(table, place) for place in range(len(table.columns))]
     found = [f"{one_line(table.title)}:"]
     for row in rows:
         cells = zip(row, widths, left, strict=True)
@@ -285,14 +279,12 @@ def runs_markdown(whole: SideBySide, warnings: Sequence[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _picture(plot: Plot, folder: str) -> str:
-    return f"![{_plain(plot.caption)}]({folder}{plot.name}.png)"
-
-
 def _markdown_table(table: Table) -> list[str]:
-    titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in table.columns]
-    rows = [f"| {' | '.join(map(_plain, titles))} |", f"|{'---|' * len(titles)}"]
-    return rows + [f"| {' | '.join(map(_plain, table.shown(row)))} |" for row in table.rows]
+    head, *rows = (
+        f"| {' | '.join(map(_plain, row))} |"
+        for row in (table.titles, *map(table.shown, table.rows))
+    )
+    return [head, f"|{'---|' * len(table.columns)}", *rows]
 
 
 def _plain(text: str) -> str:
@@ -306,4 +298,4 @@ def _fenced(text: str, language: str) -> list[str]:
     inner = inert(text)
     longest = max((len(run) for run in re.findall(r"`+", inner)), default=0)
     fence = "`" * max(3, longest + 1)
-    return [f"{fence}{language}", inner, fence]
+    return [f"{fence}{language}", inner, fence, ""]

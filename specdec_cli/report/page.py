@@ -51,12 +51,12 @@ def page(content: Content, plots: Sequence[Plot]) -> str:
         "page.html.j2",
         content=content,
         plots=plots,
-        sections=_parts(content, plots),
+        sections=parts(content, plots),
         environment=rows_of(content.run.environment),
     )
 
 
-def _parts(content: Content, plots: Sequence[Plot]) -> list[Part]:
+def parts(content: Content, plots: Sequence[Plot]) -> list[Part]:
     """The sections that have a plot or rows."""
     drawn, found = {plot.name for plot in plots}, []
     for title, picture, name in SECTIONS:

@@ -31,7 +31,6 @@ class Plot:
     part of a page, or empty. files: by format, those of `PICTURES` that were asked for."""
 
     name: str
-    title: str
     about: str
     conclusion: str
     svg: str
@@ -48,7 +47,6 @@ PICTURES = ("png", "svg", "pdf")
 
 def drawing(
     name: str,
-    title: str,
     about: str,
     draw: Callable[[Any], bool],
     pictures: Collection[str],
@@ -74,7 +72,7 @@ def drawing(
             return None
         files = {form: picture_of(figure, form, name) for form in pictures}
         shown = svg_of(figure, name) if svg else ""
-        return Plot(name, title, about, conclusion, shown, files)
+        return Plot(name, about, conclusion, shown, files)
 
 
 def plots(
@@ -85,31 +83,27 @@ def plots(
     pictures: formats of files. svg: whether to draw for a page too.
     """
     run = content.run
-    drawings: list[tuple[str, str, str, Callable[[Any], bool]]] = [
+    drawings: list[tuple[str, str, Callable[[Any], bool]]] = [
         (
             "speedup",
-            "Speed-up",
             f"Speed-up over plain decoding by {axis_of(run)}, with 95 % intervals; a ring marks "
             "the recommended point, a square the fastest where that is another.",
             lambda figure: draw_speedup(figure, run, content.bests),
         ),
         (
             "load",
-            "Under load",
             "Goodput, mean time of a request from the time at which it is due, and the recommended "
             "k, by rate of requests; overloaded points are left out.",
             lambda figure: draw_load(figure, run, content.bests),
         ),
         (
             "speeds",
-            "Tokens a second",
             "Decoding speed by draft TP at each target TP, on a logarithmic scale; dashed lines "
             "are plain decoding.",
             lambda figure: draw_speeds(figure, run),
         ),
         (
             "break_even",
-            "Break-even",
             "Tokens a round over all rounds (solid), and those at which the measured costs give "
             "the speed of plain decoding (dashed), with 95 % intervals. Where solid is above "
             "dashed, speculation pays.",
@@ -117,7 +111,6 @@ def plots(
         ),
         (
             "comparisons",
-            "Arm against arm",
             "Ratio of decoding speeds of two arms, each at its fastest k, over the same prompts, "
             "with 95 % intervals: filled over all prompts, hollow by category. Where an interval "
             "crosses the line, the two are tied.",
@@ -125,35 +118,30 @@ def plots(
         ),
         (
             "acceptance",
-            "Acceptance by position",
             "Share of rounds in which the proposal at a position stands: in all rounds (marginal), "
             "and in those whose earlier proposals stood (conditional), with 95 % intervals.",
             lambda figure: draw_acceptance(figure, run),
         ),
         (
             "rounds",
-            "Where a round's time goes",
             f"Mean time of an engine round by {axis_of(run)}, split by stage, with the 95 % "
             "interval of the whole.",
             lambda figure: draw_rounds(figure, run),
         ),
         (
             "experts",
-            "Experts that scoring reads",
             "Time of scoring (solid) and distinct experts that it reads in a layer (dashed), by "
             "the tokens scored for each sequence.",
             lambda figure: draw_experts(figure, run),
         ),
         (
             "categories",
-            "By category",
             f"{content.category_point} Speed-up and tokens a round by category of prompt, with "
             "95 % intervals.",
             lambda figure: draw_categories(figure, content.shown, content.category_point[:-1]),
         ),
         (
             "predictions",
-            "Predicted and measured speed-up",
             "Predicted speed-up over the measured one, less one, by k, with 95 % intervals. On the "
             "line they agree, and the band is 5 %.",
             lambda figure: draw_predictions(figure, run),
@@ -161,10 +149,10 @@ def plots(
     ]
     found = [
         drawing(
-            *(name, title, about, draw, pictures),
+            *(name, about, draw, pictures),
             svg=svg,
             conclusion=conclusion(name, content),
         )
-        for name, title, about, draw in drawings
+        for name, about, draw in drawings
     ]
     return [plot for plot in found if plot is not None]

@@ -56,13 +56,9 @@ def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> lis
     plot = None
     pictures = [form for form in PICTURES if form in formats]
     if pictures or "html" in formats:
-        caption = (
-            f"Speeds over those of {whole.names[0]}, on the same prompts, with 95 % intervals."
-        )
         plot = drawing(
             "runs",
-            "Side by side",
-            caption,
+            f"Speeds over those of {whole.names[0]}, on the same prompts, with 95 % intervals.",
             lambda figure: draw_runs(figure, whole),
             pictures,
             svg="html" in formats,
