@@ -38,13 +38,13 @@ def begun(
     from specdec_cli.experiment.folders.settings_file import SETTINGS, kept_settings
 
     folder, recipe = asked.output, asked.output / "recipe.yaml"
-    kept = kept_settings(folder, kind)
+    is_new = not (folder / SETTINGS).exists()
+    kept = {} if is_new else kept_settings(folder, kind)
     of_servers = bool(kept) and kept["device"].startswith("server")
     if of_servers and not servers and "engine" not in kept["recipe"]:  # it did not start them
         raise UsageError(f"servers wrote the samples in {folder}", "name them with --server")
     if kept and asked.recipe is None and recipe.is_file():
         asked = replace(asked, recipe=str(recipe))
-    is_new = not (folder / SETTINGS).exists()
     names_models = (asked.recipe, asked.given.get("target"), asked.sets) != (None, None, None)
     if is_new and not names_models:
         told = f"{folder} holds no {kind.kind}: a new one of the demo pair begins"

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TextIO
 
@@ -23,7 +22,6 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.core.figures import TTFT_PARTS, Metrics, stages_in
-from specdec_cli.experiment.folders.records import Sample
 from specdec_cli.experiment.statistics.stats import among_rounds
 from specdec_cli.text import inert
 
@@ -132,29 +130,6 @@ def live_view(render: Callable[[], RenderableType]) -> Live:
         get_renderable=render,
         refresh_per_second=2,
     )
-
-
-@dataclass(slots=True)
-class Sums:
-    """Running totals of the samples of a point, for live tables."""
-
-    prompts: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    drafts: int = 0
-    accepted: int = 0
-
-    def add(self, sample: Sample) -> None:
-        self.prompts += 1
-        self.tokens += sample.decoded_tokens
-        self.seconds += sample.usual_seconds
-        self.drafts += len(sample.accepted_per_round)
-        self.accepted += sum(sample.accepted_per_round)
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second of decoding; 0 if no time has passed."""
-        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class TintedText:

@@ -1,6 +1,6 @@
 """A sweep on the terminal: progress as lines or a live table, then the results.
 
-Computes only running means; `points` computes the results.
+`points` computes the results.
 """
 
 import math
@@ -24,10 +24,11 @@ from specdec_cli.experiment.folders.conclusions import (
     Fastest,
 )
 from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Pair, Point, Sample
+from specdec_cli.experiment.folders.samples import without_errors
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.statistics.promise import check_line, tokens_line
-from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds
+from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds, measured_speed, speedup
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.report import cells as cell
 from specdec_cli.report.cells import Cell
@@ -43,18 +44,39 @@ _NO_DRAFT = "–"
 _LINE_EVERY = 0.1  # share of the samples between lines without a terminal
 
 
-class SweepLines(Watcher):
-    """Prints each point on stderr, the time left after every tenth of the samples, and a line where
-    half a minute went by without one. unseen: as for `SweepTable`."""
+class _Progress(Watcher):
+    """Leaves a line for each finished point. unseen: the samples that other processes have written
+    since its last call."""
 
     def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
         self._total = total
         self._unseen = unseen
+
+    def points(self, points: Sequence[Point]) -> None:
+        for point in points:
+            self.told(point_line(point))
+
+    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
+        self.told(f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}")
+
+
+class SweepLines(_Progress):
+    """Prints each point on stderr, the time left after every tenth of the samples, and a line where
+    half a minute went by without one."""
+
+    def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
+        super().__init__(total, unseen)
         self._done = 0
         self._said = 0
         self._began: float | None = None
         self._stage = "getting ready"
         self._ticker = Ticker(self._line)
+
+    def told(self, line: str) -> None:
+        self._ticker.say(line)
+
+    def close(self) -> None:
+        self._ticker.close()
 
     def _line(self) -> str:
         self._done += sum(1 for _ in self._unseen())
@@ -65,9 +87,6 @@ class SweepLines(Watcher):
         if what == "measuring" and self._began is None:
             self._began = time.monotonic()
 
-    def told(self, line: str) -> None:
-        render.say(line)
-
     def sample(self, key: Key, sample: Sample) -> None:
         self._done += 1
         step = max(1, math.ceil(self._total * _LINE_EVERY))
@@ -75,32 +94,17 @@ class SweepLines(Watcher):
             self._said = self._done // step
             left = (time.monotonic() - self._began) / self._done * (self._total - self._done)
             minutes, rest = divmod(round(left), 60)
-            self._ticker.say(f"{self._done} of {self._total} samples, {minutes}:{rest:02d} left")
-
-    def points(self, points: Sequence[Point]) -> None:
-        for point in points:
-            self._ticker.say(point_line(point))
-
-    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
-        self._ticker.say(failure_line(pair, batch_size, failure))
-
-    def close(self) -> None:
-        self._ticker.close()
+            self.told(f"{self._done} of {self._total} samples, {minutes}:{rest:02d} left")
 
 
-class SweepTable(Watcher):
-    """A live table and a progress bar with the time left, on a terminal.
-
-    Each finished point leaves a line above them. unseen: the samples that other processes have
-    written since its last call.
-    """
+class SweepTable(_Progress):
+    """A live table and a progress bar with the time left, on a terminal."""
 
     def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
-        self._unseen = unseen
+        super().__init__(total, unseen)
         self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
-        self._sums: dict[Key, render.Sums] = {}
-        self._spent: dict[Key, dict[int, tuple[int, float]]] = defaultdict(dict)
+        self._samples: dict[Key, dict[int, Sample]] = defaultdict(dict)
         self._shown: int | None = None  # batch size
         self._live = render.live_view(self._render)
 
@@ -110,22 +114,10 @@ class SweepTable(Watcher):
 
     def sample(self, key: Key, sample: Sample) -> None:
         self._shown = key.batch_size
-        self._sums.setdefault(key, render.Sums()).add(sample)
-        if sample.could_run:
-            self._spent[key][sample.index] = sample.decoded_tokens, sample.usual_seconds
+        self._samples[key][sample.place] = sample
         self._progress.advance(self._task)
 
-    def points(self, points: Sequence[Point]) -> None:
-        for point in points:
-            self._leave(point_line(point))
-
     def told(self, line: str) -> None:
-        self._leave(line)
-
-    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
-        self._leave(failure_line(pair, batch_size, failure))
-
-    def _leave(self, line: str) -> None:
         self._live.console.print(Text(inert(line)), soft_wrap=True)
 
     def close(self) -> None:
@@ -135,49 +127,39 @@ class SweepTable(Watcher):
         for sample in self._unseen():
             self.sample(Key.of(sample), sample)
         shown = {
-            key: sums
-            for key, sums in list(self._sums.items())  # a copy: another thread draws
+            key: dict(of)
+            for key, of in list(self._samples.items())  # copies: another thread draws
             if key.batch_size == self._shown
         }
-        plain = {Pair.of(key): key for key in shown if key.k == 0}
+        plain = {Pair.of(key): without_errors(of) for key, of in shown.items() if key.k == 0}
         has_degrees = any(key.target_tp is not None for key in shown)
         table = render.plain_table(
             *(("target TP", "draft TP") if has_degrees else ("draft",)),
             *("batch", "k", "prompts", "tokens a round", "tokens/s", "x k = 0"),
         )
         for key in sorted(shown, key=lambda key: (Pair.of(key), key.draft or "", key.k)):
-            sums, draft = shown[key], one_line(key.draft or _NO_DRAFT)
+            own, draft = without_errors(shown[key]), one_line(key.draft or _NO_DRAFT)
+            drafts, accepted = (
+                sum(getattr(s, name) for s in own.values())
+                for name in ("num_drafts", "num_accepted")
+            )
+            # The speed-up so far is over the prompts that k = 0 has had too.
+            gain = speedup(own, plain.get(Pair.of(key), {}))
             table.add_row(
                 *((str(key.target_tp), str(key.draft_tp)) if has_degrees else (draft,)),
-                str(key.batch_size),
-                str(key.k),
-                str(sums.prompts),
-                f"{1 + sums.accepted / max(1, sums.drafts):.2f}",
-                f"{sums.speed:.1f}",
-                self._against(key, plain.get(Pair.of(key))),
+                *(str(key.batch_size), str(key.k), str(len(shown[key]))),
+                f"{1 + accepted / max(1, drafts):.2f}",
+                f"{measured_speed(own.values()).value:.1f}",
+                f"{gain.value:.2f}" if gain is not None and math.isfinite(gain.value) else "",
             )
         return Group(table, self._progress)
 
-    def _against(self, key: Key, plain: Key | None) -> str:
-        """The speed-up so far, over the prompts that k = 0 has had too."""
-        if plain is None:
-            return ""
-        own, other = dict(self._spent[key]), dict(self._spent[plain])
-        both = own.keys() & other.keys()
-        tokens, seconds = (sum(own[i][part] for i in both) for part in (0, 1))
-        of_plain, spent = (sum(other[i][part] for i in both) for part in (0, 1))
-        return f"{tokens / seconds * spent / of_plain:.2f}" if seconds and of_plain else ""
-
 
 def watcher(total: int, unseen: Callable[[], Iterable[Sample]] = tuple, *, quiet: bool) -> Watcher:
-    """The progress display for this stderr. unseen: as for `SweepTable`."""
+    """The progress display for this stderr. unseen: as for `_Progress`."""
     if quiet:
         return Watcher()
     return (SweepTable if sys.stderr.isatty() else SweepLines)(total, unseen)
-
-
-def failure_line(pair: Pair, batch_size: int, failure: Failure) -> str:
-    return f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}"
 
 
 def point_line(point: Point) -> str:

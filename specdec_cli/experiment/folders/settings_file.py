@@ -5,7 +5,7 @@ import json
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -133,20 +133,20 @@ def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[
 
 
 def kept_settings(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
-    """The settings of a run of this kind; empty for a folder without one, or with another's.
+    """The settings of a run of this kind; empty for a folder with another's.
 
     Raises `SetupError` if they are damaged, and what `read_settings_file` raises.
     """
-    if not (path / SETTINGS).exists():
-        return {}
     refuse_special_files(path)
     file = read_settings_file(path)
     found = file.get("settings")
-    if not isinstance(found, dict) or kind.mark not in found:
+    if isinstance(found, dict) and kind.mark not in found:
         return {}
+    names = {one.name for one in fields(kind)}
     with suppress(RecursionError):
-        if file.get("hash") == text.digest(found):
-            return found
+        if isinstance(found, dict) and names == found.keys():
+            if file.get("hash") == text.digest(found):
+                return found
     told = f"{path / SETTINGS}: no settings of a {kind.kind.partition(' ')[0]}"
     raise SetupError(told, "the file was damaged or edited")
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.errors import ExitCode, Notice, SetupError, UsageError
+from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.record_lines import read_records
@@ -48,23 +48,12 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
 def read_settings(path: Path) -> SweepSettings:
     """The settings of a sweep's folder. Raises `UsageError` if it is none, and `SetupError` if they
     are damaged."""
-    refuse_special_files(path)
-    file = settings_file.read_settings_file(path)
-    found = file.get("settings")
-    if isinstance(found, dict) and "ks" not in found:
+    found = settings_file.kept_settings(path, SweepSettings)
+    if not found:
         raise UsageError(
             f"{path} is no folder of a sweep: its {settings_file.SETTINGS} is another command's"
         )
-    try:
-        settings = SweepSettings.of_dict(found if isinstance(found, dict) else {})
-        if file.get("hash") != settings.digest:
-            raise ValueError("not the settings that were written")
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise SetupError(
-            f"{path / settings_file.SETTINGS}: no settings of a sweep",
-            "the file was damaged or edited",
-        ) from None
-    return settings
+    return SweepSettings.of_dict(found)
 
 
 def finish(
