@@ -6,7 +6,7 @@ in turn.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -187,14 +187,6 @@ def _shape_of(model: Draft) -> _Shape:
     return _Shape(always, experts, share, (always + experts * share) / a_number, layers)
 
 
-def start_seconds(plans: Iterable[Plan]) -> float:
-    """The time until the first pass of processes that load these plans' models, each once."""
-    plans = list(plans)
-    models = {m.spec.name: m.weight_bytes for plan in plans for m in plan.models}
-    start = _START_CUDA if plans[0].device.type == "cuda" else _START_CPU
-    return start + sum(models.values()) / _LOAD
-
-
 def total_seconds(
     jobs: Mapping[Key, Job],
     *,
@@ -209,7 +201,10 @@ def total_seconds(
     """
     plans = [own_plan(job) for job in jobs.values()]
     speeds = speeds or speeds_of(plans[0].device, plans[0].target.dtype)
-    found = start_seconds(plans) * len({Pair.of(key) for key in jobs})
+    # Until the first pass; each model is loaded once.
+    models = {m.spec.name: m.weight_bytes for plan in plans for m in plan.models}
+    start = _START_CUDA if plans[0].device.type == "cuda" else _START_CPU
+    found = (start + sum(models.values()) / _LOAD) * len({Pair.of(key) for key in jobs})
     for key, job in jobs.items():
         count = len(job.prompts)
         estimate = DurationEstimate(job, speeds, (key.target_tp or 1, key.draft_tp or 1))

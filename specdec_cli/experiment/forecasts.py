@@ -98,6 +98,7 @@ def prediction_of(
     faster = point.speedup
     length, iid = forecasts.all_rounds(k).mean_acceptance_length, iid_length(alpha, k)
     true_length = point.metrics.mean_acceptance_length if point.metrics else None
+    overlaps = [o for text in forecasts.texts.values() for o in text.overlap or ()]
     return Prediction(
         method="replay",
         is_exact=forecasts.is_exact and forecasts.other_k(k) is None,
@@ -108,7 +109,7 @@ def prediction_of(
         iid_alpha=alpha,
         iid_mean_acceptance_length=iid,
         iid_error=iid / true_length - 1 if true_length else None,
-        analytic_alpha=_analytic_alpha(forecasts),
+        analytic_alpha=sum(overlaps) / len(overlaps) if overlaps else None,
         **given(
             speedup_ci=gain.interval(seed) if gain is not None else None,
             speedup_error_ci=[end - 1 for end in error] if error else None,
@@ -141,12 +142,6 @@ def _judged_per_round(sample: Sample) -> list[int]:
     if sample.finish_reason in ("eos", "stop") and len(sample.token_ids) < whole:
         return [*proposed[:-1], *accepted[-1:]]
     return list(proposed)
-
-
-def _analytic_alpha(forecasts: Forecasts) -> float | None:
-    """Mean over all positions of the sum of min(p, q)."""
-    overlaps = [o for text in forecasts.texts.values() for o in text.overlap or ()]
-    return sum(overlaps) / len(overlaps) if overlaps else None
 
 
 _STEPS = 50  # of a bisection

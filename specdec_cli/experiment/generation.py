@@ -230,11 +230,15 @@ def requests(job: Job) -> list[Request]:
 def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: float) -> Output:
     """The output of a prompt, from its answer or from its sample in an earlier run."""
     accepted, proposed = answer.accepted_per_round or [], answer.proposed_per_round or []
-    shown = prompt.text
+    tokenizer, stop, shown = job.plan.tokenizer, job.plan.params.stop, prompt.text
+    of_server = answer if isinstance(answer, Sample) else answer.served
+    text = of_server.text if of_server is not None else None  # of one that tells no ids
+    if not text and answer.finish_reason == "stop":
+        text = text_before(tokenizer, answer.token_ids, stop)
     return Output(
         index=prompt.index,
-        prompt=job.plan.tokenizer.decode(answer.prompt_token_ids) if shown is None else shown,
-        text=_own_text(answer) or _text_of(job, answer.token_ids, answer.finish_reason),
+        prompt=tokenizer.decode(answer.prompt_token_ids) if shown is None else shown,
+        text=text or cut_at_stop(tokenizer.decode(answer.token_ids), stop),
         prompt_token_ids=answer.prompt_token_ids,
         token_ids=answer.token_ids,
         finish_reason=answer.finish_reason,
@@ -246,21 +250,6 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
         seconds=seconds,
         **given(category=prompt.category, error=answer.error),
     )
-
-
-def _own_text(answer: Finished | Sample) -> str | None:
-    """The text of a server that tells no ids."""
-    if isinstance(answer, Sample):
-        return answer.text
-    return None if answer.served is None else answer.served.text
-
-
-def _text_of(job: Job, token_ids: list[int], finish_reason: str) -> str:
-    """The completion's text, up to the stop string that ended it."""
-    tokenizer, stop = job.plan.tokenizer, job.plan.params.stop
-    if finish_reason != "stop":
-        return cut_at_stop(tokenizer.decode(token_ids), stop)
-    return text_before(tokenizer, token_ids, stop)
 
 
 def baseline(session: Session, job: Job, outputs: list[Output]) -> Metrics | None:

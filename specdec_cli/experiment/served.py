@@ -66,8 +66,10 @@ def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
     proposed = 0
     if source == "per_request":
         for s in samples:
-            for place, count in enumerate(s.acceptance_histogram or _histogram(s)):
+            for place, count in enumerate(s.acceptance_histogram or ()):
                 histogram[place] += count
+            for count in () if s.acceptance_histogram else s.accepted_per_round:
+                histogram[count] += 1
             proposed += sum(s.proposed_per_round) or k * s.num_drafts
         return Acceptance.of_histogram(histogram, proposed)
     for one in counted:
@@ -76,13 +78,6 @@ def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
             histogram[place] += reached[place] - reached[place + 1]
         proposed += one.num_draft_tokens
     return Acceptance.of_histogram(histogram, proposed)
-
-
-def _histogram(sample: Sample) -> list[int]:
-    found = [0] * (sample.k + 1)
-    for count in sample.accepted_per_round:
-        found[count] += 1
-    return found
 
 
 def in_text(samples: Iterable[Sample]) -> InText | None:

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from specdec_cli.experiment.folders.conclusions import MemoryCost
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.statistics.evidence import NEGLIGIBLE, minutes_in_words
-from specdec_cli.report.findings import Finding, interval_in_words, setting_in_words, times
+from specdec_cli.report.findings import (
+    Finding,
+    fastest_with_proposals,
+    interval_in_words,
+    setting_in_words,
+    times,
+)
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.vllm import Deployment
 
@@ -26,7 +32,7 @@ def card(
     best = next((one for one in bests if one.point is not None), None)
     if best is None or best.recorded is None:
         return []
-    point, leader = best.point, _with_proposals(run, best)
+    point, leader = best.point, fastest_with_proposals(run, best)
     assert point is not None
     found = [("Verdict", _VERDICTS.get(best.verdict, best.verdict))]
     shown = leader if point.is_baseline or best.is_open else point
@@ -42,13 +48,6 @@ def card(
             found.append(("SGLang", deployment.sglang_command))
         found += [("For servers", told) for told in deployment.places]
     return [*found, *(("Would change it", told) for told in _would_change(best, shown))]
-
-
-def _with_proposals(run: ReportedRun, best: Finding) -> Point | None:
-    """The fastest point with proposals at the finding's batch size."""
-    points = [p for p in run.points if p.level == best.level and not p.is_baseline]
-    known = [p for p in points if (p.speedup or p.predicted_speedup) is not None]
-    return max(known, key=lambda p: p.speedup or p.predicted_speedup or 0.0, default=None)
 
 
 def _memory(run: ReportedRun, point: Point) -> list[str]:

@@ -4,7 +4,6 @@ reports; and the tables that are made of them. CSV files name fields instead, se
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from specdec_cli.core.figures import STAGES
@@ -77,12 +76,6 @@ def span_of(found: Figures, ends: Sequence[float] | None) -> str | None:
     return span(ends)
 
 
-def _proposing(point: Point) -> float | None:
-    if (m := point.metrics) is None:
-        return None
-    return percent(proposing_rate(m.num_drafts, m.num_rounds_without_proposal))
-
-
 TARGET_TP = Cell("target TP", lambda p: p.target_tp)
 DRAFT_TP = Cell("draft TP", lambda p: None if p.is_baseline else p.draft_tp)
 BATCH = Cell("batch", lambda p: p.batch_size or None)
@@ -95,7 +88,10 @@ LENGTH = Cell(
     *("tokens a round", number("mean_acceptance_length"), "", 2),
     interval=lambda p: p.mean_acceptance_length_ci,
 )
-PROPOSING = Cell("proposing", _proposing, "% of rounds", 0, places=0)
+PROPOSING = Cell(
+    *("proposing", lambda p: p.metrics and percent(proposing_rate(p.metrics)), "% of rounds", 0),
+    places=0,
+)
 OVERALL = Cell("tokens a round, all rounds", number("tokens_per_round"), "", 2, "all rounds")
 ACCEPTED = Cell(
     *("accepted", lambda p: percent(p.number("draft_acceptance_rate")), "%", 1), places=0
@@ -203,14 +199,10 @@ def table_of(
         values.append(one.of)
         if (interval := one.interval) is not None:
             columns.append(Column("95 % interval"))
-            values.append(partial(_span, interval))
+            values.append(lambda item, of=interval: span_of(item, of(item)))  # type: ignore[misc]
     rows = tuple(tuple(value(item) for value in values) for item in items)
     name, title, note = texts
     return Table(name, title, tuple(columns), rows, note, strong)
-
-
-def _span(of: Callable[[Any], Sequence[float] | None], item: Any) -> str | None:
-    return span_of(item, of(item))
 
 
 def by_point(

@@ -3,8 +3,9 @@
 For a run that was cut short they are computed from its points. Knows nothing of HTML or plots.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
 
 from specdec_cli.core.figures import Rate
@@ -114,19 +115,14 @@ def best_by_batch_size(run: ReportedRun) -> list[Finding]:
     found = []
     for level in sorted({p.level for p in run.points}):
         at = [p for p in run.points if p.level == level]
-        best = _best_at(run, at[0])
+        best: Best | BestPair | None = None
+        if run.summary is not None and at[0].request_rate is None:
+            best = run.summary.best_by_batch_size.get(str(at[0].batch_size))
+        elif isinstance(run.summary, SweepSummary) and at[0].request_rate is not None:
+            best = run.summary.best_by_request_rate.get(rate_name(at[0].request_rate))
         named = _recorded(run, at, best) if best is not None else None
         found.append(named or _fastest(run, at))
     return found
-
-
-def _best_at(run: ReportedRun, point: Point) -> Best | BestPair | None:
-    """The run's own record of the best at the level of a point."""
-    if run.summary is None:
-        return None
-    if point.request_rate is not None and isinstance(run.summary, SweepSummary):
-        return run.summary.best_by_request_rate.get(rate_name(point.request_rate))
-    return run.summary.best_by_batch_size.get(str(point.batch_size))
 
 
 def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -> Finding | None:
@@ -164,6 +160,9 @@ def _is_named(point: Point, best: Best | BestPair | Fastest) -> bool:
         degrees = (best.k, best.target_tp, best.draft_tp)
         return (point.k, point.target_tp, point.draft_tp) == degrees
     return point.k == best.k and (point.is_baseline or point.draft == best.draft)
+
+
+_measured = attrgetter("speedup")
 
 
 def _gain(point: Point) -> float:
@@ -219,7 +218,11 @@ def answer(run: ReportedRun, best: Finding) -> str:
         why = f"plain decoding is fastest{which}"
         if _is_within_chance(run, best):
             why = "nothing is faster than plain decoding beyond chance"
-        return f"No speculation {at}: {why}. {_runner_up(run, best)}"
+        told = "No point with proposals was measured."
+        if (second := fastest_with_proposals(run, best, _measured)) is not None:
+            gain = f"{times(_gain(second))}{interval_in_words(second.speedup_ci)}"
+            told = f"The best with proposals, {setting_in_words(run, second)}, is {gain}."
+        return f"No speculation {at}: {why}. {told}"
     what = setting_in_words(run, point)
     fast = ""
     if point.is_predicted and (predicted := point.predicted_speedup) is not None:
@@ -265,30 +268,19 @@ def _tied_of(run: ReportedRun, best: Finding) -> str:
     return f" {'Also' if is_also else 'Statistically'} tied: {'; '.join(tied)}."
 
 
-def _with_proposals(run: ReportedRun, best: Finding) -> list[tuple[float, Point]]:
-    """The measured points with proposals at a batch size, each after its speed-up."""
-    return [
-        (s, p)
-        for p in run.points
-        if p.level == best.level and not p.is_baseline and (s := p.speedup) is not None
-    ]
+def fastest_with_proposals(
+    run: ReportedRun, best: Finding, gain: Callable[[Point], float | None] = _gain
+) -> Point | None:
+    """The fastest point with proposals at the finding's level."""
+    points = [p for p in run.points if p.level == best.level and not p.is_baseline]
+    return max(filter(gain, points), key=lambda p: gain(p) or 0.0, default=None)
 
 
 def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
     """Whether plain decoding was chosen because faster points may be faster by chance."""
-    faster = [s for s, _ in _with_proposals(run, best) if s > 1]
-    return bool(faster) and best.recorded is not None and not run.is_comparison
-
-
-def _runner_up(run: ReportedRun, best: Finding) -> str:
-    """The best point with proposals in words, if plain decoding won."""
-    rest = _with_proposals(run, best)
-    if not rest:
-        return "No point with proposals was measured."
-    fastest, point = max(rest, key=lambda item: item[0])
-    interval = interval_in_words(point.speedup_ci)
-    what = f"{setting_in_words(run, point)}, is {times(fastest)}{interval}"
-    return f"The best with proposals, {what}."
+    point = fastest_with_proposals(run, best, _measured)
+    is_faster = point is not None and (point.speedup or 0.0) > 1
+    return is_faster and best.recorded is not None and not run.is_comparison
 
 
 def headline(run: ReportedRun, bests: list[Finding]) -> str:

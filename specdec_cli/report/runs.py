@@ -10,10 +10,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from specdec_cli.core.figures import EngineFacts
 from specdec_cli.experiment.folders.records import Point, Sample, given
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_of
-from specdec_cli.report.findings import setting_in_words, times, warnings
+from specdec_cli.report.findings import interval_in_words, setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 
 Prompt = tuple[tuple[int, ...], int]  # its ids, and which of the prompts with these ids
@@ -107,17 +108,15 @@ class SideBySide:
                 continue
             common = "prompt" if ratio.num_prompts == 1 else "prompts"
             over = f"over {ratio.num_prompts} common {common} at {at}"
-            ends = ratio.ends
-            if ends is None:
-                told = f"is measured {times(ratio.value)} as fast as {names[1]} {over}"
-                found.append(f"{names[0]} {told}: {ratio.verdict}.")
+            gain = f"{times(ratio.value)} as fast as {names[1]} {over}"
+            if ratio.ends is None:
+                found.append(f"{names[0]} is measured {gain}: {ratio.verdict}.")
             elif ratio.verdict == "tied":
-                span = f"{times(ratio.value)}, {ends[0]:.2f} to {ends[1]:.2f}"
-                found.append(f"{' and '.join(names)} are tied {over} ({span}).")
+                ends = f"{ratio.ends[0]:.2f} to {ratio.ends[1]:.2f}"
+                told = f"are tied {over} ({times(ratio.value)}, {ends})"
+                found.append(f"{' and '.join(names)} {told}.")
             else:
-                span = f"95 % interval {ends[0]:.2f} to {ends[1]:.2f}"
-                told = f"is {times(ratio.value)} as fast as {names[1]} {over} ({span})"
-                found.append(f"{names[0]} {told}.")
+                found.append(f"{names[0]} is {gain}{interval_in_words(ratio.ends)}.")
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,12 +124,8 @@ class SideBySide:
         points = [
             {
                 "run": one.run,
-                **{
-                    name: getattr(one.point, name)
-                    for name in ("draft", "target_tp", "draft_tp", "k")
-                },
-                "batch_size": one.point.batch_size or None,
-                **given(request_rate=one.point.request_rate),
+                **{name: getattr(one.point, name) for name in _SETTING},
+                **_level_fields(one.point),
                 "is_best": one.is_best,
                 "num_prompts": len(one.samples),
                 "decode_tokens_per_second": _speed(one.point),
@@ -143,8 +138,7 @@ class SideBySide:
         ]
         pairs = [
             {
-                "batch_size": one.point.batch_size or None,
-                **given(request_rate=one.point.request_rate),
+                **_level_fields(one.point),
                 "arm": {"run": one.run, "draft": one.point.draft, "k": one.point.k},
                 "against": {"run": other.run, "draft": other.point.draft, "k": other.point.k},
                 **(ratio.as_dict() if ratio is not None else {"num_prompts": 0}),
@@ -271,6 +265,10 @@ def _place(point: Point | Sample) -> tuple[Any, ...]:
     return (draft, point.target_tp, draft_tp, point.batch_size, point.request_rate, point.k)
 
 
+def _level_fields(point: Point) -> dict[str, Any]:
+    return {"batch_size": point.batch_size or None, **given(request_rate=point.request_rate)}
+
+
 def _level(point: Point) -> str | int:
     return point.batch_size if point.request_rate is None else point.level_in_words
 
@@ -334,11 +332,6 @@ def _side_by_side(whole: SideBySide) -> Table:
     return table_of(("runs", "Side by side", note), rows, cells, strong)
 
 
-def _engine_name(point: Point) -> str:
-    found = point.engine
-    return "specdec" if found is None else f"{found.kind} {found.version or ''}".strip()
-
-
 def _length_in_text(point: Point) -> float | None:
     """Tokens a round as our own engine counts, which counts so always."""
     if point.engine is None or point.is_baseline:
@@ -348,9 +341,12 @@ def _length_in_text(point: Point) -> float | None:
 
 
 def _engines(whole: SideBySide) -> Table | None:
+    def name_of(engine: EngineFacts | None) -> str:
+        return f"{engine.kind} {engine.version or ''}".strip() if engine else "specdec"
+
     cells = [
         Cell("run", lambda r: r[0].run),
-        Cell("engine", lambda r: _engine_name(r[0].point)),
+        Cell("engine", lambda r: name_of(r[0].point.engine)),
         Cell("batch", lambda r: _level(r[0].point)),
         Cell("k", lambda r: r[0].point.k),
         Cell("tokens a round", lambda r: _length_in_text(r[0].point), "", 2),

@@ -124,23 +124,21 @@ def degrees(run: ReportedRun) -> Table | None:
         for size, best in row.items()
         if best.draft_tp is not None
     ]
+
+    def decision(of: Decision | None) -> str | None:
+        less = f"{of.saved_ms:.2f} ms less than with draft TP {of.draft_tp}" if of else ""
+        return f"{of.stage}: {less}" if of else None
+
     cells = [
         Cell("target TP", lambda r: r[0]),
         Cell("batch", lambda r: r[1]),
         Cell("best draft TP", lambda r: r[2].draft_tp),
         Cell("tied", lambda r: ", ".join(str(d.draft_tp) for d in r[2].tied) or None),
-        Cell("decided by", lambda r: _decision_in_words(r[2].decided_by)),
+        Cell("decided by", lambda r: decision(r[2].decided_by)),
         Cell("decoding", lambda r: r[2].decode_tokens_per_second, "tokens/s", 1),
     ]
     note = "Decided by: the stage in which a round saves most against the next best draft TP."
     return table_of(("degrees", "The best draft TP", note), rows, cells) if rows else None
-
-
-def _decision_in_words(decided: Decision | None) -> str | None:
-    if decided is None:
-        return None
-    less = f"{decided.saved_ms:.2f} ms less than with draft TP {decided.draft_tp}"
-    return f"{decided.stage}: {less}"
 
 
 def times_of_a_round(run: ReportedRun) -> Table:
@@ -284,6 +282,7 @@ def _pairs_table(
 ) -> Table | None:
     if not rows:
         return None
+    words = {None: "too few prompts for an interval", True: "tied", False: "differ"}
     cells = [
         Cell("arm", lambda r: arm_in_words(run, r[0].arm)),
         Cell("against", lambda r: arm_in_words(run, r[0].against)),
@@ -292,7 +291,7 @@ def _pairs_table(
         Cell("prompts", lambda r: r[2].num_prompts),
         Cell("ratio of speeds", lambda r: r[2].speed_ratio, "×", 2),
         Cell("95 % interval", lambda r: span(r[2].speed_ratio_ci)),
-        Cell("verdict", lambda r: _tie_in_words(r[2].tied)),
+        Cell("verdict", lambda r: words[r[2].tied]),
     ]
     name, title, note = texts
     if any(one.is_predicted for one, _, _ in rows):
@@ -303,12 +302,6 @@ def _pairs_table(
 def arm_in_words(run: ReportedRun, arm: Arm) -> str:
     """One side of a comparison: `draft-1b, k = 4`."""
     return f"{run.labels.get(arm.draft, arm.draft)}, k = {arm.k}" if arm.k else "no speculation"
-
-
-def _tie_in_words(tied: bool | None) -> str:
-    if tied is None:
-        return "too few prompts for an interval"
-    return "tied" if tied else "differ"
 
 
 _NOTE = (

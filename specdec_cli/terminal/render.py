@@ -209,7 +209,7 @@ def summary_table(
         if tinted:
             what.append(", in this colour", _ACCEPTED)
         table.add_row("accepted", rate, what)
-        among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
+        among = among_rounds(metrics)
         table.add_row(
             "tokens a round",
             f"{metrics.mean_acceptance_length:.2f}",
@@ -249,7 +249,7 @@ def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
         f"{metrics.decode_tokens_per_second:.1f} tokens/s decoding, k={metrics.k}"
     )
     if metrics.num_drafts:
-        among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
+        among = among_rounds(metrics)
         line += (
             f", {metrics.mean_acceptance_length:.2f} tokens a round{among}, "
             f"{100 * (metrics.draft_acceptance_rate or 0):.0f}% of proposals accepted"

@@ -180,7 +180,7 @@ def point_line(point: Point) -> str:
         line += f", {point.speedup:.2f}x{cell.span_after(point.speedup_ci)}"
     if metrics.mean_acceptance_length is None:
         return f"{line}, acceptance not known"
-    among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
+    among = among_rounds(metrics)
     return f"{line}, {metrics.mean_acceptance_length:.2f} tokens a round{among}"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from specdec_cli.core.figures import Metrics
 from specdec_cli.experiment.statistics import factors, stats
 
 PROOF = Path(__file__).parents[2] / "scripts" / "proofs" / "intervals.py"
@@ -44,7 +45,8 @@ def test_rounds_without_proposals_are_told_where_they_count(
     drafts: int, without: int, rate: float | None
 ) -> None:
     """They are shown beyond one in ten, unless nothing was ever proposed."""
-    assert stats.proposing_rate(drafts, without) == (pytest.approx(rate) if rate else None)
+    counts = Metrics.model_construct(num_drafts=drafts, num_rounds_without_proposal=without)
+    assert stats.proposing_rate(counts) == (pytest.approx(rate) if rate else None)
 
 
 def test_measures_are_ratios_of_sums() -> None:

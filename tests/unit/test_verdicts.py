@@ -72,7 +72,6 @@ def test_as_many_prompts_as_are_called_for_decide(gain: float) -> None:
 
 
 def test_what_is_needed_in_words() -> None:
-    assert needed_in_words(None, 5, is_disturbed=False) == ""
     told = needed_in_words(Needed(prompts=1834, minutes=61.2), 5, is_disturbed=False)
     assert told == "; about 1,900 prompts like these would decide, in about 62 minutes"
     again = needed_in_words(Needed(prompts=5, minutes=0.2), 5, is_disturbed=True)

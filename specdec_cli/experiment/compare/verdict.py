@@ -14,9 +14,9 @@ from specdec_cli.experiment.compare.comparison_records import ComparisonRecords,
 from specdec_cli.experiment.folders.conclusions import BestPair, Decision, Degrees, Tokens
 from specdec_cli.experiment.folders.records import Pair, Point, Sample
 from specdec_cli.experiment.folders.samples import without_errors
-from specdec_cli.experiment.statistics import evidence, stats
+from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.statistics.evidence import judged
 from specdec_cli.experiment.statistics.factors import choose
-from specdec_cli.experiment.statistics.noise import doubt_in_words
 from specdec_cli.experiment.statistics.promise import compare_tokens
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed
 
@@ -61,12 +61,9 @@ def best_of(
     95 % over prompts; variation between starts of the ranks is not included. A cause is given only
     where stages differ beyond their intervals, in times that nothing disturbed.
     """
-    chosen = set(target_tps)
-    points = [
-        p
-        for p in records.points
-        if p.is_ok and p.target_tp in chosen and p.batch_size == batch_size
-    ]
+    chosen, settings = set(target_tps), records.settings
+    at = [p for p in records.points if p.is_ok and p.batch_size == batch_size]
+    points = [p for p in at if p.target_tp in chosen]
     candidates = [p for p in points if p.k > 0]
     if not candidates:
         reason = "no pair was measured"
@@ -74,26 +71,31 @@ def best_of(
             target_tp=None, draft_tp=None, k=None, tied=[], reason=reason, verdict="inconclusive"
         )
     best = max(candidates, key=_speed_of)
-    measures = _speeds(records, candidates)
+    # Over the prompts that all of them have.
+    own = [records.of(Pair.of(p), batch_size, settings.k) for p in candidates]
+    common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
     tied: list[Point] = []
-    if measures is not None:
-        choice = choose(measures, records.settings.seed)
+    if common:
+        measures = [measured_speed([samples[i] for i in common]) for samples in own]
+        choice = choose(measures, settings.seed)
         best = candidates[choice.best]
         tied = [candidates[i] for i in choice.tied if i != choice.best]
     plain = max((p for p in points if p.k == 0), key=_speed_of, default=None)
-    rival = _rival(best, candidates)
-    differing = _differing(records, best, rival) if rival is not None and not disturbed else {}
+    rivals = [p for p in candidates if p.target_tp == best.target_tp and p is not best]
+    rival = max(rivals, key=_speed_of, default=None)
+    differing, decided = dict[str, float](), None
+    if rival is not None and not disturbed:
+        differing = _differing(records, best, rival)
+        if stage := max(differing, key=lambda name: differing[name], default=None):
+            saved = differing[stage]
+            decided = Decision(stage=stage, saved_ms=saved, draft_tp=rival.draft_tp)
     gain = _against_plain(records, best, plain)
-    ends = None if gain is None else stats.interval(gain, records.settings.seed)
-    is_disturbed = bool(disturbed)
-    verdict = evidence.verdict_of(ends, [ends], is_disturbed=is_disturbed)
-    needed, told = None, doubt_in_words(disturbed)
-    if verdict == "inconclusive" and gain is not None:
-        count, seconds = len(gain.columns), _seconds(records, candidates)
-        needed = evidence.needed_for(
-            *(gain.value, ends, count, seconds, batch_size), is_disturbed=is_disturbed
-        )
-        told += evidence.needed_in_words(needed, count, is_disturbed=is_disturbed)
+    ends = None if gain is None else stats.interval(gain, settings.seed)
+    measured = None
+    if gain is not None:
+        seconds = _seconds(records, candidates)
+        measured = gain.value, ends, len(gain.columns), seconds, batch_size
+    verdict, needed, told = judged(ends, [ends], measured, disturbed)
     return BestPair(
         target_tp=best.target_tp,
         draft_tp=best.draft_tp,
@@ -103,7 +105,7 @@ def best_of(
         significant=verdict == "use",
         verdict=verdict,
         needed=needed,
-        decided_by=_decided_by(rival, differing),
+        decided_by=decided,
         decode_tokens_per_second=_speed_of(best),
         speedup=best.speedup,
         speedup_vs_equal_tp=best.speedup_vs_equal_tp,
@@ -165,14 +167,6 @@ def _speed_of(point: Point) -> float:
     return _metrics(point).decode_tokens_per_second
 
 
-def _speeds(records: ComparisonRecords, points: Sequence[Point]) -> list[SumRatio] | None:
-    """Decoding speeds over the prompts that all points have; None without any."""
-    settings = records.settings
-    own = [records.of(Pair.of(p), p.batch_size, settings.k) for p in points]
-    common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
-    return [measured_speed([samples[i] for i in common]) for samples in own] if common else None
-
-
 def _reason(
     best: Point, rival: Point | None, plain: Point | None, differing: Mapping[str, float]
 ) -> str:
@@ -184,20 +178,6 @@ def _reason(
         speed = f"{_speed_of(plain):.1f} tokens/s"
         said.append(f"no speculation at target TP {plain.target_tp} is faster still, {speed}")
     return "; ".join(said)
-
-
-def _rival(best: Point, candidates: Sequence[Point]) -> Point | None:
-    """The next best at the target TP of the best, or None."""
-    rivals = [p for p in candidates if p.target_tp == best.target_tp and p is not best]
-    return max(rivals, key=_speed_of, default=None)
-
-
-def _decided_by(rival: Point | None, differing: Mapping[str, float]) -> Decision | None:
-    """The stage that saves most of a round against the next best, and milliseconds."""
-    if rival is None or not differing:
-        return None
-    stage = max(differing, key=lambda name: differing[name])
-    return Decision(stage=stage, saved_ms=differing[stage], draft_tp=rival.draft_tp)
 
 
 def _saved(best: Point, rival: Point) -> dict[str, float]:
@@ -234,7 +214,10 @@ def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
     if abs(lengths[0] / lengths[1] - 1) > _SAME:
         said += f", and writes {lengths[0]:.2f} tokens, not {lengths[1]:.2f}"
     if told[:1] == ["draft"] and faster > 0:
-        said += f": {_why_draft(best, rival)}"
+        why = "sharing its weights saves the draft more than exchanges between its ranks cost"
+        if (best.draft_tp or 0) < (rival.draft_tp or 0):
+            why = "exchanges between its ranks cost the draft more than sharing its weights saves"
+        said += f": {why}"
     return said
 
 
@@ -243,32 +226,23 @@ def _difference(milliseconds: float) -> str:
     return f"{abs(milliseconds):.2f} ms {'less' if milliseconds >= 0 else 'more'}"
 
 
-def _why_draft(best: Point, rival: Point) -> str:
-    if (best.draft_tp or 0) < (rival.draft_tp or 0):
-        return "exchanges between its ranks cost the draft more than sharing its weights saves"
-    return "sharing its weights saves the draft more than exchanges between its ranks cost"
-
-
 def _flips(target_tp: int, row: Mapping[int, BestPair]) -> list[dict[str, Any]]:
     """The batch sizes at which the best draft TP of a target TP changes.
 
     is_tied: whether the previous best is still tied there.
     """
-    flips = []
     known = [(b, best) for b, best in sorted(row.items()) if best.draft_tp is not None]
-    for (_, before), (batch_size, best) in pairwise(known):
-        if before.draft_tp != best.draft_tp:
-            earlier = Degrees(target_tp=target_tp, draft_tp=before.draft_tp)
-            flips.append(
-                {
-                    "target_tp": target_tp,
-                    "batch_size": batch_size,
-                    "from": before.draft_tp,
-                    "to": best.draft_tp,
-                    "is_tied": earlier in best.tied,
-                }
-            )
-    return flips
+    return [
+        {
+            "target_tp": target_tp,
+            "batch_size": batch_size,
+            "from": before.draft_tp,
+            "to": best.draft_tp,
+            "is_tied": Degrees(target_tp=target_tp, draft_tp=before.draft_tp) in best.tied,
+        }
+        for (_, before), (batch_size, best) in pairwise(known)
+        if before.draft_tp != best.draft_tp
+    ]
 
 
 def summary_lines(verdict: Verdict) -> list[str]:
@@ -290,7 +264,9 @@ def summary_lines(verdict: Verdict) -> list[str]:
 def _line(size: str, best: BestPair, sizes: Mapping[str, BestPair]) -> str:
     where = f"batch size {size}: " if len(sizes) > 1 else ""
     doubt = "inconclusive: " if best.verdict == "inconclusive" else ""
-    return f"{where}{doubt}{best.reason}{_tied(best)}"
+    names = [f"{p.target_tp} x {p.draft_tp}" for p in best.tied]
+    tied = f" (tied: {', '.join(names)})" if names else ""
+    return f"{where}{doubt}{best.reason}{tied}"
 
 
 def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:
@@ -306,11 +282,6 @@ def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:
     for degree, group in groupby(row.items(), key=degree_of):
         parts.append(f"{degree} at batch size {', '.join(size for size, _ in group)}")
     return f"at target TP {target_tp} the best draft TP is {'; '.join(parts)}"
-
-
-def _tied(best: BestPair) -> str:
-    names = [f"{p.target_tp} x {p.draft_tp}" for p in best.tied]
-    return f" (tied: {', '.join(names)})" if names else ""
 
 
 def tokens_of(records: ComparisonRecords) -> Tokens:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from specdec_cli.experiment.folders.records import Key, Stretch
 from specdec_cli.experiment.load.goodput import FEWEST
@@ -114,7 +113,11 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
     count = len(under_way)
     if count < FEWEST or num_answered >= _SHARE * count:
         return False
-    first, last = (_means(part) for part in (under_way[: count // 3], under_way[-(count // 3) :]))
+    thirds = under_way[: count // 3], under_way[-(count // 3) :]
+    first, last = (
+        np.array([part.mean() for part in np.array_split(np.asarray(third, float), _BLOCKS)])
+        for third in thirds
+    )
     grown = last.mean() - first.mean()
     error = ((first.var(ddof=1) + last.var(ddof=1)) / _BLOCKS) ** 0.5
     behind = _ERRORS * (2 * max(1.0, first.mean())) ** 0.5
@@ -123,7 +126,3 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
         and grown > _ERRORS * error
         and count - num_answered > behind
     )
-
-
-def _means(values: Sequence[int]) -> npt.NDArray[np.float64]:
-    return np.array([part.mean() for part in np.array_split(np.asarray(values, float), _BLOCKS)])

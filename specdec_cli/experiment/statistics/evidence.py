@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Needed, Verdict
 from specdec_cli.experiment.statistics.stats import student
 
@@ -28,6 +29,29 @@ def verdict_of(chosen: Ends, others: Iterable[Ends], *, is_disturbed: bool) -> V
     return "none" if is_none else "inconclusive"
 
 
+def judged(
+    chosen: Ends,
+    others: Sequence[Ends],
+    leader: tuple[float, Ends, int, float, int] | None,
+    disturbed: Sequence[Notice],
+) -> tuple[Verdict, Needed | None, str]:
+    """The verdict, the measurement that would decide where nothing does, and both in words, to
+    follow a reason.
+
+    chosen, others: as for `verdict_of`. leader: what `needed_for` takes, of the fastest point with
+    proposals; None without. disturbed: signs that something disturbed the times.
+    """
+    is_disturbed = bool(disturbed)
+    verdict = verdict_of(chosen, others, is_disturbed=is_disturbed)
+    codes = ", ".join(dict.fromkeys(one.code for one in disturbed))
+    told = f"; not called significant, since times were disturbed ({codes})" if codes else ""
+    if verdict != "inconclusive" or leader is None:
+        return verdict, None, told
+    needed = needed_for(*leader, is_disturbed=is_disturbed)
+    told += needed_in_words(needed, leader[2], is_disturbed=is_disturbed)
+    return verdict, needed, told
+
+
 def needed_for(
     gain: float, ends: Ends, count: int, seconds: float, batch_size: int, *, is_disturbed: bool
 ) -> Needed:
@@ -50,13 +74,9 @@ def needed_for(
     return Needed(prompts=prompts, minutes=minutes)
 
 
-def needed_in_words(needed: Needed | None, count: int, *, is_disturbed: bool) -> str:
-    """`; about 60 prompts like these would decide, in about 4 minutes`; "" if nothing is needed.
-
-    count: of the prompts that were measured.
-    """
-    if needed is None:
-        return ""
+def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
+    """`; about 60 prompts like these would decide, in about 4 minutes`. count: of the prompts that
+    were measured."""
     which = f"about {_rounded(needed.prompts):,} prompts like these"
     if needed.prompts == count:
         which = "the same prompts again"

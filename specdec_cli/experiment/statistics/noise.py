@@ -351,9 +351,3 @@ def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
 def disturbances(warnings: Iterable[Notice]) -> list[Notice]:
     """The warnings over which nothing is called significant."""
     return [one for one in warnings if one.code in DISTURBED]
-
-
-def doubt_in_words(disturbed: Iterable[Notice]) -> str:
-    """A suffix of a recommendation over disturbed times; "" over quiet ones."""
-    codes = ", ".join(dict.fromkeys(one.code for one in disturbed))
-    return f"; not called significant, since times were disturbed ({codes})" if codes else ""

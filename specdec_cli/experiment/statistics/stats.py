@@ -13,6 +13,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from specdec_cli.core.figures import Metrics
 from specdec_cli.experiment.folders.records import Sample
 from specdec_cli.experiment.folders.samples import Samples
 
@@ -67,22 +68,20 @@ def mean_acceptance_length(accepted: Sequence[float], drafts: Sequence[float]) -
     return SumRatio(np.stack((a + d, d), axis=1), (1, -1))
 
 
-def proposing_rate(num_drafts: int | None, num_without: int) -> float | None:
+def proposing_rate(metrics: Metrics) -> float | None:
     """The share of a run's rounds that proposed anything; None if it is nearly all, or unknown.
 
     `mean_acceptance_length` is over these rounds only. A draft model proposes in all rounds except
-    a text's last; n-grams may find nothing in most. num_without: `num_rounds_without_proposal`.
+    a text's last; n-grams may find nothing in most.
     """
-    if num_drafts is None:
-        return None
-    rounds = num_drafts + num_without
-    is_telling = num_drafts > 0 and num_without > _FEW_WITHOUT * rounds
-    return num_drafts / rounds if is_telling else None
+    drafts, without = metrics.num_drafts or 0, metrics.num_rounds_without_proposal
+    is_telling = drafts > 0 and without > _FEW_WITHOUT * (drafts + without)
+    return drafts / (drafts + without) if is_telling else None
 
 
-def among_rounds(num_drafts: int | None, num_without: int) -> str:
+def among_rounds(metrics: Metrics) -> str:
     """A suffix that says over which rounds an acceptance length is; "" if over nearly all."""
-    rate = proposing_rate(num_drafts, num_without)
+    rate = proposing_rate(metrics)
     return "" if rate is None else f" in the {100 * rate:.0f}% that proposed"
 
 

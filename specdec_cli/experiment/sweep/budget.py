@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.duration import Speeds, in_words, own_plan, speeds_of, total_seconds
-from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.recipe import Recipe
 
@@ -74,15 +73,13 @@ def _sizes(plan: SweepPlan) -> Iterator[Fit]:
 def _seconds(plan: SweepPlan, size: Fit, speeds: Speeds) -> float:
     """About how long a sweep of this size takes."""
     s = plan.settings
-    jobs = dict(zip(s.drafts, (_sized(job, size) for job in plan.jobs), strict=True))
+    jobs = {}
+    for draft, job in zip(s.drafts, plan.jobs, strict=True):
+        recipe = of_size(job.plan.recipe, size)
+        own = replace(job.plan, recipe=recipe, own=replace(own_plan(job), recipe=recipe))
+        jobs[draft] = replace(job.part(0, size.prompts), plan=own)
     by_key = {key: jobs.get(key.draft, jobs[s.drafts[0]]) for key in s.measured_keys}
     return total_seconds(by_key, has_curve=max(s.ks) > 0, speeds=speeds)
-
-
-def _sized(job: Job, size: Fit) -> Job:
-    recipe = of_size(job.plan.recipe, size)
-    plan = replace(job.plan, recipe=recipe, own=replace(own_plan(job), recipe=recipe))
-    return replace(job.part(0, size.prompts), plan=plan)
 
 
 def of_size(recipe: Recipe, size: Fit) -> Recipe:

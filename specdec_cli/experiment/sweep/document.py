@@ -123,7 +123,8 @@ def sweep_document(
     failures: of this run of the command. check: of losslessness, if one was asked for.
     """
     is_closed = settings.offered is None
-    tokens = tokens_of(settings, records)
+    samples = {key: records.samples[key] for key in sorted(records.samples, key=order_of(settings))}
+    tokens = compare_tokens(settings, samples)
     told = [
         *warnings,
         *(noise_in(records.samples) if is_closed else load_warnings(points)),
@@ -215,12 +216,6 @@ def gains_of(
         return measured_gains(points, records.samples)
     forecasts = {d: forecasts_of(settings, records, d, batch_size) for d in settings.drafts}
     return predicted_gains(points, forecasts)
-
-
-def tokens_of(settings: SweepSettings, records: SweepRecords) -> Tokens:
-    """The document's `tokens`: whether every k wrote the same."""
-    keys = sorted(records.samples, key=order_of(settings))
-    return compare_tokens(settings, {key: records.samples[key] for key in keys})
 
 
 def order_of(settings: SweepSettings) -> Callable[[Key], tuple[float, ...]]:

@@ -124,7 +124,12 @@ def compare_arms(
 
     Plain decoding is an arm too. All are compared on the same prompts.
     """
-    arms = sorted(_fastest_of_each(gains), key=gains.value, reverse=True)
+    fastest: dict[str | None, Point] = {}
+    for point in gains.points:
+        name = point.draft if point.k else None
+        if name not in fastest or gains.value(point) > gains.value(fastest[name]):
+            fastest[name] = point
+    arms = sorted(fastest.values(), key=gains.value, reverse=True)
     return [
         Comparison(
             batch_size=arm.batch_size,
@@ -139,16 +144,6 @@ def compare_arms(
         )
         for arm, other in combinations(arms, 2)
     ]
-
-
-def _fastest_of_each(gains: Gains) -> list[Point]:
-    """The fastest point of each draft with proposals, and k = 0 once."""
-    found: dict[str | None, Point] = {}
-    for point in gains.points:
-        name = point.draft if point.k else None
-        if name not in found or gains.value(point) > gains.value(found[name]):
-            found[name] = point
-    return list(found.values())
 
 
 def _figures(ratio: Measure, seed: int) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Fastest
 from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.samples import Samples, prompts_by_category
-from specdec_cli.experiment.statistics.evidence import needed_for, needed_in_words, verdict_of
+from specdec_cli.experiment.statistics.evidence import judged
 from specdec_cli.experiment.statistics.factors import choose
-from specdec_cli.experiment.statistics.noise import doubt_in_words
 from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.experiment.sweep.gains import Gains, seconds_of
 
@@ -41,24 +40,25 @@ def recommend(
     proposing = [p for p in candidates if p.k]
     ends = [gains.interval(p) for p in proposing]
     own = gains.interval(chosen) if chosen.k else None
-    is_disturbed = bool(disturbed)
-    verdict = verdict_of(own, ends, is_disturbed=is_disturbed)
-    needed = None
-    if verdict == "inconclusive" and proposing:
-        leader = max(proposing, key=gains.value)
-        found = gains.value(leader), gains.interval(leader), len(gains.prompts), gains.seconds
-        needed = needed_for(*found, leader.batch_size, is_disturbed=is_disturbed)
+    found = None
+    if (leader := max(proposing, key=gains.value, default=None)) is not None:
+        measured = len(gains.prompts), gains.seconds
+        found = gains.value(leader), gains.interval(leader), *measured, leader.batch_size
+    verdict, needed, doubt = judged(own, ends, found, disturbed)
+    basis = ""
+    if gains.is_predicted:
+        parts = "1 part" if gains.num_parts == 1 else f"{gains.num_parts} parts"
+        basis = f"predicted from the texts of the largest k and {parts} of the time curve: "
     told = _reason(
         *(chosen, fastest, gains, min(same_draft)),
         with_draft=has_several_drafts(points),
         is_open=verdict == "inconclusive",
     )
-    why = f"{_basis(gains)}{told}{doubt_in_words(disturbed)}"
     return Best(
         k=chosen.k,
         draft=chosen.draft if chosen.k else None,
         tied=sorted(same_draft),
-        reason=why + needed_in_words(needed, len(gains.prompts), is_disturbed=is_disturbed),
+        reason=f"{basis}{told}{doubt}",
         speedup=gains.value(chosen),
         fastest=Fastest(
             k=fastest.k, draft=fastest.draft if fastest.k else None, speedup=gains.value(fastest)
@@ -126,15 +126,6 @@ def _pays(point: Point, gains: Gains) -> bool:
     """Whether a point is faster than k = 0 beyond chance, or at all if it has no interval."""
     ends = gains.interval(point)
     return point.k > 0 and (ends[0] if ends is not None else gains.value(point)) > 1.0
-
-
-def _basis(gains: Gains) -> str:
-    """The measurements that predictions rest on."""
-    if not gains.is_predicted:
-        return ""
-    parts = gains.num_parts
-    timed = "part" if parts == 1 else "parts"
-    return f"predicted from the texts of the largest k and {parts} {timed} of the time curve: "
 
 
 def _reason(

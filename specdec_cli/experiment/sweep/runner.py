@@ -58,7 +58,11 @@ class Sweep(Running):
     @property
     def notices(self) -> list[Notice]:
         """Warnings about the machine, and the way in which this run measured."""
-        found = [*self._watch.notices(), *self._seams()]
+        found = self._watch.notices()
+        for key, earlier in self._earlier.items():  # times that changed where this process went on
+            size = key.batch_size
+            own = {of: s for of, s in self.records.samples.items() if of.batch_size == size}
+            found += seams_in(own, earlier)
         if not self._arms.alternates:
             return found
         told = (
@@ -67,15 +71,6 @@ class Sweep(Running):
             "also compares different minutes; a smaller --batch-size may let them fit"
         )
         return [*found, Notice("arms_alternate", told, {"most_passes": _MOST_PASSES})]
-
-    def _seams(self) -> list[Notice]:
-        """Warnings of times that changed where this process went on with a folder's samples."""
-        found = []
-        for key, earlier in self._earlier.items():
-            size = key.batch_size
-            own = {of: s for of, s in self.records.samples.items() if of.batch_size == size}
-            found += seams_in(own, earlier)
-        return found
 
     def run(self) -> list[Point]:
         """Measure what is not recorded yet. Returns the points of the whole sweep, on rank 0.
@@ -242,8 +237,13 @@ class Sweep(Running):
                                 if part not in self.records.costs[key]:
                                     unit = units[key.draft][number]
                                     self._guarded(key, partial(self._cost, loop, unit, key, part))
-                at_unit = {key: units[key.draft][number] for key in keys}
-                loop.measure(self._without_samples(at_unit), number)
+                left = dict[Key, Job]()
+                for key in keys:
+                    unit = units[key.draft][number]
+                    missing = {p.index for p in unit.prompts} - self.records.samples[key].keys()
+                    if missing and key.k in settings.measured_ks:
+                        left[key] = unit.only(missing.__contains__)
+                loop.measure(left, number)
                 self._watch.look()
                 if batch_size == settings.batch_sizes[0]:
                     for name, session in sessions.items():
@@ -281,15 +281,6 @@ class Sweep(Running):
                 job = job.part(0, PROMPTS)
                 written, plain = (greedy_texts(session, job, k, self.world) for k in (key.k, 0))
             self.check.compare(session, key, texts_of(job, written, plain))
-
-    def _without_samples(self, units: Mapping[Key, Job]) -> dict[Key, Job]:
-        """The prompts of a unit that have no sample yet, by point."""
-        found = {}
-        for key, unit in units.items():
-            missing = {p.index for p in unit.prompts} - self.records.samples[key].keys()
-            if missing and key.k in self.plan.settings.measured_ks:
-                found[key] = unit.only(missing.__contains__)
-        return found
 
     def _cost(self, loop: MeasuringLoop, unit: Job, key: Key, part: int) -> None:
         """Measure one part of the time curve at one k, on the prompts of a unit."""

@@ -47,20 +47,15 @@ def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
     drafting = stage_ms.pop("draft_ms") + stage_ms["commit_ms"]
     experts = [p.distinct_experts for p in parts.values() if p.distinct_experts is not None]
     are_counted = bool(experts) and len(experts) == len(parts)
+    costs = list(cost_by_part(parts.values()).values())
     return key.as_dict() | {
         "rounds": total,
         "draft_ms_per_step": drafting / key.k if key.k else None,
         **stage_ms,
         "round_ms": sum(part.decode_seconds for part in parts.values()) * 1e3 / rounds,
-        "seconds_per_sequence_round": seconds_per_round(parts.values()),
+        "seconds_per_sequence_round": midmean(costs) if costs else None,
         **given(distinct_experts=sum(experts) / rounds if are_counted else None),
     }
-
-
-def seconds_per_round(parts: Iterable[CurvePart]) -> float | None:
-    """The time of one sequence's round, over parts in which a prompt could run; None without."""
-    found = list(cost_by_part(parts).values())
-    return midmean(found) if found else None
 
 
 def cost_by_part(parts: Iterable[CurvePart]) -> dict[int, float]:

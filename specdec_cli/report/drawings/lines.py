@@ -85,17 +85,16 @@ def draw_predictions(figure: Any, run: ReportedRun) -> bool:
         axis.axhline(0, color=canvas.FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
         axis.axhspan(-_BAND, _BAND, color=canvas.FAINT, alpha=0.15, linewidth=0)
 
+    def ends(point: Point) -> Sequence[float] | None:
+        found = point.prediction and point.prediction.speedup_error_ci
+        return [100 * end for end in found] if found else None
+
     def draw(line: Line) -> None:
-        line.plot(lambda p: percent(residual(p)), _error_span, linestyle="none")
+        line.plot(lambda p: percent(residual(p)), ends, linestyle="none")
 
     panels = placed(run, lambda p: residual(p) is not None)
     label = "predicted over measured (%)"
     return bool(draw_panels(figure, run, panels, draw, label, begin, is_titled=False))
-
-
-def _error_span(point: Point) -> Sequence[float] | None:
-    ends = point.prediction.speedup_error_ci if point.prediction is not None else None
-    return None if ends is None else [100 * end for end in ends]
 
 
 def draw_speeds(figure: Any, run: ReportedRun) -> bool:

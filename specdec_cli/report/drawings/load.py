@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specdec_cli.experiment.folders.records import Point
+from specdec_cli.report.cells import number
 from specdec_cli.report.drawings import canvas
 from specdec_cli.report.findings import Finding
 from specdec_cli.report.folder import ReportedRun
-
-_Figure = Callable[[Point], float | None]
 
 
 def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
@@ -16,10 +15,12 @@ def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
     points = [p for p in run.points if p.load is not None and p.request_rate != "inf"]
     if not points:
         return False
-    goodput: _Figure = lambda p: p.load.goodput if p.load is not None else None  # noqa: E731
-    shown: list[tuple[str, _Figure]] = [("mean time of a request, ms", _mean)]
-    if any(goodput(p) is not None for p in points):
-        shown.insert(0, ("goodput, requests/s", goodput))
+    shown: list[tuple[str, Callable[[Point], float | None]]] = [
+        ("goodput, requests/s", lambda p: p.load.goodput if p.load is not None else None),
+        ("mean time of a request, ms", number("e2el_ms", "mean")),
+    ]
+    if all(p.load is None or p.load.goodput is None for p in points):
+        del shown[0]
     axes = canvas.make_axes(figure, len(shown) + 1, 3.1, shares_y=False)
     lines: dict[tuple[str, int], list[Point]] = {}
     for point in points:
@@ -49,8 +50,3 @@ def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
     canvas.label_axes(axes, "requests a second", "")
     canvas.add_legend(figure, axes)
     return True
-
-
-def _mean(point: Point) -> float | None:
-    found = point.metrics.e2el_ms if point.metrics is not None else None
-    return None if found is None else found.mean

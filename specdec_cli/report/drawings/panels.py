@@ -1,6 +1,6 @@
 """The arrangement of points in drawings: a panel for each setting, a line for each draft."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,10 @@ def draw_panels(
     panels = dict(list(panels.items())[:MOST_PANELS])
     if not panels:
         return []
-    names = series_of(run, panels)
+    # In an order that gives each line its colour in every drawing.
+    names = sorted({name for lines in panels.values() for name in lines})
+    if run.is_comparison:
+        names.sort(key=first_number)
     axes: list[Any] = canvas.make_axes(figure, len(panels), 3.1)
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         begin(axis)
@@ -108,12 +111,6 @@ def set_x_ticks(axis: Any, run: ReportedRun, ticks: set[int]) -> None:
         axis.set_xlim(min(shown) / 1.4, max(shown) * 1.4)
     else:
         axis.set_xticks(shown[:: -(-len(shown) // 12)])
-
-
-def series_of(run: ReportedRun, panels: Mapping[str, Iterable[str]]) -> list[str]:
-    """The names of all lines, in an order that gives each one its colour in every drawing."""
-    names = {name for lines in panels.values() for name in lines}
-    return sorted(names, key=first_number) if run.is_comparison else sorted(names)
 
 
 def first_number(text: str) -> tuple[int, str]:
