@@ -144,9 +144,9 @@ def kept_settings(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
         return {}
     names = {one.name for one in fields(kind)}
     with suppress(RecursionError):
-        if isinstance(found, dict) and names == found.keys():
-            if file.get("hash") == text.digest(found):
-                return found
+        is_whole = isinstance(found, dict) and names == found.keys()
+        if is_whole and file.get("hash") == text.digest(found):
+            return dict(found)
     told = f"{path / SETTINGS}: no settings of a {kind.kind.partition(' ')[0]}"
     raise SetupError(told, "the file was damaged or edited")
 
