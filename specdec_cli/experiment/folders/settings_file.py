@@ -139,14 +139,14 @@ def kept_settings(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
     """
     refuse_special_files(path)
     file = read_settings_file(path)
-    found = file.get("settings")
-    if isinstance(found, dict) and kind.mark not in found:
+    kept = file.get("settings")
+    found: dict[str, Any] = kept if isinstance(kept, dict) else {}
+    if found and kind.mark not in found:
         return {}
-    names = {one.name for one in fields(kind)}
+    is_whole = {one.name for one in fields(kind)} == found.keys()
     with suppress(RecursionError):
-        is_whole = isinstance(found, dict) and names == found.keys()
         if is_whole and file.get("hash") == text.digest(found):
-            return dict(found)
+            return found
     told = f"{path / SETTINGS}: no settings of a {kind.kind.partition(' ')[0]}"
     raise SetupError(told, "the file was damaged or edited")
 
