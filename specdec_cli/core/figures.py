@@ -7,7 +7,6 @@ device's clock. Imports no torch.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, Self
 
 import numpy as np
@@ -266,18 +265,6 @@ class Metrics(Acceptance, Times):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class RunTimes:
-    """Sums of prompts' shares in a run's time, rounds and stages, and experts read if there are
-    any."""
-
-    num_rounds: float = 0.0  # a whole number but for rounding, of the prompts of a whole run
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    stage_ms: dict[str, float] = field(default_factory=dict)
-    distinct_experts: float | None = None
-
-
 class Counts(Protocol):
     """The counts of one prompt's rounds."""
 
@@ -297,16 +284,13 @@ def summarise(seqs: list[types.Sequence], k: int, batch_size: int) -> Metrics:
     """Metrics of a finished run over `seqs`, without sequences that ended in an error."""
     done = [s for s in seqs if s.finish_reason != "error"]
     experts = [s.experts_share for s in done if s.experts_share is not None]
-    times = RunTimes(
+    return metrics_of(
+        done,
         num_rounds=sum(s.round_share for s in done),
         prefill_seconds=sum(s.prefill_seconds for s in done),
         decode_seconds=sum(s.decode_seconds for s in done),
         stage_ms={x: sum(s.stage_ms.get(x, 0.0) for s in done) for x in STAGES},
         distinct_experts=sum(experts) if experts else None,
-    )
-    return metrics_of(
-        done,
-        times,
         k=k,
         batch_size=batch_size,
         num_output_tokens=sum(s.num_new_tokens for s in done),
@@ -331,35 +315,47 @@ def mean_parts(parts: Iterable[dict[str, float] | None]) -> dict[str, dict[str, 
 
 
 def metrics_of(
-    done: Sequence[Counts], times: RunTimes, k: int, num_output_tokens: int, **others: Any
+    done: Sequence[Counts],
+    *,
+    num_rounds: float,
+    prefill_seconds: float,
+    decode_seconds: float,
+    stage_ms: dict[str, float],
+    distinct_experts: float | None,
+    k: int,
+    num_output_tokens: int,
+    **others: Any,
 ) -> Metrics:
-    """The metrics of prompts that could run. others: figures that do not follow from the rest."""
-    rounds = times.num_rounds or 1
+    """The metrics of prompts that could run, from the sums of their shares in the run's time,
+    rounds and stages, and of experts read.
+
+    num_rounds: a whole number but for rounding, of the prompts of a whole run. others: figures that
+    do not follow from the rest.
+    """
+    rounds = num_rounds or 1
     from_prefill = sum(s.num_tokens_from_prefill for s in done)
-    seconds = times.prefill_seconds + times.decode_seconds
-    means = {f"{stage}_ms": spent / rounds for stage, spent in times.stage_ms.items()}
+    seconds = prefill_seconds + decode_seconds
+    means = {f"{stage}_ms": spent / rounds for stage, spent in stage_ms.items()}
     if shares := sum(len(s.proposed_per_round) + s.rounds_without_proposal for s in done):
         means["tokens_per_round"] = num_output_tokens / shares
-    if times.distinct_experts is not None:
-        means["distinct_experts"] = times.distinct_experts / rounds
+    if distinct_experts is not None:
+        means["distinct_experts"] = distinct_experts / rounds
     if from_prefill:
         others["num_tokens_from_prefill"] = from_prefill
     return Metrics(
         k=k,
         num_prompts=len(done),
         num_output_tokens=num_output_tokens,
-        num_rounds=round(times.num_rounds),
+        num_rounds=round(num_rounds),
         num_rounds_without_proposal=sum(s.rounds_without_proposal for s in done),
         num_preemptions=sum(s.num_preemptions for s in done),
-        round_ms=times.decode_seconds * 1e3 / rounds,
-        prefill_ms=times.prefill_seconds * 1e3 / max(1, len(done)),
-        prefill_seconds=times.prefill_seconds,
-        decode_seconds=times.decode_seconds,
+        round_ms=decode_seconds * 1e3 / rounds,
+        prefill_ms=prefill_seconds * 1e3 / max(1, len(done)),
+        prefill_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
         output_tokens_per_second=num_output_tokens / seconds if seconds else 0.0,
         decode_tokens_per_second=(
-            (num_output_tokens - from_prefill) / times.decode_seconds
-            if times.decode_seconds
-            else 0.0
+            (num_output_tokens - from_prefill) / decode_seconds if decode_seconds else 0.0
         ),
         **means | others | acceptance_of(done, k).as_dict(),
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_cli.core.figures import STAGES, Metrics, RunTimes, Spread, mean_parts, metrics_of
+from specdec_cli.core.figures import STAGES, Metrics, Spread, mean_parts, metrics_of
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment.folders.records import BreakEven, CategoryMetrics, Key, Point, Sample
 from specdec_cli.experiment.folders.samples import Samples, why_none, without_errors
@@ -128,16 +128,13 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     if any(s.engine is not None for s in done):
         return served_metrics(done, key)
     decode = sum(s.usual_seconds for s in done)
-    times = RunTimes(
+    return metrics_of(
+        done,
         num_rounds=sum(s.usual_mean(s.round_share) for s in done),
         prefill_seconds=sum(s.usual_mean(s.seconds) for s in done) - decode,
         decode_seconds=decode,
         stage_ms={x: sum(s.usual_mean(s.stage_ms.get(x, [])) for s in done) for x in STAGES},
         distinct_experts=_experts_read(done),
-    )
-    return metrics_of(
-        done,
-        times,
         k=key.k,
         batch_size=key.batch_size,
         num_output_tokens=sum(s.num_output_tokens for s in done),

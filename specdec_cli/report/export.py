@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 
 from specdec_cli.core.figures import STAGES, TTFT_PARTS
-from specdec_cli.experiment.folders.conclusions import CategoryComparison, Comparison
+from specdec_cli.experiment.folders.conclusions import SpeedRatio
 from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.cells import PERCENTILES, Column, Table, Value, is_text
 from specdec_cli.report.content import Content
@@ -113,7 +113,7 @@ def raw_comparisons(run: ReportedRun) -> Table:
             **{"draft": one.arm.draft, "k": one.arm.k},
             **{"against_draft": one.against.draft, "against_k": one.against.k},
         }
-        parts: list[tuple[str | None, Comparison | CategoryComparison]] = [(None, one)]
+        parts: list[tuple[str | None, SpeedRatio]] = [(None, one)]
         for name, part in (*parts, *one.per_category.items()):
             figures = {"num_prompts": part.num_prompts, "speed_ratio": part.speed_ratio}
             rows.append(setting | {"category": name} | figures | _ends("speed_ratio", part))

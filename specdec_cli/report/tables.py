@@ -10,11 +10,11 @@ from specdec_cli.core.figures import TTFT_PARTS, stages_in
 from specdec_cli.experiment.folders.conclusions import (
     Arm,
     Best,
-    CategoryComparison,
     Comparison,
     ComparisonSummary,
     Decision,
     Fastest,
+    SpeedRatio,
 )
 from specdec_cli.experiment.folders.records import BreakEven, Point
 from specdec_cli.report import cells as cell
@@ -278,7 +278,7 @@ def _pairs_of_drafts(run: ReportedRun) -> Sequence[Comparison]:
 def _pairs_table(
     run: ReportedRun,
     texts: tuple[str, str, str],
-    rows: Sequence[tuple[Comparison, str, Comparison | CategoryComparison]],
+    rows: Sequence[tuple[Comparison, str, SpeedRatio]],
 ) -> Table | None:
     if not rows:
         return None

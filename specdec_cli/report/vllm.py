@@ -7,7 +7,7 @@ Names are those of vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). Runs nothin
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -39,16 +39,6 @@ class Deployment:
     places: list[str] = field(default_factory=list)
 
 
-def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
-    """The config for the best point, by batch size if k changes with it; None without a point."""
-    found = _deployment(run, bests)
-    if found is None:
-        return None
-    places = _in_place_of(run, bests, found.command)
-    told = [answer(run, b) for b in bests if b.point is not None or b.is_open]
-    return replace(found, recommendation=told, notes=[*found.notes, *places], places=places)
-
-
 def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> list[str]:
     """Notes on models of the command that servers do not find by the names used here."""
     drafts = [b.point.draft for b in bests if b.point is not None and not b.point.is_baseline]
@@ -75,10 +65,31 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
     return notes
 
 
-def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
+def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
+    """The config for the best point, by batch size if k changes with it; None without a point."""
     found = [b for b in bests if b.point is not None or b.is_open]
     if not found:
         return None
+    recommendation = [answer(run, best) for best in found]
+
+    def deployed(
+        config: dict[str, Any] | None, point: Point | None, notes: list[str], **more: Any
+    ) -> Deployment:
+        parts = ["vllm", "serve", target, *_flags(run, point, "--tensor-parallel-size")]
+        if config is not None:
+            parts += ["--speculative-config", json.dumps(config)]
+        command = shlex.join(parts)
+        places = _in_place_of(run, bests, command)
+        return Deployment(
+            config,
+            more.get("rehearsal"),
+            command,
+            [*notes, *places],
+            recommendation,
+            more.get("sglang"),
+            places,
+        )
+
     decided = [b for b in found if not b.is_open]
     speculating = [b.point for b in decided if b.point is not None and not b.point.is_baseline]
     target = str(run.setting("target", "model") or "TARGET")
@@ -90,14 +101,13 @@ def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None
         )
         if undecided:
             note = f"Nothing is advised: {' '.join(undecided)}"
-        commands = _command(run, target, None, None), [note]
-        return Deployment(None, None, *commands, sglang_command=_sglang(run, target, None))
+        return deployed(None, None, [note], sglang=_sglang(run, target, None))
     # vLLM runs one draft: that of the smallest batch, where speculation pays most.
     chosen = speculating[0]
     largest = max((p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k)
     config, notes = _config(run, largest)
     if config is None:
-        return Deployment(None, None, _command(run, target, None, None), notes)
+        return deployed(None, None, notes)
     rehearsal = _rehearsal(config, largest)
     notes += [f"Not decided: {told}" for told in undecided]
     if schedule := _schedule(decided, chosen.draft):
@@ -116,9 +126,8 @@ def _deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None
             "Another draft is best at other batch sizes; vLLM runs one. This is the draft of the "
             "smallest batch."
         )
-    command = _command(run, target, largest, config)
     sglang = _sglang(run, target, largest)
-    return Deployment(config, rehearsal, command, notes, sglang_command=sglang)
+    return deployed(config, largest, notes, rehearsal=rehearsal, sglang=sglang)
 
 
 def _method(run: ReportedRun, point: Point) -> str:
@@ -194,15 +203,6 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
         return None
     falling = [round(min(rates[: i + 1]), 6) for i in range(len(rates))]
     return found | {"synthetic_acceptance_rates": falling}
-
-
-def _command(
-    run: ReportedRun, target: str, point: Point | None, config: dict[str, Any] | None
-) -> str:
-    parts = ["vllm", "serve", target, *_flags(run, point, "--tensor-parallel-size")]
-    if config is not None:
-        parts += ["--speculative-config", json.dumps(config)]
-    return shlex.join(parts)
 
 
 def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:

@@ -19,9 +19,9 @@ from specdec_cli.core.figures import stages_in
 from specdec_cli.experiment.folders.conclusions import (
     Arm,
     Best,
-    CategoryComparison,
     Comparison,
     Fastest,
+    SpeedRatio,
 )
 from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Pair, Point, Sample
 from specdec_cli.experiment.folders.samples import without_errors
@@ -372,7 +372,7 @@ def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Tab
     return tables
 
 
-def _verdict(found: Comparison | CategoryComparison) -> str:
+def _verdict(found: SpeedRatio) -> str:
     if found.tied is None:
         return "too few prompts" if found.num_prompts < FEWEST else "no interval"
     return "tied" if found.tied else ""

@@ -137,8 +137,12 @@ class MemoryCost(Record):
     draft_tp: Count | None = None
 
 
-class CategoryComparison(Record):
-    """The figures of a `Comparison` over the prompts of one category."""
+class SpeedRatio(Record):
+    """The figures of a `Comparison`, over all prompts or those of one category.
+
+    num_prompts: those that all arms have. speed_ratio: the arm's decoding speed over the other's,
+    on these. tied: whether the interval contains 1; None without an interval.
+    """
 
     num_prompts: Count
     speed_ratio: Figure
@@ -146,23 +150,15 @@ class CategoryComparison(Record):
     tied: bool | None
 
 
-class Comparison(Record):
+class Comparison(SpeedRatio):
     """An entry of a sweep's `comparisons`: one arm against another, each at its fastest k.
-
-    num_prompts: those that all arms have. speed_ratio: the arm's decoding speed over the other's,
-    on these. tied: whether the interval contains 1; None without an interval. is_predicted:
-    whether speeds are predicted.
-    """
+    is_predicted: whether speeds are predicted."""
 
     batch_size: Count
     arm: Arm
     against: Arm
     is_predicted: bool
-    num_prompts: Count
-    speed_ratio: Figure
-    speed_ratio_ci: Interval
-    tied: bool | None
-    per_category: dict[Name, CategoryComparison] = Field(default_factory=dict)
+    per_category: dict[Name, SpeedRatio] = Field(default_factory=dict)
 
 
 class Diverging(Record):

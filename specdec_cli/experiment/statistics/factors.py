@@ -84,15 +84,9 @@ class Product:
             prompts = [self.prompts.value] * 2
         if prompts is None or parts is None:
             return None
-        factors = (self.prompts.value, self.parts.value)
-        low, high = (
-            float(
-                np.hypot(*(np.log(ends[side] / v) for ends, v in zip(both, factors, strict=True)))
-            )
-            for side in (0, 1)
-            for both in [(prompts, parts)]
-        )
-        return [self.value * float(np.exp(-low)), self.value * float(np.exp(high))]
+        factors = np.array([[self.prompts.value], [self.parts.value]])
+        low, high = np.exp(np.hypot(*np.log([prompts, parts] / factors)))
+        return [self.value / float(low), self.value * float(high)]
 
 
 Measure = SumRatio | Product
@@ -129,15 +123,14 @@ def choose(measures: Sequence[Measure], seed: int = 0) -> Ranking:
     """
     values = [m.value for m in measures]
     best = max(range(len(values)), key=lambda i: -np.inf if np.isnan(values[i]) else values[i])
-    tied = [best]
-    for place, measure in enumerate(measures):
-        if place == best:
-            continue
+
+    def is_tied(measure: Measure) -> bool:
         ratio = ratio_of(measure, measures[best])
         low, high = interval_of(ratio, seed) or (ratio.value, ratio.value)
-        if low <= 1.0 <= high:
-            tied.append(place)
-    return Ranking(best, tuple(sorted(tied)))
+        return low <= 1.0 <= high
+
+    places = range(len(measures))
+    return Ranking(best, tuple(p for p in places if p == best or is_tied(measures[p])))
 
 
 def ratio_of(measure: Measure, other: Measure) -> Measure:

@@ -26,7 +26,7 @@ from specdec_cli.experiment.statistics.noise import (
     proposals_of_another_k,
 )
 from specdec_cli.experiment.statistics.promise import compare_tokens, tokens_notice
-from specdec_cli.experiment.sweep.gains import Gains, compare_arms, measured_gains, predicted_gains
+from specdec_cli.experiment.sweep.gains import compare_arms, measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_category
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords, SweepSettings
 from specdec_cli.experiment.sweep.time_curve import cost_by_part, curve_point
@@ -44,30 +44,18 @@ def points_at(
     if (offered := settings.offered) is not None:
         keys = settings.keys(batch_size, settings.ks, rate)
         return points_at_rate(offered, records.samples, records.stretches, keys, failures)
-    found = dict[Key, Point]()
+    found, seed = dict[Key, Point](), settings.seed
     for draft in settings.drafts:
-        for point in _points_of_arm(settings, records, draft, batch_size, failures):
+        arm = [settings.key(draft, batch_size, k) for k in settings.ks]
+        predicted = [key for key in arm if key.k not in settings.measured_ks]
+        whys = dict.fromkeys(predicted, Failure("skipped", "predicted, not measured"))
+        forecasts = forecasts_of(settings, records, draft, batch_size)
+        for point in arm_points(records.samples, arm, whys | dict(failures), forecasts, seed):
             # A baseline that all arms share has no arm's acceptance to predict anything of.
             if point.draft != draft:
                 point = point.model_copy(update={"prediction": None})
             found.setdefault(Key.of(point), point)
     return list(found.values())
-
-
-def _points_of_arm(
-    settings: SweepSettings,
-    records: SweepRecords,
-    draft: str | None,
-    batch_size: int,
-    failures: Mapping[Key, Failure],
-) -> list[Point]:
-    keys = [settings.key(draft, batch_size, k) for k in settings.ks]
-    failures = dict(failures)
-    for key in keys:
-        if key.k not in settings.measured_ks:
-            failures.setdefault(key, Failure("skipped", "predicted, not measured"))
-    forecasts = forecasts_of(settings, records, draft, batch_size)
-    return arm_points(records.samples, keys, failures, forecasts, settings.seed)
 
 
 def forecasts_of(
@@ -84,25 +72,18 @@ def forecasts_of(
         k: cost_by_part(records.costs[settings.key(draft, batch_size, k)].values())
         for k in settings.ks
     }
-    return Forecasts(
-        largest_k=max(settings.ks),
-        texts=_texts(settings, records, draft),
-        parts={k: found for k, found in parts.items() if found},
-        is_exact=is_exact,
-    )
-
-
-def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) -> dict[int, Text]:
-    samples = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
     texts = dict[int, Text]()
     for index, text in sorted(records.texts[draft].items()):
-        sample = samples.get(index)
+        sample, texts[index] = largest.get(index), text
         if settings.is_greedy and (text.accept or text.ahead) and sample is not None:
             rounds = zip(sample.proposed_per_round, sample.accepted_per_round, strict=True)
             texts[index] = with_recorded(text, rounds)[0]
-        else:
-            texts[index] = text
-    return texts
+    return Forecasts(
+        largest_k=max(settings.ks),
+        texts=texts,
+        parts={k: found for k, found in parts.items() if found},
+        is_exact=is_exact,
+    )
 
 
 def sweep_document(
@@ -161,7 +142,13 @@ def _of_batches(
 ) -> dict[str, Any]:
     """The conclusions from points of closed batches."""
     by_size = {b: [p for p in points if p.batch_size == b] for b in settings.batch_sizes}
-    gains = {b: gains_of(settings, records, found, b) for b, found in by_size.items()}
+    gains = {}
+    for b, at in by_size.items():
+        if any(point.status == "skipped" for point in at):
+            of_arms = {d: forecasts_of(settings, records, d, b) for d in settings.drafts}
+            gains[b] = predicted_gains(at, of_arms)
+        else:
+            gains[b] = measured_gains(at, records.samples)
     disturbed = disturbances(warnings)
     best = {
         b: recommend(found, gains[b], settings.seed, disturbed).model_copy(
@@ -206,16 +193,6 @@ def _at_rates(
         "comparisons": [],
         "time_curve": [],
     }
-
-
-def gains_of(
-    settings: SweepSettings, records: SweepRecords, points: Sequence[Point], batch_size: int
-) -> Gains:
-    """The speed-ups of one batch size's points, predicted ones in a sweep of predictions."""
-    if not any(point.status == "skipped" for point in points):
-        return measured_gains(points, records.samples)
-    forecasts = {d: forecasts_of(settings, records, d, batch_size) for d in settings.drafts}
-    return predicted_gains(points, forecasts)
 
 
 def order_of(settings: SweepSettings) -> Callable[[Key], tuple[float, ...]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from specdec_cli.experiment.folders.conclusions import Arm, CategoryComparison, Comparison
+from specdec_cli.experiment.folders.conclusions import Arm, Comparison, SpeedRatio
 from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.samples import (
     Samples,
@@ -157,11 +157,11 @@ def _figures(ratio: Measure, seed: int) -> dict[str, Any]:
 
 def _by_category(
     arm: Point, other: Point, prompts: Iterable[int], samples: Mapping[Key, Samples], seed: int
-) -> dict[str, CategoryComparison]:
+) -> dict[str, SpeedRatio]:
     ours, theirs = samples[Key.of(arm)], samples[Key.of(other)]
     found = {}
     for name, chosen in prompts_by_category(ours, prompts).items():
         speeds = (measured_speed([of[i] for i in chosen]) for of in (ours, theirs))
         ratio = next(speeds).over(next(speeds))
-        found[name] = CategoryComparison(num_prompts=len(chosen), **_figures(ratio, seed))
+        found[name] = SpeedRatio(num_prompts=len(chosen), **_figures(ratio, seed))
     return found

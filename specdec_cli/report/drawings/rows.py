@@ -4,7 +4,7 @@ points of several runs over those of the first."""
 from collections.abc import Sequence
 from typing import Any
 
-from specdec_cli.experiment.folders.conclusions import CategoryComparison, Comparison
+from specdec_cli.experiment.folders.conclusions import SpeedRatio
 from specdec_cli.experiment.folders.records import CategoryMetrics, Point
 from specdec_cli.report.drawings import canvas
 from specdec_cli.report.folder import ReportedRun
@@ -80,10 +80,10 @@ def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
     return True
 
 
-def _pairs(run: ReportedRun) -> list[tuple[str, Comparison | CategoryComparison, bool]]:
+def _pairs(run: ReportedRun) -> list[tuple[str, SpeedRatio, bool]]:
     """Name, figures, and whether they are over all prompts."""
     with_batch = len({one.batch_size for one in run.comparisons}) > 1
-    rows: list[tuple[str, Comparison | CategoryComparison, bool]] = []
+    rows: list[tuple[str, SpeedRatio, bool]] = []
     for one in run.comparisons:
         name = f"{arm_in_words(run, one.arm)} / {arm_in_words(run, one.against)}"
         rows.append((f"batch {one.batch_size}: {name}" if with_batch else name, one, True))
