@@ -235,10 +235,12 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
     text = of_server.text if of_server is not None else None  # of one that tells no ids
     if not text and answer.finish_reason == "stop":
         text = text_before(tokenizer, answer.token_ids, stop)
+    elif not text:
+        text = cut_at_stop(tokenizer.decode(answer.token_ids), stop)
     return Output(
         index=prompt.index,
         prompt=tokenizer.decode(answer.prompt_token_ids) if shown is None else shown,
-        text=text or cut_at_stop(tokenizer.decode(answer.token_ids), stop),
+        text=text,
         prompt_token_ids=answer.prompt_token_ids,
         token_ids=answer.token_ids,
         finish_reason=answer.finish_reason,
