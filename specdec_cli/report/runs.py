@@ -7,12 +7,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from operator import ne
 from pathlib import Path
 from typing import Any
 
 from specdec_cli.core.figures import EngineFacts
+from specdec_cli.experiment.folders.conclusions import SpeedRatio
 from specdec_cli.experiment.folders.records import Point, Sample, given
 from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.sweep.gains import figures_of
 from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_of
 from specdec_cli.report.findings import interval_in_words, setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
@@ -37,35 +40,21 @@ class Shown:
     is_best: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """One point's speed over another's on the prompts that both have. parted: texts that differ."""
+class Ratio(SpeedRatio):
+    """One point's speed over another's on the prompts that both have. num_diverging: texts that
+    differ."""
 
-    num_prompts: int
-    value: float
-    ends: list[float] | None
-    parted: int
-
-    @property
-    def verdict(self) -> str:
-        if self.ends is None:
-            few = self.num_prompts < stats.FEWEST
-            return "too few prompts" if few else "no interval"
-        return "tied" if self.ends[0] <= 1.0 <= self.ends[1] else "differ"
+    num_diverging: int
 
     @property
     def ends_in_words(self) -> str:
-        tied = " (tied)" if self.verdict == "tied" else ""
-        return f"{span(self.ends)}{tied}" if self.ends else self.verdict
+        tied = " (tied)" if self.tied else ""
+        return f"{span(self.speed_ratio_ci)}{tied}" if self.speed_ratio_ci else self.verdict
 
     @property
     def texts_in_words(self) -> str:
-        return f"{self.parted} of {self.num_prompts} differ" if self.parted else "same"
-
-    def as_dict(self) -> dict[str, Any]:
-        found = {"num_prompts": self.num_prompts, "speed_ratio": self.value}
-        tied = None if self.ends is None else self.verdict == "tied"
-        return found | {"speed_ratio_ci": self.ends, "tied": tied, "num_diverging": self.parted}
+        count = self.num_diverging
+        return f"{count} of {self.num_prompts} differ" if count else "same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +97,15 @@ class SideBySide:
                 continue
             common = "prompt" if ratio.num_prompts == 1 else "prompts"
             over = f"over {ratio.num_prompts} common {common} at {at}"
-            gain = f"{times(ratio.value)} as fast as {names[1]} {over}"
-            if ratio.ends is None:
+            value, ends = times(ratio.speed_ratio or 0.0), ratio.speed_ratio_ci
+            gain = f"{value} as fast as {names[1]} {over}"
+            if ends is None:
                 found.append(f"{names[0]} is measured {gain}: {ratio.verdict}.")
-            elif ratio.verdict == "tied":
-                ends = f"{ratio.ends[0]:.2f} to {ratio.ends[1]:.2f}"
-                told = f"are tied {over} ({times(ratio.value)}, {ends})"
+            elif ratio.tied:
+                told = f"are tied {over} ({value}, {ends[0]:.2f} to {ends[1]:.2f})"
                 found.append(f"{' and '.join(names)} {told}.")
             else:
-                found.append(f"{names[0]} is {gain}{interval_in_words(ratio.ends)}.")
+                found.append(f"{names[0]} is {gain}{interval_in_words(ends)}.")
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -219,14 +208,9 @@ def ratio_of(one: Shown, other: Shown) -> Ratio | None:
     ours, theirs = ([of[p] for p in common] for of in (one.samples, other.samples))
     found = stats.measured_speed(ours).over(stats.measured_speed(theirs))
     pairs = zip(ours, theirs, strict=True)
-    parted = sum(not _agree(a.token_ids, b.token_ids) for a, b in pairs)
-    return Ratio(len(common), found.value, stats.interval(found, _SEED), parted)
-
-
-def _agree(tokens: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether two texts are the same as far as both go: runs may write to different limits."""
-    both = min(len(tokens), len(others))
-    return tokens[:both] == others[:both]
+    # As far as both go: runs may write to different limits.
+    parted = (any(map(ne, a.token_ids, b.token_ids)) for a, b in pairs)
+    return Ratio(num_prompts=len(common), **figures_of(found, _SEED), num_diverging=sum(parted))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -318,7 +302,7 @@ def _side_by_side(whole: SideBySide) -> Table:
         Cell("speed-up", lambda r: r[1].speedup, "×", 2),
         Cell("95 % interval", lambda r: span(r[1].speedup_ci)),
         Cell("tokens a round", lambda r: r[1].number("mean_acceptance_length"), "", 2),
-        Cell(first, lambda r: r[2] and r[2].value, "×", 2),
+        Cell(first, lambda r: r[2] and r[2].speed_ratio, "×", 2),
         Cell("95 % interval", lambda r: r[2] and r[2].ends_in_words),
         Cell("text", lambda r: r[2] and r[2].texts_in_words),
     ]
@@ -354,7 +338,7 @@ def _engines(whole: SideBySide) -> Table | None:
         Cell("95 % interval", lambda r: span(r[0].point.decode_tokens_per_second_ci)),
         Cell("round", lambda r: r[0].point.number("round_ms"), "ms", 2),
         Cell("95 % interval", lambda r: span(r[0].point.round_ms_ci)),
-        Cell("over the first", lambda r: r[1] and r[1].value, "×", 2),
+        Cell("over the first", lambda r: r[1] and r[1].speed_ratio, "×", 2),
         Cell("95 % interval", lambda r: r[1] and r[1].ends_in_words),
         Cell("text", lambda r: r[1] and r[1].texts_in_words),
     ]
@@ -376,8 +360,8 @@ def _pairs(whole: SideBySide) -> Table | None:
         Cell("its point", lambda r: r[1].setting),
         Cell("batch", lambda r: _level(r[0].point)),
         Cell("prompts", lambda r: r[2].num_prompts),
-        Cell("ratio of speeds", lambda r: r[2].value, "×", 2),
-        Cell("95 % interval", lambda r: span(r[2].ends)),
+        Cell("ratio of speeds", lambda r: r[2].speed_ratio, "×", 2),
+        Cell("95 % interval", lambda r: span(r[2].speed_ratio_ci)),
         Cell("verdict", lambda r: r[2].verdict),
     ]
     note = "Each run at its fastest point, the faster one first; speeds over common prompts."

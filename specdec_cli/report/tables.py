@@ -282,7 +282,6 @@ def _pairs_table(
 ) -> Table | None:
     if not rows:
         return None
-    words = {None: "too few prompts for an interval", True: "tied", False: "differ"}
     cells = [
         Cell("arm", lambda r: arm_in_words(run, r[0].arm)),
         Cell("against", lambda r: arm_in_words(run, r[0].against)),
@@ -291,7 +290,7 @@ def _pairs_table(
         Cell("prompts", lambda r: r[2].num_prompts),
         Cell("ratio of speeds", lambda r: r[2].speed_ratio, "×", 2),
         Cell("95 % interval", lambda r: span(r[2].speed_ratio_ci)),
-        Cell("verdict", lambda r: words[r[2].tied]),
+        Cell("verdict", lambda r: r[2].verdict),
     ]
     name, title, note = texts
     if any(one.is_predicted for one, _, _ in rows):

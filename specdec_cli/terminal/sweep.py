@@ -21,7 +21,6 @@ from specdec_cli.experiment.folders.conclusions import (
     Best,
     Comparison,
     Fastest,
-    SpeedRatio,
 )
 from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Pair, Point, Sample
 from specdec_cli.experiment.folders.samples import without_errors
@@ -355,7 +354,7 @@ def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Tab
         Cell(
             "x", lambda row: row[2].speed_ratio, "", 2, interval=lambda row: row[2].speed_ratio_ci
         ),
-        Cell("", lambda row: _verdict(row[2])),
+        Cell("", lambda row: row[2].verdict if row[2].tied is not False else ""),
     ]
     wholes = [(one, "", one) for one in comparisons]
     columns = cell.columns_of([Cell("arm, fastest k", arm_of), *figures], wholes)
@@ -370,12 +369,6 @@ def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Tab
         names = ["category", "arm", "against"]
         tables.append(render.table_within(width, columns, spare=["prompts"], names=names))
     return tables
-
-
-def _verdict(found: SpeedRatio) -> str:
-    if found.tied is None:
-        return "too few prompts" if found.num_prompts < FEWEST else "no interval"
-    return "tied" if found.tied else ""
 
 
 def _category_table(document: Mapping[str, Any], width: int) -> Table | None:

@@ -54,8 +54,8 @@ def test_common_prompts_are_paired_whatever_their_index(tmp_path: Path) -> None:
     ratios = against_first(whole)
     assert ratios.keys() == {("b", 0), ("b", 2)}
     plain = ratios["b", 0]
-    assert (plain.num_prompts, plain.parted) == (4, 1)  # the second of its prompts
-    assert plain.value == pytest.approx(1 / 3) and plain.verdict == "no interval"  # alike
+    assert (plain.num_prompts, plain.num_diverging) == (4, 1)  # the second of its prompts
+    assert plain.speed_ratio == pytest.approx(1 / 3) and plain.verdict == "no interval"  # alike
     # The same prompts' speeds, which the position in a run does not change.
     speeds = []
     for run, start in ((slow, 2), (first, 0)):
@@ -64,8 +64,8 @@ def test_common_prompts_are_paired_whatever_their_index(tmp_path: Path) -> None:
         speeds.append(stats.speed([12.0] * 4, [own[i] for i in range(2, 6)]))
         assert min(own) == start
     expected = speeds[0].over(speeds[1])
-    assert ratios["b", 2].value == pytest.approx(expected.value)
-    assert ratios["b", 2].ends == pytest.approx(stats.interval(expected))
+    assert ratios["b", 2].speed_ratio == pytest.approx(expected.value)
+    assert ratios["b", 2].speed_ratio_ci == pytest.approx(stats.interval(expected))
     (pair,) = whole.pairs
     assert [side.run for side in pair[:2]] == ["a", "b"]
     told = f"a (k = 2 with draft-1b) is {1 / expected.value:.2f}× as fast as b"
@@ -80,7 +80,7 @@ def test_common_prompts_are_paired_whatever_their_index(tmp_path: Path) -> None:
     row = next(i for i, t in enumerate(axis.get_yticklabels()) if "k = 2" in t.get_text())
     (bar,) = axis.containers
     (((low, _), (high, at)),) = bar.lines[2][0].get_segments()
-    assert (low, high, at) == pytest.approx((*ratios["b", 2].ends, row))
+    assert (low, high, at) == pytest.approx((*ratios["b", 2].speed_ratio_ci, row))
 
 
 def test_runs_without_a_common_prompt_are_shown_without_a_ratio(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, InstanceOf, model_validator
 
 from specdec_cli.core.figures import Count, Figure, Interval, Name, Rate, Record, Slots, impossible
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.experiment.folders.records import Point
+from specdec_cli.experiment.folders.records import FEWEST, Point
 from specdec_cli.text import one_line
 
 # The version of settings.json, summary.json and all records. Raise it with a change that earlier
@@ -148,6 +148,12 @@ class SpeedRatio(Record):
     speed_ratio: Figure
     speed_ratio_ci: Interval
     tied: bool | None
+
+    @property
+    def verdict(self) -> str:
+        if self.tied is None:
+            return "too few prompts" if self.num_prompts < FEWEST else "no interval"
+        return "tied" if self.tied else "differ"
 
 
 class Comparison(SpeedRatio):

@@ -199,6 +199,7 @@ class Sample(Record):
         return self
 
 
+FEWEST = 3  # prompts with an interval: of two, it would reach over several powers of ten
 OUTLYING = 1.5  # times the fastest repeat
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec_cli.core.figures import Metrics
+from specdec_cli.experiment.folders.records import FEWEST as FEWEST
 from specdec_cli.experiment.folders.records import Sample
 from specdec_cli.experiment.folders.samples import Samples
 
@@ -21,7 +22,6 @@ Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.uint16]
 
 RESAMPLES = 2000
-FEWEST = 3  # prompts with an interval: of two, it would reach over several powers of ten
 _FEW = 8  # prompts; with fewer, resamples are too similar
 # 97.5 % points of Student's t for 1 to 6 degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)

@@ -137,7 +137,7 @@ def compare_arms(
             against=Arm(k=other.k, draft=other.draft if other.k else None),
             is_predicted=gains.is_predicted,
             num_prompts=len(gains.prompts),
-            **_figures(ratio_of(gains.of(arm), gains.of(other)), seed),
+            **figures_of(ratio_of(gains.of(arm), gains.of(other)), seed),
             per_category=(
                 {} if gains.is_predicted else _by_category(arm, other, gains.prompts, samples, seed)
             ),
@@ -146,7 +146,8 @@ def compare_arms(
     ]
 
 
-def _figures(ratio: Measure, seed: int) -> dict[str, Any]:
+def figures_of(ratio: Measure, seed: int) -> dict[str, Any]:
+    """The figures of a `SpeedRatio`."""
     ends = interval_of(ratio, seed)
     return {
         "speed_ratio": ratio.value,
@@ -163,5 +164,5 @@ def _by_category(
     for name, chosen in prompts_by_category(ours, prompts).items():
         speeds = (measured_speed([of[i] for i in chosen]) for of in (ours, theirs))
         ratio = next(speeds).over(next(speeds))
-        found[name] = SpeedRatio(num_prompts=len(chosen), **_figures(ratio, seed))
+        found[name] = SpeedRatio(num_prompts=len(chosen), **figures_of(ratio, seed))
     return found

@@ -105,7 +105,8 @@ def draw_runs(figure: Any, whole: SideBySide) -> bool:
     canvas.line_at_one(axis)
     for place, (one, ratio) in enumerate(rows):
         style = canvas.style_of(whole.names.index(one.run) - 1)
-        canvas.draw_row(axis, place, ratio.value, ratio.ends, markersize=6, **style)
+        value, ends = ratio.speed_ratio or 0.0, ratio.speed_ratio_ci
+        canvas.draw_row(axis, place, value, ends, markersize=6, **style)
     sizes = {one.point.batch_size for one, _ in rows}
     names = [
         f"{one.run}: {one.setting}" + (f", batch {one.point.batch_size}" if len(sizes) > 1 else "")
