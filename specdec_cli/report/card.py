@@ -98,9 +98,10 @@ def _would_change(best: Finding, shown: Point | None) -> list[str]:
     found = []
     if (told := _needed_acceptance(shown)) is not None:
         found.append(told)
-    if best.rate is not None:
-        return [*found, f"another load than {best.level_in_words}: a round's cost grows with it"]
-    return [*found, f"another batch size than {best.batch_size}: a round's cost grows with it"]
+    level = f"batch size than {best.at.batch_size}"
+    if best.at.request_rate is not None:
+        level = f"load than {best.at.level_in_words}"
+    return [*found, f"another {level}: a round's cost grows with it"]
 
 
 def _needed_acceptance(shown: Point | None) -> str | None:

@@ -38,13 +38,16 @@ class Content:
         self.answers = [findings.answer(run, best) for best in self.bests]
         decided = [best for best in self.bests if best.reason and not best.is_open]
         self.reasons = list(dict.fromkeys(best.reason for best in decided))
-        self.reasons += tables.pairs_not_run(run)
+        if run.is_comparison and (skipped := [p for p in run.points if p.status == "skipped"]):
+            pairs = [f"target TP {p.target_tp} with draft TP {p.draft_tp}" for p in skipped]
+            told = (f"{pair} ({p.reason})" for pair, p in zip(pairs, skipped, strict=True))
+            self.reasons.append(f"Not run: {'; '.join(dict.fromkeys(told))}.")
         self.notices = findings.warnings(run)
         self.warnings = [one.message for one in self.notices]
         self.lossless = lossless_in_words(run.summary)
         self.setup = _setup(run)
         shown = _point_for_categories(run, self.bests)
-        of_shown = next((b for b in self.bests if shown and b.level == shown.level), None)
+        of_shown = next((b for b in self.bests if shown and b.at.level == shown.level), None)
         self.tables: Mapping[str, Table | None] = {
             "results": tables.results(run, self.bests),
             "load": tables.load(run, self.bests),

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from statistics import fmean
 
-from specdec_cli.core.figures import Rate
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Best, BestPair, Fastest, SweepSummary
-from specdec_cli.experiment.folders.records import Point, rate_in_words, rate_name
+from specdec_cli.experiment.folders.records import Point, rate_name
 from specdec_cli.experiment.statistics.noise import disturbances, off_points
 from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
@@ -22,7 +21,7 @@ _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding at a batch size, or at a rate of requests.
+    """The finding at a batch size, or at a rate of requests: that of the point `at`.
 
     point: the best; None if nothing could be measured; k = 0 means no speculation. recorded: the
     run's own record of it; without one it is the fastest of the points there are. tied: other
@@ -31,22 +30,12 @@ class Finding:
     None where nothing was recorded.
     """
 
-    batch_size: int
+    at: Point
     point: Point | None
     recorded: Best | BestPair | None = None
     tied: tuple[str, ...] = ()
     is_disturbed: bool = False
     fastest: Point | None = None
-    rate: Rate | None = None
-
-    @property
-    def level(self) -> tuple[float, int]:
-        """As `Point.level`."""
-        return float(self.rate or 0.0), self.batch_size
-
-    @property
-    def level_in_words(self) -> str:
-        return f"batch size {self.batch_size}" if self.rate is None else rate_in_words(self.rate)
 
     @property
     def reason(self) -> str:
@@ -128,7 +117,7 @@ def best_by_batch_size(run: ReportedRun) -> list[Finding]:
 def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -> Finding | None:
     points = [p for p in every if p.is_ok or p.is_predicted]
     if points and best.k is None:
-        return Finding(every[0].batch_size, None, best, rate=every[0].request_rate)
+        return Finding(every[0], None, best)
     chosen = next((p for p in points if _is_named(p, best)), None)
     if run.summary is None or chosen is None:
         return None
@@ -145,13 +134,12 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
         fastest = fastest or max(points, key=_gain)
     own = (f"k = {chosen.k}", _named(chosen.k, chosen.draft))
     return Finding(
-        chosen.batch_size,
+        chosen,
         chosen,
         best,
         tuple(one for one in dict.fromkeys(tied) if one not in own),
         bool(disturbances(run.summary.warnings)),
         fastest,
-        chosen.request_rate,
     )
 
 
@@ -181,7 +169,7 @@ def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:
     name = "decode_tokens_per_second" if run.is_comparison else "speedup"
     known = [p for p in every if p.is_ok and p.number(name) is not None]
     fastest = max(known, key=lambda p: (p.number(name) or 0.0, -p.k), default=None)
-    return Finding(every[0].batch_size, fastest, rate=every[0].request_rate)
+    return Finding(every[0], fastest)
 
 
 def setting_in_words(run: ReportedRun, point: Point) -> str:
@@ -207,7 +195,7 @@ def interval_in_words(interval: Sequence[float] | None) -> str:
 def answer(run: ReportedRun, best: Finding) -> str:
     """The finding at one batch size, a sentence or two."""
     point = best.point
-    at = f"at {best.level_in_words}"
+    at = f"at {best.at.level_in_words}"
     if best.is_open:
         return f"Inconclusive {at}: {best.reason}."
     if point is None:
@@ -272,7 +260,7 @@ def fastest_with_proposals(
     run: ReportedRun, best: Finding, gain: Callable[[Point], float | None] = _gain
 ) -> Point | None:
     """The fastest point with proposals at the finding's level."""
-    points = [p for p in run.points if p.level == best.level and not p.is_baseline]
+    points = [p for p in run.points if p.level == best.at.level and not p.is_baseline]
     return max(filter(gain, points), key=lambda p: gain(p) or 0.0, default=None)
 
 
@@ -304,7 +292,7 @@ def headline(run: ReportedRun, bests: list[Finding]) -> str:
         word = "Best" if run.is_comparison else "Recommended"
         return f"{word} at every {_levels(found)}: {what}{span} the speed of plain decoding."
     parts = [
-        f"at {b.batch_size if b.rate is None else rate_name(b.rate)}: "
+        f"at {b.at.batch_size if (r := b.at.request_rate) is None else rate_name(r)}: "
         f"{setting_in_words(run, b.point)}"
         for b in found
         if b.point is not None
@@ -314,7 +302,7 @@ def headline(run: ReportedRun, bests: list[Finding]) -> str:
 
 
 def _levels(found: Sequence[Finding]) -> str:
-    return "batch size" if found[0].rate is None else "request rate"
+    return "batch size" if found[0].at.request_rate is None else "request rate"
 
 
 def warnings(run: ReportedRun) -> list[Notice]:

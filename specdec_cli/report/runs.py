@@ -150,7 +150,11 @@ class SideBySide:
     @property
     def tables(self) -> list[Table]:
         """The tables of a report."""
-        found = (_side_by_side(self), _engines(self), _pairs(self), _differences(self))
+        columns = (Column("key"), *(Column(name) for name in self.names))
+        rows = tuple((key, *values) for key, values in self.differences.items())
+        title = "What differs in recipe and environment"
+        differences = Table("differences", title, columns, rows) if rows else None
+        found = (_side_by_side(self), _engines(self), _pairs(self), differences)
         return [table for table in found if table]
 
 
@@ -366,11 +370,3 @@ def _pairs(whole: SideBySide) -> Table | None:
     ]
     note = "Each run at its fastest point, the faster one first; speeds over common prompts."
     return table_of(("pairs", "Best against best", note), rows, cells) if rows else None
-
-
-def _differences(whole: SideBySide) -> Table | None:
-    rows = tuple((key, *values) for key, values in whole.differences.items())
-    if not rows:
-        return None
-    columns = (Column("key"), *(Column(name) for name in whole.names))
-    return Table("differences", "What differs in recipe and environment", columns, rows)

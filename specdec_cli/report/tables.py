@@ -105,15 +105,6 @@ def tokens_over_all_rounds(point: Point) -> float | None:
     return point.predicted_speedup * (point.break_even.tokens_per_round or 0.0)
 
 
-def pairs_not_run(run: ReportedRun) -> list[str]:
-    """One line for the pairs of a comparison that were not run, with reasons."""
-    if not run.is_comparison:
-        return []
-    skipped = [p for p in run.points if p.status == "skipped"]
-    names = [f"target TP {p.target_tp} with draft TP {p.draft_tp} ({p.reason})" for p in skipped]
-    return [f"Not run: {'; '.join(dict.fromkeys(names))}."] if names else []
-
-
 def degrees(run: ReportedRun) -> Table | None:
     """The best draft TP for each target TP, as the run recorded it, and what decided."""
     if not isinstance(run.summary, ComparisonSummary):

@@ -171,13 +171,11 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
 def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
     """The schedule as [first batch size, last, k] in order; empty if k is constant."""
     ks = [
-        (best.batch_size, best.point.k)
+        (best.point.batch_size, best.point.k)
         for best in bests
-        if best.point is not None
-        and best.batch_size is not None
-        and (best.point.is_baseline or best.point.draft == draft)
+        if best.point is not None and (best.point.is_baseline or best.point.draft == draft)
     ]
-    if any(best.rate is not None for best in bests):
+    if any(best.at.request_rate is not None for best in bests):
         return []
     changes = [(size, k) for i, (size, k) in enumerate(ks) if i == 0 or k != ks[i - 1][1]]
     if len(changes) < 2:

@@ -51,7 +51,7 @@ def test_lines_of_a_sweep(sweep: ReportedRun) -> None:
     own = sorted((p for p in sweep.points if p.draft and "1b" in p.draft), key=lambda p: p.k)
     figure = Figure()
     ring, square = own
-    assert draw_speedup(figure, sweep, [Finding(1, ring, fastest=square)])
+    assert draw_speedup(figure, sweep, [Finding(ring, ring, fastest=square)])
     (axis,) = figure.axes
     places, values = lines_of(axis)["draft-1b"]
     assert [round(x) for x in places] == [0, 1, 3]

@@ -109,7 +109,13 @@ class RunFolder:
     def mend(self) -> None:
         """Cut off unfinished last lines that a crash left."""
         for file in sorted(self.path.glob("*.jsonl")):
-            _cut_torn_line(file)
+            with or_setup_error(f"cannot repair {file}"):
+                content = file.read_bytes()
+                end = content.rfind(b"\n") + 1
+                if end < len(content):
+                    os.truncate(file, end)
+                    said = "%s: cut off %d bytes of a record that a crash left unfinished"
+                    _log.warning(said, file, len(content) - end)
 
     def _claim(self) -> None:
         """Lock the folder against other runs until this process closes it or ends."""
@@ -217,13 +223,3 @@ def _is_foreign(path: Path) -> bool:
     sections = {line.partition(b":")[0].decode(errors="replace") for line in lines}
     is_commented = any(line.lstrip().startswith(b"#") for line in lines)
     return bool(lines) and (is_commented or not sections >= Recipe.model_fields.keys())
-
-
-def _cut_torn_line(path: Path) -> None:
-    with or_setup_error(f"cannot repair {path}"):
-        content = path.read_bytes()
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
-            os.truncate(path, end)
-            said = "%s: cut off %d bytes of a record that a crash left unfinished"
-            _log.warning(said, path, len(content) - end)

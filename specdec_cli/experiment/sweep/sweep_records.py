@@ -95,11 +95,10 @@ class SweepSettings(RunSettings):
 
     @classmethod
     def of_dict(cls, found: Mapping[str, Any]) -> "SweepSettings":
-        """From `as_dict`. Raises `KeyError` or `TypeError` for other fields than a sweep's."""
-        values = dict(found)
-        for name in ("drafts", "ks", "batch_sizes"):
-            values[name] = tuple(values[name])
-        values["shard"] = tuple(values["shard"]) if values["shard"] else None
+        """From `as_dict`."""
+        values: dict[str, Any] = {
+            n: tuple(v) if isinstance(v, list) else v for n, v in found.items()
+        }
         return cls(**values)
 
 

@@ -36,9 +36,9 @@ def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
                       **canvas.style_of(index))  # fmt: skip
         axis.set_title(title)
     best = [
-        (float(b.rate), b.point.k)
+        (float(b.point.request_rate), b.point.k)
         for b in bests
-        if b.rate not in (None, "inf") and b.rate is not None and b.point is not None
+        if b.point is not None and b.point.request_rate not in (None, "inf")
     ]
     axes[-1].plot(*zip(*best, strict=True) if best else ((), ()), "o-", color=canvas.FAINT)
     axes[-1].set_title("recommended k")

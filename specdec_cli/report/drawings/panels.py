@@ -93,24 +93,18 @@ def draw_panels(
             ordered = dict(sorted(points.items()))
             draw(Line(axis, canvas.safe(name), ordered, shift, style, run.is_comparison))
         ticks = {x for points in lines.values() for x in points}
-        set_x_ticks(axis, run, ticks | {0} if from_zero else ticks)
+        shown = sorted(ticks | {0} if from_zero else ticks)
+        axis.set_xticks(shown[:: -(-len(shown) // 12)])
+        if run.is_comparison:
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(shown, map(str, shown))
+            axis.minorticks_off()
+            axis.set_xlim(min(shown) / 1.4, max(shown) * 1.4)
         if is_titled or len(panels) > 1:
             axis.set_title(canvas.short(canvas.safe(title)))
     canvas.label_axes(axes, x_label(run), y_label)
     canvas.add_legend(figure, axes)
     return axes
-
-
-def set_x_ticks(axis: Any, run: ReportedRun, ticks: set[int]) -> None:
-    """Ticks at the proposal lengths or draft TPs that were measured."""
-    shown = sorted(ticks)
-    if run.is_comparison:
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(shown, map(str, shown))
-        axis.minorticks_off()
-        axis.set_xlim(min(shown) / 1.4, max(shown) * 1.4)
-    else:
-        axis.set_xticks(shown[:: -(-len(shown) // 12)])
 
 
 def first_number(text: str) -> tuple[int, str]:
