@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.experiment.predict import Text, expected_rounds
+from specdec_cli.experiment.forecasts import Text, expected_rounds
 
 LARGEST = 6
 

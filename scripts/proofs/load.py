@@ -18,8 +18,7 @@ from specdec_cli.core.types import Request
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.load.goodput import share_interval
-from specdec_cli.experiment.load.measuring import Stream
-from specdec_cli.experiment.load.window import crowding, in_flight, stretch_of
+from specdec_cli.experiment.load.measuring import Stream, crowding, in_flight, stretch_of
 
 _SHAPE, _LONG, _SETTLED = 4.0, 200_000, 1000
 

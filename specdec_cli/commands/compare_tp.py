@@ -87,7 +87,7 @@ def compare_tp(
         with importing():
             from specdec_cli.experiment.compare import comparison_plan as plans
             from specdec_cli.experiment.folders import settings_file
-            from specdec_cli.experiment.folders.results import to_json
+            from specdec_cli.experiment.folders.record_lines import to_json
             from specdec_cli.experiment.folders.run_folder import RunFolder
 
         unsaid = settings_file.unsaid

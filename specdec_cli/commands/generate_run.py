@@ -15,12 +15,27 @@ from specdec_cli.core.figures import Metrics
 from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.folders.conclusions import CheckResult
-from specdec_cli.experiment.folders.generate_folder import SAMPLES, Kept, key_of, open_folder
+from specdec_cli.experiment.folders.generate_folder import (
+    SAMPLES,
+    Kept,
+    generate_document,
+    key_of,
+    open_folder,
+    point_of_run,
+)
+from specdec_cli.experiment.folders.record_lines import to_json
 from specdec_cli.experiment.folders.records import Point, Sample
-from specdec_cli.experiment.folders.results import Output, generate_document, point_of_run, to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import unsaid
-from specdec_cli.experiment.generation import Job, baseline, dated, output_of, prepare, requests
+from specdec_cli.experiment.generation import (
+    Job,
+    Output,
+    baseline,
+    dated,
+    output_of,
+    prepare,
+    requests,
+)
 from specdec_cli.experiment.lossless_check import (
     PROMPTS,
     LosslessCheck,

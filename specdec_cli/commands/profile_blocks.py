@@ -220,7 +220,7 @@ def _naming_shapes() -> Iterator[None]:
 
 
 def _show(document: dict[str, object], resolved: "specdec_cli.recipe.Recipe", asked: Asked) -> None:
-    from specdec_cli.experiment.folders.results import to_json
+    from specdec_cli.experiment.folders.record_lines import to_json
     from specdec_cli.experiment.folders.run_folder import RunFolder
     from specdec_cli.terminal.memory import print_profile
 

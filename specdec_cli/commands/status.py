@@ -29,7 +29,7 @@ def show(
     document: Mapping[str, Any], print_results: Callable[[Any], None], *, as_json: bool
 ) -> None:
     """Write a document, as JSON or in words, and the error if nothing was measured."""
-    from specdec_cli.experiment.folders.results import to_json
+    from specdec_cli.experiment.folders.record_lines import to_json
 
     if as_json:
         typer.echo(to_json(document))

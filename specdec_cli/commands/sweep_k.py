@@ -307,8 +307,8 @@ def _sweep(
 
     baseline: the folder of a run that brings k = 0. starter: of servers, where the sweep does so.
     """
+    from specdec_cli.experiment.folders.record_lines import to_json
     from specdec_cli.experiment.folders.records import Key, Sample
-    from specdec_cli.experiment.folders.results import to_json
     from specdec_cli.experiment.folders.settings_file import keep_warning, read_warnings, unsaid
     from specdec_cli.experiment.preparing import few_prompts
     from specdec_cli.experiment.sweep.runner import Sweep

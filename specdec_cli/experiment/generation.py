@@ -11,11 +11,10 @@ from typing import Any
 
 from specdec_cli.backends.base import Backend, Finished, Prepared, Session
 from specdec_cli.core.detokenize import StopFinder, Tokenizer, cut_at_stop, text_before
-from specdec_cli.core.figures import Metrics
-from specdec_cli.core.types import Permissions, Request
+from specdec_cli.core.figures import Metrics, Name, Record
+from specdec_cli.core.types import FinishReason, Permissions, Request
 from specdec_cli.errors import SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.experiment.folders.records import Sample, given
-from specdec_cli.experiment.folders.results import Output
 from specdec_cli.prompts import DATE_KEY, Prompt
 from specdec_cli.prompts.conversations import refuse
 from specdec_cli.prompts.types import Message, PromptSet
@@ -27,6 +26,25 @@ _log = logging.getLogger("specdec")
 _ANOTHER_DAY = "2001-02-03T04:05:06"
 _BASELINE_TOKENS = 32
 _BASELINE_LEAST = 16  # fewest tokens of a run whose speed means something
+
+
+class Output(Record):
+    """The output of one prompt. `error` is set exactly if `finish_reason` is "error"."""
+
+    index: int
+    prompt: Name
+    text: Name
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_round: list[int]
+    proposed_per_round: list[int]
+    category: Name | None = None
+    error: Name | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,13 @@ from specdec_cli.core.figures import STAGES, Metrics, Spread, mean_parts, metric
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment.folders.records import BreakEven, CategoryMetrics, Key, Point, Sample
 from specdec_cli.experiment.folders.samples import Samples, why_none, without_errors
-from specdec_cli.experiment.forecasts import Forecasts, break_even, iid_alpha, prediction_of
-from specdec_cli.experiment.predict import ExpectedRounds
+from specdec_cli.experiment.forecasts import (
+    ExpectedRounds,
+    Forecasts,
+    break_even,
+    iid_alpha,
+    prediction_of,
+)
 from specdec_cli.experiment.served import acceptance_in, engine_fields, served_metrics
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup

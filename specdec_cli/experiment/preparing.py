@@ -6,8 +6,7 @@ from typing import Any
 
 from specdec_cli.backends.base import Prepared
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.folders.results import Output
-from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.generation import Job, Output
 from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.models.generation_config import in_words, recommended, unsupported

@@ -10,9 +10,8 @@ from contextlib import contextmanager, nullcontext
 from specdec_cli.backends.base import Finished, OnRound, Written
 from specdec_cli.core.detokenize import TextStream
 from specdec_cli.experiment.folders.generate_folder import SAMPLES, key_of
-from specdec_cli.experiment.folders.results import Output
 from specdec_cli.experiment.folders.run_folder import RunFolder
-from specdec_cli.experiment.generation import Job, output_of
+from specdec_cli.experiment.generation import Job, Output, output_of
 from specdec_cli.experiment.measure import sample_of
 from specdec_cli.terminal.render import Ticker, TintedText, progress_bar
 from specdec_cli.text import inert

@@ -201,7 +201,11 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
     if with_pairs and len(pairs) > 1:
         render.say(_MANY, out)
     out.print()
-    for told in load_lines(document):
+    by_rate: Mapping[str, Best] = document.get("best_by_request_rate", {})
+    for best in by_rate.values():
+        render.say(_judged(best), out)
+    if (at := document.get("crossover")) is not None and at.below and at.above:
+        told = f"speculation pays up to {at.below:g} requests/s, none from {at.above:g} on"
         render.say(told, out)
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
@@ -228,15 +232,6 @@ def load_table(points: Sequence[Point], width: int) -> Table | None:
     columns = {title: of for title, of in columns.items() if any(of)}
     spare = ["first token p50 ms", "first token p99 ms", "whole p99 ms", "offered/s", "under way"]
     return render.table_within(width, columns, spare=spare, names=["draft"])
-
-
-def load_lines(document: Mapping[str, Any]) -> list[str]:
-    """The recommendation at each rate, and where it changes."""
-    best: Mapping[str, Best] = document.get("best_by_request_rate", {})
-    found = list(map(_judged, best.values()))
-    if (at := document.get("crossover")) is not None and at.below and at.above:
-        found.append(f"speculation pays up to {at.below:g} requests/s, none from {at.above:g} on")
-    return found
 
 
 def _judged(best: Best) -> str:
@@ -315,13 +310,11 @@ def _mark(point: Point, best: Best | None) -> str:
     return "tied" if arm in [(one.k, one.draft) for one in best.tied_points] else ""
 
 
-def _predicted_interval(point: Point) -> Sequence[float] | None:
-    """A prediction's interval, of points that were not measured: others would make the table too
-    wide."""
-    return point.prediction.speedup_ci if point.metrics is None and point.prediction else None
-
-
-_PREDICTED = replace(cell.PREDICTED, interval=_predicted_interval)
+# With the interval of points that were not measured: others would make the table too wide.
+_PREDICTED = replace(
+    cell.PREDICTED,
+    interval=lambda p: p.prediction.speedup_ci if not p.metrics and p.prediction else None,
+)
 
 
 def _speedup(row: CategoryMetrics) -> str:

@@ -11,7 +11,7 @@ import torch
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.loop import Engine
-from specdec_cli.experiment.predict import with_recorded
+from specdec_cli.experiment.forecasts import with_recorded
 from specdec_cli.methods.step_head import StepHead
 from specdec_cli.models.heads.base import EMBEDDING, HEAD
 from specdec_cli.models.heads.checkpoint import read_weights

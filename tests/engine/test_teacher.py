@@ -12,7 +12,7 @@ from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import plan
-from specdec_cli.experiment.predict import expected_rounds, with_recorded
+from specdec_cli.experiment.forecasts import expected_rounds, with_recorded
 from specdec_cli.prompts import read_prompts
 from specdec_cli.recipe import load_recipe
 from tests.rounds import LARGEST, same_rounds, text_of

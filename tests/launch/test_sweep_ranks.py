@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdec_cli.experiment.folders.record_lines import read_records
-from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.forecasts import ReplayText
 from tests.cli.sweep_helpers import Sample, samples, specdec, without_times
 from tests.launch.forks import over_forks
 from tests.launch.helpers import ROOT, living, marked, start, torchrun_alone, wait_until_gone

@@ -23,16 +23,20 @@ from specdec_cli.experiment.load.arrivals import (
     gaps,
     process_of,
 )
-from specdec_cli.experiment.load.choice import best_at_rate, crossover
 from specdec_cli.experiment.load.goodput import blocks, meets, ratio_interval, share_interval
-from specdec_cli.experiment.load.measuring import Stream
-from specdec_cli.experiment.load.points import load_warnings, points_at_rate
-from specdec_cli.experiment.load.window import (
+from specdec_cli.experiment.load.measuring import (
     Crowding,
+    Stream,
     crowding,
     in_flight,
     is_overloaded,
     stretch_of,
+)
+from specdec_cli.experiment.load.points import (
+    best_at_rate,
+    crossover,
+    load_warnings,
+    points_at_rate,
 )
 from specdec_cli.recipe.objectives import objective
 

@@ -13,10 +13,9 @@ from specdec_cli.errors import ExitCode
 from specdec_cli.experiment.folders.conclusions import Arm, Best, Tokens
 from specdec_cli.experiment.folders.records import CategoryMetrics, CurvePart, Key, Point, Sample
 from specdec_cli.experiment.folders.samples import Samples, not_measured
-from specdec_cli.experiment.forecasts import Forecasts
+from specdec_cli.experiment.forecasts import Forecasts, Text, iid_length
 from specdec_cli.experiment.measure import MeasuringLoop, sample_of
 from specdec_cli.experiment.points import Failure, arm_points, error_of, measured
-from specdec_cli.experiment.predict import Text, iid_length
 from specdec_cli.experiment.statistics.noise import (
     DISTURBED,
     impossible_speeds,

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from specdec_cli.experiment.predict import (
+from specdec_cli.experiment.forecasts import (
     Text,
     expected_rounds,
     iid_length,

@@ -15,10 +15,9 @@ from specdec_cli.app import main
 from specdec_cli.core.figures import Record
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.experiment.folders.conclusions import VERSION
-from specdec_cli.experiment.folders.record_lines import read_records
+from specdec_cli.experiment.folders.record_lines import read_records, to_json
 from specdec_cli.experiment.folders.records import CurvePart, PairFacts, Point, Sample
-from specdec_cli.experiment.folders.results import to_json
-from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.forecasts import ReplayText
 from specdec_cli.experiment.sweep.merge import merge_folders
 from specdec_cli.report.cells import Column
 from specdec_cli.report.content import Content

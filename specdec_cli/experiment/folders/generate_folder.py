@@ -1,18 +1,20 @@
-"""The run folder of `generate`: creating it, resuming in it, and its outputs."""
+"""The run folder of `generate`: creating it, resuming in it, its document and its point."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.errors import Notice
+from specdec_cli.core.figures import Metrics
+from specdec_cli.errors import LOGGED, Notice
 from specdec_cli.experiment.folders import settings_file
+from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.record_lines import elsewhere, read_records
-from specdec_cli.experiment.folders.records import Key, Sample
+from specdec_cli.experiment.folders.records import Key, Point, Sample, given
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.samples import not_measured
 from specdec_cli.experiment.folders.settings_file import RunSettings
-from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.generation import Job, Output
 from specdec_cli.experiment.preparing import common_settings
 from specdec_cli.recipe import Recipe
 
@@ -80,3 +82,45 @@ def _read(path: Path, job: Job) -> list[Sample]:
         return elsewhere(sample, known) or not_measured(sample, len(job.prompts), 1)
 
     return read_records(path, Sample, problem)
+
+
+def generate_document(
+    recipe: Recipe,
+    where: dict[str, Any],
+    outputs: Sequence[Output],
+    metrics: Metrics,
+    warnings: Sequence[Notice],
+    check: CheckResult | None,
+) -> dict[str, Any]:
+    """The document of `generate --json`. warnings: beside those that were logged. check: of
+    losslessness, if one was asked for."""
+    return {
+        "schema": "specdec.generate/1",
+        "recipe": recipe.model_dump(mode="json"),
+        "environment": where,
+        "outputs": list(outputs),
+        "metrics": metrics,
+        "warnings": [*warnings, *LOGGED],
+        **given(lossless_check=check),
+    }
+
+
+def point_of_run(
+    outputs: Sequence[Output], metrics: Metrics, key: Key, of_engine: dict[str, Any]
+) -> Point:
+    """The line of points.jsonl of a single run, which has no baseline. of_engine: further fields,
+    where a server ran it."""
+    why = next((o.error for o in outputs if o.error is not None), None)
+    could_run = any(o.error is None for o in outputs)
+    return Point(
+        **key.as_dict(),
+        status="ok" if could_run else "failed",
+        metrics=metrics if could_run else None,
+        speedup=None,
+        speedup_ci=None,
+        predicted_speedup=None,
+        mean_acceptance_length_ci=None,
+        per_category={},
+        **given(reason=None if could_run else f"no prompt could run: {why}"),
+        **of_engine,
+    )

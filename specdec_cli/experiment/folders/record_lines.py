@@ -1,4 +1,4 @@
-"""Reading records again, one JSON object a line.
+"""Records as JSON, one object a line: writing them and reading them again.
 
 A file may have been damaged or edited, so everything is checked as it is read. Imports no torch.
 """
@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from specdec_cli.core.figures import Record
-from specdec_cli.errors import SetupError
-from specdec_cli.text import one_line
+from specdec_cli.errors import Notice, SetupError
+from specdec_cli.text import inert_json, one_line
 
 R = TypeVar("R", bound=Record)
 
@@ -107,3 +107,19 @@ def described(error: ErrorDetails) -> str:
         case "literal_error":
             return f"its {key} is {one_line(str(error['input']))}"
     return f"{key} is damaged"
+
+
+def to_json(document: Any) -> str:
+    """One line of strict JSON, harmless on a terminal; a number that is not finite becomes null."""
+    try:
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False, default=_as_dict)
+    except ValueError:  # there is such a number
+        loose = json.dumps(document, default=_as_dict)
+        text = json.dumps(json.loads(loose, parse_constant=lambda _: None), ensure_ascii=False)
+    return inert_json(text)
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Record | Notice):
+        raise TypeError(f"{type(value).__name__} has no JSON form")
+    return value.as_dict()

@@ -14,7 +14,7 @@ from typing import Any
 from specdec_cli.core.figures import Record
 from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
-from specdec_cli.experiment.folders.results import to_json
+from specdec_cli.experiment.folders.record_lines import to_json
 from specdec_cli.recipe import PROMPTS, Recipe, dump_recipe
 from specdec_cli.text import is_unicode, one_line
 

@@ -14,9 +14,8 @@ from specdec_cli.core.figures import Record
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders.conclusions import VERSION, refuse_other_version
-from specdec_cli.experiment.folders.record_lines import elsewhere, json_of
+from specdec_cli.experiment.folders.record_lines import elsewhere, json_of, to_json
 from specdec_cli.experiment.folders.records import Sample
-from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.samples import not_measured
 from specdec_cli.recipe import Recipe

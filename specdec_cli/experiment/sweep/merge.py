@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 from specdec_cli.errors import LOGGED, ExitCode, Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error
-from specdec_cli.experiment.folders.record_lines import json_of
+from specdec_cli.experiment.folders.record_lines import json_of, to_json
 from specdec_cli.experiment.folders.records import CurvePart, Key, Point, Sample, Stretch
-from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import (
     read_warnings,
@@ -18,8 +17,8 @@ from specdec_cli.experiment.folders.settings_file import (
     unsaid,
     write_settings,
 )
+from specdec_cli.experiment.forecasts import ReplayText
 from specdec_cli.experiment.points import Failure
-from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.preparing import few_prompts
 from specdec_cli.experiment.sweep.document import (
     order_of,

@@ -16,12 +16,12 @@ from specdec_cli.core.types import Request
 from specdec_cli.errors import ExitCode, Notice, RunError, SetupError, UsageError, is_out_of_memory
 from specdec_cli.experiment.folders.records import CurvePart, Key, Point, given
 from specdec_cli.experiment.folders.samples import baseline_of, without_errors
+from specdec_cli.experiment.forecasts import ReplayText
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.lossless_check import PROMPTS, LosslessCheck, greedy_texts, texts_of
 from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import MeasuringLoop, Watcher, balanced, units_of
 from specdec_cli.experiment.points import Failure
-from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.statistics.noise import seams_in
 from specdec_cli.experiment.sweep.arms import Arms
 from specdec_cli.experiment.sweep.running import Running

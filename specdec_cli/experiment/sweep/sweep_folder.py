@@ -8,9 +8,8 @@ from typing import Any
 from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders import settings_file
-from specdec_cli.experiment.folders.record_lines import read_records
+from specdec_cli.experiment.folders.record_lines import read_records, to_json
 from specdec_cli.experiment.folders.records import Point, Sample
-from specdec_cli.experiment.folders.results import to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.experiment.sweep.running import Running

@@ -21,8 +21,8 @@ from specdec_cli.experiment.folders.records import (
 )
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import RunSettings
+from specdec_cli.experiment.forecasts import ReplayText
 from specdec_cli.experiment.load.arrivals import Offered
-from specdec_cli.experiment.predict import ReplayText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
