@@ -1,4 +1,4 @@
-"""Expected acceptance along a text that is already written; `experiment.predict` uses it."""
+"""Expected acceptance along a text that is already written; `experiment.forecasts` uses it."""
 
 from typing import Annotated, Self
 
