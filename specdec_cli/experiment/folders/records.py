@@ -243,8 +243,8 @@ class BreakEven(Record):
     tokens_per_round: the cost of a sequence's round over that of one at k = 0, which writes one
     token; over all rounds, like `Metrics.tokens_per_round`. draft_acceptance_rate: accepted over
     proposed tokens that give as many. alpha: likewise, the chance of each proposal in the geometric
-    model (`forecasts.iid_length`). Both are 0 if rounds cost no more than plain decoding, and None if
-    accepting everything would not suffice. is_predicted: whether the costs are of the time curve.
+    model (`forecasts.iid_length`). Both are 0 if rounds cost no more than plain decoding, and None
+    if accepting everything would not suffice. is_predicted: whether the costs are of the time curve.
     """
 
     tokens_per_round: Figure
