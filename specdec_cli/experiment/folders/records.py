@@ -244,7 +244,7 @@ class BreakEven(Record):
     token; over all rounds, like `Metrics.tokens_per_round`. draft_acceptance_rate: accepted over
     proposed tokens that give as many. alpha: likewise, the chance of each proposal in the geometric
     model (`forecasts.iid_length`). Both are 0 if rounds cost no more than plain decoding, and None
-    if accepting everything would not suffice. is_predicted: whether the costs are of the time curve.
+    if accepting everything would not suffice. is_predicted: whether costs are of the time curve.
     """
 
     tokens_per_round: Figure
