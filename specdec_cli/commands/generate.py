@@ -13,7 +13,7 @@ import typer
 import specdec_cli
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
-from specdec_cli.commands.resuming import begun, with_draft
+from specdec_cli.commands.resuming import begun, folder_of_servers, saying_what_is_kept, with_draft
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import UsageError
@@ -41,19 +41,27 @@ def generate(
     from specdec_cli.commands.reading import find_prompts, recipe_options
     from specdec_cli.experiment.folders.generate_folder import GenerateSettings
 
-    asked, kept = begun(asked, GenerateSettings, resume=resume, servers=server)
+    asked, kept = begun(asked, GenerateSettings, resume=resume)
     resolved = with_draft(asked, kept).resolve(recipe_options(source))
     asked.warn_of_unused(resolved, has_draft=asked.given["draft"] is not None)
-    if server is not None and check_lossless:
+    named, earlier = None, folder_of_servers(asked, kept)
+    if server is not None or earlier is not None:
+        from specdec_cli.commands import servers
+
+        k, urls = asked.given["num_speculative_tokens"], None if server is None else [server]
+        named = servers.named(urls, None, None, None if k is None else [k], earlier)
+    if named is not None and check_lossless:
         told = "--check-lossless needs the target's logits, which a server does not give"
         raise UsageError(told, "leave it out, or compare texts with sweep-k --server")
     begin_stage("reading the prompts")
+    flags = {"skip_bad": source.skip_bad, "check_lossless": check_lossless, "strict": strict}
     with (
+        saying_what_is_kept(asked, "generate", "prompts", next_turns=next_turns, **flags),
         joined(
             asked.place,
             [resolved],
             lambda: find_prompts(source, resolved, asked, reads_pipe=True),
-            computes=server is None,
+            computes=named is None,
         ) as (world, found),
         ExitStack() as open_until_end,
     ):
@@ -64,21 +72,21 @@ def generate(
             from specdec_cli.backends.base import Backend
 
             backend: Backend
-            if server is not None:
+            if named is not None:
                 from specdec_cli.backends.server.backend import ServerBackend
-                from specdec_cli.commands.servers import look_at_all
 
-                k = asked.given["num_speculative_tokens"]
                 backend = there = open_until_end.enter_context(ServerBackend())
-                look_at_all(there, resolved, [server], None, None if k is None else [k], None)
-            with importing(world.device if server is None else "cpu"):
-                if server is None:
+                servers.look_at_all(there, resolved, named)
+            with importing(world.device if named is None else "cpu"):
+                if named is None:
                     from specdec_cli.backends import native
 
                     backend = native
                 from specdec_cli.commands.generate_run import Own, get_ready, write
             own = Own(resume, next_turns, check_lossless, is_single, strict)
             ready = get_ready(backend, world, resolved, found, asked, own, stages)
+            if named is not None and ready.folder is not None:
+                servers.keep(ready.folder, named)
         world.ready()
         code = write(world, ready, asked, own)
     raise typer.Exit(code)

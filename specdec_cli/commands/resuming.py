@@ -3,7 +3,8 @@ command that goes on with an interrupted run."""
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import typer
 import specdec_cli.experiment.folders
 from specdec_cli.commands.options import Asked
 from specdec_cli.commands.status import warn
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import ExitCode, RunError, UsageError
 from specdec_cli.text import inert
 
 
@@ -22,13 +23,11 @@ def begun(
     kind: "type[specdec_cli.experiment.folders.settings_file.RunSettings]",
     *,
     resume: bool,
-    servers: object = None,
 ) -> tuple[Asked, dict[str, Any]]:
     """The command line and the settings of the run that it goes on with; none for a new run.
 
-    A command line without a recipe gets the folder's. kind: of the command's settings. servers:
-    those that the command line names. Raises `UsageError` for --resume without a folder, or without
-    the servers that wrote its samples.
+    A command line without a recipe gets the folder's. kind: of the command's settings. Raises
+    `UsageError` for --resume without a folder.
     """
     if not resume:
         return asked, {}
@@ -40,9 +39,6 @@ def begun(
     folder, recipe = asked.output, asked.output / "recipe.yaml"
     is_new = not (folder / SETTINGS).exists()
     kept = {} if is_new else kept_settings(folder, kind)
-    of_servers = bool(kept) and kept["device"].startswith("server")
-    if of_servers and not servers and "engine" not in kept["recipe"]:  # it did not start them
-        raise UsageError(f"servers wrote the samples in {folder}", "name them with --server")
     if kept and asked.recipe is None and recipe.is_file():
         asked = replace(asked, recipe=str(recipe))
     names_models = (asked.recipe, asked.given.get("target"), asked.sets) != (None, None, None)
@@ -50,6 +46,12 @@ def begun(
         told = f"{folder} holds no {kind.kind}: a new one of the demo pair begins"
         warn([told] if asked.is_heard else [])
     return asked, kept
+
+
+def folder_of_servers(asked: Asked, kept: Mapping[str, Any]) -> Path | None:
+    """The folder of the run to go on with, if servers wrote its samples that it did not start."""
+    is_theirs = kept and kept["device"].startswith("server") and "engine" not in kept["recipe"]
+    return asked.output if is_theirs else None
 
 
 def names_of_drafts(asked: Asked, kept: Mapping[str, Any]) -> list[str | None]:
@@ -76,6 +78,30 @@ def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -
 def _has_its_recipe(asked: Asked) -> bool:
     folder, recipe = asked.output, asked.recipe
     return folder is not None and recipe is not None and Path(recipe) == folder / "recipe.yaml"
+
+
+@contextmanager
+def saying_what_is_kept(
+    asked: Asked, command: str, noun: str, *, is_told: bool = True, **own: object
+) -> Iterator[None]:
+    """Report what the folder keeps if the run is interrupted or its ranks fail.
+
+    noun: of the lines of samples.jsonl, in the plural. own: as for `say_kept`.
+    """
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except (KeyboardInterrupt, SystemExit, RunError) as end:
+        if isinstance(end, RunError) and end.code == ExitCode.USAGE:
+            raise
+        if isinstance(end, SystemExit) and end.code != ExitCode.SIGTERM:
+            raise  # the reader of stdout is gone, and nothing is left to measure
+        path = asked.output / "samples.jsonl" if asked.output is not None else None
+        if is_told and asked.is_heard and path is not None and path.exists():
+            kept = path.read_bytes().count(b"\n")
+            say_kept(f"{kept} {noun}", asked, command, **own)
+        raise
 
 
 def say_kept(what: str, asked: Asked, command: str, **own: object) -> None:

@@ -1,48 +1,93 @@
 """The servers that a command line names, and the points that they have. Imported by functions."""
 
+import os
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from specdec_cli.backends.server.backend import ServerBackend
 from specdec_cli.backends.server.detect import address
 from specdec_cli.backends.server.dialects import ServerFacts
+from specdec_cli.core.figures import Count, Record
 from specdec_cli.errors import UsageError
+from specdec_cli.experiment.folders.record_lines import checked, to_json
+from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.folders.settings_file import read_json
 from specdec_cli.recipe import Recipe
 
-
-def refuse_unfit(servers: Sequence[str] | None, needing: Mapping[str, object]) -> None:
-    """Raise `UsageError` for options, by name with their values, that count only beside servers."""
-    if not servers and (found := next((n for n, value in needing.items() if value), None)):
-        raise UsageError(f"{found} needs --server", "name the servers to measure with --server URL")
+_FILE = "servers.json"  # in the folder of a run
 
 
-def look_at_all(
-    backend: ServerBackend,
-    recipe: Recipe,
-    urls: Sequence[str],
-    baseline: str | None,
-    asked: Sequence[int] | None,
-    folder: Path | None,
-) -> list[int]:
-    """Enter the servers into `backend`, by k; return the ks to measure, in order.
+class Named(Record):
+    """The servers of a command line.
 
-    baseline: the address of a server without speculation. asked: by `--k`, without the 0 that is
-    always there; None for all that there are. folder: of a run that brings k = 0.
+    urls: addresses of those to measure. plain_url: of a server without speculation. baseline: a run
+    folder that brings k = 0. ks: the proposal lengths of `--k`; None for all that there are.
     """
-    named = [address(url, "--server") for url in urls]
-    plain = None if baseline is None else address(baseline, "--baseline-server")
-    if plain is not None:
+
+    urls: list[str]
+    plain_url: str | None
+    baseline: str | None
+    ks: list[Count] | None
+
+
+def named(
+    urls: list[str] | None,
+    plain_url: str | None,
+    baseline: Path | None,
+    ks: list[int] | None,
+    earlier: Path | None,
+) -> Named:
+    """The servers that options name.
+
+    earlier: the folder of the run that goes on, which names those that were not given. Raises
+    `UsageError` for what is no address, and where an option lacks its servers.
+    """
+    servers = Named(
+        urls=[address(url, "--server") for url in urls or ()],
+        plain_url=None if plain_url is None else address(plain_url, "--baseline-server"),
+        baseline=None if baseline is None else os.path.abspath(baseline),
+        ks=ks,
+    )
+    if earlier is not None:
+        servers = _as_before(servers, earlier)
+    needing = {"--baseline-server": servers.plain_url, "--baseline": servers.baseline}
+    if not servers.urls and (found := next((n for n, value in needing.items() if value), None)):
+        raise UsageError(f"{found} needs --server", "name the servers to measure with --server URL")
+    return servers
+
+
+def keep(folder: RunFolder, servers: Named) -> None:
+    """Write down the servers, for the command that goes on with the run."""
+    folder.write(_FILE, to_json(servers) + "\n")
+
+
+def _as_before(servers: Named, folder: Path) -> Named:
+    """The servers, with those that the folder names in place of what was not given."""
+    kept = checked(read_json(folder / _FILE), Named)
+    if isinstance(kept, Named):
+        urls, ks = servers.urls or kept.urls, kept.ks if servers.ks is None else servers.ks
+        of_plain = kept if servers.plain_url is None and servers.baseline is None else servers
+        plain_url, baseline = of_plain.plain_url, of_plain.baseline
+        servers = Named(urls=urls, plain_url=plain_url, baseline=baseline, ks=ks)
+    if not servers.urls:
+        raise UsageError(f"servers wrote the samples in {folder}", "name them with --server")
+    return servers
+
+
+def look_at_all(backend: ServerBackend, recipe: Recipe, servers: Named) -> list[int]:
+    """Enter the servers into `backend`, by k; return the ks to measure, in order."""
+    asked, brings_plain = servers.ks, servers.baseline is not None
+    if (plain := servers.plain_url) is not None:
         facts = backend.look(plain, recipe)
         if facts.k:
             raise UsageError(f"--baseline-server: {plain} speculates: its k is {facts.k}")
         backend.servers[0] = facts
-    for url in named:
+    for url in servers.urls:
         _enter(backend, backend.look(url, recipe), asked)
-    there = {*backend.servers, *([0] if folder is not None else [])}
-    if folder is not None and 0 in backend.servers:
+    there = {*backend.servers, *([0] if brings_plain else [])}
+    if brings_plain and 0 in backend.servers:
         other = backend.servers[0].url
         raise UsageError(f"--baseline and the server at {other} both have k = 0", "leave one out")
     missing = sorted(set(asked or ()) - there)
@@ -54,7 +99,7 @@ def look_at_all(
     return sorted(chosen)
 
 
-def _enter(backend: ServerBackend, facts: ServerFacts, asked: Sequence[int] | None) -> None:
+def _enter(backend: ServerBackend, facts: ServerFacts, asked: list[int] | None) -> None:
     k = facts.k
     if k is None:
         if asked is None or len(asked) != 1:

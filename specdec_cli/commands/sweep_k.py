@@ -4,8 +4,8 @@ Parses, prepares, runs and shows; the work is done elsewhere.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,13 @@ import typer
 import specdec_cli.experiment.sweep
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
-from specdec_cli.commands.resuming import begun, names_of_drafts, say_kept, with_draft
+from specdec_cli.commands.resuming import (
+    begun,
+    folder_of_servers,
+    names_of_drafts,
+    saying_what_is_kept,
+    with_draft,
+)
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import show, strictly, waiting, warn, write_pictures
 from specdec_cli.commands.sweep_parsing import (
@@ -29,7 +35,7 @@ from specdec_cli.commands.sweep_parsing import (
     shard_of,
 )
 from specdec_cli.demo import PREFIX
-from specdec_cli.errors import LOGGED, ExitCode, RunError, UsageError
+from specdec_cli.errors import LOGGED, ExitCode, UsageError
 from specdec_cli.launch.world import World
 
 _KS = "Proposal lengths, such as 0-8 (the default) or 1,2,4; 0 is added. Of servers: all there are."
@@ -121,15 +127,17 @@ def sweep_k(
     from specdec_cli.commands.reading import find_prompts, recipe_options
     from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 
-    asked, kept = begun(asked, SweepSettings, resume=resume, servers=server or serve)
+    asked, kept = begun(asked, SweepSettings, resume=resume)
     lengths = kept["ks"] if kept and ks is None else parse_ks(_DEFAULT_KS if ks is None else ks)
     output = asked.output
     if serve is not None and serve not in _ENGINES:
         raise UsageError(f"--serve: expected {' or '.join(_ENGINES)}, got {serve!r}")
-    if server or baseline_server or baseline is not None:
+    named, earlier = None, None if serve is not None else folder_of_servers(asked, kept)
+    if server or baseline_server or baseline is not None or earlier is not None:
         from specdec_cli.commands import servers
 
-        servers.refuse_unfit(server, {"--baseline-server": baseline_server, "--baseline": baseline})
+        asked_ks = None if ks is None else listed_ks(ks)
+        named = servers.named(server, baseline_server, baseline, asked_ks, earlier)
         refuse_beside(
             "--server",
             serve=serve,
@@ -184,19 +192,19 @@ def sweep_k(
     sizes = options.parse_counts(batch_size, "--batch-size")
     sizes = sizes or kept.get("batch_sizes", [recipes[0].run.batch_size])
     if load.request_rate is not None:
-        is_native = recipes[0].engine.kind == "native" and not server
+        is_native = recipes[0].engine.kind == "native" and named is None
         refuse_beside(
             "--request-rate",
             batch_size=batch_size if load.max_concurrency or not is_native or sizes[1:] else None,
             predict_only=predict_only,
             check_lossless=check_lossless,
             minutes=minutes,
-            baseline=baseline,
+            baseline=named.baseline if named is not None else None,
         )
         sizes = sizes if is_native else [0]
         sizes = sizes if load.max_concurrency is None else [load.max_concurrency]
     asked.warn_of_unused(recipes[0], has_draft=bool(draft))
-    serves = recipes[0].engine.kind != "native" and not server
+    serves = recipes[0].engine.kind != "native" and named is None
     if serve_args is not None and not serves:
         raise UsageError("--serve-args needs --serve")
     if serves:
@@ -211,17 +219,15 @@ def sweep_k(
     if minutes is not None and source.limit is None and is_bundled:
         source = replace(source, limit=_ALL)  # bundled recipes take a few of their prompts
 
-    of_servers = {"server": server, "baseline_server": baseline_server, "baseline": baseline}
-    of_servers |= {"k": ks} if server else {}
     flags = {"skip_bad": source.skip_bad, "check_lossless": check_lossless}
     flags |= {"strict": strict, "pairs": pairs}
     with (
-        _saying_what_is_kept(asked, is_told=not dry_run, **of_servers, **flags),
+        saying_what_is_kept(asked, "sweep-k", "samples", is_told=not dry_run, **flags),
         joined(
             asked.place,
             recipes,
             lambda: find_prompts(source, recipes[0], asked),
-            computes=not (server or serves),
+            computes=named is None and not serves,
         ) as (world, found),
         ExitStack() as open_until_end,
     ):
@@ -230,21 +236,19 @@ def sweep_k(
 
             backend: Backend
             starter = None
-            if server or serves:
+            if named is not None or serves:
                 from specdec_cli.backends.server.backend import ServerBackend
 
                 backend = there = open_until_end.enter_context(ServerBackend())
             if serves:
                 starter = there
                 there.logs = servers.logs_in(output, open_until_end)
-            if server:
-                asked_ks = None if ks is None else listed_ks(ks)
+            if named is not None:
                 of_data = recipes[0].model_copy(update={"data": found.data})
-                lengths = servers.look_at_all(
-                    there, of_data, server, baseline_server, asked_ks, baseline
-                )
-            with importing("cpu" if dry_run or server or serves else world.device):
-                if not (server or serves):
+                lengths = servers.look_at_all(there, of_data, named)
+            is_native = named is None and not serves
+            with importing(world.device if is_native and not dry_run else "cpu"):
+                if is_native:
                     from specdec_cli.backends import native
 
                     backend = native
@@ -282,7 +286,7 @@ def sweep_k(
         if minutes is not None and asked.is_heard:
             typer.echo(f"chosen for {minutes:g} minutes: {fit.text}", err=True)
         code = _sweep(
-            *(world, plan, asked, baseline, starter),
+            *(world, plan, asked, named, starter),
             resume=resume,
             dry_run=dry_run,
             strict=strict,
@@ -295,7 +299,7 @@ def _sweep(
     world: World,
     plan: "specdec_cli.experiment.sweep.sweep_plan.SweepPlan",
     asked: Asked,
-    baseline: Path | None,
+    named: "specdec_cli.commands.servers.Named | None",
     starter: "specdec_cli.experiment.sweep.running.Starter | None",
     *,
     resume: bool,
@@ -305,7 +309,7 @@ def _sweep(
 ) -> ExitCode:
     """Measure; rank 0 keeps and shows the results. Returns the exit code.
 
-    baseline: the folder of a run that brings k = 0. starter: of servers, where the sweep does so.
+    named: the servers to measure, if they are up. starter: of servers, where the sweep does so.
     """
     from specdec_cli.experiment.folders.record_lines import to_json
     from specdec_cli.experiment.folders.records import Key, Sample
@@ -322,14 +326,18 @@ def _sweep(
     with waiting("getting ready", quiet=quiet):
         warnings = [*warnings_of(plan), *few_prompts(plan.num_prompts)]
         records, folder, plain = SweepRecords(), None, list[Sample]()
-        if baseline is not None:
+        if named is not None and named.baseline is not None:
             from specdec_cli.experiment.sweep.sweep_folder import samples_of
 
-            plain = samples_of(baseline, plan)
+            plain = samples_of(Path(named.baseline), plan)
         if not dry_run and output is not None:
             if world.is_first:
                 folder = open_folder(output, plan, records, resume=resume)
                 warnings += unsaid(read_warnings(output), warnings)
+                if named is not None:
+                    from specdec_cli.commands import servers
+
+                    servers.keep(folder, named)
             # Every rank has to skip the samples that the folder holds.
             found = world.once(lambda: replace(records, folder=None))
             records = records if world.is_first else found
@@ -373,23 +381,3 @@ def _sweep(
         return strictly(code, document["warnings"], strict=strict)
 
     return world.once(end)
-
-
-@contextmanager
-def _saying_what_is_kept(asked: Asked, *, is_told: bool, **own: object) -> Iterator[None]:
-    """Report what the folder keeps if the sweep is interrupted or its ranks fail. own: as for
-    `say_kept`."""
-    try:
-        yield
-    except typer.Exit:
-        raise
-    except (KeyboardInterrupt, SystemExit, RunError) as end:
-        if isinstance(end, RunError) and end.code == ExitCode.USAGE:
-            raise
-        if isinstance(end, SystemExit) and end.code != ExitCode.SIGTERM:
-            raise  # the reader of stdout is gone, and nothing is left to measure
-        path = asked.output / "samples.jsonl" if asked.output is not None else None
-        if is_told and asked.is_heard and path is not None and path.exists():
-            kept = path.read_bytes().count(b"\n")
-            say_kept(f"{kept} samples", asked, "sweep-k", **own)
-        raise

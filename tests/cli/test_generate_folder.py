@@ -272,8 +272,10 @@ def test_signals_keep_what_is_done(number: signal.Signals, code: int, tmp_path: 
         told.seek(0)
         said.seek(0)
         out, err = told.read(), said.read()
-    assert re.fullmatch("error: (interrupted|terminated)\n", err)
     done = samples(folder)
+    told = f"{len(done)} prompts are kept in {folder}\n"
+    told += f"go on with: specdec generate --resume -o {folder}\n"
+    assert re.fullmatch(re.escape(told) + "error: (interrupted|terminated)\n", err)
     assert 3 <= len(done) < 200 and all(sample["token_ids"] for sample in done)
     assert not (folder / "summary.json").exists()
     # The printed text is whole too: a prefix of the prompts in their order.

@@ -14,9 +14,9 @@ def test_what_no_folder_keeps_is_said_again(capsys: pytest.CaptureFixture[str]) 
     plugins = ["a.py", "b c.py"]
     place, output = Place(("specdec_cli", "sweep-k"), None, None), Path("runs/a")
     asked = Asked(place, {}, "demo", plugin=plugins, threads=2, output=output, quiet=True)
-    say_kept("3 samples", asked, "sweep-k", server=["http://h:1"], baseline=None, strict=True)
+    say_kept("3 samples", asked, "sweep-k", next_turns=Path("b"), strict=True)
     told = "sweep-k --resume -o runs/a --plugin a.py --plugin 'b c.py' --threads 2"
-    told += " --server http://h:1 --strict --quiet"
+    told += " --next-turns b --strict --quiet"
     assert f"3 samples are kept in runs/a\ngo on with: specdec {told}\n" == capsys.readouterr().err
 
 

@@ -265,12 +265,44 @@ def test_kill_9_and_resume_ask_for_nothing_twice(
         again = [len(s.written) - b for s, b in zip(servers, before, strict=True)]
         alone = ["sweep-k", "--resume", "-o", str(tmp_path)]
         assert specdec(capsys, *alone, *urls(*servers)).code == 0
-        unnamed = specdec(capsys, *alone)
-        assert unnamed.code == 2 and "hint: name them with --server" in unnamed.err
+        for damaged in ("{}", "[", '{"urls": [3]}'):
+            (tmp_path / "servers.json").write_text(damaged)
+            unnamed = specdec(capsys, *alone)
+            assert unnamed.code == 2 and "hint: name them with --server" in unnamed.err
     assert len(samples(tmp_path)) == 8 and {(k, i) for _, _, k, i in told} <= {
         (s["k"], s["index"]) for s in samples(tmp_path)
     }
     assert sum(again) <= 8 - begun + 2  # and a warm-up of each server
+
+
+def _cut(folder: Path, lines: int) -> int:
+    """Leave the first samples of a run alone, as an interruption does; returns how many."""
+    kept = (folder / "samples.jsonl").read_text().splitlines(keepends=True)[:lines]
+    (folder / "samples.jsonl").write_text("".join(kept))
+    (folder / "summary.json").unlink()
+    return len(kept)
+
+
+def test_the_folder_names_the_servers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also k of one that does not say it, and where k = 0 came from, but no key."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    plain, server = FakeServer("openai", k=0), FakeServer("openai", k=3)
+    one, other = tmp_path / "one", tmp_path / "other"
+    with running(plain, server):
+        measured = ["--k", "3", *urls(server)]
+        swept(capsys, *measured, "--baseline-server", plain.url, "-o", one)
+        swept(capsys, *measured, "--baseline", one, "-o", other)
+        for folder, asked in ((one, plain), (other, server)):
+            assert _cut(folder, 2) == 2
+            before = len(asked.written)
+            again = specdec(capsys, "sweep-k", "--resume", "--json", "-o", str(folder))
+            assert again.code == 0, again.err
+            assert gain(point(json.loads(again.out), 3)) > 0
+            assert len(asked.written) > before
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            assert not any(b"secret-key" in path.read_bytes() for path in files)
 
 
 def test_a_server_of_texts_alone_needs_its_k(capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,8 +332,13 @@ def test_generate_with_a_server(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert told.code == 2 and "-k 5" in told.err.replace("--k 5", "-k 5")
         told = specdec(capsys, *words, server.url, "--check-lossless")
         assert told.code == 2 and "--check-lossless" in told.err
-    kept = json.loads((tmp_path / "points.jsonl").read_text())
-    assert kept["engine"]["kind"] == "vllm"
+        kept = json.loads((tmp_path / "points.jsonl").read_text())
+        assert kept["engine"]["kind"] == "vllm"
+        _cut(tmp_path, 1)
+        again = specdec(capsys, "generate", "--resume", "-o", str(tmp_path), "--json")
+        assert again.code == 0, again.err
+        texts = [[o["text"] for o in d["outputs"]] for d in (document, json.loads(again.out))]
+        assert texts[0] == texts[1] and len(server.written) == 3  # one of the two again
 
 
 def test_a_key_is_sent_and_written_nowhere(
