@@ -60,6 +60,17 @@ def counters(device: torch.device) -> Tensor:
     return _kept_zeros("counters", COUNTERS, device)
 
 
+def room_for_splits(
+    splits: int, blocks: int, size: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Where programs that divide sums of `size` numbers leave their parts, fp32 [splits, *size],
+    and `counters` for so many blocks of sums; None for undivided ones."""
+    if splits == 1:
+        return None, None
+    assert blocks <= COUNTERS
+    return torch.empty((splits, *size), dtype=torch.float32, device=device), counters(device)
+
+
 def epochs(device: torch.device) -> Tensor:
     """[EPOCHS, 2] int32 for `arrive`; kernels of one device share them and run on one stream."""
     return _kept_zeros("epochs", 2 * EPOCHS, device).view(EPOCHS, 2)

@@ -138,7 +138,7 @@ def product(name: str, x: Tensor, weights: dict[str, Any], tries: Try) -> partia
             if tiles.slices == 0:
                 tiles = tiles._replace(slices=1)
                 return partial(stored_rows_linear, x, weight, tiles, as_terms=True)
-            slices = slices_for(weight, tiles)
+            slices = slices_for(weight, tiles.block_k, tiles.slices)
             assert slices is not None, "no slices fit its groups"
             return partial(stored_rows_linear, x, weight, tiles._replace(slices=slices))
         return partial(few_rows_linear, x, weight, tiles)

@@ -19,12 +19,11 @@ from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.tiles import ExpertTiles
 from specdec_kernels.gpu import CACHE_LINE, power_of_2_to
 from specdec_kernels.launch_triton import (
-    COUNTERS,
     after_predecessor,
-    counters,
     dependence,
     is_last,
     options_of,
+    room_for_splits,
 )
 from specdec_kernels.linear.few_rows_triton import (
     add_product,
@@ -48,9 +47,7 @@ from specdec_kernels.linear.stored_groups_triton import (
     row_scales,
     rows_of,
 )
-from specdec_kernels.linear.stored_sums_triton import (
-    stored_sums,
-)
+from specdec_kernels.linear.stored_sums_triton import stored_sums
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -185,12 +182,7 @@ def down_add_norm_triton(
     assert norm_weight.shape == (num_features,)
     assert num_rows <= tiles.block_m and residual.stride(1) == 1
     blocks = triton.cdiv(num_features, tiles.block_n)
-    partial = counts = None
-    if tiles.splits > 1:
-        assert blocks <= COUNTERS
-        size = (tiles.splits, num_rows, num_features)
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        counts = counters(x.device)
+    parts = room_for_splits(tiles.splits, blocks, (num_rows, num_features), x.device)
     hidden, scaled = (
         torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device) for _ in range(2)
     )
@@ -199,7 +191,7 @@ def down_add_norm_triton(
     constants = down_constants(width, experts, tiles, dependent["DEPENDENT"])
     down_kernel[(blocks, tiles.splits)](
         *(x, *plan[:4], *held, experts.down_bias, residual, norm_weight),
-        *(hidden, scaled, squares, partial, counts, num_rows, num_features, residual.stride(0)),
+        *(hidden, scaled, squares, *parts, num_rows, num_features, residual.stride(0)),
         **constants | dependent,
     )
     return Normed(hidden, scaled, squares, eps)

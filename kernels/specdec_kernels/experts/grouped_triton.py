@@ -35,9 +35,7 @@ from specdec_kernels.linear.stored_groups_triton import (
     row_scales,
     rows_of,
 )
-from specdec_kernels.linear.stored_sums_triton import (
-    stored_sums,
-)
+from specdec_kernels.linear.stored_sums_triton import stored_sums
 
 
 @triton.jit(do_not_specialize=["num_rows"])

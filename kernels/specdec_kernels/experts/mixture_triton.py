@@ -69,7 +69,7 @@ def fitted(
     if isinstance(weight, Tensor):
         return weight, tiles
     deep = tiles._replace(block_k=max(tiles.block_k, BLOCK))
-    slices = slices_for(weight, deep)
+    slices = slices_for(weight, deep.block_k, deep.slices)
     if slices is None:
         return plain_triton(weight, dtype), tiles
     return weight, deep._replace(slices=slices)

@@ -14,20 +14,18 @@ than one slice.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.gpu import CACHE_LINE
 from specdec_kernels.launch_triton import (
-    COUNTERS,
     INTERPRETED,
     after_predecessor,
-    counters,
     is_last,
     options_of,
     prefetch_l2,
+    room_for_splits,
 )
 from specdec_kernels.linear.fused import Fused, prepared
 from specdec_kernels.linear.norm_triton import activate
@@ -324,26 +322,19 @@ def few_rows_linear(
     x: Tensor, weight: Tensor, tiles: Tiles, **fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel for x [T, K]; `fused` as in `Fused`, results as in `Launch`."""
-    operands, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
+    operands, numbers, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     (num_rows, width), (_, num_features) = x.shape, results[0].shape
     blocks = triton.cdiv(num_features, tiles.block_n)
     assert num_rows <= tiles.block_m
-    partial = counts = None
-    if tiles.splits > 1:
-        assert not constants["ACTIVATION"] and blocks <= COUNTERS
-        size = (tiles.splits, num_rows, num_features)
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        counts = counters(x.device)
+    assert tiles.splits == 1 or not constants["ACTIVATION"]
+    parts = room_for_splits(tiles.splits, blocks, (num_rows, num_features), x.device)
     # A prefetch must not reach past the end of the weight.
     share = triton.cdiv(width, tiles.splits * tiles.block_k) * tiles.block_k
     prefetch = tiles.prefetch if tiles.prefetch <= width - share * (tiles.splits - 1) else 0
-    residual = fused.get("residual")
     early = tiles.early if tiles.splits == 1 and width % tiles.block_k == 0 else 0
     tiles = tiles._replace(prefetch=prefetch if constants["DEPENDENT"] else 0, early=early)
     few_rows_linear_kernel[(blocks, tiles.splits)](
-        *(*operands, partial, counts, num_rows, num_features, x.stride(0)),
-        0 if residual is None else residual.stride(0),
-        float(fused.get("eps", 0.0)),
+        *(*operands, *parts, num_rows, num_features, x.stride(0), *numbers),
         TILES=tiles,
         **constants | options_of(tiles),
     )

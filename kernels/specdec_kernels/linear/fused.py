@@ -35,6 +35,8 @@ class Launch(NamedTuple):
 
     operands: tuple[Tensor | None, ...]
     """x, squares, weight, bias, residual, norm_weight, and the results; None for what is absent."""
+    numbers: tuple[int, float]
+    """The stride of the residual's rows, and eps."""
     constants: dict[str, Any]
     """Also Triton's options."""
     results: tuple[Tensor, Tensor, Tensor]
@@ -51,7 +53,7 @@ def prepared(x: Tensor, weight: Tensor | Stored, block_n: int, fused: Fused) -> 
             one the operand is its codes, as bytes.
         block_n: Features of a program.
     """
-    squares, _, bias, activation, residual, norm_weight, out = fused
+    squares, eps, bias, activation, residual, norm_weight, out = fused
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if activation else 1)
     held = weight if isinstance(weight, Tensor) else weight.codes.view(torch.uint8)
@@ -73,6 +75,7 @@ def prepared(x: Tensor, weight: Tensor | Stored, block_n: int, fused: Fused) -> 
     constants = {"K": width, "PARTS": parts, "BLOCK_P": power_of_2_from(max(parts, 1))}
     return Launch(
         (x, squares, held, bias, residual, norm_weight, out, scaled, out_squares),
+        (0 if residual is None else residual.stride(0), float(eps)),
         constants | {"ACTIVATION": activation} | dependence(x),
         (out, out if scaled is None else scaled, out if out_squares is None else out_squares),
     )

@@ -284,14 +284,12 @@ def one_row_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel for x [1, K]; `fused` as in `Fused`, results as in `Launch`."""
     assert x.shape[0] == 1
-    operands, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
+    operands, (_, eps), constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     num_features, held, scales, zeros = results[0].shape[1], operands[2], None, None
     if isinstance(weight, Stored):
-        scales, zeros = weight.scales, weight.zeros
-        held = weight.codes
+        held, scales, zeros = weight.codes, weight.scales, weight.zeros
     one_row_linear_kernel[(triton.cdiv(num_features, tiles.block_n),)](
-        *(*operands[:2], held, *operands[3:], scales, zeros),
-        *(num_features, float(fused.get("eps", 0.0))),
+        *(*operands[:2], held, *operands[3:], scales, zeros, num_features, eps),
         FORM=form_of(weight),
         TILES=tiles,
         **constants | options_of(tiles),

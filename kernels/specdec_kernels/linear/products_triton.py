@@ -14,7 +14,7 @@ from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.norm_triton import add_norm_triton, gate_triton
 from specdec_kernels.linear.one_row_triton import one_row_linear
 from specdec_kernels.linear.plain_triton import plain_triton
-from specdec_kernels.linear.reference import Normed, linear_reference, norm_linear_reference
+from specdec_kernels.linear.reference import Normed, linear_reference
 from specdec_kernels.linear.stored import Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
 from specdec_kernels.linear.stored_tiles import choose_stored_tiles, choose_terms_tiles
@@ -60,8 +60,8 @@ def norm_linear_triton(
     """See `ops.norm_linear`. choose: as `kernel_for`, here and below."""
     product, weight = chosen("norm", x.scaled, weight, choose)
     if product is None:
-        assert isinstance(weight, Tensor)
-        return norm_linear_reference(x, weight, bias, into)
+        assert x.squares is None and isinstance(weight, Tensor)
+        return linear_reference(x.scaled, weight, bias, into)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, bias=bias, into=into)[0]
 
 

@@ -176,11 +176,3 @@ def linear_reference(
     if bias is None:
         return torch.mm(x, weight.T, out=into)
     return torch.addmm(bias, x, weight.T, out=into)
-
-
-def norm_linear_reference(
-    x: Normed, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
-) -> Tensor:
-    """`ops.norm_linear` by torch's library."""
-    assert x.squares is None
-    return linear_reference(x.scaled, weight, bias, into)

@@ -7,18 +7,11 @@ two, and its sums are added up before the scales.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import (
-    COUNTERS,
-    after_predecessor,
-    counters,
-    is_last,
-    options_of,
-)
+from specdec_kernels.launch_triton import after_predecessor, is_last, options_of, room_for_splits
 from specdec_kernels.linear.few_rows_triton import (
     finish_product,
     load_squares,
@@ -172,7 +165,7 @@ def stored_rows_linear(
 
     as_terms: whether x meets the codes as terms of fp8, which takes codes of fp8 and one slice.
     """
-    operands, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
+    operands, numbers, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     num_rows, num_features = results[0].shape
     form, held = Form.of(weight), tiles.block_k // KINDS[weight.storage.kind].per_code
     in_slice = held // tiles.slices
@@ -182,23 +175,17 @@ def stored_rows_linear(
         triton.cdiv(num_features, tiles.block_n),
         triton.cdiv(num_rows, tiles.block_m),
     )
-    partial = counts = None
-    if tiles.splits > 1:
-        assert blocks * row_blocks <= COUNTERS
-        size = (2 if constants["ACTIVATION"] else 1, tiles.splits, num_rows, num_features)
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        counts = counters(x.device)
-    residual, x_scales = fused.get("residual"), None
+    size = (2 if constants["ACTIVATION"] else 1, num_rows, num_features)
+    parts = room_for_splits(tiles.splits, blocks * row_blocks, size, x.device)
+    x_scales = None
     if not constants["DEPENDENT"]:
         tiles = tiles._replace(prefetch=0)
     if as_terms:
         assert weight.storage.kind == FP8 and tiles.slices == 1
         x, x_scales = terms_triton(x)
     stored_rows_kernel[(blocks, tiles.splits, row_blocks)](
-        *(x, *operands[1:], weight.scales, weight.zeros, x_scales, partial, counts),
-        *(num_rows, num_features, x.stride(-2)),
-        0 if residual is None else residual.stride(0),
-        float(fused.get("eps", 0.0)),
+        *(x, *operands[1:], weight.scales, weight.zeros, x_scales, *parts),
+        *(num_rows, num_features, x.stride(-2), *numbers),
         FORM=form,
         TILES=tiles,
         **constants | options_of(tiles),

@@ -1,7 +1,6 @@
 """Launch configurations of `stored_rows_triton`: from a table, fitted to a weight's groups."""
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
         blocks = -(-features // tiles.block_n)
         most = max(1, power_of_2_to(weight.shape[1] // LEAST))
         tiles = tiles._replace(splits=min(SPLITS, most, power_of_2_from(-(-wanted // blocks))))
-    slices = slices_for(weight, tiles)
+    slices = slices_for(weight, tiles.block_k, tiles.slices)
     return None if slices is None else tiles._replace(slices=slices)
 
 
@@ -48,36 +47,26 @@ def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
         return None
     features = weight.shape[0] // (2 if kind == "gate" else 1)
     tiles = first_fit(table[kind], (x.shape[0], features), (weight.shape[1],))
-    if tiles is None or x.shape[0] <= FEW or slices_for(weight, tiles) != 1:
+    if tiles is None or x.shape[0] <= FEW or slices_for(weight, tiles.block_k, tiles.slices) != 1:
         return None
     blocks, most = -(-features // tiles.block_n), power_of_2_to(weight.shape[1] // LEAST)
     return tiles._replace(splits=min(SPLITS, most, power_of_2_to(MULTIPROCESSORS // blocks)))
 
 
-class Depth(Protocol):
-    """Tiles of any kernel that reads stored weights."""
-
-    @property
-    def block_k(self) -> int: ...
-
-    @property
-    def slices(self) -> int: ...
-
-
-def slices_for(weight: Stored, tiles: Depth) -> int | None:
-    """At least as many slices as the tiles have, so that each lies in one group of columns; None
-    for weights that the kernels do not read so."""
+def slices_for(weight: Stored, block_k: int, least: int) -> int | None:
+    """At least as many slices of tiles of `block_k`, so that each lies in one group of columns;
+    None for weights that the kernels do not read so."""
     if weight.storage.kind not in STORED:
         return None
     kind, (_, wide) = KINDS[weight.storage.kind], weight.storage.group
-    width, tile = weight.shape[-1], tiles.block_k // kind.per_code
+    width, tile = weight.shape[-1], block_k // kind.per_code
     size = math.gcd(tile, wide)  # bytes of a slice; gcd(n, 0) is n
     if kind.per_code == 2:
         size = math.gcd(size, BLOCK // 2, width % BLOCK // 2)
-        assert tiles.block_k % BLOCK == 0
+        assert block_k % BLOCK == 0
     has_zeros, has_minima = weight.storage.has_zeros, weight.storage.has_minima
     if (has_zeros and kind.per_code == 1) or (has_minima and not wide):
         return None
     if size & (size - 1) or size < SLICE:
         return None
-    return max(tiles.slices, tile // size)
+    return max(least, tile // size)

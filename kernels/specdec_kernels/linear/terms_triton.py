@@ -46,22 +46,8 @@ def terms_kernel(
     tl.store(scales_ptr + row, tl.where(bits < 0x7F800000, scale, float("nan")))
 
 
-def terms_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference: terms [T, 2, K] e4m3 and scales [T] fp32 of x [T, K] bf16.
-
-    terms.sum(1) * scales is x.
-    """
-    exponent = torch.frexp(x.float().abs().amax(1).clamp(min=2.0**-119)).exponent
-    scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 8)
-    scaled = x.float() / scales[:, None]
-    first = (scaled.view(torch.int32) & -(1 << 20)).view(torch.float32)
-    terms = torch.stack((first, scaled - first), 1).to(torch.float8_e4m3fn)
-    finite = x.isfinite().all(1)
-    return terms, torch.where(finite, scales, float("nan"))
-
-
 def terms_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `terms_of`."""
+    """Terms [T, 2, K] e4m3 and scales [T] fp32 of x [T, K] bf16: terms.sum(1) * scales is x."""
     num_rows, width = x.shape
     terms = torch.empty(num_rows, TERMS.value, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)

@@ -17,7 +17,7 @@ from specdec_kernels.linear.stored_tiles import (
     choose_terms_tiles,
     slices_for,
 )
-from specdec_kernels.linear.terms_triton import terms_of, terms_triton
+from specdec_kernels.linear.terms_triton import terms_triton
 from specdec_kernels.linear.tile_tables import Tiles
 from specdec_kernels.linear.tiles import RowTiles, choose_row_tiles, fits_lanes
 from torch import Tensor
@@ -94,7 +94,7 @@ def test_gates_and_sums_of_splits(name, splits, early, dtype, device) -> None:
     storage, width = FORMS[name]
     weight = filled(storage, 2 * 40, width, device)
     tiles = Tiles(8, 16, 128, 1, splits, 0, 4, 3, early)
-    tiles = tiles._replace(slices=slices_for(weight, tiles))
+    tiles = tiles._replace(slices=slices_for(weight, tiles.block_k, tiles.slices))
     x = normal(6, width, dtype=dtype, device=device) / 50
     out = stored_rows_linear(x, weight, tiles, activation="silu")[0]
     gate, up = (x.double() @ weight.plain(torch.float64).T).chunk(2, 1)
@@ -107,13 +107,24 @@ def test_the_next_norm_and_blocks_of_rows(dtype, device) -> None:
     x, residual = (normal(n, w, dtype=dtype, device=device) for n, w in ((20, 256), (20, 50)))
     norm = normal(50, dtype=dtype, device=device).abs()
     tiles = Tiles(8, 16, 128, 1, 2, 0, 4, 3)
-    tiles = tiles._replace(slices=slices_for(weight, tiles))
+    tiles = tiles._replace(slices=slices_for(weight, tiles.block_k, tiles.slices))
     fused = {"residual": residual, "norm_weight": norm}
     out, scaled, squares = stored_rows_linear(x, weight, tiles, **fused)
     want = x.double() @ weight.plain(torch.float64).T + residual.double()
     assert_close("sum", want, out, TOLERANCE[dtype])
     assert_close("scaled", out.double() * norm.double(), scaled, TOLERANCE[dtype])
     assert_close("squares", out.double().square().sum(1), squares.sum(1), 1e-4)
+
+
+def terms_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What `terms_triton` gives, by torch."""
+    exponent = torch.frexp(x.float().abs().amax(1).clamp(min=2.0**-119)).exponent
+    scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 8)
+    scaled = x.float() / scales[:, None]
+    first = (scaled.view(torch.int32) & -(1 << 20)).view(torch.float32)
+    terms = torch.stack((first, scaled - first), 1).to(torch.float8_e4m3fn)
+    finite = x.isfinite().all(1)
+    return terms, torch.where(finite, scales, float("nan"))
 
 
 def test_terms_of_rows_are_exact_far_below_the_largest_number(device) -> None:
