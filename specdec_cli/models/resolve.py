@@ -202,8 +202,8 @@ def _from_hub(
         if find_bundled(name):
             hint = f"{name} is a bundled recipe, not a model: leave --target out; else {hint}"
         elif "/" not in name:  # as nearly all ids on the hub have
-            more = f"bundled are {_bundled()}, and `specdec methods` lists methods"
-            hint = f"{_guess(name)}{more}; else {hint}"
+            methods = "`specdec methods` lists methods (a plugin's needs --plugin)"
+            hint = f"{_guess(name)}bundled are {_bundled()}, and {methods}; else {hint}"
         raise SetupError(
             f"the model {name} is neither a local folder nor in the local cache, and could not be "
             f"downloaded ({type(problem).__name__})",

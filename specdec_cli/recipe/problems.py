@@ -21,6 +21,8 @@ _OTHER_NAMES = {
     "temp": "temperature",
     "name": "model",
 }
+# Values that plugins add to.
+_OF_PLUGINS = ("speculation.method", "speculation.acceptance", "speculation.length.policy")
 _NOTHING = ("none", "no", "off", "false")
 
 
@@ -72,7 +74,9 @@ def describe(error: ErrorDetails) -> str:
             return f"should be {info.description if info else 'otherwise'}, not {shown(value)}"
         case "literal_error":
             choices = re.findall(r"'([^']*)'", str(error["ctx"]["expected"]))
-            return f"should be {_either(choices)}, not {shown(value)}{_guess(value, choices)}"
+            plugged = "; a plugin's needs --plugin" if dotted(path) in _OF_PLUGINS else ""
+            said = f"should be {_either(choices)}, not {shown(value)}{_guess(value, choices)}"
+            return f"{said}{plugged}"
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             return f"{error['msg'].removeprefix('Input ')}, not {shown(value)}"
     return error["msg"].removeprefix("Input ")
@@ -103,6 +107,8 @@ def nearest_key(key: str) -> tuple[str, bool]:
         return siblings[last], True
     if last in by_last:
         return by_last[last], True
+    if begun := [name for name in siblings if last and last in name.split("_")]:
+        return siblings[begun[0]], True
     for names in (siblings, by_last, {name: name for name in models}):
         if close := get_close_matches(last, names, n=1):
             return names[close[0]], True

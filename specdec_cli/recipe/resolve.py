@@ -55,10 +55,13 @@ def bundled_folder() -> Path:
 
 
 def bundled_recipes() -> list[BundledRecipe]:
-    """All bundled recipes, sorted by name."""
+    """All bundled recipes, sorted by name; those with random weights come last."""
     return [
         BundledRecipe(path.stem, path, _first_comment(path))
-        for path in sorted(bundled_folder().glob("*.yaml"), key=lambda path: path.stem)
+        for path in sorted(
+            bundled_folder().glob("*.yaml"),
+            key=lambda path: (path.stem.startswith("bench-"), path.stem),
+        )
     ]
 
 

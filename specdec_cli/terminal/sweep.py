@@ -409,10 +409,11 @@ def _fastest_here(fastest: Fastest | None, *, with_draft: bool) -> str:
 
 
 def _tied(best: Best, *, with_draft: bool) -> str:
-    """The fastest point and all points tied with it, in words; k = 0 is listed once."""
+    """The further points tied with the fastest, in words: those that the reason does not name."""
+    named = {(one.k, one.draft) for one in (best, best.fastest) if one is not None}
     if with_draft:
-        tied = dict.fromkeys(in_words(p.k, p.draft, with_draft=True) for p in best.tied_points)
-        return f" (tied: {', '.join(tied)})" if len(tied) > 1 else ""
-    if len(best.tied) < 2:
-        return ""
-    return f" (tied: k = {', '.join(map(str, best.tied))})"
+        others = [p for p in best.tied_points if (p.k, p.draft) not in named]
+        tied = ", ".join(dict.fromkeys(in_words(p.k, p.draft, with_draft=True) for p in others))
+        return f" (tied: {tied})" if tied else ""
+    ks = [str(k) for k in best.tied if k not in {k for k, _ in named}]
+    return f" (tied: k = {', '.join(ks)})" if ks else ""

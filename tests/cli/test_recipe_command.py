@@ -30,6 +30,7 @@ def test_ls(capsys: Capture) -> None:
     names = [line.split()[0] for line in printed(capsys, "ls").splitlines()]
     assert names == [r["name"] for r in json.loads(printed(capsys, "ls", "--json"))["recipes"]]
     assert "demo" in names
+    assert ["bench" in name for name in names] == sorted("bench" in name for name in names)
 
 
 def test_quiet_and_verbose_are_known_as_everywhere(capsys: Capture) -> None:

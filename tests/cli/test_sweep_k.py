@@ -498,6 +498,9 @@ def test_dry_run_loads_no_weights(
     told = specdec(capsys, *SWEEP, "--dry-run").out
     assert "points: 3, samples: 12" in told
     assert re.search(r"^time: about \d+ s, usually right within a factor of 2; ", told, re.M)
+    assert "--minutes" not in told
+    longer = specdec(capsys, *SWEEP, "--dry-run", "--repeats", "100000").out
+    assert "\n--minutes 30 would take " in longer
 
 
 def test_a_point_that_runs_out_of_memory_is_a_point(

@@ -166,3 +166,16 @@ def test_a_command_chooses_before_torch_and_records_it(tmp_path: Path) -> None:
     assert shown in ("100", "20000") or os.cpu_count() == 1
     # The demo pair is so small that it runs on one thread.
     assert json.loads(done.stdout)["environment"]["thread_spins"] == "none: one thread"
+
+
+def test_training_chooses_before_torch() -> None:
+    """A step beside other work took ten times as long without it."""
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    told = (
+        "import os, sys, scripts.speculators; "
+        "print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    line = [sys.executable, "-c", told]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=100, check=True)
+    spins = ("None",) if os.cpu_count() == 1 or in_use() is None else ("100", "20000")
+    assert done.stdout.split() in [["False", number] for number in spins]

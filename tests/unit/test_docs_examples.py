@@ -108,6 +108,7 @@ def test_command_lines_have_options_that_exist(page: str, line: str) -> None:
 # What stands for the models, files and servers that examples name.
 STAND_INS = {"Qwen/Qwen3-8B": "demo:target", "Qwen/Qwen3-0.6B": "demo:draft"}
 STAND_INS |= {"RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3": "demo:eagle3"}
+STAND_INS |= {"demo:smollm2-eagle3": "chat"}
 STAND_INS |= {"recipes/shapes/llama-8b": str(ROOT / "recipes" / "shapes" / "llama-8b")}
 PAIR = "{target: {model: demo:target}, draft: {model: demo:draft}, data: {path: prompts.jsonl}}"
 ROWS = [{"prompt": "def f(x):", "category": "a"}, {"prompt": "import os", "category": "b"}]
@@ -148,7 +149,8 @@ def small(line: str) -> list[str]:
         words.remove("cpu")
         words.remove("--device")
     if CHATS.search(line) and ".gguf" not in line:
-        words += ["--target", "chat", "--draft", "chat"][: 2 if "-k 0" in line else 4]
+        has_draft = re.search("-k 0|--draft", line)
+        words += ["--target", "chat", "--draft", "chat"][: 2 if has_draft else 4]
     if "bench-" in line and "--dataset" in line:  # shapes have no tokenizer
         words[words.index("--dataset") + 1] = "random.jsonl"
     if "sweep-k bench-" in line:

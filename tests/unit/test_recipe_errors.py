@@ -35,6 +35,8 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "sampling-null": (GOOD + "sampling:\n", 2, "sampling: should be a section of keys"),
     "unknown-section": (GOOD + "samplin: {}\n", 2, "did you mean sampling?"),
     "unknown-key": (GOOD + "run:\n  seeds: 1\n", 3, "run.seeds: unknown key (did you mean run.seed?)"),
+    "part-of-key": (GOOD + "speculation:\n  num: 1\n", 3, "speculation.num: unknown key (did you mean speculation.num_speculative_tokens?)"),
+    "plugin": (GOOD + "speculation: {method: echo}\n", 2, "; a plugin's needs --plugin"),
     "far-key": (GOOD + "run:\n  qqqq: 1\n", 3, "run.qqqq: unknown key (nearest key: run."),
     "slo-number": (GOOD + "load: {request_rate: 1, slo: {ttft: 500}}\n", 2, "load.slo.ttft: expected a time with its unit, ms or s, got '500' (did you mean 500ms?)"),
     "no-rates": (GOOD + "load: {request_rate: []}\n", 2, "load.request_rate: should not be empty"),

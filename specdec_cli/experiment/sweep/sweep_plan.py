@@ -20,6 +20,8 @@ from specdec_cli.recipe.choices.registry import NONE, weights_from
 
 _OFF = 0.1  # of a rate
 
+_LONG_S = 3600.0  # of a sweep whose plan names --minutes
+
 
 @dataclass(slots=True)
 class SweepPlan:
@@ -256,6 +258,8 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
 
         line, seconds = estimated(by_key, has_curve=max(s.ks) > 0)
         text.append(line)
+        if seconds["seconds"] > _LONG_S:
+            text.append("--minutes 30 would take as many prompts, tokens and repeats as fit")
     return {
         "schema": "specdec.sweep-k.plan/1",
         "recipe": plan.recipe.model_dump(mode="json"),
