@@ -13,10 +13,19 @@ FP8_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
-def coded(x, scale, dtype: tl.constexpr):
-    """Numbers as an fp8 cache of `dtype` holds them; see `call.Side.coded`."""
+def coded(x, scale):
+    """Numbers as an fp8 cache holds them, in fp32; see `call.Side.coded`.
+
+    They are rounded here, not by a conversion that is read again: ptxas 12.8 reads a converted
+    number from another register where it is also packed into a word.
+    """
     x = tl.div_rn(x.to(tl.float32), scale)
-    return tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+    x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    # e4m3 has steps of an eighth of the power of two below a number, and of 2^-9 below 2^-6. A sum
+    # with 1.5 * 2^23 steps is rounded to whole steps, to even ones where it lies between two.
+    power = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+    large = (power + (20 << 23) + (1 << 22)).to(tl.float32, bitcast=True)
+    return x + large - large
 
 
 @triton.jit
@@ -104,7 +113,7 @@ def write_kv_kernel(
     )
     if scales_ptr is not None:
         scale = tl.load(scales_ptr + head, mask=head < HEADS, other=1.0)
-        key = coded(key, scale, key_cache_ptr.dtype.element_ty)
+        key = coded(key, scale)
     tl.store(key_cache_ptr + slot * (HEADS * DK) + lane, key, mask=lane < HEADS * DK)
     lane = tl.arange(0, BLOCK_V)
     head = lane // DV
@@ -116,7 +125,7 @@ def write_kv_kernel(
     )
     if scales_ptr is not None:
         scale = tl.load(scales_ptr + HEADS + head, mask=head < HEADS, other=1.0)
-        value = coded(value, scale, value_cache_ptr.dtype.element_ty)
+        value = coded(value, scale)
     tl.store(value_cache_ptr + slot * (HEADS * DV) + lane, value, mask=lane < HEADS * DV)
 
 

@@ -232,14 +232,14 @@ def rope_attention_kernel(
     if num_fresh > 0:
         new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, FORM.dim)
         if scales_ptr is not None:
-            KIND: tl.constexpr = key_cache_ptr.dtype.element_ty
-            held_key = (coded(new_key[0], key_scale, KIND), coded(new_key[1], key_scale, KIND))
-            held_value = coded(new_value, value_scale, KIND)
-        else:
-            held_key = new_key
-            held_value = new_value
-        store_heads(cache, held_key, held_value, slot, fresh_live, half, dim, FORM)
-        new = new_tile(held_key, held_value, fresh, fresh_live, token, early, FORM)
+            dtype: tl.constexpr = qkv_ptr.dtype.element_ty  # has e4m3's numbers, all of them
+            new_key = (
+                coded(new_key[0], key_scale).to(dtype),
+                coded(new_key[1], key_scale).to(dtype),
+            )
+            new_value = coded(new_value, value_scale).to(dtype)
+        store_heads(cache, new_key, new_value, slot, fresh_live, half, dim, FORM)
+        new = new_tile(new_key, new_value, fresh, fresh_live, token, early, FORM)
         if first < high:
             row_max, sums, fresh_weights, acc = attend_both(query, tile, new, scaling, FORM)
         else:

@@ -157,8 +157,8 @@ def rope_kv_kernel(
         tl.store(to + HALF, turned, mask=mask & is_query[:, None])
     if scales_ptr is not None:
         scale = tl.load(scales_ptr + head - HEADS, mask=is_key | is_value, other=1.0)[:, None]
-        rotated = coded(rotated, scale, key_cache_ptr.dtype.element_ty)
-        turned = coded(turned, scale, key_cache_ptr.dtype.element_ty)
+        rotated = coded(rotated, scale)
+        turned = coded(turned, scale)
     to = key_cache_ptr + (slot * KV_HEADS + head - HEADS)[:, None] * D + half[None, :]
     tl.store(to, rotated, mask=mask & is_key[:, None])
     tl.store(to + HALF, turned, mask=mask & is_key[:, None])

@@ -21,6 +21,8 @@ from specdec_kernels.experts.tiles import GroupTiles
 from specdec_kernels.launch_triton import after_predecessor, dependence, options_of
 from specdec_kernels.linear.few_rows_triton import (
     add_product,
+    along_depth,
+    along_rows,
     depth_of,
     load_weight,
     tile_at,
@@ -105,16 +107,17 @@ def grouped_linear_kernel(
         sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, True)
         sums_up = sums
         if FORM is None:
-            inside = depth_of(0, TILES.block_k, 1)
+            inside = depth_of(0, TILES.block_k, TILES.slices)
             for start in range(0, K, TILES.block_k):
                 k = start + inside
-                mask = (k < K)[None, :]
-                x = tl.load(tile_at(x_rows, k, 1), mask=live[:, None] & mask, other=0.0)
-                weight = load_weight(tile_at(weight_rows, k, 1), mask, EVEN)
-                sums = add_product(x, weight, sums, 1, True)
+                mask = along_depth(k < K, TILES.slices)
+                x_mask = along_rows(live, TILES.slices) & mask
+                x = tl.load(tile_at(x_rows, k, TILES.slices), mask=x_mask, other=0.0)
+                weight = load_weight(tile_at(weight_rows, k, TILES.slices), mask, EVEN)
+                sums = add_product(x, weight, sums, TILES.slices, True)
                 if GATED:
-                    up = load_weight(tile_at(up_rows, k, 1), mask, EVEN)
-                    sums_up = add_product(x, up, sums_up, 1, True)
+                    up = load_weight(tile_at(up_rows, k, TILES.slices), mask, EVEN)
+                    sums_up = add_product(x, up, sums_up, TILES.slices, True)
         else:
             sums, sums_up = stored_sums(
                 *(x_rows, live, codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),

@@ -76,7 +76,7 @@ class GroupTiles(NamedTuple):
     block_k: int  # numbers of the sum at a time
     num_warps: int
     num_stages: int
-    slices: int = 1  # parts of block_k, of stored weights alone
+    slices: int = 1  # parts of block_k; more for stored weights, and those that are made plain
 
 
 # Of gate and up, and of down, by the most pairs of an expert on average. Some have three times the
