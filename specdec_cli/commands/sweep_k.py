@@ -28,8 +28,7 @@ from specdec_cli.commands.status import show, strictly, waiting, warn, write_pic
 from specdec_cli.commands.sweep_parsing import (
     listed_ks,
     parse_ks,
-    parse_numbers,
-    parse_rates,
+    parse_list,
     parse_slo,
     refuse_beside,
     shard_of,
@@ -160,7 +159,7 @@ def sweep_k(
         raise UsageError(told, "leave --minutes out")
     own, sets = recipe_options(source) | {"repeats": repeats, "serve": serve}, list[str]()
     own |= {
-        "request_rate": parse_rates(request_rate),
+        "request_rate": parse_list(request_rate, "--request-rate"),
         "arrivals": arrivals,
         "max_concurrency": max_concurrency,
         "duration": duration,
@@ -169,7 +168,7 @@ def sweep_k(
     if kept:
         predict_only = predict_only or kept["predict_only"]
         part = part or (tuple(kept["shard"]) if shard is None and kept["shard"] else None)
-    rates = parse_numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
+    rates = parse_list(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
             "--synthetic-acceptance-rates and --synthetic-acceptance-length exclude each other",

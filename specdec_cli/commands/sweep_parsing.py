@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from specdec_cli.errors import UsageError
 
 _LARGEST = 1024
-_FASTEST = 1e6  # requests a second, as in the recipe
 
 
 def parse_ks(text: str) -> list[int]:
@@ -36,32 +35,20 @@ def listed_ks(text: str) -> list[int]:
     return sorted(found)
 
 
-def parse_rates(text: str | None) -> list[float | str] | None:
-    """Parse `1,4,inf`; an option that was not given has none."""
-    if text is None:
-        return None
-    found = list[float | str]()
-    for part in (part.strip().lower() for part in text.split(",")):
-        is_number = re.fullmatch(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?", part)
-        if part != "inf" and not (is_number and 0.0 < float(part) <= _FASTEST):
-            raise UsageError(
-                f"--request-rate: expected numbers above 0, or inf, such as 1,4,inf, got {text!r}"
-            )
-        found.append("inf" if part == "inf" else float(part))
-    return found
+def parse_list(text: str | None, option: str) -> object:
+    """Parse `1,4,inf` into a list of the recipe, whose schema checks its values; an option that was
+    not given has none."""
+    from specdec_cli.recipe.source import parse_value
+
+    return None if text is None else parse_value(f"[{text.strip('[] ').lower()}]", option)
 
 
 def parse_slo(given: Sequence[str] | None) -> dict[str, str] | None:
-    """Parse `ttft:500ms`; an option that was not given has none."""
-    from specdec_cli.recipe.objectives import objective
-
-    found = {}
+    """Parse `ttft:500ms`; an option that was not given has none. The recipe's schema checks names
+    and times."""
+    found = dict[str, str]()
     for one in given or ():
         name, _, time = (part.strip() for part in one.partition(":"))
-        try:
-            objective(name, time)
-        except ValueError as problem:
-            raise UsageError(f"--slo {one}: {problem}", "such as --slo ttft:500ms") from None
         if name in found:
             raise UsageError(f"--slo {one}: {name} is there twice")
         found[name] = time
@@ -105,13 +92,3 @@ def _slurm_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
             "pass --shard I/N",
         )
     return place, int(count)
-
-
-def parse_numbers(text: str | None, option: str) -> list[float] | None:
-    """Parse `0.8,0.6`; an option that was not given has none."""
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.strip("[] ").split(",")]
-    except ValueError:
-        raise UsageError(f"{option}: expected numbers such as 0.8,0.6, got {text!r}") from None

@@ -270,15 +270,21 @@ def test_shards_of_a_load_are_merged(capsys: pytest.CaptureFixture[str], tmp_pat
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--request-rate", "0"], "--request-rate: expected numbers above 0, or inf, such as"),
-        (["--request-rate", "-1"], "got '-1'"),
-        (["--request-rate", "1,fast"], "got '1,fast'"),
-        (["--request-rate", "nan"], "got 'nan'"),
+        (
+            ["--request-rate", "0"],
+            "--request-rate: load.request_rate[0]: should be a number of requests",
+        ),
+        (["--request-rate", "-1"], "or inf, not -1"),
+        (["--request-rate", "1,fast"], 'not "fast"'),
+        (["--request-rate", "nan"], 'not "nan"'),
         (["--slo", "ttft:5ms"], "--slo"),
         (["--max-concurrency", "4"], "--max-concurrency"),
         (["--duration", "4"], "--duration"),
         (["--arrivals", "constant"], "--arrivals"),
-        (["--request-rate", "1", "--slo", "ttft:500"], "--slo ttft:500: expected a time with"),
+        (
+            ["--request-rate", "1", "--slo", "ttft:500"],
+            "--slo: load.slo.ttft: expected a time with",
+        ),
         (["--request-rate", "1", "--slo", "itl:5ms"], "got 'itl'"),
         (["--request-rate", "1", "--slo", "ttft:5ms", "--slo", "ttft:6ms"], "ttft is there twice"),
         (["--request-rate", "1", "--arrivals", "uniform"], "--arrivals: expected poisson, const"),
