@@ -160,8 +160,8 @@ def compare_tp_ranks(
         with importing():
             from specdec_cli.experiment.compare.worker import PairTask, measure
             from specdec_cli.experiment.folders.records import Point
-            from specdec_cli.terminal.compare import point_line
             from specdec_cli.terminal.render import say
+            from specdec_cli.terminal.sweep import point_line
 
         def tell(point: Point) -> None:
             if not quiet and not sys.stderr.isatty():

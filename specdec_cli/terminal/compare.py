@@ -14,22 +14,9 @@ from specdec_cli.experiment.statistics.promise import tokens_line
 from specdec_cli.report import cells as cell
 from specdec_cli.report.cells import Cell
 from specdec_cli.terminal import render
+from specdec_cli.terminal.sweep import point_line
 
 _SPEEDS = (cell.SPEED, cell.SPEEDUP, cell.EQUAL, replace(cell.LENGTH, interval=None))
-
-
-def point_line(point: Point) -> str:
-    """A point in one line for logs."""
-    of = f"draft TP {point.draft_tp}" if point.k else "k = 0"
-    name = f"target TP {point.target_tp}, {of}, batch size {point.batch_size}"
-    metrics = point.metrics
-    if metrics is None:
-        return f"{name}: {point.status}: {point.reason or ''}"
-    line = f"{name}: {metrics.decode_tokens_per_second:.1f} tokens/s"
-    if point.k and point.speedup is not None:
-        line += f", {point.speedup:.2f}x k = 0"
-    stages = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in stages_in([metrics]))
-    return f"{line}, round {metrics.round_ms:.2f} ms ({stages})"
 
 
 def print_results(document: Mapping[str, Any]) -> None:

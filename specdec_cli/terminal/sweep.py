@@ -30,12 +30,12 @@ from specdec_cli.experiment.statistics.promise import check_line, tokens_line
 from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds, measured_speed, speedup
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.report import cells as cell
-from specdec_cli.report.cells import Cell
+from specdec_cli.report.cells import Cell, Value
 from specdec_cli.terminal import render
 from specdec_cli.terminal.render import Ticker
 from specdec_cli.text import inert, one_line
 
-_EVEN, _MARK = "break-even", ""
+_MARK = ""
 # The columns of a terminal that is too narrow for all.
 _DECIDING = {"draft", "requests/s", "batch", "k", "tokens a round", "tokens/s", "x k = 0", _MARK}
 _MANY = "so many comparisons at 95 % each: one in twenty differs by chance"
@@ -165,6 +165,9 @@ def point_line(point: Point) -> str:
     """A point in one line for logs."""
     at = f"batch {point.batch_size}" if point.request_rate is None else point.level_in_words
     name = f"{point.draft or 'no draft'}, {at}, k={point.k}"
+    if point.target_tp is not None:
+        of = f"draft TP {point.draft_tp}" if point.k else "k = 0"
+        name = f"target TP {point.target_tp}, {of}, batch size {point.batch_size}"
     metrics = point.metrics
     if metrics is None:
         predicted = point.predicted_speedup
@@ -180,7 +183,11 @@ def point_line(point: Point) -> str:
     if metrics.mean_acceptance_length is None:
         return f"{line}, acceptance not known"
     among = among_rounds(metrics)
-    return f"{line}, {metrics.mean_acceptance_length:.2f} tokens a round{among}"
+    line += f", {metrics.mean_acceptance_length:.2f} tokens a round{among}"
+    if point.target_tp is None:
+        return line
+    stages = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in stages_in([metrics]))
+    return f"{line}, round {metrics.round_ms:.2f} ms ({stages})"
 
 
 def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> None:
@@ -225,9 +232,7 @@ def load_table(points: Sequence[Point], width: int) -> Table | None:
     shown = [p for p in points if p.load is not None]
     if not shown:
         return None
-    named = [cell.RATE, cell.K]
-    if has_several_drafts(points):
-        named.append(Cell("draft", lambda p: one_line(p.draft or _NO_DRAFT)))
+    named = [cell.RATE, cell.K, *([_DRAFT] if has_several_drafts(points) else [])]
     columns = cell.columns_of([*named, *cell.LOAD], shown)
     columns = {title: of for title, of in columns.items() if any(of)}
     spare = ["first token p50 ms", "first token p99 ms", "whole p99 ms", "offered/s", "under way"]
@@ -265,30 +270,19 @@ def results_table(
     Draft and batch size are columns only if there are several, see `stages_in` for stages. best:
     by batch size; where the table is too wide, it marks the points that decide.
     """
-    columns: dict[str, list[str]] = {}
-    if has_several_drafts(points):
-        columns["draft"] = [one_line(p.draft or _NO_DRAFT) for p in points]
-    if any(p.request_rate is not None for p in points):
-        columns |= cell.columns_of([cell.RATE], points)
-    if len({p.batch_size for p in points}) > 1:
-        columns |= cell.columns_of([cell.BATCH], points)
-    speeds = [cell.K, cell.LENGTH, cell.PROPOSING, cell.OVERALL, cell.ACCEPTED, cell.SPEED]
-    columns |= cell.columns_of([*speeds, cell.SPEEDUP, _PREDICTED], points)
-    columns[_EVEN] = [_break_even(point) for point in points]
     stages = stages_in(p.metrics for p in points)
-    columns |= cell.columns_of([cell.TIMES[part] for part in (*stages, "round")], points)
-    for place, point in enumerate(points):
-        if point.metrics is None:
-            why = point.status if point.status == "skipped" else f"{point.status}: "
-            reason = "" if point.status == "skipped" else inert(point.reason or "")[:60]
-            columns["tokens/s"][place] = f"{why}{reason}"
-            if (prediction := point.prediction) is not None:
-                length = f"~{prediction.mean_acceptance_length:.2f}"
-                columns["tokens a round"][place] = length
+    cells = [
+        *([_DRAFT] if has_several_drafts(points) else []),
+        *([cell.RATE] if any(p.request_rate is not None for p in points) else []),
+        *([cell.BATCH] if len({p.batch_size for p in points}) > 1 else []),
+        *(cell.K, _LENGTH, cell.PROPOSING, cell.OVERALL, cell.ACCEPTED, _SPEED, cell.SPEEDUP),
+        *(_PREDICTED, _EVEN, *(cell.TIMES[part] for part in (*stages, "round"))),
+    ]
+    columns = cell.columns_of(cells, points)
     if not any(columns["proposing"]):
         del columns["proposing"], columns["all rounds"]
-    if not any(columns[_EVEN]):  # of k = 0 alone
-        del columns[_EVEN]
+    if not any(columns[_EVEN.title]):  # of k = 0 alone
+        del columns[_EVEN.title]
     wrapped = {"names": ["draft"], "long": ["tokens/s"]}
     needed = render.least_width(columns, ("draft", "tokens/s"))
     if needed <= width:
@@ -310,6 +304,22 @@ def _mark(point: Point, best: Best | None) -> str:
     return "tied" if arm in [(one.k, one.draft) for one in best.tied_points] else ""
 
 
+def _length(point: Point) -> Value:
+    if point.metrics is None and point.prediction is not None:
+        return f"~{point.prediction.mean_acceptance_length:.2f}"
+    return point.number("mean_acceptance_length")
+
+
+def _speed(point: Point) -> Value:
+    """The speed of decoding, or why there is none."""
+    if point.metrics is not None:
+        return point.metrics.decode_tokens_per_second
+    why = "" if point.status == "skipped" else f": {inert(point.reason or '')[:60]}"
+    return f"{point.status}{why}"
+
+
+_DRAFT = Cell("draft", lambda p: one_line(p.draft or _NO_DRAFT))
+_LENGTH, _SPEED = replace(cell.LENGTH, of=_length), replace(cell.SPEED, of=_speed)
 # With the interval of points that were not measured: others would make the table too wide.
 _PREDICTED = replace(
     cell.PREDICTED,
@@ -329,6 +339,9 @@ def _break_even(point: Point) -> str:
         return ""
     rate = even.draft_acceptance_rate
     return f"{even.tokens_per_round:.2f} ({'never' if rate is None else f'{100 * rate:.0f}%'})"
+
+
+_EVEN = Cell("break-even", _break_even)
 
 
 def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Table]:

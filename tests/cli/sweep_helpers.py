@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 import torch
 
 from specdec_cli.app import main
-from specdec_cli.core.figures import Record
+from specdec_cli.core.figures import Rate, Record
 from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.load.arrivals import MEASURED, Process, gaps
 from tests.cli.generate_helpers import Result
 
 Sample = dict[str, Any]
@@ -141,3 +143,8 @@ def lost_or_torn(folder: Path, told: list[list[Any]]) -> tuple[int, int]:
         except (ValueError, KeyError):
             torn += 1
     return sum(key not in found for key in told), torn
+
+
+def due_times(process: Process, rate: Rate, count: int, seed: int) -> list[float]:
+    """The due times of the measured requests, in seconds."""
+    return list(accumulate(islice(gaps(process, rate, seed, MEASURED), count)))

@@ -11,11 +11,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from specdec_cli.backends.server import times
-from specdec_cli.experiment.load.arrivals import due_times, process_of
+from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.report.drawings.load import draw_load
 from specdec_cli.report.findings import best_by_batch_size
 from specdec_cli.report.folder import read_folder
-from tests.cli.sweep_helpers import samples, specdec, stopped_sweep
+from tests.cli.sweep_helpers import due_times, samples, specdec, stopped_sweep
 from tests.server.fake_server import FakeServer, Faults, running
 from tests.server.test_server_sweeps import codes, urls
 from tests.server.test_started_servers import words as serve_words

@@ -19,7 +19,6 @@ from specdec_cli.experiment.load.arrivals import (
     BEFORE,
     MEASURED,
     Offered,
-    due_times,
     gaps,
     process_of,
 )
@@ -39,6 +38,7 @@ from specdec_cli.experiment.load.points import (
     points_at_rate,
 )
 from specdec_cli.recipe.objectives import objective
+from tests.cli.sweep_helpers import due_times
 
 POISSON = process_of("poisson")
 

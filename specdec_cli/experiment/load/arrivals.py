@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import cycle, islice, pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,12 +93,6 @@ def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float
         while True:
             drawn = rng.gamma(process.shape, 1.0 / (rate * process.shape), _CHUNK)
             yield from map(float, drawn)
-
-
-def due_times(process: Process, rate: Rate, count: int, seed: int) -> list[float]:
-    """The due times of the measured requests, in seconds."""
-    taken = islice(gaps(process, rate, seed, MEASURED), count)
-    return [float(due) for due in np.cumsum(list(taken))]
 
 
 @dataclass(frozen=True, slots=True)
