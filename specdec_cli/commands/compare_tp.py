@@ -5,6 +5,7 @@ Parses, prepares, runs and shows; the work is done elsewhere.
 
 import contextlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -97,7 +98,12 @@ def compare_tp(
         if dry_run:
             document = plans.describe_plan(plan, warnings)
         elif output is not None:
-            folder = plans.open_folder(output, plan, records, resume=resume)
+            folder = settings_file.opened(
+                *(output, plan.settings, plan.recipe, where, partial(records.load, of=plan.to_run)),
+                resume=resume,
+                notices=warnings,
+                own_prompts=plan.own_prompts,
+            )
             warnings += unsaid(settings_file.read_warnings(output), warnings)
             if not records.is_open(plan.to_run):  # every pair is already recorded
                 where = settings_file.earlier_environment(output, where)

@@ -12,19 +12,18 @@ from specdec_cli.backends.base import Backend, Finished, Session, Written
 from specdec_cli.commands.options import Asked
 from specdec_cli.commands.status import Stages, strictly, warn
 from specdec_cli.core.figures import Metrics
-from specdec_cli.errors import ExitCode, Notice, UsageError
+from specdec_cli.errors import LOGGED, ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.generate_folder import (
     SAMPLES,
     Kept,
-    generate_document,
     key_of,
     open_folder,
     point_of_run,
 )
 from specdec_cli.experiment.folders.record_lines import to_json
-from specdec_cli.experiment.folders.records import Point, Sample
+from specdec_cli.experiment.folders.records import Point, Sample, given
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import unsaid
 from specdec_cli.experiment.generation import (
@@ -156,7 +155,15 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
         if own.next_turns is not None and world.is_first:
             with or_setup_error(f"cannot write {own.next_turns}"):
                 replace_file(own.next_turns, _next_turns(ready.job, outputs).encode())
-        document = generate_document(ready.recipe, ready.where, outputs, metrics, notices, check)
+        document = {
+            "schema": "specdec.generate/1",
+            "recipe": ready.recipe.model_dump(mode="json"),
+            "environment": ready.where,
+            "outputs": outputs,
+            "metrics": metrics,
+            "warnings": [*notices, *LOGGED],
+            **given(lossless_check=check),
+        }
         of_engine = engine_fields(samples.values())
         point = point_of_run(outputs, metrics, key_of(ready.job), of_engine)
         _deliver(ready, document, point, as_json=asked.as_json)

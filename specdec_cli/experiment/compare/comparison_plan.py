@@ -1,11 +1,10 @@
-"""The plan of a comparison, from a recipe to checked pairs, and its run folder.
+"""The plan of a comparison, from a recipe to checked pairs.
 
 Loads no weights and starts no ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +15,12 @@ from specdec_cli.core.types import Permissions
 from specdec_cli.engine.plan import Plan, draft_at
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.compare.comparison_records import (
-    ComparisonRecords,
     ComparisonSettings,
     Skip,
 )
 from specdec_cli.experiment.compare.worker import WARM_UP_TOKENS, with_degrees
 from specdec_cli.experiment.duration import estimated, own_plan
-from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.records import Pair
-from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
 from specdec_cli.experiment.preparing import common_settings, few_prompts, warnings_of_job
 from specdec_cli.models.description import describe
@@ -239,23 +235,3 @@ def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str,
         "warnings": list(warnings),
         "text": "\n".join(text),
     }
-
-
-def open_folder(
-    path: Path, plan: ComparisonPlan, records: ComparisonRecords, *, resume: bool
-) -> RunFolder:
-    """The comparison's run folder, new or resumed; `records` takes over what it holds.
-
-    Raises `UsageError` when it holds a comparison with other settings, or none at all.
-    """
-
-    def load(kept: RunFolder) -> bool:
-        records.load(kept)
-        return records.is_open(plan.to_run)
-
-    return settings_file.opened(
-        *(path, plan.settings, plan.recipe, plan.where, load),
-        resume=resume,
-        notices=warnings_of(plan),
-        own_prompts=plan.own_prompts,
-    )

@@ -95,11 +95,12 @@ class ComparisonRecords:
     failures: dict[tuple[Pair, int], Failure] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
 
-    def load(self, folder: RunFolder) -> None:
-        """Replace these records by those of a folder."""
+    def load(self, folder: RunFolder, of: Iterable[Pair] = ()) -> bool:
+        """Replace these records by those of a folder; returns whether a pair is still open."""
         self.kept = SweepRecords(folder)
         self.kept.load(folder.path, self.settings)
         self.points = list(self.kept.points.values())
+        return self.is_open(of)
 
     @property
     def counts(self) -> Counter[tuple[Pair, str]]:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.core.figures import Metrics
-from specdec_cli.errors import LOGGED, Notice
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders import settings_file
-from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.record_lines import elsewhere, read_records
 from specdec_cli.experiment.folders.records import Key, Point, Sample, given
 from specdec_cli.experiment.folders.run_folder import RunFolder
@@ -57,9 +56,14 @@ def open_folder(
     """
     settings = GenerateSettings(**common_settings(recipe, job), batch_size=recipe.run.batch_size)
     done: dict[int, Sample] = {}
+    key = key_of(job)
+    known = {"draft": (key.draft,), "k": (key.k,), "batch_size": (key.batch_size,)}
+
+    def problem(sample: Sample) -> str | None:
+        return elsewhere(sample, known) or not_measured(sample, len(job.prompts), 1)
 
     def load(kept: RunFolder) -> bool:
-        for sample in _read(kept.path / SAMPLES, job):
+        for sample in read_records(kept.path / SAMPLES, Sample, problem):
             done.setdefault(sample.index, sample)
         return len(done) < len(job.prompts)
 
@@ -71,38 +75,6 @@ def open_folder(
         own_prompts=own_prompts,
     )
     return Kept(folder, done, settings_file.read_warnings(path) if is_old else ())
-
-
-def _read(path: Path, job: Job) -> list[Sample]:
-    """The samples of a folder. Raises `SetupError` for one that is not of this run."""
-    key = key_of(job)
-    known = {"draft": (key.draft,), "k": (key.k,), "batch_size": (key.batch_size,)}
-
-    def problem(sample: Sample) -> str | None:
-        return elsewhere(sample, known) or not_measured(sample, len(job.prompts), 1)
-
-    return read_records(path, Sample, problem)
-
-
-def generate_document(
-    recipe: Recipe,
-    where: dict[str, Any],
-    outputs: Sequence[Output],
-    metrics: Metrics,
-    warnings: Sequence[Notice],
-    check: CheckResult | None,
-) -> dict[str, Any]:
-    """The document of `generate --json`. warnings: beside those that were logged. check: of
-    losslessness, if one was asked for."""
-    return {
-        "schema": "specdec.generate/1",
-        "recipe": recipe.model_dump(mode="json"),
-        "environment": where,
-        "outputs": list(outputs),
-        "metrics": metrics,
-        "warnings": [*warnings, *LOGGED],
-        **given(lossless_check=check),
-    }
 
 
 def point_of_run(

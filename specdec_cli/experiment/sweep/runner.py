@@ -20,15 +20,12 @@ from specdec_cli.experiment.forecasts import ReplayText
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.lossless_check import PROMPTS, LosslessCheck, greedy_texts, texts_of
 from specdec_cli.experiment.machine import MachineWatch
-from specdec_cli.experiment.measure import MeasuringLoop, Watcher, balanced, units_of
+from specdec_cli.experiment.measure import MeasuringLoop, balanced, units_of
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.statistics.noise import seams_in
 from specdec_cli.experiment.sweep.arms import Arms
 from specdec_cli.experiment.sweep.running import Running
-from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
-from specdec_cli.experiment.sweep.sweep_records import SweepRecords
 from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_unit
-from specdec_cli.launch.world import World
 from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
@@ -38,21 +35,16 @@ _MOST_PASSES = 4  # of each arm over a batch size's prompts, where arms are load
 class Sweep(Running):
     """Sweeps whose sessions all batch sizes share."""
 
-    def __init__(
-        self, plan: SweepPlan, records: SweepRecords, watcher: Watcher, world: World
-    ) -> None:
-        super().__init__(plan, records, watcher, world)
-        params = plan.jobs[0].plan.params
-        self.check = LosslessCheck(plan.settings.dtype, params) if plan.check_lossless else None
-        self._watch = MachineWatch(plan.jobs[0].plan.device)
-        self._arms = Arms(plan, world, self._begin)
-        self._agreement = world.agreement()
+    def __post_init__(self) -> None:
+        plan, samples = self.plan, self.records.samples
         self._backend, self._own = plan.jobs[0].backend, plan.jobs[0].plan
-        self._earlier = {
-            of: frozenset(records.samples[of])
-            for of in list(records.samples)
-            if of.k == 0 and of.request_rate is None
-        }
+        if plan.check_lossless:
+            self.check = LosslessCheck(plan.settings.dtype, self._own.params)
+        self._watch = MachineWatch(self._own.device)
+        self._arms = Arms(plan, self.world, self._begin)
+        self._agreement = self.world.agreement()
+        plain = [of for of in samples if of.k == 0 and of.request_rate is None]
+        self._earlier = {of: frozenset(samples[of]) for of in plain}
         self._peak_memory = 0  # the largest of all ranks, updated after each part of a point
 
     @property

@@ -6,7 +6,7 @@ A server has one k, so arms take turns by starts, not by prompts. Knows no serve
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -27,24 +27,22 @@ from specdec_cli.launch.world import World
 _log = logging.getLogger("specdec")
 
 
+@dataclass(eq=False)
 class Running:
     """Runs a plan; `records` holds everything that is finished.
 
     records: the same on every rank except for the folder, since they determine what is left to do.
     """
 
-    check: LosslessCheck | None = None
-
-    def __init__(
-        self, plan: SweepPlan, records: SweepRecords, watcher: Watcher, world: World
-    ) -> None:
-        self.plan = plan
-        self.records = records
-        self.watcher = watcher
-        self.world = world
-        self.failures: dict[Key, Failure] = {}
-        self.clock = SweepClock()
-        self._warm = set[tuple[str | None, int]]()  # arms and ks, of points at rates
+    plan: SweepPlan
+    records: SweepRecords
+    watcher: Watcher
+    world: World
+    check: LosslessCheck | None = field(default=None, init=False)
+    failures: dict[Key, Failure] = field(default_factory=dict, init=False)
+    clock: SweepClock = field(default_factory=SweepClock, init=False)
+    # Arms and ks, of points at rates.
+    _warm: set[tuple[str | None, int]] = field(default_factory=set, init=False)
 
     def _points(self, batch_size: int, rate: Rate | None = None) -> list[Point]:
         found = points_at(self.plan.settings, self.records, batch_size, self.failures, rate)
@@ -114,23 +112,15 @@ class Starter(Protocol):
         """End the server that runs, if any."""
 
 
+@dataclass(eq=False)
 class StartedSweep(Running):
     """Sweeps whose jobs' backend starts servers."""
 
-    def __init__(
-        self,
-        plan: SweepPlan,
-        records: SweepRecords,
-        watcher: Watcher,
-        world: World,
-        starter: Starter,
-    ) -> None:
-        super().__init__(plan, records, watcher, world)
-        self._starter = starter
+    starter: Starter
 
     @property
     def notices(self) -> list[Notice]:
-        return self._starter.notices
+        return self.starter.notices
 
     def run(self) -> list[Point]:
         """Measure what is not recorded yet. Returns the points of the whole sweep."""
@@ -152,7 +142,7 @@ class StartedSweep(Running):
         """Start the server of these points, of several batch sizes or rates, and measure them."""
         try:
             self._begin("starting a server")
-            self._starter.start(job.plan, keys[0].k, self.watcher.told)
+            self.starter.start(job.plan, keys[0].k, self.watcher.told)
             session = job.backend.open_session(job.plan, job.longest_prompt, self.watcher.begin)
             loop = self._loop(lambda key: session.resized(key.batch_size))
             for key in keys:
@@ -171,4 +161,4 @@ class StartedSweep(Running):
             for key in keys:
                 self.failures.setdefault(key, Failure("failed", problem.message, problem.code))
         finally:
-            self._starter.stop()
+            self.starter.stop()
