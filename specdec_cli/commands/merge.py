@@ -14,7 +14,7 @@ from specdec_cli.launch.world import Place
 Folders = Annotated[
     list[Path],
     typer.Argument(
-        metavar="DIR...", parser=options.run_folder, help="Run folders of the shards of one sweep."
+        metavar="DIR...", parser=options.folder, help="Run folders of the shards of one sweep."
     ),
 ]
 

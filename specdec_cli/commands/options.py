@@ -80,23 +80,14 @@ Json = Annotated[
 
 
 def folder(text: str) -> Path:
-    """The folder that `-o` names. An empty name, as from `-o "$UNSET"`, is an error."""
-    return _folder(text, "-o")
-
-
-def run_folder(text: str) -> Path:
-    """The folder that DIR names. An empty name is an error, not the current folder."""
-    return _folder(text, "DIR")
-
-
-def _folder(text: str, name: str) -> Path:
+    """The folder of this name. An empty one, as from `-o "$UNSET"`, is an error."""
     if not text.strip():
-        raise typer.BadParameter("the name is empty", param_hint=name)
+        raise typer.BadParameter("the name is empty")
     if len(text.splitlines()) > 1:
-        raise typer.BadParameter(f"{one_line(text)} has a line break", param_hint=name)
+        raise typer.BadParameter(f"{one_line(text)} has a line break")
     if not is_unicode(os.path.abspath(text)):
         said = f"{one_line(os.path.abspath(text))} is not valid Unicode, so no recipe could name it"
-        raise typer.BadParameter(said, param_hint=name)
+        raise typer.BadParameter(said)
     return Path(text)
 
 

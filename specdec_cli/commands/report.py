@@ -4,10 +4,10 @@ Parses and shows; the work is done in `specdec_cli.report`. Needs no torch.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,7 +22,7 @@ Folders = Annotated[
     list[Path],
     typer.Argument(
         metavar="DIR...",
-        parser=options.run_folder,
+        parser=options.folder,
         help="Run folders of sweep-k or compare-tp, finished or not; several are compared.",
     ),
 ]
@@ -87,24 +87,18 @@ def report(
         files = [write_page(content, output)]
     else:
         files = write_report(content, output or folder, chosen)
-    if as_json:
-        document = {
-            "schema": "specdec.report/1",
-            "kind": content.run.kind,
-            "answer": content.headline,
-            "answers": content.answers,
-            "lossless": content.lossless,
-            "is_partial": content.run.is_partial,
-            "warnings": [one.as_dict() for one in content.notices],
-            "files": [str(file) for file in files],
-            "vllm": content.deployment and asdict(content.deployment),
-        }
-        typer.echo(inert_json(json.dumps(document, ensure_ascii=False)))
-        return
-    typer.echo(inert(content.headline))
-    for file in files:
-        typer.echo(inert(str(file)))
-    warn(content.warnings)
+    document = {
+        "schema": "specdec.report/1",
+        "kind": content.run.kind,
+        "answer": content.headline,
+        "answers": content.answers,
+        "lossless": content.lossless,
+        "is_partial": content.run.is_partial,
+        "warnings": [one.as_dict() for one in content.notices],
+        "files": [str(file) for file in files],
+        "vllm": content.deployment and asdict(content.deployment),
+    }
+    _tell(document, [content.headline], as_json=as_json)
 
 
 def _report_runs(
@@ -117,24 +111,24 @@ def _report_runs(
 
     whole = side_by_side(folders)
     files = write_runs(whole, output, formats) if output is not None else []
+    document = {
+        "schema": "specdec.report-runs/1",
+        "kind": "runs",
+        "answer": whole.headline,
+        "answers": whole.answers,
+        **whole.as_dict(),
+        "warnings": [Notice("report", told).as_dict() for told in warnings_of(whole)],
+        "files": [str(file) for file in files],
+    }
+    tables = (line for table in whole.tables for line in ("", *aligned(table)))
+    _tell(document, [*(whole.answers or [whole.headline]), *tables], as_json=as_json)
+
+
+def _tell(document: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
+    """Print a document, or lines, the names of its files and its warnings."""
     if as_json:
-        document = {
-            "schema": "specdec.report-runs/1",
-            "kind": "runs",
-            "answer": whole.headline,
-            "answers": whole.answers,
-            **whole.as_dict(),
-            "warnings": [Notice("report", told).as_dict() for told in warnings_of(whole)],
-            "files": [str(file) for file in files],
-        }
         typer.echo(inert_json(json.dumps(document, ensure_ascii=False)))
         return
-    for told in whole.answers or [whole.headline]:
-        typer.echo(inert(told))
-    for table in whole.tables:
-        typer.echo("")
-        for line in aligned(table):
-            typer.echo(line)
-    for file in files:
-        typer.echo(inert(str(file)))
-    warn(warnings_of(whole))
+    for line in (*lines, *document["files"]):
+        typer.echo(inert(line))
+    warn(one["message"] for one in document["warnings"])

@@ -55,7 +55,7 @@ DryRun = Annotated[bool, option("--dry-run", None, "Show what would be measured;
 _BASELINE_SERVER = "Take k = 0 from this server."
 BaselineServer = Annotated[str | None, option("--baseline-server", "URL", _BASELINE_SERVER)]
 _BASELINE = "Take k = 0 from this run folder of the same prompts."
-Baseline = Annotated[Path | None, option("--baseline", "DIR", _BASELINE, parser=options.run_folder)]
+Baseline = Annotated[Path | None, option("--baseline", "DIR", _BASELINE, parser=options.folder)]
 
 _SERVE = "Start a server of vllm or sglang for each k and draft, and measure it."
 Serve = Annotated[str | None, option("--serve", "ENGINE", _SERVE)]

@@ -117,7 +117,9 @@ def test_the_recipe_runs_again_from_another_folder(
 
 
 def test_an_empty_name_is_not_the_current_folder(run: Run) -> None:
-    refused(run("--prompt", "x", "-o", ""), 2, "Invalid value for -o: the name is empty")
+    refused(
+        run("--prompt", "x", "-o", ""), 2, "Invalid value for '-o' / '--output': the name is empty"
+    )
 
 
 def test_a_prompt_that_failed_has_its_line(run: Run, tmp_path: Path) -> None:

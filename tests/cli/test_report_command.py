@@ -102,7 +102,7 @@ def test_an_empty_name_is_not_the_current_folder(
     monkeypatch.chdir(folder)
     for arguments in (["report", ""], ["merge", "", "-o", "new"]):
         assert main(arguments) == 2
-        assert "Invalid value for DIR: the name is empty" in capsys.readouterr().err
+        assert "Invalid value for 'DIR...': the name is empty" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: Capture) -> None:
