@@ -5,7 +5,7 @@ shown.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def read_folder(path: Path) -> ReportedRun:
     if document:
         summary = _intact(document, ComparisonSummary if is_comparison else SweepSummary, notes)
     points = _latest(summary.points if summary is not None and summary.points else records)
-    text, recipe = _recipe(path / "recipe.yaml", notes)
+    recipe = _document(path / "recipe.yaml", notes, _yaml_of)
     return ReportedRun(
         path=path,
         is_comparison=is_comparison,
@@ -116,7 +116,7 @@ def read_folder(path: Path) -> ReportedRun:
         labels=_labels(points),
         summary=summary,
         recipe=recipe or (summary.recipe if summary is not None else {}),
-        recipe_text=text,
+        recipe_text=_read(path / "recipe.yaml", []) or "",
         environment=_document(path / "environment.json", notes) or {},
         has_samples=bool(list(intact_records(path / "samples.jsonl", Sample, notes))),
         notes=tuple(notes),
@@ -210,11 +210,12 @@ def _read(path: Path, notes: list[str]) -> str | None:
         return None
 
 
-def _document(path: Path, notes: list[str]) -> dict[str, Any] | None:
-    text = _read(path, notes)
-    if text is None:
+def _document(
+    path: Path, notes: list[str], load: Callable[[str], Any] = json_of
+) -> dict[str, Any] | None:
+    if (text := _read(path, notes)) is None:
         return None
-    found = json_of(text)
+    found = load(text)
     if not isinstance(found, dict):
         notes.append(f"{path.name} is damaged and was left out")
         return None
@@ -242,15 +243,8 @@ def intact_records(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
         notes.append(f"{path.name}, line {len(lines)} is torn, as a crash leaves it: left out")
 
 
-def _recipe(path: Path, notes: list[str]) -> tuple[str, Mapping[str, Any]]:
-    text = _read(path, notes)
-    if text is None:
-        return "", {}
+def _yaml_of(text: str) -> Any:
     try:
-        found = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        notes.append(f"{path.name} is damaged")
-        return text, {}
-    return text, found
+        return None
