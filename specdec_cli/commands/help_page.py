@@ -58,33 +58,22 @@ class OneSource(Command):
         return super().parse_args(ctx, args)
 
 
-# Names that people try, without dashes, and ours.
+# Our names, and those that people try, without dashes.
 _OTHER_NAMES: Final = {
-    "checkpoint": "--target",
-    "column": "--dataset FILE::COLUMN",
-    "data": "--prompt-file",
-    "draft-model": "--draft",
-    "gpu": "--device",
-    "input": "--prompt-file",
-    "max-length": "--max-new-tokens",
-    "max-tokens": "--max-new-tokens",
-    "model": "--target",
-    "n": "--limit",
-    "num-prompts": "--limit",
-    "num-samples": "--limit",
-    "out": "-o",
-    "prompts": "--prompt-file",
-    "output-dir": "-o",
-    "runs": "--repeats",
-    "speculative-model": "--draft",
-    "tensor-parallel-size": "--target-tp",
-    "tp": "--target-tp",
-    "bench": "sweep-k",
-    "benchmark": "sweep-k",
-    "check": "validate",
-    "list": "ls",
-    "lint": "validate",
-    "run": "generate",
+    "--target": "checkpoint model",
+    "--dataset FILE::COLUMN": "column",
+    "--prompt-file": "data input prompts",
+    "--draft": "draft-model speculative-model",
+    "--device": "gpu",
+    "--max-new-tokens": "max-length max-tokens",
+    "--limit": "n num-prompts num-samples",
+    "-o": "out output-dir",
+    "--repeats": "runs",
+    "--target-tp": "tensor-parallel-size tp",
+    "sweep-k": "bench benchmark",
+    "validate": "check lint",
+    "ls": "list",
+    "generate": "run",
 }
 
 
@@ -118,7 +107,8 @@ def explained(error: Any) -> tuple[str, str]:
 def _guess(given: str, known: Sequence[str]) -> str:
     """`did you mean --target? `, or "" if nothing comes near."""
     name = given.replace("_", "-")
-    other = _OTHER_NAMES.get(name.lstrip("-"), "")
+    tried = name.lstrip("-")
+    other = next((ours for ours, others in _OTHER_NAMES.items() if tried in others.split()), "")
     near = get_close_matches(name, known, n=1, cutoff=0.7)
     found = other if other.split(" ")[0] in known else "".join(near)
     return f"did you mean {found}? " if found else ""

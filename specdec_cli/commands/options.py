@@ -167,38 +167,26 @@ _PLUGIN = (
 )
 
 # Recipe keys by the name of the parameter that sets them; `*` stands for both models.
+_OF_SECTIONS: Final = {
+    "speculation": ("method", _K, *(f"synthetic_acceptance_{of}" for of in ("rates", "length"))),
+    "sampling": ("temperature", "top_k", "top_p", "max_new_tokens", "ignore_eos"),
+    "run": ("device", "batch_size", "repeats", "seed"),
+    "cache": ("num_blocks", "block_size", "gpu_memory_utilization"),
+    "load": ("request_rate", "arrivals", "max_concurrency", "slo"),
+}
 _KEYS: Final[Mapping[str, str]] = {
+    **{name: f"{section}.{name}" for section, names in _OF_SECTIONS.items() for name in names},
     "target": "target.model",
     "draft": "draft.model",
     "target_tp": "target.tensor_parallel_size",
     "draft_tp": "draft.tensor_parallel_size",
-    "method": "speculation.method",
-    _K: "speculation.num_speculative_tokens",
     "dtype": "*.dtype",
-    "device": "run.device",
-    "temperature": "sampling.temperature",
-    "top_k": "sampling.top_k",
-    "top_p": "sampling.top_p",
-    "max_new_tokens": "sampling.max_new_tokens",
-    "ignore_eos": "sampling.ignore_eos",
-    "batch_size": "run.batch_size",
-    "repeats": "run.repeats",
-    "seed": "run.seed",
-    "num_blocks": "cache.num_blocks",
-    "block_size": "cache.block_size",
-    "gpu_memory_utilization": "cache.gpu_memory_utilization",
     "prompt_file": "data.path",
     "dataset": "data.path",
     "dataset_split": "data.split",
     "dataset_column": "data.column",
     "serve": "engine.kind",
-    "request_rate": "load.request_rate",
-    "arrivals": "load.arrivals",
-    "max_concurrency": "load.max_concurrency",
     "duration": "load.duration_s",
-    "slo": "load.slo",
-    "synthetic_acceptance_rates": "speculation.synthetic_acceptance_rates",
-    "synthetic_acceptance_length": "speculation.synthetic_acceptance_length",
 }
 # Parameter of a command function -> (option as users write it, recipe key that it sets).
 OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {

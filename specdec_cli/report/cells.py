@@ -103,10 +103,7 @@ LOAD = [
     Cell("offered", lambda p: p.load.offered_rate, "/s", 2, "offered/s"),
     Cell("answered", lambda p: p.load.achieved_rate, "/s", 2, "answered/s"),
     Cell("under way", lambda p: p.load.max_in_flight),
-    Cell(
-        *("good", lambda p: percent(p.load.slo_attainment), "%", 1),
-        places=0,
-    ),
+    Cell(*("good", lambda p: percent(p.load.slo_attainment), "%", 1), places=0),
     Cell(
         *("goodput", lambda p: p.load.goodput, "/s", 2, "goodput/s"),
         interval=lambda p: p.load.goodput_ci,

@@ -221,15 +221,9 @@ def categories(content: Content) -> str:
     return f" Fastest on {first} ({times(fast)}), slowest on {last} ({times(slow)}){doubt}."
 
 
+_ALL = (speedup, break_even, comparisons, acceptance, rounds, experts, categories, latencies)
 _CONCLUSIONS: Mapping[str, Callable[[Content], str]] = {
-    "speedup": speedup,
+    **{of.__name__: of for of in _ALL},
     "speeds": speedup,
-    "break_even": break_even,
-    "comparisons": comparisons,
-    "acceptance": acceptance,
-    "rounds": rounds,
-    "experts": experts,
-    "categories": categories,
     "predictions": lambda content: residuals_in_words(content.run),
-    "latencies": latencies,
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specdec_cli.errors import SetupError
@@ -75,6 +76,62 @@ def drawing(
         return Plot(name, about, conclusion, shown, files)
 
 
+# Of each plot: its content in words, and what draws it.
+_DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
+    "speedup": (
+        "Speed-up over plain decoding by {axis}, with 95 % intervals; a ring marks "
+        "the recommended point, a square the fastest where that is another.",
+        lambda f, c: draw_speedup(f, c.run, c.bests),
+    ),
+    "load": (
+        "Goodput, mean time of a request from the time at which it is due, and the recommended "
+        "k, by rate of requests; overloaded points are left out.",
+        lambda f, c: draw_load(f, c.run, c.bests),
+    ),
+    "speeds": (
+        "Decoding speed by draft TP at each target TP, on a logarithmic scale; dashed lines "
+        "are plain decoding.",
+        lambda f, c: draw_speeds(f, c.run),
+    ),
+    "break_even": (
+        "Tokens a round over all rounds (solid), and those at which the measured costs give "
+        "the speed of plain decoding (dashed), with 95 % intervals. Where solid is above "
+        "dashed, speculation pays.",
+        lambda f, c: draw_break_even(f, c.run),
+    ),
+    "comparisons": (
+        "Ratio of decoding speeds of two arms, each at its fastest k, over the same prompts, "
+        "with 95 % intervals: filled over all prompts, hollow by category. Where an interval "
+        "crosses the line, the two are tied.",
+        lambda f, c: draw_comparisons(f, c.run),
+    ),
+    "acceptance": (
+        "Share of rounds in which the proposal at a position stands: in all rounds (marginal), "
+        "and in those whose earlier proposals stood (conditional), with 95 % intervals.",
+        lambda f, c: draw_acceptance(f, c.run),
+    ),
+    "rounds": (
+        "Mean time of an engine round by {axis}, split by stage, with the 95 % "
+        "interval of the whole.",
+        lambda f, c: draw_rounds(f, c.run),
+    ),
+    "experts": (
+        "Time of scoring (solid) and distinct experts that it reads in a layer (dashed), by "
+        "the tokens scored for each sequence.",
+        lambda f, c: draw_experts(f, c.run),
+    ),
+    "categories": (
+        "{point} Speed-up and tokens a round by category of prompt, with 95 % intervals.",
+        lambda f, c: draw_categories(f, c.shown, c.category_point[:-1]),
+    ),
+    "predictions": (
+        "Predicted speed-up over the measured one, less one, by k, with 95 % intervals. On the "
+        "line they agree, and the band is 5 %.",
+        lambda f, c: draw_predictions(f, c.run),
+    ),
+}
+
+
 def plots(
     content: Content, pictures: Collection[str] = ("png",), *, svg: bool = True
 ) -> list[Plot]:
@@ -82,77 +139,13 @@ def plots(
 
     pictures: formats of files. svg: whether to draw for a page too.
     """
-    run = content.run
-    drawings: list[tuple[str, str, Callable[[Any], bool]]] = [
-        (
-            "speedup",
-            f"Speed-up over plain decoding by {axis_of(run)}, with 95 % intervals; a ring marks "
-            "the recommended point, a square the fastest where that is another.",
-            lambda figure: draw_speedup(figure, run, content.bests),
-        ),
-        (
-            "load",
-            "Goodput, mean time of a request from the time at which it is due, and the recommended "
-            "k, by rate of requests; overloaded points are left out.",
-            lambda figure: draw_load(figure, run, content.bests),
-        ),
-        (
-            "speeds",
-            "Decoding speed by draft TP at each target TP, on a logarithmic scale; dashed lines "
-            "are plain decoding.",
-            lambda figure: draw_speeds(figure, run),
-        ),
-        (
-            "break_even",
-            "Tokens a round over all rounds (solid), and those at which the measured costs give "
-            "the speed of plain decoding (dashed), with 95 % intervals. Where solid is above "
-            "dashed, speculation pays.",
-            lambda figure: draw_break_even(figure, run),
-        ),
-        (
-            "comparisons",
-            "Ratio of decoding speeds of two arms, each at its fastest k, over the same prompts, "
-            "with 95 % intervals: filled over all prompts, hollow by category. Where an interval "
-            "crosses the line, the two are tied.",
-            lambda figure: draw_comparisons(figure, run),
-        ),
-        (
-            "acceptance",
-            "Share of rounds in which the proposal at a position stands: in all rounds (marginal), "
-            "and in those whose earlier proposals stood (conditional), with 95 % intervals.",
-            lambda figure: draw_acceptance(figure, run),
-        ),
-        (
-            "rounds",
-            f"Mean time of an engine round by {axis_of(run)}, split by stage, with the 95 % "
-            "interval of the whole.",
-            lambda figure: draw_rounds(figure, run),
-        ),
-        (
-            "experts",
-            "Time of scoring (solid) and distinct experts that it reads in a layer (dashed), by "
-            "the tokens scored for each sequence.",
-            lambda figure: draw_experts(figure, run),
-        ),
-        (
-            "categories",
-            f"{content.category_point} Speed-up and tokens a round by category of prompt, with "
-            "95 % intervals.",
-            lambda figure: draw_categories(figure, content.shown, content.category_point[:-1]),
-        ),
-        (
-            "predictions",
-            "Predicted speed-up over the measured one, less one, by k, with 95 % intervals. On the "
-            "line they agree, and the band is 5 %.",
-            lambda figure: draw_predictions(figure, run),
-        ),
-    ]
+    names = {"axis": axis_of(content.run), "point": content.category_point}
     found = [
         drawing(
-            *(name, about, draw, pictures),
+            *(name, about.format_map(names), partial(draw, c=content), pictures),
             svg=svg,
             conclusion=conclusion(name, content),
         )
-        for name, about, draw in drawings
+        for name, (about, draw) in _DRAWINGS.items()
     ]
     return [plot for plot in found if plot is not None]

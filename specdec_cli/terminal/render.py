@@ -7,8 +7,7 @@ visible, so that nothing a model writes can control the terminal.
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -16,7 +15,6 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -29,7 +27,7 @@ _WORD = 20  # columns
 _WIDE = 1000  # columns of a table in a file: no row is folded
 _NO_LIMIT = 100_000  # columns
 _NO_PROPOSALS = "no round had a proposal"
-_ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
+ACCEPTED, PROMPT, HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
 
 def console(stream: TextIO) -> Console:
@@ -132,52 +130,6 @@ def live_view(render: Callable[[], RenderableType]) -> Live:
     )
 
 
-class TintedText:
-    """Text on a terminal in pieces, with accepted draft tokens tinted.
-
-    Nothing is wrapped and tabs stay. The last `hold` characters are held back until `end` decides
-    whether they count.
-    """
-
-    def __init__(self, hold: int) -> None:
-        self._console = console(sys.stdout)
-        self._hold = hold
-        self._pending: list[tuple[str, bool]] = []
-        self._is_first = True
-
-    def prompt(self, heading: str | None, text: str) -> None:
-        if heading is not None:
-            gap = "" if self._is_first else "\n"
-            self._write([Segment(f"{gap}── {heading} ──\n", _HEADING)])
-        self._is_first = False
-        self._write([Segment(inert(text), _PROMPT)])
-
-    def add(self, text: str, *, accepted: bool) -> None:
-        self._pending.extend((character, accepted) for character in text)
-
-    def show(self) -> None:
-        """Write the added text except for its held-back end."""
-        self._flush(len(self._pending) - self._hold)
-
-    def end(self, num_cut: int) -> None:
-        """Finish a completion without its last `num_cut` characters."""
-        self._flush(len(self._pending) - num_cut)
-        self._pending.clear()
-        self._console.print()
-
-    def _flush(self, count: int) -> None:
-        ready = self._pending[: max(0, count)]
-        del self._pending[: len(ready)]
-        self._write(
-            Segment(inert("".join(c for c, _ in run)), _ACCEPTED if accepted else None)
-            for accepted, run in groupby(ready, key=lambda item: item[1])
-        )
-
-    def _write(self, segments: Iterable[Segment]) -> None:
-        # Segments, because rich turns tabs of a `Text` into spaces.
-        self._console.print(Segments(segments), end="")
-
-
 def summary_table(
     metrics: Metrics,
     baseline: Metrics | None,
@@ -207,7 +159,7 @@ def summary_table(
         rate = f"{100 * (metrics.draft_acceptance_rate or 0):.0f}%"
         what = Text(f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} proposed")
         if tinted:
-            what.append(", in this colour", _ACCEPTED)
+            what.append(", in this colour", ACCEPTED)
         table.add_row("accepted", rate, what)
         among = among_rounds(metrics)
         table.add_row(

@@ -4,8 +4,11 @@ All have the same methods. Computes nothing.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import groupby
+
+from rich.segment import Segment, Segments
 
 from specdec_cli.backends.base import Finished, OnRound, Written
 from specdec_cli.core.detokenize import TextStream
@@ -13,7 +16,7 @@ from specdec_cli.experiment.folders.generate_folder import SAMPLES, key_of
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, Output, output_of
 from specdec_cli.experiment.measure import sample_of
-from specdec_cli.terminal.render import Ticker, TintedText, progress_bar
+from specdec_cli.terminal.render import ACCEPTED, HEADING, PROMPT, Ticker, console, progress_bar
 from specdec_cli.text import inert
 
 
@@ -33,15 +36,16 @@ class Sink:
 class LiveText(Sink):
     """Prints dimmed prompts and completions as they arrive, accepted draft tokens tinted.
 
-    For a terminal, one sequence at a time.
+    For a terminal, one sequence at a time. Nothing is wrapped and tabs stay.
     """
 
     def __init__(self, job: Job) -> None:
         self._tokenizer = job.plan.tokenizer
         self._several = len(job.prompts) > 1
         # Characters that are held back, since they may begin a stop string.
-        hold = max((len(s) for s in job.plan.params.stop), default=1) - 1
-        self._text = TintedText(hold)
+        self._hold = max((len(s) for s in job.plan.params.stop), default=1) - 1
+        self._console = console(sys.stdout)
+        self._pending: list[tuple[str, bool]] = []  # characters, and whether they were proposals
         self._streams: dict[int, TextStream] = {}
         self._written: dict[int, str] = {}
         self._is_open = False  # in the middle of a completion
@@ -59,17 +63,18 @@ class LiveText(Sink):
             stream = self._streams[index] = TextStream(self._tokenizer, prompt_ids)
             self._written[index] = ""
             self._is_open = True
-            self._text.prompt(
-                f"prompt {index}" if self._several else None,
-                self._tokenizer.decode(prompt_ids) if shown is None else shown,
-            )
+            if self._several:
+                gap = "\n" if len(self._streams) > 1 else ""
+                self._write([Segment(f"{gap}── prompt {index} ──\n", HEADING)])
+            text = self._tokenizer.decode(prompt_ids) if shown is None else shown
+            self._write([Segment(inert(text), PROMPT)])
         for place, token in enumerate(written.token_ids):
             piece = stream.feed(token)
             self._written[index] += piece
-            self._text.add(piece, accepted=place < written.num_accepted)
+            self._pending += ((character, place < written.num_accepted) for character in piece)
         if not is_last:
             # The last token may extend past a stop string: `output` cuts it.
-            self._text.show()
+            self._flush(len(self._pending) - self._hold)
 
     def output(self, output: Output) -> None:
         if output.error is not None or output.index not in self._written:
@@ -77,13 +82,31 @@ class LiveText(Sink):
         whole = self._tokenizer.decode(output.token_ids)
         if whole.startswith(written := self._written[output.index]):
             # Bytes of an incomplete character.
-            self._text.add(whole[len(written) :], accepted=False)
-        self._text.end(num_cut=len(whole) - len(output.text))
-        self._is_open = False
+            self._pending += ((character, False) for character in whole[len(written) :])
+        self._end(num_cut=len(whole) - len(output.text))
 
     def close(self) -> None:
         if self._is_open:  # interrupted: the next message starts on a new line
-            self._text.end(num_cut=0)
+            self._end(num_cut=0)
+
+    def _end(self, num_cut: int) -> None:
+        """Finish a completion without its last `num_cut` characters."""
+        self._flush(len(self._pending) - num_cut)
+        self._pending.clear()
+        self._console.print()
+        self._is_open = False
+
+    def _flush(self, count: int) -> None:
+        ready = self._pending[: max(0, count)]
+        del self._pending[: len(ready)]
+        self._write(
+            Segment(inert("".join(c for c, _ in run)), ACCEPTED if accepted else None)
+            for accepted, run in groupby(ready, key=lambda item: item[1])
+        )
+
+    def _write(self, segments: Iterable[Segment]) -> None:
+        # Segments, because rich turns tabs of a `Text` into spaces.
+        self._console.print(Segments(segments), end="")
 
 
 class PlainText(Sink):
