@@ -113,7 +113,9 @@ class DurationEstimate:
         # Ranks on CPUs divide the machine that was measured; each GPU has such speeds.
         shared = 1 if self._is_cuda else self.degrees[0]
         sums = 2 * (_SUM_CUDA if self._is_cuda else _SUM_CPU) if degree > 1 else 0.0
-        return work * shared / degree + shape.layers * (self._layer + sums)
+        layer = _LAYER_CAPTURED if self._plan.no_cuda_graphs is None else _LAYER_LAUNCHED
+        layer = layer if self._is_cuda else _LAYER_CPU
+        return work * shared / degree + shape.layers * (layer + sums)
 
     @property
     def _plan(self) -> Plan:
@@ -122,12 +124,6 @@ class DurationEstimate:
     @property
     def _is_cuda(self) -> bool:
         return self._plan.device.type == "cuda"
-
-    @property
-    def _layer(self) -> float:
-        if not self._is_cuda:
-            return _LAYER_CPU
-        return _LAYER_CAPTURED if self._plan.no_cuda_graphs is None else _LAYER_LAUNCHED
 
     def round_seconds(self, key: Key) -> float:
         """One round of a full batch."""

@@ -133,37 +133,33 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     if any(s.engine is not None for s in done):
         return served_metrics(done, key)
     decode = sum(s.usual_seconds for s in done)
+    # Distinct experts that each round read, over all of them.
+    experts = [
+        s.usual_mean([count * share for count, share in zip(read, s.round_share, strict=True)])
+        for s in done
+        if (read := s.distinct_experts) is not None
+    ]
+    parts = (
+        {name: s.usual_mean(each) for name, each in of.items()}
+        if (of := s.ttft_parts_ms) is not None
+        else None
+        for s in done
+    )
     return metrics_of(
         done,
         num_rounds=sum(s.usual_mean(s.round_share) for s in done),
         prefill_seconds=sum(s.usual_mean(s.seconds) for s in done) - decode,
         decode_seconds=decode,
         stage_ms={x: sum(s.usual_mean(s.stage_ms.get(x, [])) for s in done) for x in STAGES},
-        distinct_experts=_experts_read(done),
+        distinct_experts=sum(experts) if experts and len(experts) == len(done) else None,
         k=key.k,
         batch_size=key.batch_size,
         num_output_tokens=sum(s.num_output_tokens for s in done),
         ttft_ms=Spread.of([s.usual_mean(s.ttft_ms) for s in done]),
         tpot_ms=Spread.of([s.usual_mean(s.tpot_ms) for s in done if s.tpot_ms]),
         peak_memory_bytes=max((s.peak_memory_bytes for s in done), default=None),
-        **mean_parts(map(_first_token_parts, done)),
+        **mean_parts(parts),
     )
-
-
-def _first_token_parts(sample: Sample) -> dict[str, float] | None:
-    parts = sample.ttft_parts_ms
-    return None if parts is None else {n: sample.usual_mean(each) for n, each in parts.items()}
-
-
-def _experts_read(done: Sequence[Sample]) -> float | None:
-    """The sum over rounds of the distinct experts that each read; None where not all counted."""
-    found = 0.0
-    for sample in done:
-        if sample.distinct_experts is None:
-            return None
-        shares = zip(sample.distinct_experts, sample.round_share, strict=True)
-        found += sample.usual_mean([count * share for count, share in shares])
-    return found if done else None
 
 
 def _per_category(

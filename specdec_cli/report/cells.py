@@ -76,6 +76,11 @@ def span_of(found: Figures, ends: Sequence[float] | None) -> str | None:
     return span(ends)
 
 
+def first_token_part(name: str, point: Point) -> float | None:
+    """A part of the mean time to the first token; None where it was not recorded."""
+    return (point.metrics.ttft_parts_ms or {}).get(name) if point.metrics is not None else None
+
+
 TARGET_TP = Cell("target TP", lambda p: p.target_tp)
 DRAFT_TP = Cell("draft TP", lambda p: None if p.is_baseline else p.draft_tp)
 BATCH = Cell("batch", lambda p: p.batch_size or None)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from specdec_cli.core.figures import STAGES, TTFT_PARTS
 from specdec_cli.experiment.folders.conclusions import SpeedRatio
 from specdec_cli.experiment.folders.records import Point
-from specdec_cli.report.cells import PERCENTILES, Column, Table, Value, is_text
+from specdec_cli.report.cells import PERCENTILES, Column, Table, Value, first_token_part, is_text
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.page import parts
@@ -52,7 +52,7 @@ def raw_points(run: ReportedRun) -> Table:
         setting = ("target_tp", "draft_tp", "batch_size", "k")
         names = (*names, "num_blocks", "speedup_vs_equal_tp")
     has_rates = any(point.load is not None for point in run.points)
-    parts = [name for name in TTFT_PARTS if any(_part(p, name) is not None for p in run.points)]
+    parts = [n for n in TTFT_PARTS if any(first_token_part(n, p) is not None for p in run.points)]
 
     def row(point: Point) -> dict[str, Value]:
         even = point.break_even
@@ -73,7 +73,7 @@ def raw_points(run: ReportedRun) -> Table:
                 for name in ("ttft", "tpot")
                 for part in ("mean", *PERCENTILES)
             }
-            | {f"ttft_{name}_ms": _part(point, name) for name in parts}
+            | {f"ttft_{name}_ms": first_token_part(name, point) for name in parts}
             | (_of_load(point) if has_rates else {})
         )
 
@@ -96,12 +96,6 @@ def _table(name: str, rows: Sequence[Mapping[str, Value]]) -> Table:
     """A table of rows by column; every row has the same columns."""
     columns = tuple(Column(title) for title in (rows[0] if rows else ()))
     return Table(name, "", columns, tuple(tuple(row.values()) for row in rows))
-
-
-def _part(point: Point, name: str) -> float | None:
-    """A part of the mean time to the first token; None where it was not recorded."""
-    metrics = point.metrics
-    return (metrics.ttft_parts_ms or {}).get(name) if metrics is not None else None
 
 
 def raw_comparisons(run: ReportedRun) -> Table:

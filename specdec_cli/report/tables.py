@@ -308,11 +308,9 @@ def first_tokens(run: ReportedRun) -> Table | None:
         return None
     cells = [
         Cell("first token", number("ttft_ms", "mean"), "ms", 1),
-        *(Cell(title, partial(_part, name), "ms", 1) for name, title in TTFT_PARTS.items()),
+        *(
+            Cell(title, partial(cell.first_token_part, name), "ms", 1)
+            for name, title in TTFT_PARTS.items()
+        ),
     ]
     return by_point(("first_tokens", "The first token", _NOTE), run, points, cells)
-
-
-def _part(name: str, point: Point) -> Value:
-    assert point.metrics is not None and point.metrics.ttft_parts_ms is not None
-    return point.metrics.ttft_parts_ms.get(name)

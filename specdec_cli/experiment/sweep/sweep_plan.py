@@ -49,12 +49,6 @@ class SweepPlan:
         keys, settings = self.settings.measured_keys, self.settings
         return sum(settings.num_samples(key.request_rate, self.num_prompts) for key in keys)
 
-    @property
-    def random_tokens(self) -> bool:
-        """Whether acceptance is meaningless: weights are random and no rates are given."""
-        is_dummy = any(job.plan.random_roles for job in self.jobs)
-        return is_dummy and max(self.settings.ks) > 0 and not self.settings.has_given_acceptance
-
 
 def plan_sweep(
     backend: Backend,
@@ -116,7 +110,12 @@ def plan_sweep(
         shard=shard,
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
-    found = [*prompts.notices, *warnings_of_job(jobs[0], prompts.chat), *_short_drafts(jobs)]
+    found = [*prompts.notices, *warnings_of_job(jobs[0], prompts.chat)]
+    for job in jobs:
+        if (short := draft_context_warning(job.plan, job.token_ids)) is not None:
+            name = job.plan.proposer
+            short = f"{name}: {short}" if len(jobs) > 1 else short
+            found.append(Notice("draft_context", short, {"draft": name}))
     found += _other_rate(recipe)
     if shard is not None:
         place, count = shard
@@ -171,16 +170,6 @@ def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
     return values if method == usual else values | {"method": method}
 
 
-def _short_drafts(jobs: Sequence[Job]) -> list[Notice]:
-    """Warnings about drafts whose context may end before the texts; with names if several."""
-    found = [(job.plan.proposer, draft_context_warning(job.plan, job.token_ids)) for job in jobs]
-    return [
-        Notice("draft_context", f"{name}: {told}" if len(jobs) > 1 else told, {"draft": name})
-        for name, told in found
-        if told
-    ]
-
-
 def warnings_of(plan: SweepPlan) -> list[Notice]:
     """Warnings for readers of the results, apart from the number of prompts."""
     found = []
@@ -190,7 +179,8 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
             "without speculation with --baseline-server, or a run folder with --baseline"
         )
         found.append(Notice("no_baseline", told))
-    if plan.random_tokens:
+    is_dummy = any(job.plan.random_roles for job in plan.jobs)
+    if is_dummy and max(plan.settings.ks) > 0 and not plan.settings.has_given_acceptance:
         told = (
             "the weights are random, and so is what is accepted: give acceptance with "
             "--synthetic-acceptance-length or -rates"
