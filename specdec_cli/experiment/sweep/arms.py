@@ -37,8 +37,16 @@ class Arms:
         """
         for job in jobs:
             name = job.plan.proposer
-            if not self.alternates and name not in self._sessions and name not in self.failures:
-                self._load_beside(job)
+            if self.alternates or name in self._sessions or name in self.failures:
+                continue
+            first = next(iter(self._sessions.values()), None)
+            self._load(job, first)
+            failure = self.failures.get(name)
+            is_memory = failure is None or failure.status == "oom"
+            if first is not None and name not in self._sessions and is_memory:
+                self.failures.pop(name, None)
+                self.alternates = True
+                self._forget()
         if self.alternates:
             return None
         names = [job.plan.proposer for job in jobs]
@@ -52,51 +60,31 @@ class Arms:
             self._load(job)
         return self._sessions.get(name)
 
-    def _load_beside(self, job: Job) -> None:
-        if not self._sessions:
-            self._load(job)
-            return
-        first = next(iter(self._sessions.values()))
-        found = self._or_failure(
-            job, lambda: job.backend.open_beside(job.plan, job.longest_prompt, first, self.begin)
-        )
-        if found is not None:
-            self._sessions[job.plan.proposer] = found
-        elif (failure := self.failures.get(job.plan.proposer)) is None or failure.status == "oom":
-            self.failures.pop(job.plan.proposer, None)
-            self.alternates = True
-            self._forget()
-
-    def _load(self, job: Job) -> None:
-        weights = self._weights
-        found = self._or_failure(
-            job,
-            lambda: job.backend.open_session(job.plan, job.longest_prompt, self.begin, weights),
-        )
-        if found is not None:
-            self._sessions[job.plan.proposer] = found
-            self._weights = found.weights
-
-    def _or_failure(self, job: Job, load: Callable[[], Session | None]) -> Session | None:
-        """The result of `load`; None where an arm among several cannot be loaded.
+    def _load(self, job: Job, first: Session | None = None) -> None:
+        """Load an arm, beside a first one if there is one; keep its session or its failure, neither
+        where it does not fit beside.
 
         Raises if it is the only arm, and with several ranks: a rank with a part of the draft may
         fail while the others do not.
         """
         self.begin("loading models")
         self.world.loading()
+        name, common = job.plan.proposer, (job.plan, job.longest_prompt)
         try:
-            found = load()
+            if first is not None:
+                found = job.backend.open_beside(*common, first, self.begin)
+            else:
+                found = job.backend.open_session(*common, self.begin, self._weights)
+                self._weights = found.weights
             self.world.ready()
-            return found
         except SetupError as problem:
             if len(self.plan.jobs) == 1 or self.world.size > 1:
                 raise
-            is_memory = problem.message.startswith("out of memory")
-            self.failures[job.plan.proposer] = Failure(
-                "oom" if is_memory else "failed", problem.message, problem.code
-            )
-            return None
+            told, is_memory = problem.message, problem.message.startswith("out of memory")
+            self.failures[name] = Failure("oom" if is_memory else "failed", told, problem.code)
+            return
+        if found is not None:
+            self._sessions[name] = found
 
     def _forget(self) -> None:
         """Give up all sessions, except for the target's weights."""
