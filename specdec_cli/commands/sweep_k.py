@@ -4,7 +4,6 @@ Parses, prepares, runs and shows; the work is done elsewhere.
 """
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -253,14 +252,11 @@ def sweep_k(
                     backend = native
                 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
 
-            def planned(
-                chosen: "Sequence[specdec_cli.recipe.Recipe]",
-                of: "specdec_cli.prompts.types.PromptSet",
-            ) -> "specdec_cli.experiment.sweep.sweep_plan.SweepPlan":
+            def planned() -> "specdec_cli.experiment.sweep.sweep_plan.SweepPlan":
                 return plan_sweep(
                     backend,
-                    [recipe.model_copy(update={"data": of.data}) for recipe in chosen],
-                    of,
+                    [recipe.model_copy(update={"data": found.data}) for recipe in recipes],
+                    found,
                     lengths,
                     sizes,
                     asked.permissions(),
@@ -269,7 +265,7 @@ def sweep_k(
                     check_lossless=check_lossless,
                 )
 
-            plan = planned(recipes, found)
+            plan = planned()
             if minutes is not None:
                 from specdec_cli.experiment.sweep.budget import fitting, of_size
 
@@ -281,7 +277,7 @@ def sweep_k(
                     how = source.sample or ("stratified" if has_kinds else None)
                     fewer = replace(source, limit=fit.prompts, sample=how)
                     found = world.once(lambda: find_prompts(fewer, recipes[0], asked))
-                plan = planned(recipes, found)
+                plan = planned()
         if minutes is not None and asked.is_heard:
             typer.echo(f"chosen for {minutes:g} minutes: {fit.text}", err=True)
         code = _sweep(
