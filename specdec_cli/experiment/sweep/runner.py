@@ -6,6 +6,7 @@ has a folder and computes points. Knows nothing of terminals.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -32,6 +33,7 @@ _log = logging.getLogger("specdec")
 _MOST_PASSES = 4  # of each arm over a batch size's prompts, where arms are loaded in turn
 
 
+@dataclass(eq=False)
 class Sweep(Running):
     """Sweeps whose sessions all batch sizes share."""
 
