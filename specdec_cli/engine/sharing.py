@@ -5,7 +5,7 @@ import torch
 from specdec_cli.errors import SetupError
 from specdec_cli.models.description import Description
 from specdec_cli.models.gguf.header import is_gguf
-from specdec_cli.models.held import StoredParameter, borrowed_weights, held_bytes
+from specdec_cli.models.held import StoredParameter, borrowed_weights, held_bytes, lendable
 from specdec_cli.models.weights import tensor_names
 
 
@@ -14,17 +14,13 @@ def not_held(draft: Description) -> tuple[str, ...]:
     the names of its tensors are known."""
     if draft.spec.load_format == "dummy" or is_gguf(draft.place):
         return ()
-    held = tensor_names(draft.place)
-    if not held:
+    if not (held := tensor_names(draft.place)):
         return ()
     found = []
     module = draft.module
     names = {id(part): name for name, part in module.named_modules()}
     is_tied = bool(module.config.tie_word_embeddings)
-    for what, part in (
-        ("embeddings", module.get_input_embeddings()),
-        ("lm_head", module.get_output_embeddings()),
-    ):
+    for what, part in lendable(module).items():
         # Checkpoints of a bare model leave the prefix of its names out.
         tail = ".".join(f"{names[id(part)]}.weight".split(".")[-2:])
         if any(name == tail or name.endswith(f".{tail}") for name in held):

@@ -15,13 +15,8 @@ from specdec_cli.core.batch import Rectangle
 from specdec_cli.core.candidates import Candidates
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.state import BatchState
-from specdec_cli.methods.base import (
-    Method,
-    MethodBytes,
-    MethodParts,
-    RoundSize,
-)
-from specdec_cli.methods.step_head import HeadProposer
+from specdec_cli.methods.base import Method, MethodBytes, MethodParts, RoundSize
+from specdec_cli.methods.step_head import HeadProposer, estimate_at_once
 from specdec_cli.models.description import DraftPlace
 from specdec_cli.models.heads.description import HeadDescription, describe_head
 from specdec_cli.models.heads.dflash.config import DFlashConfig, read_dflash_config
@@ -104,16 +99,8 @@ def _make(parts: MethodParts) -> DFlash:
 
 
 def estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The context of `commit`, and logits of all rows: over its own ids, or, if tokens are drawn,
-    over the target's too."""
-    if size.draft is None:
-        return MethodBytes()
-    rows = size.batch_size * size.k
-    width = size.draft.vocab_size + (0 if size.is_greedy else 2 * size.vocab_size)
-    drafting = rows * width * size.draft.dtype.itemsize
-    committing = size.draft.pass_bytes(rows + size.batch_size, 0, gathers=False)
-    both = drafting + committing if size.is_cuda else max(drafting, committing)
-    return MethodBytes(in_round=both)
+    """The context of `commit`, and logits."""
+    return estimate_at_once(size, size.batch_size * (size.k + 1))
 
 
 def describe(place: DraftPlace) -> HeadDescription:

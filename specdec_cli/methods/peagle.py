@@ -16,7 +16,7 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.state import BatchState
 from specdec_cli.methods import eagle3
 from specdec_cli.methods.base import Method, MethodBytes, MethodParts, RoundSize
-from specdec_cli.methods.step_head import HeadProposer
+from specdec_cli.methods.step_head import HeadProposer, estimate_at_once
 from specdec_cli.models.description import DraftPlace
 from specdec_cli.models.heads.description import HeadDescription
 from specdec_cli.models.heads.eagle3.config import PEagleConfig, read_peagle_config
@@ -95,15 +95,8 @@ def _describe(place: DraftPlace) -> HeadDescription:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The pass and what goes into it, and logits: over its own ids, or, if tokens are drawn, over
-    the target's too."""
-    if size.draft is None:
-        return MethodBytes()
-    rows = size.batch_size * size.k
-    width = size.draft.vocab_size + (0 if size.is_greedy else 2 * size.vocab_size)
-    drawing = rows * width * size.draft.dtype.itemsize
-    passing = size.draft.pass_bytes(2 * rows, 0, gathers=False)
-    return MethodBytes(in_round=drawing + passing if size.is_cuda else max(drawing, passing))
+    """The pass and what goes into it, and logits."""
+    return estimate_at_once(size, 2 * size.batch_size * size.k)
 
 
 METHOD = Method(_make, _estimate_bytes, _describe, can_share=("embeddings",))

@@ -13,6 +13,7 @@ from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.state import BatchState
 from specdec_cli.methods.base import MethodBytes, MethodParts, Proposer, RoundSize
+from specdec_cli.models.draft import Draft
 from specdec_cli.models.heads.paged import PagedHead
 
 
@@ -96,7 +97,20 @@ def estimate_bytes(size: RoundSize) -> MethodBytes:
     logits = 2 * batch_size * size.draft.vocab_size
     if not size.is_greedy:
         logits = 2 * size.k * batch_size * size.vocab_size
-    drafting = logits * size.draft.dtype.itemsize
-    committing = size.draft.pass_bytes(batch_size * (size.k + 1), 0, gathers=False)
-    both = drafting + committing if size.is_cuda else max(drafting, committing)
-    return MethodBytes(in_round=both)
+    return _pass_and_logits(size, size.draft, batch_size * (size.k + 1), logits)
+
+
+def estimate_at_once(size: RoundSize, rows: int) -> MethodBytes:
+    """A pass over `rows` rows, and logits of all proposals: over its own ids, or, if tokens are
+    drawn, over the target's too."""
+    if size.draft is None:
+        return MethodBytes()
+    width = size.draft.vocab_size + (0 if size.is_greedy else 2 * size.vocab_size)
+    return _pass_and_logits(size, size.draft, rows, size.batch_size * size.k * width)
+
+
+def _pass_and_logits(size: RoundSize, draft: Draft, rows: int, logits: int) -> MethodBytes:
+    """Both at once in a captured round, one after the other elsewhere. logits: their numbers."""
+    drawing = logits * draft.dtype.itemsize
+    passing = draft.pass_bytes(rows, 0, gathers=False)
+    return MethodBytes(in_round=drawing + passing if size.is_cuda else max(drawing, passing))

@@ -38,7 +38,9 @@ class CompiledForward:
         backend: str = "inductor",
         on_compile: Callable[[str], None] = lambda _: None,
     ) -> None:
-        keep_artifacts()
+        # Compiled code is kept for the next run, in the user's cache folder.
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(root) / "specdec" / "inductor"))
         self._name = name
         self._on_compile = on_compile
         self._one = _compiled(module, f"{name}_one_token", backend)
@@ -77,12 +79,6 @@ def _no_advice() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TensorFloat32")
         yield
-
-
-def keep_artifacts() -> None:
-    """Keep compiled code for the next run, in the user's cache folder."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(root) / "specdec" / "inductor"))
 
 
 def cannot_compile(problem: CompileError) -> SetupError:

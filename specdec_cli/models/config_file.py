@@ -88,7 +88,9 @@ def check_numbers(name: str, config: dict[str, Any], where: str) -> None:
             if isinstance(value, dict):
                 inner.append(value)
             elif key == _SPREAD:
-                _check_spread(f"{where} of {name}: {key}", value)
+                if type(value) not in (int, float) or not 0 <= value <= 1:
+                    what = f"{where} of {name}: {key} is {shown(value)}"
+                    raise SetupError(what, "it has to be a number from 0 to 1")
             elif kind != "sizes" or key in _SIZES:
                 _check(f"{where} of {name}: {key}", value, int(kind == "sizes"), _MOST[kind])
 
@@ -101,8 +103,3 @@ def _check(what: str, value: Any, least: int, most: int) -> None:
                 f"{what} is {shown(count)}",
                 f"it has to be a whole number from {least} to {most}",
             )
-
-
-def _check_spread(what: str, value: Any) -> None:
-    if type(value) not in (int, float) or not 0 <= value <= 1:
-        raise SetupError(f"{what} is {shown(value)}", "it has to be a number from 0 to 1")

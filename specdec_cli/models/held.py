@@ -65,20 +65,18 @@ def plain_weight(parameter: Tensor) -> Tensor:
     return found.transpose(-1, -2) if is_transposed else found
 
 
-def borrowed_weights(
-    draft: Any, target: Any, share: tuple[str, ...]
-) -> dict[str, torch.nn.Parameter]:
+def lendable(model: Any) -> dict[str, Any]:
+    """The modules of a transformers model whose weights a draft may borrow, by their names in
+    `draft.share`."""
+    return {"embeddings": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
+
+
+def borrowed_weights(draft: Any, target: Any, share: tuple[str, ...]) -> dict[str, nn.Parameter]:
     """The target's weights that the draft module is to use, by their names in the draft. Modules
     are not shared, because those of some families scale their outputs."""
     names = {id(module): name for name, module in draft.named_modules()}
-    found = {}
-    for what in share:
-        ours, theirs = (
-            m.get_input_embeddings() if what == "embeddings" else m.get_output_embeddings()
-            for m in (draft, target)
-        )
-        found[f"{names[id(ours)]}.weight"] = theirs.weight
-    return found
+    ours, theirs = lendable(draft), lendable(target)
+    return {f"{names[id(ours[what])]}.weight": theirs[what].weight for what in share}
 
 
 def return_unused(device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The model that an installed Python package ships. The package is looked up, never imported."""
 
 import re
-from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import Distribution, PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,21 +57,16 @@ def package_model(name: str, file: str | None) -> Path:
 
 def _files_of(package: str) -> list[Path] | None:
     """The files that a package installed; None where there is no such package."""
-    listed: Iterable[Path] = ()
-    is_there = False
-    try:
+    listed: list[Path] | None = None
+    with suppress(PackageNotFoundError):
         found = Distribution.from_name(package)
-        is_there = True
         listed = [Path(str(found.locate_file(path))) for path in found.files or ()]
-    except PackageNotFoundError:
-        pass
     # Editable and other installations list no files.
-    if not any(path.suffix == ".gguf" or path.name == "config.json" for path in listed):
+    if not any(path.suffix == ".gguf" or path.name == "config.json" for path in listed or ()):
         module = package.replace("-", "_")
         spec = find_spec(module) if module.isidentifier() else None  # without a dot: no import
         if spec is not None and spec.origin is not None:
-            is_there = True
             folders = spec.submodule_search_locations or ()
             inside = (p for folder in folders for p in Path(folder).rglob("*"))
             listed = [path for path, _ in zip(inside, range(_MOST_FILES), strict=False)]
-    return list(listed) if is_there else None
+    return listed

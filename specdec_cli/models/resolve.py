@@ -44,7 +44,7 @@ def model_place(
         return _gguf_from_hub(name, revision, file)
     wanted = [*_DESCRIPTIONS, *(_WEIGHTS if weights else ())]
     folder = _from_hub(name, revision, wanted)
-    if _is_for_transformers(folder) or (not weights and (folder / _CONFIG).is_file()):
+    if any(folder.glob("*.safetensors")) or (not weights and (folder / _CONFIG).is_file()):
         return folder
     if weights and allow_pickle:
         folder = _from_hub(name, revision, [*wanted, *_PICKLES])
@@ -141,10 +141,6 @@ def _in_folder(name: str, folder: Path, file: str | None) -> Path:
             hint = f"there is one in {', '.join(inside[:5])}"
         raise SetupError(f"no config.json in the model folder {name}", hint)
     return folder
-
-
-def _is_for_transformers(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors"))
 
 
 def _names_on_hub(name: str, revision: str | None, folder: Path) -> list[str]:

@@ -203,14 +203,12 @@ def describe_head(
         raise UsageError(
             f"{spec.role}.weights: fp8 does not suit {spec.name}: heads are held in their dtype"
         )
-    is_dummy = spec.load_format == "dummy"
     folder = place_of(spec)
     settings = target.module.config
     num_layers = int(settings.num_hidden_layers)
     config = read(spec.name, folder, num_layers)
     config.split(parallel)
-    check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
-    layers = config.feature_layers(num_layers)
+    layers = check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
     check_hidden_layers(target.module, layers)
     # The config's dtype is that of training; tools run a head in its target's.
     dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
@@ -219,7 +217,7 @@ def describe_head(
     # Where as many ranks share both models, each of them holds the part that it needs.
     is_apart = lent[HEAD].shape != whole.shape and parallel.size != target.parallel.size
     lent[HEAD] = whole
-    if is_dummy:
+    if spec.load_format == "dummy":
         is_lent = serves(lent[EMBEDDING], config.shapes()[EMBEDDING], dtype)
         borrows = frozenset({EMBEDDING} if is_lent else ())
     else:
@@ -241,9 +239,11 @@ def describe_head(
     )
 
 
-def check_target(config: HeadConfig, hidden_size: int, vocab_size: int, num_layers: int) -> None:
-    """Raise `SetupError`, which names the key, unless the head belongs to a target of these
-    sizes."""
+def check_target(
+    config: HeadConfig, hidden_size: int, vocab_size: int, num_layers: int
+) -> tuple[int, ...]:
+    """The target's hidden states that the head reads. Raises `SetupError`, which names the key,
+    unless the head belongs to a target of these sizes."""
     for key, ours, theirs in (
         ("target_hidden_size", config.target_hidden_size, hidden_size),
         ("vocab_size", config.vocab_size, vocab_size),
@@ -255,7 +255,7 @@ def check_target(config: HeadConfig, hidden_size: int, vocab_size: int, num_laye
                 f"the target has {theirs}",
                 "heads are trained for one target",
             )
-    config.feature_layers(num_layers)
+    return config.feature_layers(num_layers)
 
 
 def _lent_by(module: Any) -> dict[str, torch.Tensor]:
