@@ -78,7 +78,6 @@ class Description(Unfilled):
 
     @property
     def notes(self) -> dict[str, str]:
-        """Facts for the record of a run, by a word for each."""
         stored, some = quantisation(self.module.config), ""
         if is_gguf(self.place):
             kinds = kinds_of(read_model(self.place))
@@ -98,7 +97,6 @@ class Description(Unfilled):
         return bool(stored_parameters(self.module))
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its cache on this rank."""
         return block_bytes(self.layers, block_size, cache_dtype(self.spec, self.dtype))
 
     @property
@@ -154,7 +152,6 @@ class Description(Unfilled):
         block_size: int,
         on_compile: Callable[[str], None] | None = None,
     ) -> PagedModel | None:
-        """As a draft; see `models.draft.Draft`."""
         if groups.draft is None:
             return None
         module = load(self, self.device, borrowed_weights(self.module, target.module, self.shared))

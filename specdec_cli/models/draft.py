@@ -15,7 +15,8 @@ from specdec_cli.models.spec import ModelSpec
 
 
 class Loaded(Protocol):
-    """A model with its weights, over a paged cache. storages: see `fused_stack.storages_of`."""
+    """A model with its weights, over a paged cache. storages: bytes of each block of memory that
+    holds weights and tables, by its address."""
 
     cache: KVCache
 

@@ -99,7 +99,6 @@ class PagedModel:
 
     @property
     def storages(self) -> dict[int, int]:
-        """Bytes of each block of memory that holds weights and tables, by its address."""
         held = [*self.module.parameters(), *self.module.buffers()]
         pieces = [tensor.untyped_storage() for tensor in held]
         found = {piece.data_ptr(): piece.nbytes() for piece in pieces}

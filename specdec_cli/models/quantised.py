@@ -79,16 +79,14 @@ def _matrices(
         group = scheme.of(path)
         form = None if group is None else group.form
         if group is None or how != (PLAIN if form == PLAIN else _PARTS[group.form]["codes"]):
-            raise SetupError(
+            raise _damaged(
                 f"{name} of {model} belongs to a quantised matrix that quantization_config does "
-                "not describe",
-                _DAMAGED,
+                "not describe"
             )
         if scheme.leaves(path):
-            raise SetupError(
+            raise _damaged(
                 f"{name} of {model} is quantised, and quantization_config.{scheme.left_key} says "
-                "that it is not",
-                _DAMAGED,
+                "that it is not"
             )
         if group.form == PLAIN:
             own = {"codes": matrix, "scales": name, "zeros": f"{matrix}_zero_point"}
@@ -165,7 +163,7 @@ def _codes(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
             numbers = _ordered(_numbers(found, bits, told)).T
         case _:  # neighbours lie in one byte
             if found.dtype != torch.uint8 or found.dim() < 2:
-                raise SetupError(f"{told} has codes that are {_said(found)}, not uint8", _DAMAGED)
+                raise _damaged(f"{told} has codes that are {_said(found)}, not uint8")
             found = found.flatten(-2) if group.form == BLOCKS else found
             numbers = torch.stack((found & 15, found >> 4), -1).flatten(-2)
     if numbers.shape[-1] % 2:
@@ -180,15 +178,15 @@ def _scales(
     if group.form in (GPTQ, AWQ) and found.dim() == 2:
         found = found.T
     if dtype == torch.uint8 and found.dtype != dtype:
-        raise SetupError(f"{told} has scales that are {_said(found)}, not uint8", _DAMAGED)
+        raise _damaged(f"{told} has scales that are {_said(found)}, not uint8")
     if found.dtype == torch.uint8 and bool((found == _NO_POWER).any()):
-        raise SetupError(f"{told} has scales that are no numbers ({_NO_POWER})", _DAMAGED)
+        raise _damaged(f"{told} has scales that are no numbers ({_NO_POWER})")
     if dtype == torch.uint8:
         return same(found, part)
     if found.dtype == torch.uint8:  # exponents of powers of two
         found = (found.float() - 127).exp2()
     if not found.is_floating_point() or (dtype != torch.float32 and found.dtype != dtype):
-        raise SetupError(f"{told} has scales that are {_said(found)}, and others {dtype}", _DAMAGED)
+        raise _damaged(f"{told} has scales that are {_said(found)}, and others {dtype}")
     found = found.to(dtype)
     if group.one_scale or found.dim() == 1:
         *stacked, rows, _ = own["codes"]().shape or (1, 1)
@@ -200,11 +198,11 @@ def _scales(
 
 def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> torch.Tensor:
     if "zeros" not in own:
-        raise SetupError(f"{told} lacks its zeros, which quantization_config promises", _DAMAGED)
+        raise _damaged(f"{told} lacks its zeros, which quantization_config promises")
     found, bits = own["zeros"](), 4 if group.storage.kind == INT4 else 8
     if group.form == PLAIN:
         if found.dtype != torch.int8:
-            raise SetupError(f"{told} has zeros that are {_said(found)}, not int8", _DAMAGED)
+            raise _damaged(f"{told} has zeros that are {_said(found)}, not int8")
         if found.numel() == 1 or found.dim() == 1:
             found = found.reshape(-1, 1).expand(own["codes"]().shape[0], 1)
         return same(found, part)
@@ -229,15 +227,13 @@ def _check_no_zeros(found: torch.Tensor, group: Matrices, bits: int, told: str) 
         has_zeros = bool((numbers != 1 << bits - 1).any())
     if has_zeros:
         key = {GPTQ: "sym", AWQ: "zero_point"}.get(group.form, "config_groups.weights.symmetric")
-        raise SetupError(
-            f"{told} has zeros, and quantization_config.{key} says that it has none", _DAMAGED
-        )
+        raise _damaged(f"{told} has zeros, and quantization_config.{key} says that it has none")
 
 
 def _numbers(words: torch.Tensor, bits: int, told: str) -> torch.Tensor:
     """Numbers uint8 [R, W * 32 / bits] of int32 [R, W]; the first is in a word's lowest bits."""
     if words.dtype != torch.int32 or words.dim() != 2:
-        raise SetupError(f"{told} has words that are {_said(words)}, not int32 of two", _DAMAGED)
+        raise _damaged(f"{told} has words that are {_said(words)}, not int32 of two")
     rows, columns = words.shape
     found = words.reshape(-1).view(torch.uint8).view(rows, 4 * columns)
     return found if bits == 8 else torch.stack((found & 15, found >> 4), -1).flatten(-2)
@@ -259,10 +255,9 @@ def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, 
     is_whole = found.shape == (2,) and found.dtype in (torch.int32, torch.int64)
     rows, columns = found.tolist() if is_whole else (0, 0)
     if rows != len(numbers) or not 0 <= numbers.shape[1] - columns < 8:
-        raise SetupError(
+        raise _damaged(
             f"{told} has shape {found.tolist()} by its weight_shape, and words for "
-            f"{list(numbers.shape)}",
-            _DAMAGED,
+            f"{list(numbers.shape)}"
         )
     return rows, columns
 
@@ -274,10 +269,9 @@ def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
         return
     places = torch.arange(columns) // (wide or columns)
     if not torch.equal(own["order"]().long(), places):
-        raise SetupError(
+        raise _damaged(
             f"{told} has an order of columns (g_idx), and quantization_config.desc_act says that "
-            "it has none",
-            _DAMAGED,
+            "it has none"
         )
 
 
@@ -286,10 +280,10 @@ def _of_columns(found: torch.Tensor, own: Parts, group: Matrices, told: str) -> 
     if not group.ordered:
         return found
     if "order" not in own:
-        raise SetupError(f"{told} lacks the order of its columns (g_idx)", _DAMAGED)
+        raise _damaged(f"{told} lacks the order of its columns (g_idx)")
     order = own["order"]().long()
     if order.dim() != 1 or int(order.min()) < 0 or int(order.max()) >= found.shape[1]:
-        raise SetupError(f"{told} has columns in groups that have no scale (g_idx)", _DAMAGED)
+        raise _damaged(f"{told} has columns in groups that have no scale (g_idx)")
     return found[:, order]
 
 
@@ -297,13 +291,13 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
     """A matrix as it is stored. Raises `SetupError`, with its name, for scales that do not fit."""
     codes, told, storage = fields.codes[name](), f"{name} of {model}", fields.storages[name]
     if name not in fields.scales:
-        raise SetupError(f"{told} is quantised, and {no_scales(name, fields.codes)}", _DAMAGED)
+        raise _damaged(f"{told} is quantised, and {no_scales(name, fields.codes)}")
     kind = KINDS[storage.kind].codes
     if codes.dim() < 2 or codes.dtype != kind:
         theirs = f"scales as a matrix of {str(kind).removeprefix('torch.')} has"
-        raise SetupError(f"{told} is {_said(codes)}, and has {theirs}", _DAMAGED)
+        raise _damaged(f"{told} is {_said(codes)}, and has {theirs}")
     if codes.dtype == torch.float8_e4m3fn and _has_nan(codes):
-        raise SetupError(f"{told} has codes that are no numbers (NaN)", _DAMAGED)
+        raise _damaged(f"{told} has codes that are no numbers (NaN)")
     scales = fields.scales[name]()
     found = Stored(codes, scales, fields.zeros[name]() if storage.has_zeros else None, storage)
     high, wide = storage.group
@@ -317,9 +311,8 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
                 _ONE_SCALE if storage.kind == FP8 and wide and scales.numel() == 1 else _DAMAGED,
             )
     if storage.kind != FP8 and wide and found.shape[-1] % wide:
-        raise SetupError(
-            f"{told} has shape {list(found.shape)}, and groups of {wide} do not divide its columns",
-            _DAMAGED,
+        raise _damaged(
+            f"{told} has shape {list(found.shape)}, and groups of {wide} do not divide its columns"
         )
     return found
 
@@ -392,6 +385,10 @@ _ONE_SCALE = (
     "config.json"
 )
 _DAMAGED = "the weights are damaged, or do not belong to this config.json; download them again"
+
+
+def _damaged(message: str) -> SetupError:
+    return SetupError(message, _DAMAGED)
 
 
 def _said(tensor: torch.Tensor) -> str:

@@ -104,12 +104,10 @@ class HeadConfig:
 
     @property
     def has_confidence(self) -> bool:
-        """As in `models.draft.Draft`."""
         return False
 
     @property
     def max_k(self) -> int | None:
-        """As in `models.draft.Draft`."""
         return None
 
     @property

@@ -114,7 +114,6 @@ class HeadDescription:
 
     @property
     def notes(self) -> dict[str, str]:
-        """Facts for the record of a run, by a word for each."""
         layers = ", ".join(map(str, self.feature_layers))
         found = {"features": f"hidden states {layers} of the target"}
         if self.borrows:

@@ -47,7 +47,6 @@ class PagedHead:
 
     @property
     def storages(self) -> dict[int, int]:
-        """Bytes of each block of memory that holds weights and tables, by its address."""
         return self.head.storages
 
     def use(self, cache: KVCache) -> None:

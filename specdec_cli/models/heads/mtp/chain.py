@@ -19,17 +19,14 @@ class MtpChain:
 
     @property
     def storages(self) -> dict[int, int]:
-        """Bytes of each block of memory that holds weights and tables, by its address."""
         return {key: size for one in self.heads for key, size in one.storages.items()}
 
     def use(self, cache: KVCache) -> None:
-        """Keep keys and values in `cache` from now on."""
         self.cache = cache
         for one in self.heads:
             one.use(cache)
 
     def clear(self) -> None:
-        """Zero the cache and the carried hidden states."""
         for one in self.heads:
             one.clear()
 
