@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.launch import seat as seats
 from specdec_cli.launch.agent import die_with
-from specdec_cli.launch.heartbeat import BUSY, Beat, Heartbeat, is_frozen, write_beat
-from specdec_cli.launch.peer_watch import PeerWatch
+from specdec_cli.launch.heartbeat import BUSY, Beat, Heartbeat, PeerWatch, is_frozen, write_beat
 from specdec_cli.launch.reports import (
     End,
     Report,

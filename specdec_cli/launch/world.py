@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from specdec_cli.errors import TooFewGPUsError, UsageError
 from specdec_cli.launch.agreement import Agreement
-from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE
-from specdec_cli.launch.peer_watch import PeerWatch
+from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE, PeerWatch
 from specdec_cli.launch.quiet import meeting_quietly
 from specdec_cli.launch.rank import PeersMissing, Rank
 from specdec_cli.launch.seat import Seat, find_seat

@@ -16,7 +16,6 @@ from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.models.gate import probe
 from specdec_cli.models.refusals import Indivisible, Unsupported
-from specdec_cli.models.tp_experts import ADDED_ONCE, parts_of_experts
 from specdec_cli.models.weights import Part
 
 _COLUMNS = "colwise"
@@ -28,6 +27,8 @@ _EXPERTS = "moe_tp_experts"
 # Every rank holds these whole. (Splitting the embedding would cost an all-reduce a pass.)
 _WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
+# The bias of what experts write is not a part of a product, so one rank adds it.
+_ADDED_ONCE = "down_proj_bias"
 _SINKS = ".sinks"  # a number for each head, beside its keys
 # Latent attention by whole heads: what makes the latent vectors is whole on every rank.
 _LATENT = {
@@ -116,7 +117,7 @@ def shard(
         parts |= _narrow(path, held, found)
         held.register_forward_hook(lambda _, args, out: _reduced(out, parallel))
         if held.has_bias and not parallel.is_first:
-            zero.add(f"{path}.{ADDED_ONCE}")
+            zero.add(f"{path}.{_ADDED_ONCE}")
     for path, sinks in list(module.named_parameters()):
         if path.endswith(_SINKS):
             owner, shape = path.removesuffix(_SINKS), tuple(sinks.shape)
@@ -154,6 +155,38 @@ def _split_products(
         assert isinstance(linear, nn.Linear), f"{path} is planned as {style}"
         share = _share(config, layers, path, linear, style, parallel, name)
         parts |= _split(path, linear, style, share, parallel)
+    return parts
+
+
+def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[str, Part]:
+    """This rank's parts of a module of stacked experts, by its names. Raises `Indivisible`.
+
+    Each rank holds a part of every expert, and one sum over ranks ends the layer. With whole
+    experts on each rank a pass would last as long as on the rank with most of the chosen ones: of 8
+    among 128, 4 ranks hold 2 on average, and that rank 3.5. The price is narrower matrices: 96
+    features of an expert of 768 on 8 ranks. Routers are whole, so all ranks choose the same experts
+    without a message.
+    """
+    # [experts, written, read], or with `is_transposed` [experts, read, written].
+    read = 1 if experts.is_transposed else 2
+    width = int(experts.down_proj.shape[read])
+    if width % parallel.size:
+        raise Indivisible(name, f"{width} features inside an expert", parallel.size)
+    start, stop = parallel.share(width)
+
+    def of_both(tensor: Any, dim: int) -> Part:
+        """The part of gate and up, which lie one after the other or in turn."""
+        shape = tuple(tensor.shape)
+        if experts.is_concatenated:
+            return Part(dim, start, stop, shape, blocks=2)
+        return Part(dim, 2 * start, 2 * stop, shape)
+
+    parts = {
+        "gate_up_proj": of_both(experts.gate_up_proj, 3 - read),
+        "down_proj": Part(read, start, stop, tuple(experts.down_proj.shape)),
+    }
+    if experts.has_bias:
+        parts["gate_up_proj_bias"] = of_both(experts.gate_up_proj_bias, 1)
     return parts
 
 

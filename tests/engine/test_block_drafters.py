@@ -19,7 +19,7 @@ from specdec_cli.engine.memory.estimate import estimate_rank, this_machine
 from specdec_cli.engine.plan import Plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.models.heads.dflash.config import read_dflash_config
-from specdec_cli.models.heads.dflash.markov import MarkovHead
+from specdec_cli.models.heads.dflash.head import MarkovHead
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.recipe.choices.dflash import DFLASH, DSPARK
 from tests import drafting, lossless

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.sharing import check_shared
+from specdec_cli.engine.pairing import check_shared
 from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.experiment.duration import _shape_of
 from specdec_cli.models.description import Description, describe

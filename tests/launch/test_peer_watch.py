@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec_cli.launch.heartbeat import BUSY, PEERS, Beat, bytes_read
-from specdec_cli.launch.peer_watch import PeerWatch, _here
+from specdec_cli.launch.heartbeat import BUSY, PEERS, Beat, PeerWatch, _here, bytes_read
 
 TIMEOUT_S = 8.0
 
@@ -34,7 +33,7 @@ def beat(rank: int, at: float, idle: float = 0.0, state: str = BUSY, ready: bool
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("specdec_cli.launch.peer_watch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("specdec_cli.launch.heartbeat.time.monotonic", lambda: now[0])
     return now
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from specdec_cli.backends.base import Finished
 from specdec_cli.backends.server import times
+from specdec_cli.backends.server.answers import chunks_tell
 from specdec_cli.backends.server.client import Limits
-from specdec_cli.backends.server.details import chunks_tell
 from specdec_cli.backends.server.detect import look_at
 from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.types import Request, SamplingParams

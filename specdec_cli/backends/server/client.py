@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,11 @@ from specdec_cli.backends.server.dialects import (
     ServerFacts,
     words_of,
 )
-from specdec_cli.backends.server.stream import Events
 from specdec_cli.core.types import Arrivals, Request, SamplingParams
 
 _AGAIN = (429, 500, 502, 503, 504)
 _KEY = "OPENAI_API_KEY"
+_LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 @dataclass(slots=True)
@@ -71,6 +72,36 @@ class Limits:
 
     timeout_s: float
     retries: int
+
+
+class Events:
+    """A parser of one stream of server-sent events, whose pieces may be cut anywhere.
+
+    Comments and other fields than `data` are skipped, and the lines of one event joined, as the
+    HTML standard on server-sent events says.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of the events that `piece` completes."""
+        text = self._rest + piece
+        # A carriage return at the end may be the first half of a line's end.
+        held = b"\r" if text.endswith(b"\r") else b""
+        *lines, rest = _LINE_END.split(text[: len(text) - len(held)])
+        self._rest = rest + held
+        found = []
+        for line in lines:
+            if line:
+                field, _, value = line.partition(b":")
+                if field == b"data":
+                    self._data.append(value.removeprefix(b" "))
+            elif self._data:
+                found.append(b"\n".join(self._data))
+                self._data = []
+        return found
 
 
 def new_session() -> aiohttp.ClientSession:

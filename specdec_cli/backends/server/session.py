@@ -14,9 +14,8 @@ from specdec_cli.backends.server.answers import NO_ROUNDS, all_rounds, finished,
 from specdec_cli.backends.server.client import Answer, Client, Limits, new_session
 from specdec_cli.backends.server.counters import LATE, OTHERS, RESET, Scrape, difference
 from specdec_cli.backends.server.dialects import Dialect, ServerFacts
-from specdec_cli.backends.server.openai import OpenAI
+from specdec_cli.backends.server.openai import OpenAI, Vllm
 from specdec_cli.backends.server.sglang import Sglang
-from specdec_cli.backends.server.vllm import Vllm
 from specdec_cli.core.figures import Counted
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.types import Arrivals, Request, SamplingParams
