@@ -1,5 +1,6 @@
 """Settings of all tests, and which of their cases CI runs."""
 
+import gc
 import os
 import signal
 from collections import Counter, defaultdict
@@ -13,6 +14,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Imports and collection create what lives to the end. The collector would traverse it many times.
+gc.disable()
 
 # A shell's background job ignores SIGINT, and a program under nohup ignores SIGHUP. Programs that a
 # test starts would inherit this.
@@ -30,6 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Load the fixtures, and with them torch, but not where xdist only hands tests to workers."""
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
         config.pluginmanager.register(import_module("tests.fixtures"))
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector run from here on."""
+    gc.enable()
 
 
 def covering(items: list[pytest.Function], together: int) -> list[pytest.Function]:

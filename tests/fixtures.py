@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,21 @@ from specdec_cli.models import description, gate, tokenizer, tp
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported_once() -> None:
+FROZEN = pytest.StashKey[tuple[Path, int]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Freeze imported objects: they live to the end, and the collector need not traverse them.
 
-    Transformers imports a model's code when a test first asks for it, so modules before this one
-    have imported more.
+    Transformers imports a model's code when a test first asks for it. Building an engine collects,
+    so that a test which finds all of it unfrozen pays for that in each of its engines.
     """
-    gc.collect()
-    gc.freeze()
+    state = item.path, len(sys.modules)
+    if item.session.stash.get(FROZEN, None) != state:
+        item.session.stash[FROZEN] = state
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
