@@ -21,6 +21,7 @@ T = TypeVar("T")
 # torch 2.13 has renamed it, and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _CPU = torch.device("cpu")
+_FEW = 1 << 16  # numbers of a sum over ranks on a CPU whose messages take longer than their bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,15 @@ class TensorParallel:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place; returns x."""
-        if self.group is not None and x.numel():
+        if self.group is None or not x.numel():
+            return x
+        if not x.is_cpu or self.size == 2 or x.numel() > _FEW:
             dist.all_reduce(x, group=self.group)
-        return x
+            return x
+        # Summing itself, gloo passes three times as many messages around, and takes as much longer.
+        parts = x.new_empty(self.size * x.numel())
+        _all_gather(parts, x.reshape(-1), group=self.group)
+        return torch.sum(parts.view(self.size, *x.shape), 0, out=x)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
         """Join the ranks' parts, of `share(width)`, of the last dimension: [..., part] to [...,

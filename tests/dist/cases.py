@@ -44,7 +44,10 @@ def collectives(rank: int, tp: int) -> dict[str, Any] | None:
     mine = torch.arange(30.0).view(3, 10)[:, start:stop]
     return {
         "rank": own.rank,
-        "sum": own.all_reduce(torch.tensor([1.0 + own.rank])).tolist(),
+        "sums": [
+            own.all_reduce(torch.full((2, n), 1.0 + own.rank)).unique().tolist()
+            for n in (1, 1 << 16)
+        ],
         "gathered": own.all_gather(mine, 10).tolist(),
         "nothing": own.all_gather(mine[:0], 10).shape,
         "sent": own.broadcast(torch.tensor([[own.rank, 7]])).tolist(),
