@@ -41,7 +41,9 @@ def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made],
     def register(made: Made) -> Made:
         describe = getattr(made, "describe", None)
         if weights_from == "target" and describe is None:
-            raise ValueError(f"{name!r} has weights in the target's files and no describe")
+            raise ValueError(
+                f"{name!r} takes weights from the target's files, so it needs a describe()"
+            )
 
         def make(parts: MethodParts) -> Proposer:
             return cast(Proposer, PluggedMethod(name, made, parts))

@@ -63,7 +63,7 @@ def counters(device: torch.device) -> Tensor:
 def room_for_splits(
     splits: int, blocks: int, size: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Where programs that divide sums of `size` numbers leave their parts, fp32 [splits, *size],
+    """Memory for the parts of sums of `size` numbers that programs divide, fp32 [splits, *size],
     and `counters` for so many blocks of sums; None for undivided ones."""
     if splits == 1:
         return None, None

@@ -143,7 +143,7 @@ def main(engine: str, start: Start) -> None:
 
 
 def chosen(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that options give, and not the recipe."""
+    """The settings that the command line gives in place of the recipe."""
     sets: dict[str, Any] = {"is_counted": args.count, "has_neighbours": args.neighbours}
     if args.dtype is not None:
         sets["dtype"] = args.dtype

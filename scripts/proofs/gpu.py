@@ -125,8 +125,8 @@ def width_noise(asked: list[list[int]], width: int) -> float:
 def gap_at_parting(
     exact: Any, prompt: list[int], text: list[int], other: list[int]
 ) -> float | None:
-    """The gap of `exact`'s logits between the best token and the lower of the two where texts part;
-    None for equal texts."""
+    """`exact`'s logit of its best token less that of the less likely of the two texts' tokens, at
+    the first place where the texts differ; None for equal texts."""
     at = next((i for i in range(NEW_TOKENS) if text[i] != other[i]), None)
     if at is None:
         return None

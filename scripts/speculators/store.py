@@ -88,7 +88,7 @@ def in_int4(matrix: Tensor) -> Tensors:
 def stored_as(form: str, tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
     """Tensors with matrices in a form other than `plain`, and the config's `quantization_config`.
 
-    Raises `ValueError` for a matrix whose columns are no whole groups.
+    Raises `ValueError` for a matrix whose columns do not divide into groups.
     """
     found, plain = dict(tensors), {"lm_head"}
     for name, tensor in tensors.items():

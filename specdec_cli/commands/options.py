@@ -333,7 +333,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
             asked = Asked(ctx.obj, given, **values)
             set_up_logging(verbose=asked.verbose)
             if asked.threads is not None:
-                _use_threads(asked.threads)
+                use_threads(asked.threads)
             begin_stage("reading the recipe")
             if asked.plugin:  # before the recipe is read, which may name what they add
                 from specdec_cli.plugin import load
@@ -353,7 +353,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
     return decorate
 
 
-def _use_threads(count: int) -> None:
+def use_threads(count: int) -> None:
     """Set the number of torch's threads in this process and in the ranks that it starts."""
     os.environ |= {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
     if (torch := sys.modules.get("torch")) is not None:

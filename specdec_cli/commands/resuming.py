@@ -2,6 +2,7 @@
 command that goes on with an interrupted run."""
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,9 +13,10 @@ from typing import Any
 import typer
 
 import specdec_cli.experiment.folders
-from specdec_cli.commands.options import Asked
+from specdec_cli.commands.options import Asked, use_threads
 from specdec_cli.commands.status import warn
 from specdec_cli.errors import ExitCode, RunError, UsageError
+from specdec_cli.launch.spinning import chosen_threads
 from specdec_cli.text import inert
 
 
@@ -39,6 +41,8 @@ def begun(
     folder, recipe = asked.output, asked.output / "recipe.yaml"
     is_new = not (folder / SETTINGS).exists()
     kept = {} if is_new else kept_settings(folder, kind)
+    if kept and chosen_threads() is None:
+        _use_threads_of(folder)
     if kept and asked.recipe is None and recipe.is_file():
         asked = replace(asked, recipe=str(recipe))
     names_models = (asked.recipe, asked.given.get("target"), asked.sets) != (None, None, None)
@@ -46,6 +50,18 @@ def begun(
         told = f"{folder} holds no {kind.kind}: a new one of the demo pair begins"
         warn([told] if asked.is_heard else [])
     return asked, kept
+
+
+def _use_threads_of(folder: Path) -> None:
+    """Use as many threads as the run began with, on a CPU of as many processors: times of another
+    number would be of two environments."""
+    from specdec_cli.experiment.folders.settings_file import read_json
+
+    where = read_json(folder / "environment.json")
+    if isinstance(where, dict) and where.get("device") == "cpu":
+        threads, cores = where.get("torch_threads"), os.cpu_count()
+        if cores == where.get("cpu_count") and type(threads) is int and threads in range(1, 2**16):
+            use_threads(threads)
 
 
 def folder_of_servers(asked: Asked, kept: Mapping[str, Any]) -> Path | None:
@@ -110,7 +126,7 @@ def say_kept(what: str, asked: Asked, command: str, **own: object) -> None:
     own: options of the command that no folder keeps, by the names of their parameters.
     """
     given = {name: getattr(asked, name) for name in ("trust_remote_code", "allow_pickle")}
-    given |= {"plugin": asked.plugin, "threads": asked.threads, **own}
+    given |= {"plugin": asked.plugin, **own}
     given |= {"json": asked.as_json, "quiet": asked.quiet, "verbose": asked.verbose}
     words = [command, "--resume", "-o", str(asked.output)]
     for name, value in given.items():

@@ -100,7 +100,7 @@ class Sequence:
     proposed_per_round: list[int] = field(default_factory=list)  # rounds with k_i >= 1 only
     accepted_per_round: list[int] = field(default_factory=list)
     rounds_without_proposal: int = 0
-    num_tokens_from_prefill: int = 0  # each counts as a round without proposals, but took none
+    num_tokens_from_prefill: int = 0  # counted as rounds without proposals, though none was run
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None

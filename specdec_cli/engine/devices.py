@@ -66,6 +66,6 @@ def use_few_threads(device: torch.device, weight_bytes: int) -> Notice | None:
     threads = "one thread runs" if few == 1 else f"{few} threads run"
     told = (
         f"other work used {use:.1f} of {cores} processors as this command began, so {threads}: end "
-        f"it and start again to measure, or pass --threads {cores} to use all"
+        f"that work and start again to measure, or pass --threads {cores} to use all"
     )
     return Notice("few_threads", told, {"threads": few, "processors": cores, "others": use})

@@ -54,9 +54,10 @@ class Engine:
 
     proposer: None if only the target decodes. max_model_len: most tokens of a sequence.
     prefill_chunk: of one prefill pass. rule, policy: of rounds that propose. is_captured,
-    runs_ahead: see `Rounds`. parallel: the ranks that the target is split over. prompts: what
-    captures prefill passes, if anything. Engines may share a target and its cache if they run one
-    at a time. hidden_layers: those that a shared target returns in this engine's runs.
+    runs_ahead: see `Rounds`. parallel: the ranks that the target is split over. prompts: the
+    graphs of prefill passes, if they are captured. hidden_layers: those that a shared target
+    returns in this engine's runs. Engines may share a target and its cache if they run one at a
+    time.
     """
 
     target: PagedModel

@@ -58,7 +58,7 @@ def generation_config(place: Path) -> dict[str, Any]:
 
 def recommended(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `sampling` that the file sets, with its values: those of a draw only where it
-    says `do_sample`, as `generate` is greedy without."""
+    says `do_sample`; without it `generate` is greedy."""
     known = {**_PROCESSING, **(_DRAW if stored.get("do_sample") else {})}
     found = {key: stored[key] for key in known if stored.get(key) is not None}
     return {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()}

@@ -78,5 +78,5 @@ def _decoder_of(module: Any) -> tuple[nn.Module, nn.ModuleList]:
 def _keep(
     states: dict[int, Tensor], layer: int, _: Any, args: tuple[Any, ...], output: Any = None
 ) -> None:
-    """The hook before a layer, whose input it keeps, or after the decoder."""
+    """Keep a layer's input, as a hook before it, or the last hidden state, after the decoder."""
     states[layer] = args[0] if output is None else output.last_hidden_state

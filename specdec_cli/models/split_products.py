@@ -28,7 +28,10 @@ class SplitProducts:
     def over(
         cls, parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
     ) -> Self:
-        """Every rank of the group has to call this. width: of the residual stream."""
+        """The products of a model that the group's ranks share; all ranks have to call this.
+
+        width: of the residual stream.
+        """
         shared = shared_memory(parallel, width, vocab_size, dtype)
         nothing = torch.zeros(1, width, dtype=dtype, device=parallel.device)
         return cls(parallel, vocab_size, shared, nothing)

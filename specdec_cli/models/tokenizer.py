@@ -277,8 +277,10 @@ def _no_template(name: str) -> SpecdecError:
 
 
 def _template_problem(problem: Exception, name: str, *, is_own: bool) -> SpecdecError:
-    """The error for a chat template that gave no text, by whose fault that is. is_own: the user
-    gave the template."""
+    """The error for a chat template that gave no text. It depends on whose fault that is.
+
+    is_own: whether the user gave the template.
+    """
     if type(problem) is TemplateError:  # raised by the template, with `raise_exception`
         return UsageError(
             f"the chat template of {name} refuses these messages: {reason_of(problem)}"

@@ -66,7 +66,7 @@ def later_turns(rest: object) -> tuple[str, ...]:
 
 
 def next_turn(prompt: Prompt, answer: str) -> Prompt | None:
-    """The prompt's next turn, after the answer to this one; None without."""
+    """The prompt's next turn, after the answer to this one; None if it has no further turn."""
     if not prompt.later or prompt.messages is None:
         return None
     asked, *rest = prompt.later

@@ -279,7 +279,7 @@ class _Merge:
         self._replaced.add(path)
 
     def check(self, key: str, value: object, line: int, where: str) -> None:
-        """Enter a problem for a value that another one replaces, if it is no value of its key."""
+        """Enter a problem for a value that another one replaces, if its key cannot have it."""
         fields = key_fields()
         if key not in fields:
             is_known = key in {**section_models(), **INNER_SECTIONS}

@@ -49,7 +49,7 @@ def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
 
 
 def load(run: ReportedRun, bests: Sequence[Finding]) -> Table | None:
-    """Requests that arrive at rates, by point; None without."""
+    """Requests that arrive at rates, by point; None if there are none."""
     points = [p for p in run.points if p.load is not None]
     if not points:
         return None

@@ -228,7 +228,7 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
 
 
 def load_table(points: Sequence[Point], width: int) -> Table | None:
-    """The table of points at rates; None without."""
+    """The table of points at request rates; None if there are none."""
     shown = [p for p in points if p.load is not None]
     if not shown:
         return None

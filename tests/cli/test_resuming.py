@@ -1,8 +1,10 @@
 """The command that goes on with an interrupted run."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from specdec_cli.app import main
 from specdec_cli.commands.options import Asked
@@ -13,9 +15,9 @@ from specdec_cli.launch.world import Place
 def test_what_no_folder_keeps_is_said_again(capsys: pytest.CaptureFixture[str]) -> None:
     plugins = ["a.py", "b c.py"]
     place, output = Place(("specdec_cli", "sweep-k"), None, None), Path("runs/a")
-    asked = Asked(place, {}, "demo", plugin=plugins, threads=2, output=output, quiet=True)
+    asked = Asked(place, {}, "demo", plugin=plugins, output=output, quiet=True)
     say_kept("3 samples", asked, "sweep-k", next_turns=Path("b"), strict=True)
-    told = "sweep-k --resume -o runs/a --plugin a.py --plugin 'b c.py' --threads 2"
+    told = "sweep-k --resume -o runs/a --plugin a.py --plugin 'b c.py'"
     told += " --next-turns b --strict --quiet"
     assert f"3 samples are kept in runs/a\ngo on with: specdec {told}\n" == capsys.readouterr().err
 
@@ -37,3 +39,33 @@ def test_a_folder_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "none" / "settings.json").write_text('{"version": 1}')
     assert main(["sweep-k", "--resume", "-o", str(tmp_path / "none")]) != 0
     assert "warning" not in capsys.readouterr().err, "a folder that is refused begins nothing"
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_a_resumed_run_has_the_threads_that_it_began_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others would be another environment, and a warning; on another machine they are."""
+    bare = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    before, folder = torch.get_num_threads(), tmp_path / "run"
+    where = folder / "environment.json"
+
+    def threads_of(*words: str) -> int:
+        for name in bare:
+            monkeypatch.setenv(name, "")  # so that it is restored
+            monkeypatch.delenv(name)
+        (folder / "samples.jsonl").unlink(missing_ok=True)
+        assert main(["generate", *words, "--device", "cpu", "-o", str(folder), "-q"]) == 0
+        return torch.get_num_threads()
+
+    try:
+        assert threads_of("--prompt", "x", "--max-new-tokens", "2", "--threads", "3") == 3
+        torch.set_num_threads(1)
+        assert threads_of("--resume") == 3
+        assert "two environments" not in capsys.readouterr().err
+        where.write_text(json.dumps(json.loads(where.read_text()) | {"cpu_count": 99}))
+        torch.set_num_threads(1)
+        assert threads_of("--resume") == 1
+        assert "two environments" in capsys.readouterr().err
+    finally:
+        torch.set_num_threads(before)

@@ -27,7 +27,7 @@ class Cut(NamedTuple):
     """Launch configuration of `decode_triton.rope_attention_kernel`."""
 
     splits: int  # most parts of the context
-    few_parts: int  # up to this many parts are combined `few_rows` at a time, more `many_rows`
+    few_parts: int  # so many parts or fewer are combined `few_rows` at a time, others `many_rows`
     few_rows: int
     many_rows: int
     block_m: int  # rows: query tokens times query heads of a key head

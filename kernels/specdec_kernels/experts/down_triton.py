@@ -198,8 +198,8 @@ def down_add_norm_triton(
 
 
 def down_constants(width: int, experts: Experts, tiles: ExpertTiles, early: bool) -> dict[str, Any]:
-    """Constants of the kernel and Triton's own options; early: it starts before its predecessor
-    ends."""
+    """The kernel's constants and Triton's own options. early: whether the kernel starts before the
+    one before it has ended."""
     held = operands_of(experts.down)[0]
     prefetch = power_of_2_to(held.shape[-1])  # must not reach past the end of the weight
     ahead = tiles.ahead if early and prefetch * held.element_size() >= CACHE_LINE else 0

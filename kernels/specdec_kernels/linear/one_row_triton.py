@@ -214,11 +214,13 @@ def one_row_linear_kernel(
     # A thread's load is one of x, or of the weight where that is plain: numbers of 16 bytes.
     LANE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     if FORM is not None:
-        rows_ptr += tl.program_id(1) * LANE  # 0, but as far as is known only a multiple of LANE
+        rows_ptr += (
+            tl.program_id(1) * LANE
+        )  # 0; the compiler only knows that it is a multiple of LANE
     weight = chunks_of(rows_ptr, ROW, TILES.chunk, "evict_first")
     if GATED:
         up = chunks_of(rows_ptr + num_features.to(tl.int64) * ROW, ROW, TILES.chunk, "evict_first")
-    groups = (weight, weight, weight, weight)  # in place of none
+    groups = (weight, weight, weight, weight)  # placeholders: plain weights have no groups
     groups_up = groups
     if FORM is not None:
         _, scales, zeros = rows_of(weight_ptr, scales_ptr, zeros_ptr, feature, K, FORM)

@@ -45,7 +45,7 @@ def stored_rows_kernel(
     residual_ptr,  # [T, N], or None
     norm_ptr,  # [N], or None
     out_ptr,  # [T, N], out
-    scaled_ptr,  # [T, N], out times norm, out; only with norm
+    scaled_ptr,  # [T, N], the output times norm, written too; only with norm
     out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
     scales_ptr,  # [N / FORM.high, FORM.groups]
     zeros_ptr,  # the same shape, uint8, or minima of the scales' dtype, or None

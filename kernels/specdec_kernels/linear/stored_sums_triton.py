@@ -245,7 +245,7 @@ def stored_sums(
     if GATED:
         groups_up = tile_groups(scales_up, zeros_up, first, begin_low, live, FORM, SLICES)
     for start in range(first, stop, TILE):
-        # Scales are loaded one tile ahead, since no pipeline holds what is no operand of a product.
+        # Scales are loaded one tile ahead, since a pipeline holds only operands of products.
         next_groups = tile_groups(scales, zeros, start + TILE, begin_low, live, FORM, SLICES)
         byte = in_slices(bytes_of(start, WIDTH, SLICES), WIDTH, SLICES)
         inside = along_depth(byte < ROW, SLICES)

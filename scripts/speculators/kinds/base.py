@@ -65,8 +65,8 @@ def following(rows: Rows) -> Tensor:
 
 
 def chained(outs: list[Tensor], rows: Rows, shift: int) -> list[Link]:
-    """Links of chained steps, whose outputs are [B * N, H] and predict the token `shift` rows after
-    that of the target's row. Step i's rows mean something from their text's row i on."""
+    """Links of chained steps. A row of a step's output [B * N, H] predicts the token `shift` rows
+    after that of the target's row. The first i rows of each text have no meaning in step i."""
     weight, position = following(rows).flatten(), rows.position.flatten()
     return [
         Link(out.roll(shift, 0), i, weight * (position >= i + shift)) for i, out in enumerate(outs)

@@ -161,7 +161,7 @@ class ComparisonRecords:
 
     def _plain(self, target_tp: int, batch_size: int) -> Point | None:
         """The point of k = 0 at a target TP: the ranks of every pair are further repeats of it."""
-        # A pair that cannot run because its degrees do not divide is no failure of plain decoding.
+        # A pair whose degrees do not divide cannot run; plain decoding has not failed by that.
         pairs = [p for p in self.settings.pairs if p.target_tp == target_tp and p.divides]
         complete = [p for p in pairs if self.is_complete(p, batch_size)]
         failures = [f for p in pairs if (f := self._failure(p, batch_size)) is not None]

@@ -32,7 +32,7 @@ def baseline_key(samples: Mapping[Key, Samples], key: Key) -> Key:
 
 
 def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
-    """The samples of `baseline_key`; none without."""
+    """The samples of `baseline_key`; empty if there are none."""
     return samples.get(baseline_key(samples, key), {})
 
 

@@ -1,6 +1,6 @@
 """Shares of requests that meet objectives, with intervals over blocks of consecutive arrivals.
 
-Neighbours share a queue, so requests are no independent observations; long blocks nearly are.
+Neighbours share a queue, so requests are not independent observations; long blocks nearly are.
 """
 
 from collections.abc import Mapping, Sequence

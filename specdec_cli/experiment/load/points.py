@@ -155,7 +155,7 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
 @dataclass(frozen=True, slots=True)
 class Scored:
     """A point on the requests that all points have. times: of those that all answered, in ms. met:
-    whether each met the objectives; empty without."""
+    whether each met the objectives; empty if there are none."""
 
     point: Point
     times: tuple[float, ...]

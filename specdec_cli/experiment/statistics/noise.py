@@ -247,7 +247,7 @@ _WEIGHT = 0.01  # least share of a point's time
 # Share of the repeats that are outliers on a system at rest: 0 to 1.4 % in those sweeps. If they
 # were independent, two repeats of one prompt would both be outliers in 4 of 10,000 prompts.
 _SELDOM = 0.02
-_CHANCE = 0.001  # chance of as many outliers where their share is `_SELDOM`
+_CHANCE = 0.001  # the chance of so many outliers if their share is `_SELDOM`
 
 
 @dataclass(frozen=True, slots=True)

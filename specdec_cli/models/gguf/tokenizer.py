@@ -45,7 +45,7 @@ def gguf_tokenizer(header: Header) -> Any:
         settings[name] = None if token_id is None else tokens[token_id]
     for key in ("add_bos_token", "add_eos_token"):
         settings[key] = values.get(f"tokenizer.ggml.{key}") is True
-    if "tokenizer.ggml.add_bos_token" not in values:  # as of files that are older than the key
+    if "tokenizer.ggml.add_bos_token" not in values:  # the file is older than the key
         is_usual = vocabulary["tokenizer_type"] == _PIECES
         is_usual |= vocabulary["pre_tokenizer_type"] in _BEGIN_WITH_BOS
         settings["add_bos_token"] = is_usual and settings["bos_token"] is not None

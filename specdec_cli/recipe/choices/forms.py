@@ -29,7 +29,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class DraftForm:
-    """A kind of drafts that are no ordinary model.
+    """A kind of drafts other than ordinary models.
 
     noun: names one in messages, with its article. must: groups of signs; it has one of each group.
     must_not: groups of signs of other kinds; it has none of them.

@@ -85,7 +85,7 @@ class MarkovHead:
 
 
 class DFlashHead(LayeredHead):
-    """A drafter's passes. A block is one of them, so nothing is fed back."""
+    """The passes of a block drafter. One pass drafts a whole block, so nothing is fed back."""
 
     config: DFlashConfig
 
