@@ -23,7 +23,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from scripts.speculators import commands
+from scripts.speculators import BEGAN, commands
 from scripts.speculators.cleaning import OVERLAP, Avoided, end_of_sense
 from scripts.speculators.corpus import Frame, Text, read_wave, write_wave
 from scripts.speculators.frames import Passage, seed, task
@@ -298,17 +298,16 @@ def engine_of(args: argparse.Namespace) -> tuple[Plan, Engine]:
 
 def main() -> None:
     args = parse()
-    began = time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
     planned, engine = engine_of(args)
     writer = Writer(args, planned, engine)
     if args.index == 0:
         frame = args.out / "frame.json"
         frame.write_text(json.dumps(asdict(writer.chat.frame)))
-    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+    print(f"ready after {time.perf_counter() - BEGAN:.1f} s", flush=True)
     written, waves, clock = 0, 0, time.perf_counter()
     for wave in range(args.index, args.waves or 10**9, args.shards):
-        is_late = args.minutes is not None and time.perf_counter() - began > 60 * args.minutes
+        is_late = args.minutes is not None and time.perf_counter() - BEGAN > 60 * args.minutes
         if is_late and waves:
             break
         record = writer.wave(wave)
@@ -316,7 +315,7 @@ def main() -> None:
         if not record.pop("is_new"):
             continue
         written += record["written"]
-        spent = time.perf_counter() - began
+        spent = time.perf_counter() - BEGAN
         of = f" of {args.minutes:g} min" if args.minutes is not None else ""
         print(
             f"wave {wave} after {spent / 60:.1f}{of}: {record['texts']} texts ({record['kind']}, "

@@ -23,7 +23,7 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from scripts.speculators import attention, commands
+from scripts.speculators import BEGAN, attention, commands
 from scripts.speculators.corpus import Rows, by_frequency, joined, packed, read_texts
 from scripts.speculators.kinds.base import Kind, Options
 from scripts.speculators.loss import Candidates, SoftLoss
@@ -99,7 +99,6 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.started = time.perf_counter()
         name = args.device if args.device != "auto" else "cpu"
         if args.device == "auto" and torch.cuda.is_available():
             name = "cuda"
@@ -277,7 +276,7 @@ class Trainer:
             self.kind.prepare(first)
             self.kind.restore(scales)
         # With steps to do, what comes before the first one is not training.
-        started = time.perf_counter() if args.steps else self.started
+        started = time.perf_counter() if args.steps else BEGAN
         began, due, losses = started - self.spent, self.spent, []
         while True:
             elapsed = time.perf_counter() - began

@@ -175,7 +175,7 @@ def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[
     start, stop = parallel.share(width)
 
     def of_both(tensor: Any, dim: int) -> Part:
-        """The part of gate and up, which lie one after the other or in turn."""
+        """This rank's part of a tensor of gate and up rows, in two halves or alternating."""
         shape = tuple(tensor.shape)
         if experts.is_concatenated:
             return Part(dim, start, stop, shape, blocks=2)

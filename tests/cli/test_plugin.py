@@ -339,7 +339,9 @@ def test_where_a_method_s_weights_are() -> None:
     plugin.method("bare")(object)
     plugin.method("drafted", weights_from="draft")(object)
     assert [METHODS[name].weights_from for name in ("bare", "drafted")] == ["none", "draft"]
-    with pytest.raises(ValueError, match="takes weights from the target's files, so it needs a describe"):
+    with pytest.raises(
+        ValueError, match="takes weights from the target's files, so it needs a describe"
+    ):
         plugin.method("lost", weights_from="target")(object)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,13 @@ def test_from_a_target_to_a_measured_draft(
     document = json.loads(capsys.readouterr().out)
     assert document["recipe"]["speculation"]["method"] == "eagle3"
     assert document["outputs"][0]["num_draft_tokens"] >= 2
+
+    # Minutes count from the start of the command: an hour that imports took leaves none.
+    monkeypatch.setattr(train, "BEGAN", time.perf_counter() - 3600)
+    asked = ("eagle3", *PROMPTS[:2], "--texts", folder, "--out", tmp_path / "late", *tiny[2:8])
+    run(train, monkeypatch, *asked, "--minutes", 50)
+    (only,) = map(json.loads, (tmp_path / "late" / "log.jsonl").read_text().splitlines())
+    assert only["step"] == 0 and only["done"] > 1
 
     table = tmp_path / "table.json"
     few = ("--every", 25, "--new-tokens", 16, "--json", table)
