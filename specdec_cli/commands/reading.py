@@ -6,7 +6,6 @@ Imports pydantic, so commands import it inside functions.
 import os
 import stat
 import sys
-from collections.abc import Collection
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -45,20 +44,15 @@ def recipe_options(source: options.Prompts) -> dict[str, object]:
     if source.sample is not None and source.sample not in _SAMPLES:
         raise UsageError(f"--sample: expected {' or '.join(_SAMPLES)}, got {source.sample!r}")
     if source.dataset is None:
-        return {"prompt_file": _nameable(source)}
+        file = source.prompt_file or ""
+        is_alone = not source.prompt and file.strip() not in ("", "-")
+        can_be_named = is_alone and is_unicode(file) and "\0" not in file
+        return {"prompt_file": file if can_be_named else None}
     if source.prompt or source.prompt_file is not None:
         other = "--prompt" if source.prompt else "--prompt-file"
         raise UsageError(f"--dataset and {other} exclude each other", "leave one of them out")
     path, split, column = parse_dataset(source.dataset)
     return {"dataset": path, "dataset_split": split, "dataset_column": column}
-
-
-def _nameable(source: options.Prompts) -> str | None:
-    """The prompt file, if it is the only source of prompts and a recipe can name it."""
-    file = source.prompt_file
-    if source.prompt or file is None or file == "-":
-        return None
-    return file if file.strip() and is_unicode(file) and "\0" not in file else None
 
 
 def find_prompts(
@@ -122,7 +116,10 @@ def _from_data(
     sets = options.parse_sets(asked.sets or ())
     own = {name for name, value in recipe_options(source).items() if value is not None}
     if own:
-        data = _of_another_file(data, {options.OPTION_KEYS[name][1] for name in own} | sets.keys())
+        # Without the recipe's settings for its own prompts: only options describe this file.
+        given = {options.OPTION_KEYS[name][1] for name in own} | sets.keys()
+        stale = [key for key in ABOUT_ROWS if not {"data", f"data.{key}"} & given]
+        data = data.model_copy(update={k: DataSection.model_fields[k].default for k in stale})
     changes = {"limit": source.limit, "sample": source.sample}
     data = data.model_copy(update={k: v for k, v in changes.items() if v is not None})
     loaded = load_prompts(
@@ -138,15 +135,6 @@ def _from_data(
     if str(data.path).startswith(PREFIX) and not is_chosen:
         loaded = LoadedPrompts(loaded.prompts)
     return data, loaded
-
-
-def _of_another_file(data: DataSection, given: Collection[str]) -> DataSection:
-    """`data` without the recipe's settings for its own prompts: only options describe this file.
-
-    given: the dotted keys, or sections, that options set.
-    """
-    stale = [key for key in ABOUT_ROWS if "data" not in given and f"data.{key}" not in given]
-    return data.model_copy(update={k: DataSection.model_fields[k].default for k in stale})
 
 
 def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, str | None]:

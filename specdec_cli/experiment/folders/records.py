@@ -66,15 +66,14 @@ class Key:
 
     @classmethod
     def of(cls, record: "Sample | Point | CurvePart | Stretch") -> "Key":
-        names = ("target_tp", "draft_tp", "request_rate")
-        others = (getattr(record, name, None) for name in names)
+        others = (getattr(record, n, None) for n in ("target_tp", "draft_tp", "request_rate"))
         return cls(record.draft, record.batch_size, record.k, *others)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields of its records."""
         point = {"draft": self.draft, "batch_size": self.batch_size, "k": self.k}
-        degrees = given(target_tp=self.target_tp, draft_tp=self.draft_tp)
-        return point | degrees | given(request_rate=self.request_rate)
+        others = {n: getattr(self, n) for n in ("target_tp", "draft_tp", "request_rate")}
+        return point | given(**others)
 
 
 class Sample(Record):

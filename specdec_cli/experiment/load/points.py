@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_cli.core.figures import Metrics, Rate, Spread
+from specdec_cli.core.figures import Rate, Spread
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Best, Crossover
 from specdec_cli.experiment.folders.records import Key, Load, Point, Sample, Stretch, rate_in_words
@@ -51,19 +51,13 @@ def points_at_rate(
             of_plain = stretches.get(plain, {}).values()
             is_slow = load.overloaded or any(one.overloaded for one in of_plain)
             gain = _gain(own, {} if is_slow or plain in failures else samples.get(plain, {}))
-            point = point.model_copy(
-                update={"load": load, "metrics": _metrics(point.metrics, own, load)} | gain
-            )
+            # Latencies are from the due time; there are none where they grow without end.
+            whole = {"e2el_ms": Spread.of([ms for s in own.values() for ms in s.e2el_ms])}
+            latencies = _NO_LATENCIES if load.overloaded else whole
+            metrics = point.metrics.model_copy(update=latencies)
+            point = point.model_copy(update={"load": load, "metrics": metrics} | gain)
         found.append(point)
     return found
-
-
-def _metrics(metrics: Metrics, own: Samples, load: Load) -> Metrics:
-    """Latencies from the due time; none of them where they grow without end."""
-    ends = [ms for s in own.values() for ms in s.e2el_ms]
-    return metrics.model_copy(
-        update=dict(_NO_LATENCIES) if load.overloaded else {"e2el_ms": Spread.of(ends)}
-    )
 
 
 def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: Offered) -> Load:
