@@ -16,7 +16,9 @@ from specdec_cli.report.cells import Cell
 from specdec_cli.terminal import render
 from specdec_cli.terminal.sweep import point_line
 
-_SPEEDS = (cell.SPEED, cell.SPEEDUP, cell.EQUAL, replace(cell.LENGTH, interval=None))
+_DRAFT_TP = replace(cell.DRAFT_TP, of=lambda p: p.draft_tp if p.k else "none")
+_SPEED = replace(cell.SPEED, of=lambda p: cell.SPEED.of(p) if p.metrics else p.status)
+_SPEEDS = (_SPEED, cell.SPEEDUP, cell.EQUAL, replace(cell.LENGTH, interval=None))
 
 
 def print_results(document: Mapping[str, Any]) -> None:
@@ -52,12 +54,8 @@ def results_tables(points: Sequence[Point], width: int) -> list[Table]:
 
 
 def _table(points: Sequence[Point], cells: Sequence[Cell], *, is_narrow: bool = False) -> Table:
-    columns = cell.columns_of((cell.TARGET_TP, cell.DRAFT_TP, cell.BATCH, *cells), points)
+    columns = cell.columns_of((cell.TARGET_TP, _DRAFT_TP, cell.BATCH, *cells), points)
     for place, point in enumerate(points):
-        if not point.k:
-            columns["draft TP"][place] = "none"
-        if point.metrics is None and "tokens/s" in columns:
-            columns["tokens/s"][place] = point.status
         if is_narrow and "blocks" in columns and len(set(point.blocks_per_rank or ())) > 1:
             columns["blocks"][place] = columns["blocks"][place].replace(" ", "\n")
     said = [

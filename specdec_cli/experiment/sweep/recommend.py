@@ -1,6 +1,6 @@
 """The recommended k: the contract's `best` among a sweep's points."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from specdec_cli.errors import Notice
@@ -32,8 +32,12 @@ def recommend(
     tied = [candidates[i] for i in choice.tied]
     fastest = candidates[choice.best]
     paying = [p for p in tied if _pays(p, gains)]
-    chosen = _smallest_with_draft_of(fastest, paying, gains.value)
-    if chosen is None:
+    if paying:
+        # The draft of the fastest point, or else of the fastest that pays. A smaller k is preferred
+        # only for the same draft, since proposals of different drafts cost differently.
+        draft = max(paying, key=lambda p: (p is fastest, gains.value(p))).draft
+        chosen = min((p for p in paying if p.draft == draft), key=lambda p: p.k)
+    else:
         chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
     # After an interruption a point's own gain is of other prompts than its comparison.
     same_draft = {chosen.k} | {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
@@ -96,20 +100,6 @@ def recommend_by_category(
         )
         found[name] = recommend(points, part, seed, disturbed)
     return found
-
-
-def _smallest_with_draft_of(
-    fastest: Point, tied: Sequence[Point], gain_of: Callable[[Point], float]
-) -> Point | None:
-    """The smallest k with the draft of the fastest point, or None.
-
-    If the fastest is not among `tied`, the draft is that of the fastest there. A smaller k is
-    preferred only for the same draft, since proposals of different drafts cost differently.
-    """
-    if not tied:
-        return None
-    draft = max(tied, key=lambda p: (p is fastest, gain_of(p))).draft
-    return min((p for p in tied if p.draft == draft), key=lambda p: p.k)
 
 
 def has_several_drafts(points: Sequence[Point]) -> bool:
