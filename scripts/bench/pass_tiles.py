@@ -34,9 +34,8 @@ from specdec_kernels.linear.one_row_triton import one_row_linear
 from specdec_kernels.linear.products_triton import kernel_for
 from specdec_kernels.linear.stored import Storage, Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
-from specdec_kernels.linear.stored_tiles import slices_for
 from specdec_kernels.linear.tile_tables import Tiles
-from specdec_kernels.linear.tiles import RowTiles
+from specdec_kernels.linear.tiles import RowTiles, slices_for
 from torch import Tensor
 
 from specdec_cli.core.parallel import make_groups

@@ -20,8 +20,7 @@ from specdec_cli.methods.step_head import HeadProposer, estimate_at_once
 from specdec_cli.models.description import DraftPlace
 from specdec_cli.models.heads.description import HeadDescription
 from specdec_cli.models.heads.eagle3.config import PEagleConfig, read_peagle_config
-from specdec_cli.models.heads.eagle3.head import Eagle3Head
-from specdec_cli.models.heads.eagle3.waiting import WaitingHead
+from specdec_cli.models.heads.eagle3.head import Eagle3Head, WaitingHead
 
 
 class PEagle(HeadProposer):

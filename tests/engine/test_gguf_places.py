@@ -19,9 +19,8 @@ from specdec_cli.models.ahead import check_ahead
 from specdec_cli.models.description import describe
 from specdec_cli.models.fingerprint import fingerprint
 from specdec_cli.models.loader import load
-from specdec_cli.models.package import package_model
 from specdec_cli.models.refusals import Unsupported
-from specdec_cli.models.resolve import model_place
+from specdec_cli.models.resolve import model_place, package_model
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tokenizer import load_tokenizer
 from specdec_cli.recipe import Recipe

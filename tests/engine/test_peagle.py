@@ -17,8 +17,7 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import SetupError
 from specdec_cli.lengths.fixed import FixedLength
-from specdec_cli.models.heads.eagle3.head import Eagle3Head
-from specdec_cli.models.heads.eagle3.waiting import WaitingHead
+from specdec_cli.models.heads.eagle3.head import Eagle3Head, WaitingHead
 from specdec_cli.recipe.choices.peagle import PEAGLE
 from tests import drafting, lossless
 from tests.cli.generate_helpers import word_tokenizer

@@ -32,8 +32,12 @@ from specdec_kernels.gpu import SHARED_MEMORY, Gpu, power_of_2_from
 from specdec_kernels.launch_triton import launch_options, options_of
 from specdec_kernels.linear.stored import KINDS, Storage, Stored
 from specdec_kernels.linear.stored_groups_triton import form_of
-from specdec_kernels.linear.stored_tiles import choose_stored_tiles, choose_terms_tiles
-from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
+from specdec_kernels.linear.tiles import (
+    choose_row_tiles,
+    choose_stored_tiles,
+    choose_terms_tiles,
+    choose_tiles,
+)
 from specdec_kernels.sampling.logit_rows_triton import cut
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

@@ -26,7 +26,7 @@ from specdec_kernels.gpu import gpu_of
 from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.stored import BLOCK, Stored
-from specdec_kernels.linear.stored_tiles import slices_for
+from specdec_kernels.linear.tiles import slices_for
 
 AnyTiles = TypeVar("AnyTiles", ExpertTiles, GroupTiles)
 

@@ -17,8 +17,13 @@ from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.reference import Normed, linear_reference
 from specdec_kernels.linear.stored import Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
-from specdec_kernels.linear.stored_tiles import choose_stored_tiles, choose_terms_tiles
-from specdec_kernels.linear.tiles import FEW_ROWS, choose_row_tiles, choose_tiles
+from specdec_kernels.linear.tiles import (
+    FEW_ROWS,
+    choose_row_tiles,
+    choose_stored_tiles,
+    choose_terms_tiles,
+    choose_tiles,
+)
 
 Product = Callable[..., tuple[Tensor, Tensor, Tensor]]
 Choose = Callable[[str, Tensor, Tensor | Stored], Product | None]

@@ -12,14 +12,16 @@ from specdec_kernels.linear.plain_triton import plain_triton
 from specdec_kernels.linear.products_triton import kernel_for
 from specdec_kernels.linear.stored import KINDS, Storage, Stored
 from specdec_kernels.linear.stored_rows_triton import stored_rows_linear
-from specdec_kernels.linear.stored_tiles import (
-    choose_stored_tiles,
-    choose_terms_tiles,
-    slices_for,
-)
 from specdec_kernels.linear.terms_triton import terms_triton
 from specdec_kernels.linear.tile_tables import Tiles
-from specdec_kernels.linear.tiles import RowTiles, choose_row_tiles, fits_lanes
+from specdec_kernels.linear.tiles import (
+    RowTiles,
+    choose_row_tiles,
+    choose_stored_tiles,
+    choose_terms_tiles,
+    fits_lanes,
+    slices_for,
+)
 from torch import Tensor
 
 MINIMA = Storage("int4", (1, 32), scales=torch.float32, has_minima=True)
