@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -10,12 +11,19 @@ from specdec_cli.errors import SpecdecError
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Help that shows each default, of options without words of their own too."""
+    """Help that shows each default, of options without words of their own too. Its usage has the
+    required words alone, so that an error stands below one line and not twenty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, argparse.SUPPRESS, False) or action.default == []:
             return action.help
         return super()._get_help_string(action) or "default: %(default)s"
+
+    def _format_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None
+    ) -> str:
+        required = [one for one in actions if one.required]
+        return super()._format_usage(usage, required, [], prefix)
 
 
 def by_device(

@@ -38,6 +38,17 @@ def test_help_has_every_default(
         assert "on a GPU" in told and "on a CPU" in told
 
 
+@pytest.mark.parametrize("module", [texts, train, evaluate])
+def test_usage_leaves_the_error_in_sight(
+    module: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run(module, monkeypatch, "--out", "x")
+    *usage, error = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and "error: " in error
+    assert len(usage) <= 2 and "--seed" not in "".join(usage)
+
+
 def test_sizes_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     asked = ["command", "draft", "--target", "t", "--texts", "x", "--out", "y", "--device"]
