@@ -4,13 +4,15 @@
 
 comparison.py writes the tables that compare methods.
 
-smollm2 and smollm2-sampled ran on GPUs, the others on two CPU cores, all with nothing else to do:
+smollm2 and smollm2-sampled ran on GPUs, the others on two CPU cores:
 
-    specdec sweep-k smollm2-offline --chat --draft demo:smollm2-draft --draft demo:smollm2-eagle3
+    specdec sweep-k smollm2-offline --chat --draft demo:smollm2-eagle3 --draft demo:smollm2-mtp
+      --draft demo:smollm2-dspark --draft DFLASH/speculator --draft demo:smollm2-draft
       --draft ngram --prompt-file question.jsonl --k 2,4,6 --batch-size 1,8,32
       --max-new-tokens 128 --set run.repeats=1 --set target.dtype=bfloat16
-      --set draft.dtype=bfloat16 [--temperature 0.7]
-    OMP_WAIT_POLICY=passive specdec sweep-k smollm2-offline --chat (the same drafts, file and k)
+      --set draft.dtype=bfloat16 --shard 0/3 [--temperature 0.7]
+    OMP_WAIT_POLICY=passive specdec sweep-k smollm2-offline --chat --draft demo:smollm2-draft
+      --draft demo:smollm2-eagle3 --draft ngram (the same file and k)
       --sample stratified --limit 52 --batch-size 1 --max-new-tokens 128 --set run.repeats=1
       --set target.dtype=float32 --set draft.dtype=float32 --device cpu
     specdec sweep-k demo --draft demo:draft --draft demo:eagle3 --draft ngram --k 1-6 --limit 80
@@ -105,7 +107,7 @@ class Sweep:
 
 SWEEPS = (
     Sweep("smollm2"),
-    Sweep("smollm2-sampled", formats=("html", "md")),
+    Sweep("smollm2-sampled", formats=("md",)),
     Sweep("smollm2-cpu", formats=("html", "md")),
     Sweep("smollm2-methods", formats=("md",)),
     Sweep("demo-methods", formats=("md",)),

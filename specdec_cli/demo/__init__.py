@@ -2,7 +2,8 @@
 
 Recipes name the demo pair `demo:target`, `demo:draft`, `demo:draft-distilled`, `demo:eagle3` and
 `demo:prompts`; `demo:dflash`, `demo:dspark`, `demo:mtp` and `demo:peagle` are further heads of its
-target. `demo:smollm2-draft` and `demo:smollm2-eagle3` propose for SmolLM2-135M-Instruct.
+target. `demo:smollm2-draft`, `demo:smollm2-eagle3`, `demo:smollm2-mtp` and `demo:smollm2-dspark`
+propose for SmolLM2-135M-Instruct.
 """
 
 from pathlib import Path

@@ -65,6 +65,8 @@ def test_each_writes_the_targets_text_and_is_accepted() -> None:
     for arm, least in (
         ({"draft.model": "demo:smollm2-eagle3"}, 2.0),
         ({"draft.model": "demo:smollm2-draft"}, 1.8),
+        ({"draft.model": "demo:smollm2-mtp"}, 2.0),
+        ({"draft.model": "demo:smollm2-dspark"}, 2.0),
         ({"speculation.method": "ngram"}, 1.0),
     ):
         job = prepare(
