@@ -56,7 +56,7 @@ def generate(
     begin_stage("reading the prompts")
     flags = {"skip_bad": source.skip_bad, "check_lossless": check_lossless, "strict": strict}
     with (
-        saying_what_is_kept(asked, "generate", "prompts", next_turns=next_turns, **flags),
+        saying_what_is_kept(asked, "generate", "prompt", next_turns=next_turns, **flags),
         joined(
             asked.place,
             [resolved],

@@ -102,7 +102,7 @@ def saying_what_is_kept(
 ) -> Iterator[None]:
     """Report what the folder keeps if the run is interrupted or its ranks fail.
 
-    noun: of the lines of samples.jsonl, in the plural. own: as for `say_kept`.
+    noun: of the lines of samples.jsonl, in the singular. own: as for `say_kept`.
     """
     try:
         yield
@@ -116,7 +116,7 @@ def saying_what_is_kept(
         path = asked.output / "samples.jsonl" if asked.output is not None else None
         if is_told and asked.is_heard and path is not None and path.exists():
             kept = path.read_bytes().count(b"\n")
-            say_kept(f"{kept} {noun}", asked, command, **own)
+            say_kept(f"{kept} {noun}{'s' * (kept != 1)}", asked, command, **own)
         raise
 
 
@@ -133,5 +133,5 @@ def say_kept(what: str, asked: Asked, command: str, **own: object) -> None:
         for one in value if isinstance(value, list) else [value]:
             if one is not None and one is not False:
                 words += [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
-    typer.echo(f"{what} are kept in {asked.output}", err=True)
+    typer.echo(f"{asked.output} keeps {what}", err=True)
     typer.echo(inert(f"go on with: specdec {shlex.join(words)}"), err=True)

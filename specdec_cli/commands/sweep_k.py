@@ -220,7 +220,7 @@ def sweep_k(
     flags = {"skip_bad": source.skip_bad, "check_lossless": check_lossless}
     flags |= {"strict": strict, "pairs": pairs}
     with (
-        saying_what_is_kept(asked, "sweep-k", "samples", is_told=not dry_run, **flags),
+        saying_what_is_kept(asked, "sweep-k", "sample", is_told=not dry_run, **flags),
         joined(
             asked.place,
             recipes,

@@ -93,7 +93,8 @@ class SweepLines(_Progress):
             self._said = self._done // step
             left = (time.monotonic() - self._began) / self._done * (self._total - self._done)
             minutes, rest = divmod(round(left), 60)
-            self.told(f"{self._done} of {self._total} samples, {minutes}:{rest:02d} left")
+            done = f"{self._done} of {self._total} samples"
+            self.told(f"{self._stage}: {done}, {minutes}:{rest:02d} left")
 
 
 class SweepTable(_Progress):

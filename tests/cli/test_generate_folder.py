@@ -275,7 +275,7 @@ def test_signals_keep_what_is_done(number: signal.Signals, code: int, tmp_path: 
         said.seek(0)
         out, err = told.read(), said.read()
     done = samples(folder)
-    told = f"{len(done)} prompts are kept in {folder}\n"
+    told = f"{folder} keeps {len(done)} prompts\n"
     told += f"go on with: specdec generate --resume -o {folder}\n"
     assert re.fullmatch(re.escape(told) + "error: (interrupted|terminated)\n", err)
     assert 3 <= len(done) < 200 and all(sample["token_ids"] for sample in done)

@@ -8,7 +8,7 @@ import torch
 
 from specdec_cli.app import main
 from specdec_cli.commands.options import Asked
-from specdec_cli.commands.resuming import say_kept
+from specdec_cli.commands.resuming import say_kept, saying_what_is_kept
 from specdec_cli.launch.world import Place
 
 
@@ -19,7 +19,18 @@ def test_what_no_folder_keeps_is_said_again(capsys: pytest.CaptureFixture[str]) 
     say_kept("3 samples", asked, "sweep-k", next_turns=Path("b"), strict=True)
     told = "sweep-k --resume -o runs/a --plugin a.py --plugin 'b c.py'"
     told += " --next-turns b --strict --quiet"
-    assert f"3 samples are kept in runs/a\ngo on with: specdec {told}\n" == capsys.readouterr().err
+    assert f"runs/a keeps 3 samples\ngo on with: specdec {told}\n" == capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("lines", "told"), [(0, "0 prompts"), (1, "1 prompt"), (2, "2 prompts")])
+def test_prompts_are_counted(
+    lines: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "samples.jsonl").write_text("{}\n" * lines)
+    asked = Asked(Place(("specdec_cli", "generate"), None, None), {}, output=tmp_path)
+    with pytest.raises(KeyboardInterrupt), saying_what_is_kept(asked, "generate", "prompt"):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err.startswith(f"{tmp_path} keeps {told}\ngo on with: ")
 
 
 def test_a_folder_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

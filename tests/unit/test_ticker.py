@@ -3,10 +3,11 @@
 import re
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from specdec_cli.experiment.folders.records import Key, Sample
 from specdec_cli.terminal import render
 from specdec_cli.terminal.render import Ticker
 from specdec_cli.terminal.sinks import PromptLines
@@ -45,6 +46,11 @@ def test_a_sweep_tells_its_stage_and_the_samples_of_other_processes(
     view.close()
     first, *_ = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"warming up: 3 of 10 samples after 0:0\d", first)
+    view = SweepLines(10)
+    view.begin("measuring")
+    view.sample(Key(None, 1, 0), cast(Sample, None))
+    view.close()
+    assert capsys.readouterr().err == "measuring: 1 of 10 samples, 0:00 left\n"
 
 
 def test_generate_tells_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
