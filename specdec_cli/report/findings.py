@@ -223,37 +223,29 @@ def answer(run: ReportedRun, best: Finding) -> str:
     if best.recorded is None:
         least = "This is the fastest point so far, without a test of ties."
         return f"Fastest {at}: {what}{fast}. {least}"
-    tied = f"{_against_fastest(run, best)}{_tied_of(run, best)}"
+    tied = _against_fastest(run, best)
     if best.is_disturbed:
         tied += " Not called significant: times were disturbed (see the warnings)."
     return f"{'Best' if run.is_comparison else 'Recommended'} {at}: {what}{fast}.{tied}"
 
 
 def _against_fastest(run: ReportedRun, best: Finding) -> str:
-    """The fastest point in words, and why another one is recommended."""
+    """The fastest point in words, why another one is recommended, and what else is tied."""
     point, leader = best.point, best.fastest
+    own = {f"k = {leader.k}", _named(leader.k, leader.draft)} if leader is not None else ()
+    others = "; ".join(one for one in best.tied if one not in own)
+    how = "Statistically" if leader is None or leader is point else "Also"
+    also = f" {how} tied: {others}." if others else ""
     if leader is None or point is None:
-        return ""
+        return also
     if leader is point:
-        return " It is the fastest."
+        return f" It is the fastest.{also}"
     gain = f"{times(_gain(leader))}{interval_in_words(leader.speedup_ci)}"
     is_smaller = leader.draft == point.draft and point.k < leader.k
     why = "and it proposes less" if is_smaller else "which is not faster beyond chance"
     if leader.is_baseline:
-        return f" The fastest is plain decoding, with which it is tied, {why}."
-    return f" It is tied with the fastest, {setting_in_words(run, leader)} at {gain}, {why}."
-
-
-def _tied_of(run: ReportedRun, best: Finding) -> str:
-    leader = best.fastest
-    own = set()
-    if leader is not None:
-        own = {f"k = {leader.k}", _named(leader.k, leader.draft)}
-    tied = [one for one in best.tied if one not in own]
-    if not tied:
-        return ""
-    is_also = leader is not None and leader is not best.point
-    return f" {'Also' if is_also else 'Statistically'} tied: {'; '.join(tied)}."
+        return f" The fastest is plain decoding, with which it is tied, {why}.{also}"
+    return f" It is tied with the fastest, {setting_in_words(run, leader)} at {gain}, {why}.{also}"
 
 
 def fastest_with_proposals(
@@ -307,25 +299,23 @@ def _levels(found: Sequence[Finding]) -> str:
 
 def warnings(run: ReportedRun) -> list[Notice]:
     """Warnings for readers of the figures."""
-    found = [Notice("report", told) for told in _own_warnings(run)]
-    recorded = run.summary.warnings if run.summary is not None else []
-    found += [one for one in recorded if not one.message.startswith(_SAID_ABOVE)]
-    return [*found, *(Notice("damaged", note) for note in run.notes)]
-
-
-def _own_warnings(run: ReportedRun) -> list[str]:
-    found = []
+    told = []
     if run.is_partial:
-        found.append(
+        told.append(
             "This run did not come to its end: there is no summary. What is shown was computed "
             "from the points that were finished."
         )
         if not run.is_comparison and run.has_samples:
-            found[-1] += f" `specdec merge {run.path} -o NEW` makes points of all its samples."
+            told[-1] += f" `specdec merge {run.path} -o NEW` makes points of all its samples."
     if is_given(run.setting("speculation", "acceptance")):
-        found.append("Acceptance was given, not measured: the text is not the target's.")
+        told.append("Acceptance was given, not measured: the text is not the target's.")
     if "dummy" in (run.setting("target", "load_format"), run.setting("draft", "load_format")):
-        found.append(
+        told.append(
             "Random weights of a model's shape were run: times are real, acceptance is no pair's."
         )
-    return found
+    recorded = run.summary.warnings if run.summary is not None else []
+    return [
+        *(Notice("report", one) for one in told),
+        *(one for one in recorded if not one.message.startswith(_SAID_ABOVE)),
+        *(Notice("damaged", note) for note in run.notes),
+    ]
