@@ -26,7 +26,7 @@ class Content:
     """The content of a report on a run, complete or not.
 
     answers: one by batch size. reasons: the run's own words for those that are decided. lossless:
-    how the promise was kept. tables: by name, None if there is nothing to show. category_point,
+    how the promise was kept. tables: by name; one without rows is not shown. category_point,
     shown: the point that categories are of, in words and itself.
     """
 
@@ -48,7 +48,7 @@ class Content:
         self.setup = _setup(run)
         shown = _point_for_categories(run, self.bests)
         of_shown = next((b for b in self.bests if shown and b.at.level == shown.level), None)
-        self.tables: Mapping[str, Table | None] = {
+        self.tables: Mapping[str, Table] = {
             "results": tables.results(run, self.bests),
             "load": tables.load(run, self.bests),
             "degrees": tables.degrees(run),
@@ -59,7 +59,7 @@ class Content:
             "latencies": tables.latencies(run),
             "first_tokens": tables.first_tokens(run),
             "predictions": tables.predictions(run),
-            "categories": tables.categories(run, shown, of_shown) if shown is not None else None,
+            "categories": tables.categories(run, shown, of_shown),
         }
         self.category_point, self.shown = "", shown
         if shown is not None:

@@ -164,7 +164,7 @@ _TEX = {
 def latex_tables(content: Content) -> dict[str, str]:
     """LaTeX files by name, each with a `tabular` for a document that loads booktabs."""
     found = content.tables.items()
-    return {f"{name}.tex": latex_of(table) for name, table in found if table and table.rows}
+    return {f"{name}.tex": latex_of(table) for name, table in found if table.rows}
 
 
 def latex_of(table: Table) -> str:

@@ -153,9 +153,9 @@ class SideBySide:
         columns = (Column("key"), *(Column(name) for name in self.names))
         rows = tuple((key, *values) for key, values in self.differences.items())
         title = "What differs in recipe and environment"
-        differences = Table("differences", title, columns, rows) if rows else None
+        differences = Table("differences", title, columns, rows)
         found = (_side_by_side(self), _engines(self), _pairs(self), differences)
-        return [table for table in found if table]
+        return [table for table in found if table.rows]
 
 
 def side_by_side(folders: Sequence[Path]) -> SideBySide:
@@ -328,7 +328,7 @@ def _length_in_text(point: Point) -> float | None:
     return metrics.in_text.mean_acceptance_length if metrics and metrics.in_text else None
 
 
-def _engines(whole: SideBySide) -> Table | None:
+def _engines(whole: SideBySide) -> Table:
     def name_of(engine: EngineFacts | None) -> str:
         return f"{engine.kind} {engine.version or ''}".strip() if engine else "specdec"
 
@@ -350,12 +350,10 @@ def _engines(whole: SideBySide) -> Table | None:
         "The same k and batch size on several engines. Tokens a round are those within the texts, "
         "as specdec counts; times of a server are its client's."
     )
-    if not whole.by_engine:
-        return None
     return table_of(("engines", "Engines", note), whole.by_engine, cells)
 
 
-def _pairs(whole: SideBySide) -> Table | None:
+def _pairs(whole: SideBySide) -> Table:
     rows = [(one, other, ratio) for one, other, ratio in whole.pairs if ratio is not None]
     cells = [
         Cell("run", lambda r: r[0].run),
@@ -369,4 +367,4 @@ def _pairs(whole: SideBySide) -> Table | None:
         Cell("verdict", lambda r: r[2].verdict),
     ]
     note = "Each run at its fastest point, the faster one first; speeds over common prompts."
-    return table_of(("pairs", "Best against best", note), rows, cells) if rows else None
+    return table_of(("pairs", "Best against best", note), rows, cells)

@@ -1,4 +1,4 @@
-"""The tables of a report, for HTML, markdown and CSV alike."""
+"""The tables of a report, for HTML, markdown and LaTeX alike. One without rows is not shown."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,11 +48,9 @@ def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
     return by_point(("results", "Every point", note), run, shown, cells, strong)
 
 
-def load(run: ReportedRun, bests: Sequence[Finding]) -> Table | None:
+def load(run: ReportedRun, bests: Sequence[Finding]) -> Table:
     """Requests that arrive at rates, by point; None if there are none."""
     points = [p for p in run.points if p.load is not None]
-    if not points:
-        return None
     best = {id(b.point) for b in bests if b.point is not None and not b.is_open}
     strong = frozenset(i for i, p in enumerate(points) if id(p) in best)
     note = (
@@ -62,11 +60,9 @@ def load(run: ReportedRun, bests: Sequence[Finding]) -> Table | None:
     return by_point(("load", "Under load", note), run, points, cell.LOAD, strong)
 
 
-def break_even(run: ReportedRun) -> Table | None:
-    """The acceptance at which each point is as fast as plain decoding; None without one."""
+def break_even(run: ReportedRun) -> Table:
+    """The acceptance at which each point is as fast as plain decoding."""
     points = [p for p in run.points if p.break_even is not None]
-    if not points:
-        return None
     cells = [
         Cell("tokens a round, all rounds", tokens_over_all_rounds, "", 2),
         Cell(
@@ -105,13 +101,12 @@ def tokens_over_all_rounds(point: Point) -> float | None:
     return point.predicted_speedup * (point.break_even.tokens_per_round or 0.0)
 
 
-def degrees(run: ReportedRun) -> Table | None:
+def degrees(run: ReportedRun) -> Table:
     """The best draft TP for each target TP, as the run recorded it, and what decided."""
-    if not isinstance(run.summary, ComparisonSummary):
-        return None
+    known = run.summary.best_by_target_tp if isinstance(run.summary, ComparisonSummary) else {}
     rows = [
         (target, size, best)
-        for target, row in run.summary.best_by_target_tp.items()
+        for target, row in known.items()
         for size, best in row.items()
         if best.draft_tp is not None
     ]
@@ -129,7 +124,7 @@ def degrees(run: ReportedRun) -> Table | None:
         Cell("decoding", lambda r: r[2].decode_tokens_per_second, "tokens/s", 1),
     ]
     note = "Decided by: the stage in which a round saves most against the next best draft TP."
-    return table_of(("degrees", "The best draft TP", note), rows, cells) if rows else None
+    return table_of(("degrees", "The best draft TP", note), rows, cells)
 
 
 def times_of_a_round(run: ReportedRun) -> Table:
@@ -155,11 +150,9 @@ def latencies(run: ReportedRun) -> Table:
     )
 
 
-def predictions(run: ReportedRun) -> Table | None:
-    """Predicted speed-up beside the measured one; None without predictions."""
+def predictions(run: ReportedRun) -> Table:
+    """Predicted speed-up beside the measured one."""
     points = [p for p in run.points if not p.is_baseline and p.predicted_speedup is not None]
-    if not points:
-        return None
     cells = [
         replace(
             cell.PREDICTED, interval=lambda p: p.prediction.speedup_ci if p.prediction else None
@@ -190,14 +183,15 @@ def _method(points: Sequence[Point]) -> str:
     )
 
 
-def categories(run: ReportedRun, point: Point, best: Finding | None = None) -> Table | None:
+def categories(run: ReportedRun, point: Point | None, best: Finding | None = None) -> Table:
     """One point by category of prompt.
 
     best: at the point's batch size, with the run's own recommendation for each category.
     """
     own = best.by_category if best is not None else {}
     rows = sorted(
-        point.per_category.items(), key=lambda row: (-(row[1].mean_acceptance_length or 0), row[0])
+        point.per_category.items() if point is not None else (),
+        key=lambda row: (-(row[1].mean_acceptance_length or 0), row[0]),
     )
     cells = [
         Cell("category", lambda r: r[0]),
@@ -215,8 +209,7 @@ def categories(run: ReportedRun, point: Point, best: Finding | None = None) -> T
     found = table_of(("categories", "By category", note if own else ""), rows, cells)
     columns = range(len(found.columns))
     kept = itemgetter(*(i for i in columns if i < 3 or any(r[i] is not None for r in found.rows)))
-    whole = replace(found, columns=kept(found.columns), rows=tuple(map(kept, found.rows)))
-    return whole if rows else None
+    return replace(found, columns=kept(found.columns), rows=tuple(map(kept, found.rows)))
 
 
 _OF_CATEGORIES = (cell.PROMPTS, cell.LENGTH, cell.ACCEPTED, cell.SPEED, cell.SPEEDUP)
@@ -246,15 +239,15 @@ def _named(run: ReportedRun, one: Best | Fastest | None) -> str | None:
     return f"k = {one.k}{named}{f', {times(one.speedup)}' if one.speedup is not None else ''}"
 
 
-def comparisons(run: ReportedRun) -> Table | None:
-    """Arm against arm; None without several drafts."""
+def comparisons(run: ReportedRun) -> Table:
+    """Arm against arm; no rows without several drafts."""
     note = "Each draft at its fastest k, the faster one first; speeds over the same prompts."
     rows = [(one, "", one) for one in _pairs_of_drafts(run)]
     return _pairs_table(run, ("comparisons", "Arm against arm", note), rows)
 
 
-def category_pairs(run: ReportedRun) -> Table | None:
-    """Arm against arm by category of prompt; None without several drafts or categories."""
+def category_pairs(run: ReportedRun) -> Table:
+    """Arm against arm by category of prompt; no rows without several drafts."""
     rows = [(one, *part) for one in _pairs_of_drafts(run) for part in one.per_category.items()]
     note = "Each at 95 %: of many such comparisons one in twenty differs by chance."
     return _pairs_table(run, ("category_pairs", "Arm against arm, by category", note), rows)
@@ -270,14 +263,12 @@ def _pairs_table(
     run: ReportedRun,
     texts: tuple[str, str, str],
     rows: Sequence[tuple[Comparison, str, SpeedRatio]],
-) -> Table | None:
-    if not rows:
-        return None
+) -> Table:
     cells = [
         Cell("arm", lambda r: arm_in_words(run, r[0].arm)),
         Cell("against", lambda r: arm_in_words(run, r[0].against)),
         Cell("batch", lambda r: r[0].batch_size),
-        *([Cell("category", lambda r: r[1])] if rows[0][1] else []),
+        *([Cell("category", lambda r: r[1])] if any(row[1] for row in rows) else []),
         Cell("prompts", lambda r: r[2].num_prompts),
         Cell("ratio of speeds", lambda r: r[2].speed_ratio, "×", 2),
         Cell("95 % interval", lambda r: span(r[2].speed_ratio_ci)),
@@ -301,11 +292,9 @@ _NOTE = (
 )
 
 
-def first_tokens(run: ReportedRun) -> Table | None:
-    """The parts of the time to the first token; None where no prompt has them."""
+def first_tokens(run: ReportedRun) -> Table:
+    """The parts of the time to the first token, of points whose prompts have them."""
     points = [p for p in run.points if p.metrics is not None and p.metrics.ttft_parts_ms]
-    if not points:
-        return None
     cells = [
         Cell("first token", number("ttft_ms", "mean"), "ms", 1),
         *(

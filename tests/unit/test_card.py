@@ -75,7 +75,7 @@ def test_inconclusive_runs_advise_nothing(tmp_path: Path) -> None:
     assert "vLLM" not in card and "SGLang" not in card
     results = content.tables["results"]
     assert results is not None and not results.strong, "no row is marked as recommended"
-    assert content_of(tmp_path / "use", "use").tables["results"].strong  # type: ignore[union-attr]
+    assert content_of(tmp_path / "use", "use").tables["results"].strong
     assert content.reasons == [], "the headline has it"
     assert card["Would change it"] == (
         "more evidence: about 240 prompts like these, about 13 quiet minutes"

@@ -62,7 +62,7 @@ def _draw_values(
 
 def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
     """Draw a row for each two arms, and one for each category. Returns whether there are any."""
-    if comparisons(run) is None:
+    if not comparisons(run).rows:
         return False
     rows = _pairs(run)[:_MOST_PAIRS]
     (axis,) = canvas.make_axes(figure, 1, 0.8 + 0.27 * len(rows))
