@@ -54,7 +54,7 @@ def _memory(run: ReportedRun, point: Point) -> list[str]:
     """The memory that a point's draft takes, where the run recorded it."""
     if run.setting("engine", "kind") not in (None, "native"):
         return ["the servers' own, which they do not tell"]
-    costs = run.summary.memory if run.summary is not None else []
+    costs = run.summary.memory
     place = point.draft, point.target_tp, point.draft_tp
     cost = next((one for one in costs if (one.draft, one.target_tp, one.draft_tp) == place), None)
     if cost is None:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from statistics import fmean
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.folders.conclusions import Best, BestPair, Fastest, SweepSummary
+from specdec_cli.experiment.folders.conclusions import Best, BestPair, Fastest
 from specdec_cli.experiment.folders.records import Point, rate_name
 from specdec_cli.experiment.statistics.noise import disturbances, off_points
 from specdec_cli.recipe.choices.registry import is_given
@@ -104,11 +104,9 @@ def best_by_batch_size(run: ReportedRun) -> list[Finding]:
     found = []
     for level in sorted({p.level for p in run.points}):
         at = [p for p in run.points if p.level == level]
-        best: Best | BestPair | None = None
-        if run.summary is not None and at[0].request_rate is None:
-            best = run.summary.best_by_batch_size.get(str(at[0].batch_size))
-        elif isinstance(run.summary, SweepSummary) and at[0].request_rate is not None:
-            best = run.summary.best_by_request_rate.get(rate_name(at[0].request_rate))
+        best: Best | BestPair | None = run.summary.best_by_batch_size.get(str(at[0].batch_size))
+        if (rate := at[0].request_rate) is not None:
+            best = run.summary.best_by_request_rate.get(rate_name(rate))
         named = _recorded(run, at, best) if best is not None else None
         found.append(named or _fastest(run, at))
     return found
@@ -119,7 +117,7 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
     if points and best.k is None:
         return Finding(every[0], None, best)
     chosen = next((p for p in points if _is_named(p, best)), None)
-    if run.summary is None or chosen is None:
+    if chosen is None:
         return None
     drafts = {p.draft for p in points if p.draft is not None}
     if isinstance(best, BestPair):
@@ -313,9 +311,8 @@ def warnings(run: ReportedRun) -> list[Notice]:
         told.append(
             "Random weights of a model's shape were run: times are real, acceptance is no pair's."
         )
-    recorded = run.summary.warnings if run.summary is not None else []
     return [
         *(Notice("report", one) for one in told),
-        *(one for one in recorded if not one.message.startswith(_SAID_ABOVE)),
+        *(one for one in run.summary.warnings if not one.message.startswith(_SAID_ABOVE)),
         *(Notice("damaged", note) for note in run.notes),
     ]

@@ -33,14 +33,16 @@ class ReportedRun:
     """A run as read from its folder.
 
     points: with a speed-up each, if there is a baseline. labels: a short name for each draft.
-    has_samples: whether any prompt is finished.
+    has_samples: whether any prompt is finished. is_partial: it did not come to its end, and its
+    summary is empty.
     """
 
     path: Path
     is_comparison: bool
     points: tuple[Point, ...]
     labels: Mapping[str | None, str]
-    summary: SweepSummary | ComparisonSummary | None
+    summary: SweepSummary | ComparisonSummary
+    is_partial: bool
     recipe: Mapping[str, Any]
     recipe_text: str
     environment: Mapping[str, Any]
@@ -53,19 +55,13 @@ class ReportedRun:
         return "compare-tp" if self.is_comparison else "sweep-k"
 
     @property
-    def is_partial(self) -> bool:
-        """Whether the run did not come to its end: it has no summary."""
-        return self.summary is None
-
-    @property
     def comparisons(self) -> Sequence[Comparison]:
         """Arm against arm, in sweeps that came to their end."""
-        return self.summary.comparisons if isinstance(self.summary, SweepSummary) else ()
+        return self.summary.comparisons
 
     def method_of(self, draft: str | None) -> Any:
         """The method that proposed with a draft: its own in a sweep of several, or the recipe's."""
-        found = self.summary.method_of(draft) if isinstance(self.summary, SweepSummary) else None
-        return found or self.setting("speculation", "method")
+        return self.summary.method_of(draft) or self.setting("speculation", "method")
 
     def setting(self, section: str, key: str) -> Any:
         """A key of the recipe, or None."""
@@ -104,10 +100,8 @@ def read_folder(path: Path) -> ReportedRun:
         refuse_other_version(path / "summary.json", document)
     records = list(intact_records(path / "points.jsonl", Point, notes))
     is_comparison = "compare-tp" in schema or any(p.target_tp is not None for p in records)
-    summary: SweepSummary | ComparisonSummary | None = None
-    if document:
-        summary = _intact(document, ComparisonSummary if is_comparison else SweepSummary, notes)
-    points = _latest(summary.points if summary is not None and summary.points else records)
+    summary = _intact(document, ComparisonSummary if is_comparison else SweepSummary, notes)
+    points = _latest(summary.points or records)
     recipe = _document(path / "recipe.yaml", notes, _yaml_of)
     return ReportedRun(
         path=path,
@@ -115,7 +109,8 @@ def read_folder(path: Path) -> ReportedRun:
         points=points,
         labels=_labels(points),
         summary=summary,
-        recipe=recipe or (summary.recipe if summary is not None else {}),
+        is_partial=not document,
+        recipe=recipe or summary.recipe,
         recipe_text=_read(path / "recipe.yaml", []) or "",
         environment=_document(path / "environment.json", notes) or {},
         has_samples=bool(list(intact_records(path / "samples.jsonl", Sample, notes))),

@@ -11,7 +11,6 @@ from specdec_cli.experiment.folders.conclusions import (
     Arm,
     Best,
     Comparison,
-    ComparisonSummary,
     Decision,
     Fastest,
     SpeedRatio,
@@ -103,10 +102,9 @@ def tokens_over_all_rounds(point: Point) -> float | None:
 
 def degrees(run: ReportedRun) -> Table:
     """The best draft TP for each target TP, as the run recorded it, and what decided."""
-    known = run.summary.best_by_target_tp if isinstance(run.summary, ComparisonSummary) else {}
     rows = [
         (target, size, best)
-        for target, row in known.items()
+        for target, row in run.summary.best_by_target_tp.items()
         for size, best in row.items()
         if best.draft_tp is not None
     ]

@@ -226,19 +226,6 @@ def _notice(found: object) -> Notice:
     return Notice.read(found)
 
 
-class Summary(Record):
-    """The parts of summary.json that are read again, of any run. recipe: as resolved."""
-
-    recipe: dict[str, Any] = Field(default_factory=dict)
-    points: list[Point] = Field(default_factory=list)
-    tokens: Tokens | None = None
-    lossless_check: CheckResult | None = None
-    memory: list[MemoryCost] = Field(default_factory=list)
-    warnings: list[Annotated[InstanceOf[Notice], BeforeValidator(_notice)]] = Field(
-        default_factory=list
-    )
-
-
 class _DraftSection(Record):
     model: Name | None = None
     method: Name | None = None
@@ -252,14 +239,26 @@ class _SweepSection(Record):
     recipe: _SettingsRecipe = Field(default_factory=_SettingsRecipe)
 
 
-class SweepSummary(Summary):
-    """summary.json of a sweep. best_by_batch_size, best_by_request_rate: by these as text."""
+class Summary(Record):
+    """The parts of summary.json that are read again, of any run; empty where they are another's.
 
+    recipe: as resolved. best_by_request_rate: by the rate as text. best_by_target_tp: by target TP,
+    then by batch size.
+    """
+
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    points: list[Point] = Field(default_factory=list)
+    tokens: Tokens | None = None
+    lossless_check: CheckResult | None = None
+    memory: list[MemoryCost] = Field(default_factory=list)
+    warnings: list[Annotated[InstanceOf[Notice], BeforeValidator(_notice)]] = Field(
+        default_factory=list
+    )
     sweep: _SweepSection = Field(default_factory=_SweepSection)
-    best_by_batch_size: dict[Name, Best] = Field(default_factory=dict)
     best_by_request_rate: dict[Name, Best] = Field(default_factory=dict)
     crossover: Crossover | None = None
     comparisons: list[Comparison] = Field(default_factory=list)
+    best_by_target_tp: dict[Name, dict[Name, BestPair]] = Field(default_factory=dict)
 
     def method_of(self, draft: str | None) -> str | None:
         """The method of a draft's own section in a sweep of several; else None."""
@@ -267,8 +266,13 @@ class SweepSummary(Summary):
         return next((one.method for one in found if one.model == draft), None)
 
 
+class SweepSummary(Summary):
+    """summary.json of a sweep. best_by_batch_size: by the size as text."""
+
+    best_by_batch_size: dict[Name, Best] = Field(default_factory=dict)
+
+
 class ComparisonSummary(Summary):
-    """summary.json of a comparison. best_by_target_tp: by target TP, then by batch size."""
+    """summary.json of a comparison."""
 
     best_by_batch_size: dict[Name, BestPair] = Field(default_factory=dict)
-    best_by_target_tp: dict[Name, dict[Name, BestPair]] = Field(default_factory=dict)

@@ -63,9 +63,9 @@ def check_line(check: CheckResult) -> str:
     return f"lossless: {which}, all near-ties{rest}{size}"
 
 
-def lossless_in_words(summary: Summary | None) -> str | None:
+def lossless_in_words(summary: Summary) -> str | None:
     """A line on losslessness in a run, and on the promise; None for runs that do not say."""
-    if summary is None or (tokens := summary.tokens) is None:
+    if (tokens := summary.tokens) is None:
         return None
     found = check_line(check) if (check := summary.lossless_check) is not None else None
     line = tokens_line(tokens)
