@@ -223,6 +223,10 @@ def test_a_run_keeps_the_date_of_its_prompts(run: Run, tmp_path: Path, clock: An
     assert [o["prompt_token_ids"] for o in resumed.outputs] == [
         o["prompt_token_ids"] for o in first.outputs
     ]
+    recipe = tmp_path / "recipe.yaml"  # one of the user's, without a date
+    recipe.write_text(f"target: {{model: {model}}}\n")
+    again = run(recipe, *given[2:], *to, "--resume")
+    assert prompts(again) == prompts(first)
     other = run(*given, "--set", "data.date=2020-01-01", *to, "--resume")
     assert other.code == 2 and "have the date 2026-01-31T23:59:00" in other.err
     fixed = run(*given, "--set", "data.date=2020-01-02")

@@ -304,6 +304,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "a speculator of an unknown kind",
         'speculators_model_type: "dspark2"',
     ),
+    "another speculator with dflash's keys": (
+        speculators("parallel", mask_token_id=90, dflash_config={}),
+        "a speculator of an unknown kind",
+        'speculators_model_type: "parallel"',
+    ),
     "dflash 2": (
         speculators("dflash2", block_size=8, mask_token_id=90, dflash_config={}, **REDUCED),
         "a speculator of an unknown kind",
