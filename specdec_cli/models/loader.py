@@ -394,6 +394,7 @@ def _restore_buffers(module: Any, device: torch.device) -> None:
                 owner._buffers[name] = torch.empty_like(buffer, device=device)
     touched = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(touched):
-        torch.manual_seed(0)
+        # With torch.manual_seed, a device that is not used yet would note the stack.
+        (torch.manual_seed if touched else torch.default_generator.manual_seed)(0)
         with initialization.guard_torch_init_functions():
             module.initialize_weights()
