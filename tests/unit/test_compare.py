@@ -482,6 +482,7 @@ def test_the_live_table_shows_what_the_ranks_have_written(tmp_path: Path) -> Non
     folder.append("samples.jsonl", sample(Pair(2, 2), 8, 2, 0, verify=10.0))
     assert column(view, "draft TP") == ["1", "1", "2"] and column(view, "x k = 0")[2] == ""
     assert column(view, "prompts") == ["1", "1", "1"]
+    assert view._progress.tasks[0].completed == 3, "each is read once"
 
 
 def column(view: SweepTable, heading: str) -> list[str]:
