@@ -6,6 +6,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import typer
+
 from specdec_cli.backends.server.backend import ServerBackend
 from specdec_cli.backends.server.detect import address
 from specdec_cli.backends.server.dialects import ServerFacts
@@ -15,6 +17,7 @@ from specdec_cli.experiment.folders.record_lines import checked, to_json
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import read_json
 from specdec_cli.recipe import Recipe
+from specdec_cli.text import inert
 
 _FILE = "servers.json"  # in the folder of a run
 
@@ -67,6 +70,8 @@ def _as_before(servers: Named, folder: Path) -> Named:
     """The servers, with those that the folder names in place of what was not given."""
     kept = checked(read_json(folder / _FILE), Named)
     if isinstance(kept, Named):
+        if not servers.urls:  # prompts go there, and the key of the environment
+            typer.echo(inert(f"servers that {folder} names: {', '.join(kept.urls)}"), err=True)
         urls, ks = servers.urls or kept.urls, kept.ks if servers.ks is None else servers.ks
         of_plain = kept if servers.plain_url is None and servers.baseline is None else servers
         plain_url, baseline = of_plain.plain_url, of_plain.baseline
