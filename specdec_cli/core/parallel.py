@@ -54,7 +54,7 @@ class TensorParallel:
         if not x.is_cpu or self.size == 2 or x.numel() > _FEW:
             dist.all_reduce(x, group=self.group)
             return x
-        # Summing itself, gloo passes three times as many messages around, and takes as much longer.
+        # Summing itself, gloo passes more messages around, and takes twice as long with four ranks.
         parts = x.new_empty(self.size * x.numel())
         _all_gather(parts, x.reshape(-1), group=self.group)
         return torch.sum(parts.view(self.size, *x.shape), 0, out=x)
