@@ -173,7 +173,6 @@ def main() -> None:
         "positions": lambda: positions(greedy, sampled),
         "prices": lambda: priced(by_name["smollm2"].folder / "run"),
         "cpu": lambda: best(points("smollm2-cpu"), {}),
-        "methods": lambda: lengths(points("smollm2-methods")),
         "demo": lambda: lengths(points("demo-methods")),
     }
     page = PAGE.read_text(encoding="utf-8")

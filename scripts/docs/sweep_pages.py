@@ -11,23 +11,17 @@ smollm2 and smollm2-sampled ran on GPUs, the others on two CPU cores:
       --draft ngram --prompt-file question.jsonl --k 2,4,6 --batch-size 1,8,32
       --max-new-tokens 128 --set run.repeats=1 --set target.dtype=bfloat16
       --set draft.dtype=bfloat16 --shard 0/3 [--temperature 0.7]
-    OMP_WAIT_POLICY=passive specdec sweep-k smollm2-offline --chat --draft demo:smollm2-draft
-      --draft demo:smollm2-eagle3 --draft ngram (the same file and k)
-      --sample stratified --limit 52 --batch-size 1 --max-new-tokens 128 --set run.repeats=1
+    specdec sweep-k smollm2-offline --chat (the same drafts and file) --k 2,4
+      --sample stratified --limit 26 --batch-size 1 --max-new-tokens 64 --set run.repeats=1
       --set target.dtype=float32 --set draft.dtype=float32 --device cpu
     specdec sweep-k demo --draft demo:draft --draft demo:eagle3 --draft ngram --k 1-6 --limit 80
       --max-new-tokens 64 --set run.repeats=1
-    specdec sweep-k smollm2-offline --chat --draft demo:smollm2-eagle3 --draft SMOLLM2-DSPARK
-      (and -dflash, -mtp) --draft demo:smollm2-draft --draft ngram --k 2,4 --sample stratified
-      --limit 40 --shard 1/8 (and 2/8, 7/8) --batch-size 1 --max-new-tokens 64
-      --set run.repeats=1 --device cpu --threads 2
     specdec sweep-k demo --draft demo:eagle3 (and mtp, dspark, dflash, peagle, draft, ngram)
       --k 1,2,3,4,6 --limit 80 --shard 0/2 (and 1/2) --batch-size 1 --max-new-tokens 64
       --set run.repeats=1 --device cpu --threads 2
 
-question.jsonl is Spec-Bench's; that of smollm2-methods has 192 of its lines, 2.5 apart. Large files
-of samples are compressed. What predictions of the sampled sweep rest on (replay.jsonl, 3 MB
-compressed) is left out.
+question.jsonl is Spec-Bench's. Large files of samples are compressed. What predictions of the
+sampled sweep rest on (replay.jsonl, 3 MB compressed) is left out.
 """
 
 import io
@@ -109,7 +103,6 @@ SWEEPS = (
     Sweep("smollm2"),
     Sweep("smollm2-sampled", formats=("md",)),
     Sweep("smollm2-cpu", formats=("html", "md")),
-    Sweep("smollm2-methods", formats=("md",)),
     Sweep("demo-methods", formats=("md",)),
     Sweep("demo-sweep", "sweep.md"),
 )
