@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 
 from specdec_cli import demo
-from specdec_cli.experiment import machine
+from specdec_cli.experiment import machine, points
 
 
 @pytest.fixture(scope="module", autouse=True)
 def calm_machine() -> Iterator[None]:
     """Silence warnings about other work: tests count lines, and others may use the processor.
 
-    `unit/test_noise.py` tests these warnings.
+    A ratio of speeds that no speculation reaches is kept, too. `unit/test_noise.py` tests the
+    warnings, and `unit/test_points.py` such ratios.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine.MachineWatch, "notices", lambda _: [])
+        patch.setattr(points, "_BEYOND", float("inf"))
         yield
 
 
