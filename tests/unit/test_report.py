@@ -645,9 +645,10 @@ def test_markdown(sweep: Content) -> None:
 def test_markdown_links_to_pictures_that_are_written(
     sweep: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "plots", lambda *_, **__: [Plot("a", "", "", "", {})])
-    write_report(sweep, tmp_path, ("html", "md"))
-    assert "](plots/" not in (tmp_path / "report.md").read_text()
+    monkeypatch.setattr(write, "plots", lambda *_, **__: [Plot("speedup", "", "", "", {})])
+    for formats, links in ((("html", "md"), 0), (("png", "md"), 1)):
+        write_report(sweep, tmp_path, formats)
+        assert (tmp_path / "report.md").read_text().count("](plots/speedup.png)") == links
     assert write._encoded("a\ud800") == b"a\\ud800"  # a file's name may hold it
 
 
