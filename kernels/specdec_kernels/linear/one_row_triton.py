@@ -214,9 +214,8 @@ def one_row_linear_kernel(
     # A thread's load is one of x, or of the weight where that is plain: numbers of 16 bytes.
     LANE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     if FORM is not None:
-        rows_ptr += (
-            tl.program_id(1) * LANE
-        )  # 0; the compiler only knows that it is a multiple of LANE
+        # Adds 0, of which the compiler only knows that it is a multiple of LANE.
+        rows_ptr += tl.program_id(1) * LANE
     weight = chunks_of(rows_ptr, ROW, TILES.chunk, "evict_first")
     if GATED:
         up = chunks_of(rows_ptr + num_features.to(tl.int64) * ROW, ROW, TILES.chunk, "evict_first")

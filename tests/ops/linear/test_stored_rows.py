@@ -119,7 +119,7 @@ def test_the_next_norm_and_blocks_of_rows(dtype, device) -> None:
 
 
 def terms_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What `terms_triton` gives, by torch."""
+    """The terms and scales of `terms_triton`, by torch."""
     exponent = torch.frexp(x.float().abs().amax(1).clamp(min=2.0**-119)).exponent
     scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 8)
     scaled = x.float() / scales[:, None]
