@@ -207,7 +207,7 @@ def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int,
 
 @contextmanager
 def _naming_shapes() -> Iterator[None]:
-    """Add the bundled shapes to the hint about a model that is not there: they need no hub."""
+    """Add the bundled shapes, which need no hub, to the hint about a model that is not there."""
     try:
         yield
     except SetupError as problem:
@@ -215,7 +215,7 @@ def _naming_shapes() -> Iterator[None]:
             from specdec_cli.recipe import bundled_recipes
 
             names = ", ".join(r.name for r in bundled_recipes() if r.name.startswith("bench-"))
-            problem.hint = f"{problem.hint}; recipes of bundled shapes need no hub: {names}"
+            problem.hint = f"{problem.hint}; recipes of shapes alone: {names}"
         raise
 
 

@@ -14,7 +14,6 @@ import typer
 
 import specdec_cli.experiment.folders
 from specdec_cli.commands.options import Asked, use_threads
-from specdec_cli.commands.status import warn
 from specdec_cli.errors import ExitCode, RunError, UsageError
 from specdec_cli.launch.spinning import chosen_threads
 from specdec_cli.text import inert
@@ -29,7 +28,8 @@ def begun(
     """The command line and the settings of the run that it goes on with; none for a new run.
 
     A command line without a recipe gets the folder's. kind: of the command's settings. Raises
-    `UsageError` for --resume without a folder.
+    `UsageError` for --resume without a folder, and for a new folder where no model is named: a
+    mistyped path would start the demo.
     """
     if not resume:
         return asked, {}
@@ -47,8 +47,10 @@ def begun(
         asked = replace(asked, recipe=str(recipe))
     names_models = (asked.recipe, asked.given.get("target"), asked.sets) != (None, None, None)
     if is_new and not names_models:
-        told = f"{folder} holds no {kind.kind}: a new one of the demo pair begins"
-        warn([told] if asked.is_heard else [])
+        raise UsageError(
+            f"--resume: {folder} holds no {kind.kind}",
+            "check the path; a new run needs a recipe or --target, for example the recipe demo",
+        )
     return asked, kept
 
 

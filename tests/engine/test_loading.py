@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import local_place, model_place
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tokenizer import ByteTokenizer, check_same_vocabulary, load_tokenizer
+from specdec_cli.recipe import bundled_recipes, load_recipe
 from tests.support import (
     CPU,
     FAMILIES,
@@ -168,6 +170,18 @@ def test_hub_id_that_is_not_cached(
     assert name in problem.message
     assert f"hf download {name}" in (problem.hint or "")
     assert "local folder" in (problem.hint or "")
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "nothing-at-all", "smollm2"])
+def test_without_the_hub_recipes_that_need_none_are_named(name: str) -> None:
+    """And they do need none: every model of theirs is bundled or of a package."""
+    hint = refusal(name).hint or ""
+    words = re.findall(r"[\w.-]+", hint.partition("recipes that need no hub: ")[2])
+    offered = [recipe.name for recipe in bundled_recipes() if recipe.name in words]
+    assert {"demo", "smollm2-offline"} <= set(offered)
+    for recipe in map(load_recipe, offered):
+        places = [recipe.target.model, *([recipe.draft.model] if recipe.draft else [])]
+        assert all(place.startswith(("demo:", "package:")) for place in places)
 
 
 @pytest.mark.parametrize("name", ["a b/c", "owner/na:me", "-x/y", "a/b?"])
