@@ -19,6 +19,7 @@ from pathlib import Path
 
 MARK = "SPECDEC_SERVER"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 0.05
 _KILLS_S = 10.0  # in which processes that were killed have to be gone
 
@@ -31,8 +32,10 @@ def main(mark: str, seconds: str, *command: str) -> int:
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != own:
             os._exit(1)
+        for number in _IGNORED:  # a child would ignore them too, and so the stop
+            signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)  # the parent's end, or its word, is what counts
     try:
         child = subprocess.Popen(

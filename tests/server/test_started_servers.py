@@ -13,6 +13,7 @@ import pytest
 
 from specdec_cli.backends.server import times
 from specdec_cli.backends.server.flags import Command, command_of
+from specdec_cli.backends.server.process import Process
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import load_recipe
@@ -274,3 +275,19 @@ def test_a_rule_that_sglang_has_not_starts_nothing(
     found = specdec(capsys, *started, "--set", "speculation.acceptance=block")
     assert found.code == 2 and "SGLang has no rule block" in found.err
     assert not (tmp_path / "pids").exists(), "not even for k = 0"
+
+
+def test_a_server_gets_the_signals_that_end_it(tmp_path: Path) -> None:
+    """Also one that sets no handlers of its own, such as a script that starts the server."""
+    log = tmp_path / "log"
+    script = "trap 'echo told to end; exit' TERM; echo ready; while :; do sleep 0.02; done"
+    for command in (["bash", "-c", script], ["sleep", "60"]):
+        log.write_text("")
+        process = Process(command, {}, log, stop_timeout_s=30.0)
+        deadline = time.monotonic() + 10
+        while command[0] == "bash" and not log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        began = time.monotonic()
+        process.stop()
+        assert time.monotonic() - began < 15, "it was killed, and not told to end"
+        assert command[0] != "bash" or "told to end" in log.read_text()
