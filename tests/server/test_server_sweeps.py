@@ -380,8 +380,15 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], words: list[str], names: 
 
 
 def test_a_password_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = _told(capsys, "--server", "http://me:hush@host:1")
-    assert code == 2 and "hush" not in told and "host" in told and "OPENAI_API_KEY" in told
+    """Nor where the rest of the address is none."""
+    for address in (
+        "http://me:{}@host:1",
+        "http://me:{}@host:99999",
+        "me:{}@host",
+        "http://{}@host[",
+    ):
+        code, told = _told(capsys, "--server", address.format("hush"))
+        assert code == 2 and "hush" not in told and "host" in told and "OPENAI_API_KEY" in told
 
 
 def test_servers_that_do_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -18,17 +18,18 @@ from specdec_cli.text import one_line
 
 def address(text: str, option: str) -> str:
     """The address of a server, without a path. Raises `UsageError` for any other text."""
-    try:
-        parts = urlsplit(text.strip())
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        raise UsageError(f"{option}: {one_line(text)} is no address") from None
-    if parts.username is not None or parts.password is not None:
+    _, at, host = text.strip().rpartition("@")
+    if at:  # what comes before it may be a password, and is not repeated
         raise UsageError(
-            f"{option}: the address of {host} has a user or a password in it",
+            f"{option}: the address of {one_line(host)} has a user or a password in it",
             "leave it out; the key is taken from OPENAI_API_KEY",
         )
-    if parts.scheme not in ("http", "https") or not host:
+    try:
+        parts = urlsplit(host)
+        has_host, _ = bool(parts.hostname), parts.port
+    except ValueError:
+        raise UsageError(f"{option}: {one_line(text)} is no address") from None
+    if parts.scheme not in ("http", "https") or not has_host:
         raise UsageError(
             f"{option}: expected an address such as http://localhost:8000, got {one_line(text)}"
         )
