@@ -39,7 +39,8 @@ class Faults:
     bytes of each write, with CRLF and comments. merge: rounds a chunk. reset_after: requests after
     which counters begin anew. foreign: tokens of others beside each request. bos: tokens put
     before each prompt. most: tokens of a text, whatever is asked for. other_text: whether the last
-    token is another. hits: prefix cache hits.
+    token is another. hits: prefix cache hits. no_ids: texts alone. no_done, no_reason: streams that
+    end without `[DONE]`, or without a finish reason. split: each round comes in two chunks.
     """
 
     statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
@@ -60,6 +61,10 @@ class Faults:
     hits: bool = False
     late_s: float = 0.0
     most: int | None = None
+    no_ids: bool = False
+    no_done: int = 0
+    no_reason: int = 0
+    split: bool = False
 
 
 @dataclass
@@ -224,7 +229,7 @@ class FakeServer:
     ) -> web.StreamResponse:
         faults, tokens = self.faults, done.tokens
         cut, error, abort = (self._take(n) for n in ("cut", "error_event", "abort"))
-        hang = self._take("hang")
+        hang, no_done, no_reason = (self._take(n) for n in ("hang", "no_done", "no_reason"))
         if faults.early_empty:
             await self._send(response, self._event(prompt, [], [], None, is_eos))
             await asyncio.sleep(faults.early_empty)
@@ -232,6 +237,8 @@ class FakeServer:
         for accepted in done.rounds:
             sizes.append(min(accepted + 1, len(tokens) - sum(sizes)))
         sizes = [size for size in sizes if size]
+        if faults.split:
+            sizes = [part for size in sizes for part in (1, size - 1) if part]
         groups = [sizes[:1]]
         step = faults.merge
         groups += [sizes[i : i + step] for i in range(1, len(sizes), step)]
@@ -246,7 +253,7 @@ class FakeServer:
             done.chunk_times.append(time.perf_counter())
             if is_last:
                 self._count(done)
-            finish = ("eos" if is_eos else "length") if is_last else None
+            finish = ("eos" if is_eos else "length") if is_last and not no_reason else None
             event = self._event(prompt, tokens[:at], new, finish, is_eos)
             if is_last and self.dialect == "sglang":
                 event["meta_info"] |= self._details(done)
@@ -260,7 +267,8 @@ class FakeServer:
             if self.detailed and self.k and self.dialect == "vllm":
                 last["metrics"] = {"speculative_decoding": self._details(done)}
             await self._send(response, last)
-        await response.write(b"data: [DONE]\n\n")
+        if not no_done:
+            await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
@@ -366,7 +374,7 @@ class FakeServer:
             "finish_reason": {"eos": "stop", "length": "length", None: None}[end],
             "stop_reason": None,
         }
-        if self.dialect == "vllm":
+        if self.dialect == "vllm" and not self.faults.no_ids:
             choice["token_ids"] = new
             if len(so_far) == len(new):
                 choice["prompt_token_ids"] = prompt

@@ -13,6 +13,8 @@ from specdec_cli.backends.server import times
 from specdec_cli.backends.server.answers import chunks_tell
 from specdec_cli.backends.server.client import Limits
 from specdec_cli.backends.server.detect import look_at
+from specdec_cli.backends.server.dialects import ServerFacts
+from specdec_cli.backends.server.process import HOST, free_port
 from specdec_cli.backends.server.session import Line, ServerSession
 from specdec_cli.core.types import Request, SamplingParams
 from tests.server.fake_server import FakeServer, Faults, running
@@ -120,6 +122,7 @@ def test_sampling_is_sent_in_full_and_every_request_has_a_salt() -> None:
         own = [b if dialect == "vllm" else b["sampling_params"] for b in bodies]
         for one in own:
             assert (one["temperature"], one["top_k"], one["top_p"]) == (0.7, 5, 0.9)
+            assert one["min_p"] == 0, "generation_config.json may have another"
             assert one["repetition_penalty"] == 1.3 and one["ignore_eos"] and one["stop"] == ["x"]
             assert one["min_tokens" if dialect == "vllm" else "min_new_tokens"] == 2
         seeds = [one["seed" if dialect == "vllm" else "sampling_seed"] for one in own]
@@ -198,7 +201,11 @@ def test_attempts_end() -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize(
-    "fault", [{"cut": 1}, {"cut": 1, "clean": False}, {"error_event": 1}, {"abort": 1}]
+    "fault",
+    [
+        *({"cut": 1}, {"cut": 1, "clean": False}, {"error_event": 1}, {"abort": 1}),
+        *({"no_done": 1}, {"no_reason": 1}),
+    ],
 )
 def test_streams_that_break_are_no_answers(dialect: str, fault: dict[str, Any]) -> None:
     server = FakeServer(dialect, faults=Faults(**fault))
@@ -206,6 +213,16 @@ def test_streams_that_break_are_no_answers(dialect: str, fault: dict[str, Any]) 
         answers = ask(2)
     assert_true(server, answers)
     assert retries(answers) == 1
+
+
+def test_a_refused_connection_is_tried_again() -> None:
+    """As a server that has ended refuses it."""
+    line, url = Line(), f"http://{HOST}:{free_port()}"
+    facts = ServerFacts(url=url, kind="vllm", version=None, k=3, method=None, model="demo")
+    session, found = ServerSession({3: facts}, 1, 512, Limits(5.0, 2), False, line), []
+    session.run([Request(0, (3, 4))], 3, PARAMS, lambda _, done: found.extend(done))
+    line.close()
+    assert retries(found) == 2 and "Cannot connect" in str(found[0].error)
 
 
 def test_a_broken_stream_says_what_the_server_said() -> None:
@@ -272,6 +289,16 @@ def test_merged_chunks_tell_no_rounds(merge: int) -> None:
         assert answer.served is not None and answer.accepted_per_round == []
         rounds = truth[tuple(answer.prompt_token_ids)]
         assert answer.served.acceptance_histogram == [rounds.count(i) for i in range(4)]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_rounds_in_two_chunks_tell_no_rounds(dialect: str) -> None:
+    server = FakeServer(dialect, faults=Faults(split=True))
+    with session_of(server, 2) as ask:
+        answers = ask(4)
+    assert_true(server, answers)
+    assert source(answers) == ("counters" if dialect == "vllm" else "per_request")
+    assert all(a.accepted_per_round == [] for a in answers)
 
 
 def test_incremental_streams_of_sglang() -> None:
@@ -384,6 +411,16 @@ def test_a_server_of_texts_alone() -> None:
     served = answers[0].served
     assert served is not None and served.num_tokens == 12 and served.engine.kind == "openai"
     assert served.text == "".join(f" {t}" for t in server.written[0].tokens)
+
+
+@pytest.mark.parametrize("dialect", ["openai", "vllm"])
+def test_tokens_that_nothing_counts_are_an_error(dialect: str) -> None:
+    """A vLLM without `return_token_ids` sends texts alone too."""
+    server = FakeServer(dialect, faults=Faults(usage=None, no_ids=True))
+    with session_of(server) as ask:
+        answers = ask(2)
+    told = "the server tells neither token ids nor usage: tokens are not known"
+    assert [a.error for a in answers] == [told] * 2 and server.asked == 2
 
 
 def test_ends_are_named() -> None:

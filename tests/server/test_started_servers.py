@@ -245,8 +245,8 @@ def test_a_mean_length_belongs_to_the_recipe_s_k() -> None:
 
 def test_launch_words_are_replaced_and_nothing_else() -> None:
     command = Command(("run", "{model}:{port}", "{k}", "{other}", "$HOST"), [("--x", "1")], ("y",))
-    assert command.words("M", "h", 7, 2) == [
-        *("run", "M:7", "2", "{other}", "$HOST"),
+    assert command.words("{k}M", "h", 7, 2) == [
+        *("run", "{k}M:7", "2", "{other}", "$HOST"),
         *("--host", "h", "--port", "7", "--x", "1", "y"),
     ]
     assert command.without(["--z"]) is None and command.without(["--x"]) is not None

@@ -222,6 +222,8 @@ class Client:
                         answer.chunks.append((now, new))
             if not is_done or reading.finish_reason is None:
                 raise Broken("the stream ended before its text did")
+            if not answer.num_tokens and reading.text:
+                raise Refused("the server tells neither token ids nor usage: tokens are not known")
 
     def _read(self, data: bytes, reading: Reading) -> int | None:
         """Enter an event, and return its new tokens, 0 of text without ids; None of neither."""

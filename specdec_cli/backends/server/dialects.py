@@ -99,6 +99,7 @@ def common_body(request: Request, params: SamplingParams, *, off: int) -> dict[s
         "temperature": params.temperature,
         "top_k": params.top_k or off,
         "top_p": params.top_p,
+        "min_p": 0.0,
         "repetition_penalty": params.repetition_penalty,
         "ignore_eos": params.ignore_eos,
     }

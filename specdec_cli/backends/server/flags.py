@@ -1,6 +1,7 @@
 """The commands that start servers: a recipe in the words of vLLM and of SGLang."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ _LAUNCH = {
     "vllm": ("vllm", "serve", "{model}"),
     "sglang": (sys.executable, "-m", "sglang.launch_server"),
 }
+_PLACES = re.compile(r"\{(model|host|port|k)\}")
 _MODEL_FLAG = {"vllm": "--model", "sglang": "--model-path"}
 _BOTH_FROM_RULE = {"rejection": None, "block": "block", "synthetic": "synthetic"}
 
@@ -32,12 +34,8 @@ class Command:
 
     def words(self, model: str, host: str, port: int, k: int) -> list[str]:
         """The whole command line for an address."""
-        values = {"{model}": model, "{host}": host, "{port}": str(port), "{k}": str(k)}
-        first = []
-        for word in self.launch:
-            for name, value in values.items():
-                word = word.replace(name, value)
-            first.append(word)
+        values = {"model": model, "host": host, "port": str(port), "k": str(k)}
+        first = [_PLACES.sub(lambda found: values[found[1]], word) for word in self.launch]
         address = [("--host", host), ("--port", str(port))]
         return [*first, *(w for flag in [*address, *self.flags] for w in flag), *self.args]
 
