@@ -161,6 +161,16 @@ def test_a_sweep_over_kinds_of_drafts(
         *((name, 2, "ok") for name in ("demo:draft", str(head), "ngram")),
     ]
     assert document["tokens"]["identical"] is True
+    told = document["environment"]["drafts"]
+    assert "read as outputs of layers" in told[str(head)].pop("draft_conventions")
+    assert told == {
+        "demo:draft": {},
+        "ngram": {},
+        str(head): {
+            "draft_features": "hidden states 2, 4, 6 of the target",
+            "draft_borrows": "embed_tokens.weight",
+        },
+    }
     sections = document["sweep"]["recipe"]["drafts"]
     assert [s and s.get("method") for s in sections] == [None, "eagle3", None]
     again = specdec(capsys, *sweep, "--resume")

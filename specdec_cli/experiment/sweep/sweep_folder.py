@@ -100,7 +100,23 @@ def _where(plan: SweepPlan) -> dict[str, Any]:
         found["cache"] = (
             "sized for the largest k and batch size, the same at every point, k = 0 included"
         )
+        if len(plan.jobs) > 1:
+            found["drafts"] = _by_draft(plan)
     return found
+
+
+def _by_draft(plan: SweepPlan) -> dict[str, dict[str, Any]]:
+    """What the environments of a sweep's drafts do not share, such as how each checkpoint is
+    read."""
+    each = {str(job.plan.proposer): job.backend.environment(job.plan) for job in plan.jobs}
+    return {
+        name: {
+            key: value
+            for key, value in own.items()
+            if any(other.get(key) != value for other in each.values())
+        }
+        for name, own in each.items()
+    }
 
 
 def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
