@@ -48,7 +48,7 @@ class Notice:
         )
 
 
-LOGGED: list[Notice] = []  # what this command logged as warnings; `commands.logs` enters it
+LOGGED: list[Notice] = []  # what this command logged as warnings; `commands.status` enters it
 
 
 class SpecdecError(Exception):

@@ -119,11 +119,14 @@ class _InertFormatter(logging.Formatter):
 
 
 class _Kept(logging.Filter):
-    """Keeps warnings for the command's document."""
+    """Keeps warnings for the command's document, and says each once: plans of several ranks or
+    drafts repeat them."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno == logging.WARNING:
-            LOGGED.append(Notice("log", record.getMessage()))
+            if (told := Notice("log", record.getMessage())) in LOGGED:
+                return False
+            LOGGED.append(told)
         return True
 
 

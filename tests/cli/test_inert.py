@@ -268,3 +268,21 @@ def test_log_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     set_up_logging(verbose=False)
     logging.getLogger("specdec").warning("model %s", ALL)
     assert capsys.readouterr().err == f"WARNING: model {inert(ALL)}\n"
+
+
+def test_a_warning_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In each command; what else is logged is not held back."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    log = logging.getLogger("specdec")
+    set_up_logging(verbose=False)
+    for told in ("first", "other", "first"):
+        log.warning("the %s", told)
+    log.error("it broke")
+    log.error("it broke")
+    told = "WARNING: the first\nWARNING: the other\n" + 2 * "ERROR: it broke\n"
+    assert capsys.readouterr().err == told
+    set_up_logging(verbose=False)
+    log.warning("the first")
+    assert capsys.readouterr().err == "WARNING: the first\n"
