@@ -55,14 +55,19 @@ def bundled_folder() -> Path:
 
 
 def bundled_recipes() -> list[BundledRecipe]:
-    """All bundled recipes, sorted by name; those with random weights come last."""
+    """All bundled recipes by name; the demo's come first, those with random weights last."""
     return [
         BundledRecipe(path.stem, path, _first_comment(path))
         for path in sorted(
             bundled_folder().glob("*.yaml"),
-            key=lambda path: (path.stem.startswith("bench-"), path.stem),
+            key=lambda path: (_rank(path.stem), path.stem),
         )
     ]
+
+
+def _rank(name: str) -> int:
+    """The place of a recipe's kind in lists."""
+    return 0 if name.startswith("demo") else 2 if name.startswith("bench-") else 1
 
 
 def find_bundled(name: str) -> BundledRecipe | None:

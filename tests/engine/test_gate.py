@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache, LayerShape
@@ -133,6 +133,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "transformers cannot build it",
     ),
 }
+
+if "deepseek_v32" in CONFIG_MAPPING:  # as in GLM-5, each token chooses the ones that it reads
+    REFUSED["deepseek_v32"] = TINY | {"model_type": "deepseek_v32"}, "of type indexed_attention"
 
 QUANTISED: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "(bitsandbytes)"),

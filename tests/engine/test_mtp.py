@@ -27,7 +27,7 @@ from specdec_cli.recipe.choices.mtp import MTP
 from tests import drafting, lossless
 from tests.drafting import rounds_of, run, schedules
 from tests.engine.test_stored_models import compressed, store_fp8
-from tests.support import CPU, greedy_text
+from tests.support import CPU, FAMILIES, greedy_text
 
 pytest.importorskip("transformers", minversion="5.23")  # earlier ones have no MTP of their own
 from tests.mtp_pair import (
@@ -79,9 +79,24 @@ def test_text_and_rounds_are_those_of_transformers(target: Path, case: str) -> N
     assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "mellum"])
-def test_other_families_have_the_rounds_of_transformers(family: str, tmp_path: Path) -> None:
-    target = save_mtp(tmp_path / "target", family)
+# Families whose modules transformers does not name in their configs.
+UNNAMED: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": FAMILIES["deepseek_v3"] | {"model_type": "glm4_moe_lite", "n_group": 1},
+    "hy_v3": {"model_type": "hy_v3", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_shared_experts": 1},
+}
+OTHERS = ["deepseek_v3", "mellum", *(pytest.param(n, marks=pytest.mark.slow) for n in UNNAMED)]
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_have_the_rounds_of_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {}
+    if family in UNNAMED:
+        monkeypatch.setitem(FAMILIES, family, UNNAMED[family])
+        keys = {"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]}
+    target = save_mtp(tmp_path / "target", family, **keys)
     seqs = run(planned(target, run__batch_size=2), prompts_of(target))
     for seq, start in zip(seqs, STARTS, strict=True):
         tokens, accepted = mtp_rounds(target, start)
