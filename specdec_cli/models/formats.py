@@ -76,7 +76,7 @@ def scheme_of(settings: Settings, model: str) -> Scheme:
 
 
 def _names(settings: Settings, key: str, model: str) -> tuple[str, ...]:
-    found = settings.get(key) or []
+    found = [] if settings.get(key) is None else settings[key]
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise _refused(key, found, model, "a list of modules")
     return tuple(found)
@@ -87,7 +87,8 @@ def _known(
 ) -> Any:
     found = settings.get(key)
     if not any(found == one and type(found) is type(one) for one in wanted):
-        raise _refused(at + key, found, model, " or ".join(map(str, wanted)))
+        named = ["missing" if one is None else str(one) for one in wanted]
+        raise _refused(at + key, found, model, " or ".join(named))
     return found
 
 
@@ -119,14 +120,12 @@ def _gptq(settings: Settings, model: str) -> Scheme:
     """GPTQ's format, https://github.com/AutoGPTQ/AutoGPTQ, and version 2 of GPTQModel."""
     kind = _KINDS_OF_BITS[_known(settings, "bits", (4, 8), model)]
     size, symmetric = _group_size(settings, model), _known(settings, "sym", (True, False), model)
-    version = settings.get("checkpoint_format") or "gptq"
-    if version not in ("gptq", "gptq_v2"):
-        raise _refused("checkpoint_format", version, model, "gptq or gptq_v2")
+    version = _known(settings, "checkpoint_format", (None, "gptq", "gptq_v2"), model)
     if settings.get("dynamic"):
         raise _refused("dynamic", settings["dynamic"], model, "empty")
-    is_ordered = bool(settings.get("desc_act")) and size > 0
+    is_ordered = bool(_known(settings, "desc_act", (None, True, False), model)) and size > 0
     storage = Storage(kind, (1, 1 if is_ordered else size), not symmetric, torch.float16)
-    group = Matrices(storage, GPTQ, zeros_less_one=version == "gptq")
+    group = Matrices(storage, GPTQ, zeros_less_one=version != "gptq_v2")
     group = group._replace(ordered="desc_act" if is_ordered else None)
     return Scheme((group,), _names(settings, "modules_to_not_convert", model))
 

@@ -12,7 +12,7 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import NotPlainAttention, Recorder, attach
 from specdec_cli.models.formats import FORMATS
 from specdec_cli.models.refusals import Unsupported
-from specdec_cli.text import reason_of
+from specdec_cli.text import one_line, reason_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Tables of these depend on the longest position in the batch, so a sequence's logits would depend
@@ -43,7 +43,7 @@ def check_config(config: Any, name: str) -> None:
     if method is not None and method not in FORMATS:
         raise Unsupported(
             name,
-            f"its weights are quantised ({method})",
+            f"its weights are quantised, and quantization_config.quant_method is {method}",
             "take the checkpoint that it was made from; of quantised ones, those stored as "
             f"{' or '.join(sorted(FORMATS))} work",
         )
@@ -64,7 +64,7 @@ def quantisation(config: Any) -> str | None:
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return None
-    return str(stored.get("quant_method") or "in a way that config.json does not name")
+    return one_line(str(stored.get("quant_method") or "missing"))
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:

@@ -188,6 +188,8 @@ def _scales(
     if not found.is_floating_point() or (dtype != torch.float32 and found.dtype != dtype):
         raise _damaged(f"{told} has scales that are {_said(found)}, and others {dtype}")
     found = found.to(dtype)
+    if not bool(found.isfinite().all()):
+        raise _damaged(f"{told} has scales that are no numbers (NaN or infinite)")
     if group.one_scale or found.dim() == 1:
         *stacked, rows, _ = own["codes"]().shape or (1, 1)
         count = 1 if group.one_scale else rows

@@ -388,6 +388,8 @@ def with_code(code: int) -> Callable[[Tensor], Tensor]:
     [
         (GPTQ, {"scales": lambda t: t[:1]}, r"scales of shape \[128, 1\]"),
         (GPTQ, {"scales": None}, "scales are missing"),
+        (GPTQ, {"scales": lambda t: t / 0}, r"scales that are no numbers \(NaN or infinite\)"),
+        (STORED["int8"], {"weight_scale": lambda t: t * torch.nan}, "scales that are no numbers"),
         (GPTQ, {"qweight": lambda t: t.float()}, "float32 of .* not int32"),
         (GPTQ, {"qzeros": lambda t: t + 1}, "sym says that it has none"),
         (GPTQ, {"g_idx": lambda t: t.flip(0)}, "order of columns"),
@@ -442,6 +444,8 @@ def changed(settings: Any, **weights: Any) -> Any:
         (GPTQ[0] | {"sym": None}, "sym is None"),
         (GPTQ[0] | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         (GPTQ[0] | {"dynamic": {"-:a": {}}}, "dynamic is"),
+        (GPTQ[0] | {"desc_act": "no"}, "desc_act is 'no'"),
+        (GPTQ[0] | {"modules_to_not_convert": {}}, "modules_to_not_convert is {}"),
         (AWQ[0] | {"version": "gemv"}, "version is 'gemv'"),
         (AWQ[0] | {"bits": 8}, "bits is 8"),
         (AWQ[0] | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
