@@ -1,4 +1,5 @@
-"""The interface between a round and an acceptance rule, and the draw for rounds of no proposals."""
+"""The interface between a round and an acceptance rule, and the draw for rounds without
+proposals."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +22,9 @@ class NoForecast(Exception):
 class AcceptanceRule(Protocol):
     """is_lossless: whether the output follows the target's distribution. looks_ahead: whether a
     decision depends on proposals past the last accepted one; noise is then keyed by round too.
-    draws_when_greedy: whether it reads noise even in greedy decoding. judges_jointly: whether the
-    chances of single tokens do not predict it. remark: a note for readers of any number that a
-    rule which is not lossless produced. The values below are those of a rule that inherits.
-    """
+    draws_when_greedy: whether the rule reads noise even in greedy decoding. judges_jointly: whether
+    the chances of single tokens do not predict it. remark: a note beside every number that a lossy
+    rule produced. The values below are defaults, which a rule may inherit."""
 
     is_lossless: bool = False
     looks_ahead: bool = False
@@ -58,9 +58,8 @@ class AcceptanceRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """make: the rule of a recipe. for_k: the recipe's speculation when k reaches up to another
-    number, for rules whose keys belong to one k; raises `UsageError` where it cannot.
-    """
+    """make: makes the rule of a recipe. for_k: adapts the recipe's speculation to another largest
+    k, for rules whose keys belong to one k. It raises `UsageError` if that is impossible."""
 
     make: Callable[[SpeculationSection], AcceptanceRule]
     for_k: Callable[[SpeculationSection, int], SpeculationSection] = lambda own, _: own

@@ -1,8 +1,8 @@
 """Block verification: proposals are judged jointly. Lossless.
 
 Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10444, Algorithm 2. It
-accepts the longest prefix of the block that passes a test, which is never shorter in expectation
-than the run of tokens that each pass one of their own. Legend: B sequences, K draft tokens at most,
+accepts the longest prefix of the block that passes a test, and on average that prefix is at least
+as long as the one that tests of single tokens accept. Legend: B sequences, K draft tokens at most,
 V vocabulary.
 """
 
@@ -26,12 +26,12 @@ def block_chances(
 ) -> tuple[Tensor, Tensor]:
     """The decision of Algorithm 2 as a function of the drafts, before any random number is used.
 
-    draft_tokens: [B, K] int64, none negative before `lens`, [B], 0..K. draft_probs: q [B, K, V],
-    fp32 or fp64. target_probs: p [B, K + 1, V].
+    draft_tokens: [B, K] int64, with no negative id before `lens`. lens: [B], 0..K. draft_probs: q
+    [B, K, V], fp32 or fp64. target_probs: p [B, K + 1, V].
 
-    Returns chances [B, K + 1]: h_i, the probability that i drafts are accepted when no more than i
-    are, without meaning at 0 and past `lens`; and follow [B, K + 1, V]: weights of the token that
-    follows when i drafts are accepted.
+    Returns chances [B, K + 1]: h_i, the probability that i drafts are accepted, given that at most
+    i are; places 0 and past `lens` have no meaning. Also returns follow [B, K + 1, V]: weights of
+    the token that follows when i drafts are accepted.
     """
     width = draft_tokens.shape[1]
     place = torch.arange(width + 1, device=lens.device)
@@ -46,8 +46,8 @@ def block_chances(
         ratio = p[:, i] / q[:, i].clamp(min=TINY)
         weight[:, i + 1] = (weight[:, i] * ratio).clamp(max=1.0)
 
-    # 2. h_i of the inner places is what makes up for the mass of later acceptances. It is 0 / 0
-    # where w_i = 1 and p = q: the later ones are certain, so any value will do.
+    # 2. At inner places h_i makes up for the mass of later acceptances. It is 0 / 0 where w_i = 1
+    # and p = q. Later acceptances are certain there, so any value will do.
     residual = (weight[:, :width, None] * target_probs[:, :width] - draft_probs).clamp(min=0)
     mass = residual.sum(2)
     rest = mass + (1.0 - weight[:, :width])
@@ -55,8 +55,8 @@ def block_chances(
     is_inner = place < length
     chances = torch.where(is_inner, F.pad(inner, (0, 1)), weight)
 
-    # 3. The residual w p - q follows an inner place, p the last one. Rounding may leave the
-    # residual empty; a NaN in q makes its sum NaN. Then p alone decides.
+    # 3. The residual w p - q follows an inner place, and p follows the last one. Rounding may leave
+    # the residual empty; a NaN in q makes its sum NaN. Then p alone decides.
     from_residual = is_inner & F.pad(mass > 0, (0, 1))
     follow = torch.where(from_residual[..., None], F.pad(residual, (0, 0, 0, 1)), target_probs)
     return chances, follow
@@ -102,8 +102,8 @@ def verify_block(v: ops.Verification) -> tuple[Tensor, Tensor]:
 
 
 def _test(v: ops.Verification) -> tuple[Tensor, Tensor]:
-    """Both rules have the same law for proposals that were not drawn; rejection sampling costs
-    less."""
+    """Both rules give the same distribution for proposals that were not drawn, and rejection
+    sampling costs less."""
     return ops.reject_logits(v) if v.draft_logits is None else verify_block(v)
 
 

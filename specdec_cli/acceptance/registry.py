@@ -13,7 +13,7 @@ def rule_of(speculation: SpeculationSection) -> AcceptanceRule:
 
 
 def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
-    """A recipe's speculation when k reaches up to another number; see `Rule`."""
+    """A recipe's speculation, adapted to another largest k; see `Rule`."""
     return _named(speculation.acceptance).for_k(speculation, k)
 
 

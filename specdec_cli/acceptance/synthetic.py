@@ -19,8 +19,8 @@ _LONGEST_PROPOSAL = 1024
 
 @dataclass(frozen=True, eq=False)
 class SyntheticAcceptance(AcceptanceRule):
-    """Accept at given rates, `conditional` on those before, while drafting and scoring do their
-    work."""
+    """Accepts at given rates, while drafting and scoring do their usual work. conditional: the rate
+    of each place, given that the places before were accepted."""
 
     conditional: tuple[float, ...]
     draws_when_greedy = True
@@ -35,8 +35,8 @@ class SyntheticAcceptance(AcceptanceRule):
 
     @classmethod
     def from_length(cls, length: float, k: int) -> "SyntheticAcceptance":
-        """Make a rule from the mean tokens a round at proposal length k, with one rate everywhere
-        and for every proposal length."""
+        """Make a rule with one rate from the mean number of tokens a round at proposal length k.
+        The rate holds at every place and every proposal length."""
         return cls((even_rate(length, k),) * _LONGEST_PROPOSAL)
 
     def rates(self, k: int) -> tuple[float, ...]:
@@ -66,7 +66,7 @@ class SyntheticAcceptance(AcceptanceRule):
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """The rates, and the same random numbers that rounds draw."""
+        """The given rates, with the random numbers that rounds draw too."""
         rates = torch.tensor(self.rates(k), dtype=torch.float32)
         seed, at, length = (torch.tensor(n) for n in (params.seed, index, start))
         noise = round_noise(seed, at[None], length[None], count)
@@ -92,7 +92,8 @@ def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
 
 
 def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
-    """A mean length belongs to the recipe's own k, so it becomes rates, of `k` places."""
+    """The recipe's speculation with rates for `k` places in place of a mean length, which belongs
+    to the recipe's own k."""
     rates = marginal_rates(speculation, speculation.num_speculative_tokens, k)
     return speculation.model_copy(
         update={"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}
