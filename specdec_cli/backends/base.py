@@ -20,7 +20,7 @@ from specdec_cli.recipe import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The part of an answer that only a server's has; see `folders.records.Sample`."""
+    """The figures that only a server's answer has; see `folders.records.Sample`."""
 
     engine: EngineFacts
     num_retries: int = 0
@@ -37,10 +37,10 @@ class Served:
 class Finished:
     """The answer to one request.
 
-    max_output_tokens: the tokens after which it had to end. *_per_round: of the rounds that
-    proposed, in order; None where the engine does not tell. The names after them are those of
-    `core.types.Sequence`. arrived_at to finished_at: seconds on one clock. Shares and times of
-    stages are absent (0 or empty) where an engine has none.
+    max_output_tokens: the number of tokens after which the answer had to end. *_per_round: of the
+    rounds that proposed, in order; None where the engine does not tell. The fields after them are
+    as in `core.types.Sequence`. arrived_at to finished_at: seconds on one clock. Shares and times
+    of stages are absent (0 or empty) where an engine has none.
     """
 
     index: int
@@ -70,7 +70,7 @@ class Finished:
 
     @property
     def seconds(self) -> float:
-        """Its shares of prefill and of rounds."""
+        """The request's shares of prefill and of rounds."""
         return self.prefill_seconds + self.decode_seconds
 
 
@@ -85,7 +85,7 @@ class Written(Protocol):
     def num_accepted(self) -> int: ...
 
 
-# Called as tokens come, once a round, with the answers that they complete.
+# Called once a round as tokens come, with the answers that the tokens complete.
 OnRound = Callable[[Sequence[Written], list[Finished]], None]
 
 
@@ -95,11 +95,11 @@ class Prepared:
 
     proposer: the name of the arm. draft_max_len: None without a draft. device: has a `type`.
     device_name: the kind, or a GPU's name. random_roles: the models with random weights. remark,
-    readings: what a reader of the results has to know of the acceptance rule and of the draft.
+    readings: notes for readers of the results, about the acceptance rule and the draft.
     reads_hidden: whether the draft takes the target's hidden states. generation_config: the
     target's file of that name, or empty. stages: of opening a session. fingerprint: gives a hash
-    that tells models of one name apart, by role; None for a model that takes no part. own: what
-    the backend itself needs to know. few_threads: the notice that it runs on fewer than it could.
+    that tells models of one name apart, by role; None for a model that takes no part. own: data of
+    the backend itself. few_threads: the notice that it runs on fewer threads than it could.
     """
 
     recipe: Recipe
@@ -127,7 +127,7 @@ class Prepared:
 
     @property
     def params(self) -> SamplingParams:
-        """The recipe's sampling, whose keys have the same names."""
+        """The recipe's sampling as parameters; both have the same names."""
         asked = self.recipe.sampling.model_dump(exclude={"source"})
         return SamplingParams(**asked, seed=self.recipe.run.seed)
 
@@ -135,7 +135,7 @@ class Prepared:
 class Session(Protocol):
     """Loaded models that answer requests, `batch_size` at a time. Sessions run one at a time.
 
-    weights: the target's, which the next session may take over. reach: the tokens of a text past
+    weights: the target's, which the next session may take over. reach: the length of a text past
     which nothing is proposed.
     """
 
@@ -153,7 +153,7 @@ class Session(Protocol):
     ) -> Metrics | None:
         """Answer every request, with at most `k` proposals a round.
 
-        Returns None where metrics follow from the answers alone, as those of servers do.
+        Returns None if metrics follow from the answers alone, as they do for servers.
         """
         ...
 
@@ -164,10 +164,10 @@ class Session(Protocol):
         params: SamplingParams,
         on_sign: Callable[[], None],
     ) -> list[Finished]:
-        """Answer requests as they arrive, until they are over. Each is told to `arrivals` as it
-        ends. on_sign: called now and then, also while nothing is due.
+        """Answer requests as they arrive, until `arrivals` are over. `arrivals` is told of each
+        answer as it ends. on_sign: called now and then, also while nothing is due.
 
-        Times of answers are on `time.perf_counter`, and `arrived_at` is the due time.
+        Times of answers are on the clock `time.perf_counter`, and `arrived_at` is the due time.
         """
         ...
 
@@ -176,16 +176,16 @@ class Session(Protocol):
         ...
 
     def forget_rounds(self) -> None:
-        """Give up what it keeps for its batch size alone."""
+        """Free the data that belong to this batch size alone."""
 
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> np.ndarray:
         """The target's logits [V], fp32, after `tokens`, as passes over `width` tokens give them,
-        with the changes that `params` make: -inf for ids that cannot follow. start: tokens of the
-        prompt.
+        with the changes that `params` make: -inf for ids that cannot follow. start: number of
+        tokens of the prompt.
 
-        Every rank calls this; they mean something on rank 0.
+        Every rank calls this; only rank 0's logits have a meaning.
         """
         ...
 
@@ -199,7 +199,7 @@ class Session(Protocol):
 class Backend(Protocol):
     """An engine. `prepare` makes what its other functions take.
 
-    is_native: whether it is our own, which stamps rounds, forecasts them and has logits.
+    is_native: whether the engine is our own, which stamps rounds, forecasts them and has logits.
     """
 
     @property
@@ -208,7 +208,7 @@ class Backend(Protocol):
     def prepare(
         self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
     ) -> Prepared:
-        """Check a recipe; largest: the k and the batch size to be ready for, else the recipe's."""
+        """Check a recipe. largest: the largest k and batch size, if they are not the recipe's."""
         ...
 
     def open_session(
@@ -218,7 +218,7 @@ class Backend(Protocol):
         on_stage: Callable[[str], None],
         weights: object = None,
     ) -> Session:
-        """Load the models. weights: of a session that is no longer used."""
+        """Load the models. weights: those of a session that is no longer used."""
         ...
 
     def open_beside(
@@ -228,7 +228,8 @@ class Backend(Protocol):
         session: Session,
         on_stage: Callable[[str], None],
     ) -> Session | None:
-        """Another draft over the target of `session`, and both stay; None if there is no room."""
+        """A session with another draft over the target of `session`, which stays usable; None if
+        there is no room."""
         ...
 
     def environment(self, plan: Prepared) -> dict[str, Any]:
@@ -236,7 +237,7 @@ class Backend(Protocol):
         ...
 
     def peak_memory(self, plan: Prepared) -> int:
-        """Most bytes held so far."""
+        """The most bytes held so far."""
         ...
 
     def free_memory(self, plan: Prepared) -> None:

@@ -132,7 +132,7 @@ def prepare(
 
 
 def prepared(plan: Plan) -> Prepared:
-    """The engine's plan as measurements see it."""
+    """The engine's plan, as measurements need it."""
     target, draft, device = plan.target, plan.draft, plan.device
 
     def fingerprint_of(role: str) -> str | None:
@@ -185,7 +185,7 @@ def open_beside(
 
 
 def environment(plan: Prepared, device: torch.device | None = None) -> dict[str, Any]:
-    """The record of the environment. An allow-list: no environment variable is copied.
+    """The record of the environment, from an allow-list: no environment variable is copied.
 
     It includes the target's dtype, and which parts were compiled or captured, and why. device: the
     plan's, unless given.
@@ -222,7 +222,8 @@ def _version(package: str) -> str | None:
 
 
 def peak_memory(plan: Prepared) -> int:
-    """Most bytes held so far: by torch of the device's memory, or by this process of the host's."""
+    """The most bytes held so far: of the device's memory by torch, or of the host's by this
+    process."""
     if plan.device.type == "cuda":
         return torch.cuda.max_memory_reserved(plan.device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,5 @@
-"""From what came to answers: shares of time, and rounds as far as the server tells them."""
+"""Makes answers of the data that came: shares of time, and rounds as far as the server tells
+them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ INVALID = "spec_details_invalid"
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The rounds of one request; order: what each accepted and proposed, if known."""
+    """The rounds of one request. order: the number that each round accepted and proposed, if
+    known."""
 
     order: tuple[list[int], list[int]] | None = None
     histogram: list[int] | None = None
@@ -31,8 +33,8 @@ class Rounds:
 def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool) -> bool:
     """Whether details contradict neither themselves nor the text.
 
-    tokens_after_first: of the first chunk, which is the prefill's. may_skip: whether rounds may
-    propose nothing, so that a text may have more tokens than the counted rounds allow.
+    tokens_after_first: tokens after the first chunk, which is the prefill's. may_skip: whether
+    rounds may propose nothing, so that a text may have more tokens than the counted rounds allow.
     """
     numbers = (found.num_rounds, found.num_accepted, *found.histogram)
     if any(type(one) is not int or one < 0 for one in numbers) or len(found.histogram) > k + 1:
@@ -59,10 +61,9 @@ def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool)
 
 
 def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
-    """The number that each round accepted, in order; None where the two sources do not fit.
-
-    They are a histogram and the sizes of the chunks after the first. Every round but the last is a
-    chunk of its accepted proposals and one token more. The last may have accepted tokens beyond the
+    """The number that each round accepted, in order; None where the two sources do not fit. They
+    are a histogram and the sizes of the chunks after the first. Every round but the last is a chunk
+    of its accepted proposals and one token more. The last may have accepted tokens beyond the
     text's end, which no chunk has.
     """
     if found.accepted is not None:
@@ -80,8 +81,8 @@ def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
 def chunks_tell(sizes: Sequence[Sequence[int]], k: int, drafts: int, accepted: int) -> bool:
     """Whether chunks are rounds, by the counters of all requests.
 
-    sizes: of each request's chunks after its first. drafts, accepted: as counted. The last round
-    of a request may have accepted tokens beyond its text.
+    sizes: those of each request's chunks after its first. drafts, accepted: the server's counts.
+    The last round of a request may have accepted tokens beyond its text.
     """
     every = [size for own in sizes for size in own]
     seen = sum(size - 1 for size in every)
@@ -97,8 +98,8 @@ NO_ROUNDS = Rounds()
 
 
 def rounds_by_details(answer: Answer, k: int, *, may_skip: bool) -> Rounds | str | None:
-    """The rounds that the server told of one request; None where it told none, and a code where
-    they cannot be."""
+    """The rounds that the server told of one request; None where it told none, and a warning's code
+    where they are impossible."""
     after = answer.num_tokens - answer.tokens_in_first
     found = answer.reading.details
     if found is None:
@@ -118,7 +119,7 @@ def all_rounds(
     """The source of acceptance, each answer's rounds, the counts that stand for all of them, and
     codes of warnings.
 
-    counted: by the server's counters; a code where they do not tell.
+    counted: the counts of the server's counters, or a warning's code where they tell none.
     """
     remarks: set[str] = set()
     if k == 0:
@@ -142,8 +143,8 @@ def all_rounds(
 
 
 def shares(spans: Mapping[int, tuple[float, float]]) -> dict[int, float]:
-    """Each span's part of the time in which any runs, charging each instant equally to those that
-    run in it. spans: by key, in seconds."""
+    """Each span's share of the time in which any span runs: each instant is charged equally to the
+    spans that run then. spans: start and end in seconds, by key."""
     times = sorted({at for span in spans.values() for at in span})
     open_at = dict.fromkeys(times, 0)
     for begin, end in spans.values():
@@ -166,8 +167,8 @@ def finished(
     times: tuple[float, float],
     most: int,
 ) -> Finished:
-    """The answer to one request. times: its shares of decoding, and of all from sending to the last
-    token. most: tokens after which it had to end."""
+    """The answer to one request. times: its shares of the time of decoding, and of the whole time
+    from sending to the last token. most: the number of tokens after which it had to end."""
     reading, request = answer.reading, answer.request
     served = Served(
         EngineFacts(kind=facts.kind, version=facts.version, acceptance_source=source),

@@ -1,4 +1,4 @@
-"""Servers as a backend. On this side a recipe needs a tokenizer alone.
+"""Servers as a backend. Here a recipe needs only a tokenizer.
 
 Imports of tokenizers wait inside functions.
 """
@@ -39,8 +39,8 @@ class Elsewhere:
 class ServerBackend:
     """Servers, by k. Use it as a context manager.
 
-    logs: the folder for the logs of those that it starts, one at a time. started: what these said
-    of themselves. notices: warnings about them.
+    logs: the folder for the logs of servers that it starts, one at a time. started: the facts that
+    these told. notices: warnings about them.
     """
 
     is_native = False
@@ -180,7 +180,7 @@ class ServerBackend:
         )
 
     def _proposer(self, recipe: Recipe) -> str | None:
-        """The recipe's draft or method, else what a server says."""
+        """The recipe's draft or method, else the one that a server names."""
         method = recipe.speculation.method
         if weights_from(method) == "draft" and recipe.draft is not None:
             return recipe.draft.model
@@ -214,7 +214,7 @@ class ServerBackend:
         session: Session,
         on_stage: Callable[[str], None],
     ) -> Session | None:
-        raise UsageError("--draft: with --server there is one draft, the server's")
+        raise UsageError("--draft: with --server the only draft is the server's")
 
     def environment(self, plan: Prepared) -> dict[str, Any]:
         return {

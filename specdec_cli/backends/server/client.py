@@ -36,9 +36,9 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 @dataclass(slots=True)
 class Answer:
     """The outcome of one request. chunks: the time and the number of new tokens of each chunk that
-    holds some. sent: when it was there to be sent. began: of the attempt that was answered. error:
-    set if none was. lost_tokens: that attempts before it may have made.
-    """
+    holds some. sent: the time at which it could be sent. began: the start of the attempt that was
+    answered. error: set if no attempt was answered. lost_tokens: tokens that earlier attempts may
+    have made."""
 
     request: Request
     due: float
@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """The number of output tokens: of the ids, or by `usage` where there are none."""
+        """The number of output tokens: that of the ids, or else that of `usage`."""
         return len(self.reading.token_ids) or self.reading.usage or 0
 
     @property
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """timeout_s: of an attempt. retries: attempts after the first."""
+    """timeout_s: the limit of one attempt. retries: the number of attempts after the first."""
 
     timeout_s: float
     retries: int
@@ -105,7 +105,8 @@ class Events:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """A session of connections, without a limit of its own; the key is the environment's."""
+    """A session of connections without a limit on their number. The key is taken from the
+    environment."""
     key = os.environ.get(_KEY)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
@@ -116,7 +117,7 @@ def new_session() -> aiohttp.ClientSession:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Asks one server. most: requests under way; None for no limit."""
+    """Asks one server. most: the largest number of requests under way; None for no limit."""
 
     http: aiohttp.ClientSession
     dialect: Dialect
@@ -126,7 +127,7 @@ class Client:
     most: int | None
 
     async def ask_all(self, requests: Sequence[Request]) -> list[Answer]:
-        """Ask all, as many at a time as may be while there is work; in the requests' order."""
+        """Ask all, as many at a time as allowed. Returns the outcomes in the requests' order."""
         room = asyncio.Semaphore(self.most if self.most is not None else max(1, len(requests)))
         start = time.perf_counter()
 
@@ -143,8 +144,8 @@ class Client:
         return [task.result() for task in tasks]
 
     async def ask_arrivals(self, arrivals: Arrivals) -> list[Answer]:
-        """Ask each when it is due and there is room, until they are over; then those that were sent
-        are waited for, since the server counts their tokens."""
+        """Ask each request when it is due and there is room, until the arrivals are over. Then wait
+        for the requests that were sent, since the server counts their tokens."""
         room = asyncio.Semaphore(self.most) if self.most is not None else None
         start, answers = time.perf_counter(), list[Answer]()
 
@@ -226,7 +227,8 @@ class Client:
                 raise Refused("the server tells neither token ids nor usage: tokens are not known")
 
     def _read(self, data: bytes, reading: Reading) -> int | None:
-        """Enter an event, and return its new tokens, 0 of text without ids; None of neither."""
+        """Enter an event, and return the number of its new tokens: 0 for text without ids, None
+        without both."""
         before = len(reading.token_ids), len(reading.text)
         event = json.loads(data)
         if not isinstance(event, dict):

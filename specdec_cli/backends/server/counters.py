@@ -1,4 +1,4 @@
-"""A server's counters: what was counted between two readings, or why that cannot be told."""
+"""A server's counters: the counts between two readings, or the reason why they are unknown."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,8 +75,8 @@ def has_reset(before: Scrape, after: Scrape) -> bool:
 def difference(before: Scrape, after: Scrape, k: int, tokens: int, most_more: int) -> Counted | str:
     """The counts of a run, or a code for why they are unknown.
 
-    tokens: that our requests were answered with. most_more: tokens that the server may have made
-    for us beside them.
+    tokens: the output tokens of our requests. most_more: the most further tokens that the server
+    may have made for us.
     """
     if has_reset(before, after):
         return RESET

@@ -1,4 +1,4 @@
-"""A server's kind, version, k, method and model, as it says itself."""
+"""A server's kind, version, k, method and model, as the server itself tells them."""
 
 import asyncio
 import time
@@ -40,10 +40,9 @@ def address(text: str, option: str) -> str:
 async def look_at(
     http: aiohttp.ClientSession, url: str, served_model: str | None, patience_s: float
 ) -> ServerFacts:
-    """Find out what answers at `url`, once it is healthy.
-
-    served_model: the one to ask for; None for the only one. Raises `SetupError` where nothing of
-    use answers in time, and `UsageError` where the model is not told.
+    """Find out which server answers at `url`, once it is healthy. served_model: the model to ask
+    for; None for the only one. Raises `SetupError` if no usable server answers in time, and
+    `UsageError` if the model is not clear.
     """
     await _healthy(http, url, patience_s)
     status, models = await _json(http, url, "/v1/models")
@@ -83,7 +82,7 @@ async def look_at(
 
 
 def _sglang_k(info: Mapping[str, Any]) -> int:
-    """Tokens of a chain, of which one is the target's; where drafts are trees their steps."""
+    """Tokens of a chain, one of them the target's; the steps of drafts that are trees."""
     if info["speculative_algorithm"] is None:
         return 0
     steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
@@ -132,7 +131,7 @@ async def _healthy(http: aiohttp.ClientSession, url: str, patience_s: float) -> 
 
 
 async def _json(http: aiohttp.ClientSession, url: str, path: str) -> tuple[int, Any]:
-    """The status and the JSON at a path; None for what is none."""
+    """The status and the JSON at a path; None in place of a body that is not JSON."""
     try:
         async with asyncio.timeout(times.SHORT_S), http.get(url + path) as response:
             is_json = response.status == 200

@@ -15,7 +15,7 @@ _MOST_WORDS = 300
 
 
 class Broken(Exception):
-    """An attempt that failed in a way that another attempt may not. wait_s: asked by the server."""
+    """A failure that another attempt may avoid. wait_s: the wait that the server asks for."""
 
     def __init__(self, told: str, wait_s: float = 0.0) -> None:
         super().__init__(told)
@@ -23,15 +23,15 @@ class Broken(Exception):
 
 
 class Refused(Exception):
-    """An attempt that failed in a way that others would too."""
+    """A failure that further attempts would repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
     """Facts that a server tells of itself.
 
-    k: None where it does not tell. model: the name to ask for. incremental: whether chunks of
-    SGLang hold new tokens alone.
+    k: None if the server does not tell it. model: the name to ask for. incremental: whether chunks
+    of SGLang hold new tokens alone.
     """
 
     url: str
@@ -48,7 +48,8 @@ class ServerFacts:
 class Details:
     """A server's account of the rounds of one request, unchecked.
 
-    histogram: rounds by proposals accepted. accepted, proposed: by round in order, if it tells.
+    histogram: rounds by proposals accepted. accepted, proposed: the numbers of each round in order,
+    if the server tells them.
     """
 
     num_rounds: int
@@ -74,7 +75,7 @@ class Reading:
 
 
 class Dialect(Protocol):
-    """A kind of server. counts: whether its counters tell acceptance."""
+    """A kind of server. counts: whether the server's counters tell acceptance."""
 
     kind: Kind
     counts: bool
@@ -82,7 +83,8 @@ class Dialect(Protocol):
     def body(
         self, facts: ServerFacts, request: Request, params: SamplingParams, salt: str
     ) -> tuple[str, dict[str, Any]]:
-        """The path and the JSON of a request. salt: keeps it out of every other's prefix cache."""
+        """The path and the JSON of a request. salt: keeps the request out of the prefix cache of
+        all others."""
         ...
 
     def read(self, facts: ServerFacts, event: Mapping[str, Any], reading: Reading) -> None:
@@ -93,7 +95,7 @@ class Dialect(Protocol):
 def common_body(request: Request, params: SamplingParams, *, off: int) -> dict[str, Any]:
     """The sampling in full: servers fill gaps from a model's generation_config.json.
 
-    off: their word for no top-k.
+    off: the servers' value for no top-k.
     """
     found: dict[str, Any] = {
         "temperature": params.temperature,

@@ -25,7 +25,8 @@ _BOTH_FROM_RULE = {"rejection": None, "block": "block", "synthetic": "synthetic"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """launch: its words, without values. flags: ours, each with its values. args: the user's."""
+    """launch: the words that start the server. flags: our flags, each with its values. args: the
+    user's words."""
 
     launch: tuple[str, ...]
     flags: list[tuple[str, ...]]
@@ -40,7 +41,8 @@ class Command:
         return [*first, *(w for flag in [*address, *self.flags] for w in flag), *self.args]
 
     def without(self, unknown: Sequence[str]) -> "Command | None":
-        """The same without flags that a version does not know; None if none of ours is there."""
+        """The same command without the flags that a version does not know; None if it has none of
+        those."""
         kept = [flag for flag in self.flags if flag[0] not in unknown]
         if len(kept) == len(self.flags):
             return None
@@ -56,7 +58,7 @@ def model_words(section: ModelSection) -> str:
 
 
 def _has_no_tokenizer(section: ModelSection) -> bool:
-    """Whether a model is the shape of one alone; servers take its prompts as ids all the same."""
+    """Whether a model is a mere shape, without a tokenizer; servers take its prompts as ids too."""
     from specdec_cli.models.resolve import local_place
     from specdec_cli.models.tokenizer import has_tokenizer
 

@@ -1,5 +1,5 @@
-"""The dialects of completions: of any OpenAI-compatible server, texts and times only; and vLLM's,
-with token ids, and counters or details of rounds."""
+"""The dialects of completions. That of any OpenAI-compatible server has texts and times only;
+vLLM's has token ids too, and counters or details of rounds."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -18,15 +18,15 @@ from specdec_cli.text import inert
 HOST = "127.0.0.1"
 _LAST_LINES = 5
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
-_SLACK_S = 20.0  # beyond the stop's own limit, until killed processes are gone
+_SLACK_S = 20.0  # after the stop's own limit, until killed processes are gone
 
 
-_NOT_FOUND = 127  # as shells say it, and our guardian
+_NOT_FOUND = 127  # the exit code of shells and of our guardian
 
 
 class NotUpError(RunError):
-    """A server that we start cannot be started, or is not healthy in time: exit code 5, if no point
-    was measured."""
+    """A server that cannot be started here, or is not healthy in time: exit code 5, if no point was
+    measured."""
 
     code = ExitCode.ENVIRONMENT
 
@@ -88,7 +88,7 @@ class Process:
 
     @property
     def unknown_flags(self) -> list[str]:
-        """The flags that it said it does not know."""
+        """The flags that the server reported as unknown."""
         found = _UNKNOWN.search(self.written)
         words = found[1].split() if found is not None else []
         return [word.partition("=")[0] for word in words if word.startswith("-")]
@@ -109,7 +109,7 @@ class Process:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that no process listens on now."""
     with socket.socket() as found:
         found.bind((HOST, 0))
         return int(found.getsockname()[1])

@@ -22,12 +22,12 @@ from specdec_cli.core.types import Arrivals, Request, SamplingParams
 
 DIALECTS: Mapping[str, Dialect] = {one.kind: one for one in (Vllm(), Sglang(), OpenAI())}
 _SCRAPES = 20
-_LAGGING = 128  # requests under way above which counters may move after the answers have come
+_LAGGING = 128  # with more requests under way, counters may move after the answers came
 
 
 @dataclass(frozen=True, slots=True)
 class AllTokens:
-    """The tokens of one whole answer. How many were proposals is not told."""
+    """The tokens of one whole answer. The server does not tell how many were proposals."""
 
     index: int
     token_ids: list[int]
@@ -61,7 +61,7 @@ class Line:
 
 
 async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
-    """The server's counters; None where it shows none."""
+    """The server's counters; None if it shows none."""
     try:
         async with asyncio.timeout(times.SHORT_S), http.get(f"{url}/metrics") as response:
             found = Scrape.of(await response.text()) if response.status == 200 else None
@@ -72,11 +72,11 @@ async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
 
 @dataclass(slots=True, eq=False)
 class ServerSession:
-    """Servers that answer requests, one of them at a time.
+    """Servers that answer requests; one server at a time is asked.
 
     servers: by k. batch_size: 0 for no limit. may_skip: whether the method may propose nothing in a
-    round, as n-grams do. check: raises `RunError` if the server is one that we started and ends
-    within so many seconds.
+    round, as n-grams do. check: raises `RunError` if a server that we started ends within the given
+    seconds.
     """
 
     servers: Mapping[int, ServerFacts]
@@ -104,7 +104,7 @@ class ServerSession:
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> np.ndarray:
-        raise NotImplementedError("a server gives no logits; who asks is refused before")
+        raise NotImplementedError("a server gives no logits; commands for them are refused before")
 
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams
@@ -134,7 +134,7 @@ class ServerSession:
     async def _answers(
         self, http: aiohttp.ClientSession, ask: _Ask, k: int, params: SamplingParams
     ) -> tuple[list[Answer], Counted | str | None]:
-        """The answers, and what the server's counters say of them all; see `difference`."""
+        """The answers, and the server's counts of them all; see `difference`."""
         facts = self.servers[k]
         dialect = DIALECTS[facts.kind]
         before = await scrape(http, facts.url) if dialect.counts else None
@@ -143,7 +143,8 @@ class ServerSession:
         if before is None:
             return answers, None
         tokens = sum(a.num_tokens for a in answers if a.error is None)
-        # A text that a stop string ended may have been longer, and attempts that failed wrote too.
+        # The server may have written more of a text that a stop string ended, and attempts that
+        # failed wrote tokens too.
         beyond = len(answers) * (k + 1) if params.stop else 0
         more = sum(a.lost_tokens for a in answers) + beyond
         lags = min(self.batch_size or len(answers), len(answers)) > _LAGGING
@@ -187,7 +188,7 @@ class ServerSession:
 def _with_common(
     found: list[Finished], of_all: Counted | None, remarks: set[str]
 ) -> list[Finished]:
-    """The answers. The last good one has the counts and the warnings of all."""
+    """The answers. The last one without an error has the counts and the warnings of all."""
     place = next((i for i in reversed(range(len(found))) if found[i].error is None), None)
     if place is not None and (served := found[place].served) is not None:
         codes = (*served.remarks, *sorted(remarks))

@@ -63,7 +63,8 @@ class Sglang:
 
 
 def _details(meta: Mapping[str, Any]) -> Details:
-    """The counts; `spec_accept_length` is another figure: it has the prefill's token in it."""
+    """The counts of rounds. `spec_accept_length` is not among them, since it includes the prefill's
+    token."""
     return Details(
         num_rounds=meta["spec_verify_ct"],
         num_accepted=meta.get("spec_num_correct_drafts", -1),

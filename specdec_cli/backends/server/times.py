@@ -3,5 +3,5 @@
 RETRY_S = 0.5  # before the first retry; each further one waits twice as long
 LOOK_S = 0.5  # between two looks at a server that is not healthy yet
 SCRAPE_S = 0.05  # between two readings of counters that lag behind
-END_S = 2.0  # in which the end of a server is told that no longer answers
-SHORT_S = 10.0  # for an answer that needs no model
+END_S = 2.0  # limit for learning that a server which no longer answers has ended
+SHORT_S = 10.0  # limit for an answer that needs no model
