@@ -105,7 +105,7 @@ def compare_tp(
                 own_prompts=plan.own_prompts,
             )
             warnings += unsaid(settings_file.read_warnings(output), warnings)
-            if not records.is_open(plan.to_run):  # every pair is already recorded
+            if not records.is_open(plan.to_run):  # all pairs are recorded already
                 where = settings_file.earlier_environment(output, where)
         else:
             folder = RunFolder(Path(scratch.enter_context(tempfile.TemporaryDirectory())))

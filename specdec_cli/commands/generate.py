@@ -93,7 +93,7 @@ def generate(
 
 
 def _check_turns(prompts: "list[specdec_cli.prompts.Prompt]", file: Path) -> None:
-    """Raise `UsageError` where no file of next turns can be made of the answers."""
+    """Raise `UsageError` if the answers cannot give a file of next turns."""
     if not any(prompt.later for prompt in prompts):
         raise UsageError("--next-turns: no prompt has a further turn", "the data need turns")
     if any(prompt.later and prompt.messages is None for prompt in prompts):

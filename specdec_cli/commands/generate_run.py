@@ -62,8 +62,9 @@ from specdec_cli.terminal.sinks import collector, shows_live_text, sinks_for
 class Ready:
     """Everything that a run needs.
 
-    recipe: to be recorded, and runnable again. where: the record of the environment. kept: the run
-    folder, if one was asked for, and what is done already. session: None if nothing is left to do.
+    recipe: the recipe to record, which can run again. where: the record of the environment. kept:
+    the run folder, if one was asked for, with the samples that it holds. session: None if nothing
+    is left to do.
     """
 
     recipe: Recipe
@@ -85,9 +86,9 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The command's own options. is_single: the only prompt is on the command line, so the run
-    fails if it cannot run. checks: whether to compare texts with those of the target alone.
-    strict: whether disturbed times make a run partial."""
+    """The command's own options. is_single: whether the only prompt is on the command line; the run
+    fails if that prompt cannot run. checks: whether to compare texts with those of the target
+    alone. strict: whether disturbed times make a run partial."""
 
     resume: bool
     next_turns: Path | None
@@ -120,7 +121,7 @@ def get_ready(
     if (path := asked.output) is not None:
         if world.is_first:
             kept = open_folder(path, resolved, job, where, notices, found.own, resume=own.resume)
-        # Every rank has to skip what the folder holds.
+        # Every rank has to skip the prompts that the folder holds.
         shared = world.once(lambda: replace(kept, folder=None))
         kept = kept if world.is_first else shared
         notices += unsaid(kept.notices, notices)
@@ -184,16 +185,17 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
 
 
 def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
-    """Compare a few prompts' texts with those of the target alone; this run's if it is greedy."""
+    """Compare the texts of a few prompts with those of the target alone. Texts of this run are used
+    if it is greedy."""
     job, session = ready.job.part(0, PROMPTS), ready.session
-    assert session is not None, "a run that is to be checked has one"
+    assert session is not None, "a run that is checked has one"
     plan = job.plan
     ran = world.once(lambda: {o.index: o.token_ids for o in outputs if o.error is None})
     written = ran if plan.params.is_greedy else greedy_texts(session, job, plan.k, world)
     plain = greedy_texts(session, job, 0, world)
     check = LosslessCheck(plan.dtype_name, plan.params)
     check.compare(session, key_of(job), texts_of(job, written, plain))
-    return world.once(lambda: check.result)  # other ranks have no logits of meaning
+    return world.once(lambda: check.result)  # logits of other ranks have no meaning
 
 
 def _run(
@@ -201,8 +203,8 @@ def _run(
 ) -> tuple[list[Output], Metrics, dict[int, Sample]]:
     """Run the prompts that are left; each output is shown and on disk as soon as it comes.
 
-    The metrics of a resumed run are those of all its samples, as are those of a server's, which are
-    returned too.
+    The metrics of a resumed run, and of a run on a server, are those of all its samples. Those
+    samples are returned too.
     """
     job, sinks, done = ready.job, [], ready.kept.done
     if world.is_first:
@@ -233,7 +235,8 @@ def _run(
         if ready.session is not None:
             plan = job.plan
             left = ready.left
-            # A server's answers come when all of a run have come, so a kill costs one unit.
+            # A server's answers come all at once at a run's end, so runs are short: a kill costs
+            # one of them.
             units = [left] if job.backend.is_native else units_of(left, plan.recipe.run.batch_size)
             metrics = None
             for unit in units:

@@ -58,7 +58,7 @@ class OneSource(Command):
         return super().parse_args(ctx, args)
 
 
-# Our names, and those that people try, without dashes.
+# Our names, and names that people try, without dashes.
 _OTHER_NAMES: Final = {
     "--target": "checkpoint model",
     "--dataset FILE::COLUMN": "column",

@@ -53,7 +53,7 @@ def methods(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = Fals
 
 
 def _draft(name: str) -> dict[str, str] | None:
-    """A bundled draft, its method and its target; None for a target."""
+    """The row of a bundled draft: name, method and target; None for a target."""
     from specdec_cli.recipe.choices.registry import fitting_forms
 
     if name == "target":

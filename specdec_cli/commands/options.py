@@ -38,7 +38,8 @@ _MAX_COUNT, _MAX_BATCH = 2**31 - 1, 2**16
 def option(
     flags: str, metavar: str | None, help: str, panel: str | None = None, **more: Any
 ) -> Any:
-    """An option for `Annotated`. flags: its spellings, apart by spaces. metavar: None for a flag.
+    """An option for `Annotated`. flags: its spellings, separated by spaces. metavar: None for a
+    flag.
 
     more: further arguments of `typer.Option`.
     """
@@ -53,7 +54,7 @@ def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_set(incomplete: str) -> list[str]:
-    """`KEY=` for the keys of a recipe that begin so, for the shell."""
+    """`KEY=` for each key of a recipe that begins with this text, for the shell."""
     from specdec_cli.recipe.schema import key_fields
 
     return [f"{key}=" for key in key_fields() if f"{key}=".startswith(incomplete)]
@@ -266,7 +267,8 @@ class Asked:
 
     @property
     def is_heard(self) -> bool:
-        """Whether this process tells the user: the parent speaks for the ranks that it started."""
+        """Whether this process writes to the user: the parent writes for the ranks that it
+        started."""
         return self.place.rank is None or self.place.rank.tells_user
 
     def permissions(self) -> Permissions:
@@ -277,8 +279,8 @@ class Asked:
     def resolve(
         self, own: Mapping[str, object], sets: Sequence[str] = ()
     ) -> "specdec_cli.recipe.Recipe":
-        """The recipe of the command line, with the method that its draft calls for, and the
-        sampling of its target where it asks for that.
+        """The recipe of the command line, with the method that its draft needs. It has the target's
+        own sampling if `sampling.from` says so.
 
         own: the command's own options, as for `resolve`. sets: further values of `--set`.
         """
@@ -290,7 +292,7 @@ class Asked:
         if found.load.request_rate is not None and "request_rate" not in own:
             told = "load.request_rate: requests arrive at a rate in sweep-k alone"
             raise UsageError(told, "pass --set load.request_rate=null")
-        # An option overrides the recipe, so the method of a draft named by one does so too.
+        # An option overrides the recipe, and so does the method of a draft that an option names.
         is_free = options.get("draft") is not None
         names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None
         return with_sampling(with_method(found, is_free=is_free and not names_method))
@@ -313,8 +315,8 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
     """Give a command the shared options, which it receives as its first argument, an `Asked`.
 
     A command that reads prompts receives `Prompts` as its second. An option that the command
-    declares itself takes the place of the shared one of that name. without: shared options that it
-    does not have.
+    declares itself takes the place of the shared one of that name. without: shared options that the
+    command does not have.
     """
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
@@ -335,7 +337,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
             if asked.threads is not None:
                 use_threads(asked.threads)
             begin_stage("reading the recipe")
-            if asked.plugin:  # before the recipe is read, which may name what they add
+            if asked.plugin:  # before the recipe, which may name methods of plugins
                 from specdec_cli.plugin import load
 
                 for file in asked.plugin:
@@ -346,7 +348,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [context, recipe, *of_prompts, *own, *keys, *others]
         )
-        command.__annotations__ = {}  # typer would prefer them to the signature's
+        command.__annotations__ = {}  # typer would prefer these annotations to the signature's
         command.__doc__ = run.__doc__
         return command
 
@@ -406,7 +408,7 @@ def parse_sets(sets: Sequence[str], option: str = "--set") -> dict[str, object]:
 
 
 def parse_counts(text: str | None, option: str) -> list[int]:
-    """Parse `1,8` into distinct numbers; an option that was not given has none."""
+    """Parse `1,8` into distinct numbers; None for an option that was not given."""
     if text is None:
         return []
     parts = [part.strip() for part in text.split(",")]

@@ -81,7 +81,7 @@ def profile_blocks(
     has_draft = asked.given["draft"] is not None
     if estimate:
         if not asked.place.is_first:
-            return  # every process would find the same, and one has to write it
+            return  # all processes would find the same, and only one may write it
         rooms = _rooms(device_memory, memory)
         with waiting("estimating", quiet=asked.quiet), _naming_shapes():
             resolved, document = _estimated(asked, source, lists, rooms, context)
@@ -120,7 +120,8 @@ def _measured(
             where = native.environment(native.prepared(planned))
             RunFolder.create(asked.output, resolved, where).close()
         profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
-        # Before the timeouts of `ready` begin: the document describes the draft at other degrees.
+        # This has to come before the timeouts of `ready` begin: the document describes the draft at
+        # other degrees.
         found = document(resolved, profile) if world.is_first else {}
     world.ready()
     return found
@@ -133,8 +134,8 @@ def _estimated(
     rooms: Sequence[tuple[int, bool] | None],
     context: int | None,
 ) -> "tuple[specdec_cli.recipe.Recipe, dict[str, object]]":
-    """The document of the first point, with all of them as rows when there are several. rooms: as
-    of `_rooms`; points of several have `device_memory_bytes`.
+    """The document of the first point, with a row for each point if there are several. rooms: those
+    of `_rooms`; if there are several, each point has `device_memory_bytes`.
 
     Raises `SetupError` if nothing fits at any of them, and the first point's problem if all of them
     are skipped.
@@ -190,8 +191,8 @@ def _estimated(
 
 
 def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int, bool] | None]:
-    """Each memory to estimate for, in bytes, and whether it can only be a GPU's; None for this
-    machine's."""
+    """Each size of memory to estimate for, in bytes, and whether it can only be a GPU's. None
+    stands for this machine's memory."""
     if device_memory is not None and memory is not None:
         raise UsageError("--memory and --device-memory exclude each other", "leave one out")
     flag, text = ("--memory", memory) if memory is not None else ("--device-memory", device_memory)
@@ -248,7 +249,7 @@ def _prompts(
     asked: Asked,
     context: int | None,
 ) -> "list[specdec_cli.prompts.Prompt]":
-    """The prompts, if only they determine the length of sequences."""
+    """The prompts, if nothing else determines the length of sequences."""
     from specdec_cli.commands.reading import find_prompts
 
     is_given = bool(source.prompt) or source.prompt_file is not None or source.dataset is not None
@@ -260,7 +261,7 @@ def _prompts(
 
 
 def _points(lists: Mapping[str, Sequence[object]], devices: int = 1) -> Iterator[dict[str, object]]:
-    """Every combination of the lists' values. devices: their number, for each estimate."""
+    """All combinations of the lists' values. devices: the number of devices for each estimate."""
     count = math.prod(map(len, lists.values())) * devices
     if count > _MOST_POINTS:
         raise UsageError(f"the lists make {count} combinations; at most {_MOST_POINTS} are taken")

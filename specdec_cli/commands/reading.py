@@ -116,7 +116,7 @@ def _from_data(
     sets = options.parse_sets(asked.sets or ())
     own = {name for name, value in recipe_options(source).items() if value is not None}
     if own:
-        # Without the recipe's settings for its own prompts: only options describe this file.
+        # The recipe's settings for its own prompts do not apply: only options describe this file.
         given = {options.OPTION_KEYS[name][1] for name in own} | sets.keys()
         stale = [key for key in ABOUT_ROWS if not {"data", f"data.{key}"} & given]
         data = data.model_copy(update={k: DataSection.model_fields[k].default for k in stale})
@@ -157,8 +157,8 @@ def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, st
 def _template_of(
     source: options.Prompts, data: DataSection | None, output: Path | None
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """The keys of `data` about the chat template after the options, and what each template gets:
-    switches, another template than the usual one, and the moment that it may write."""
+    """The keys of `data` about the chat template, after the options. A template gets its switches,
+    a template other than the usual one if one is named, and the date that it may write."""
     switches: dict[str, Any] = dict(data.template) if data is not None else {}
     switches |= options.parse_sets(source.template or (), "--template")
     named = source.chat_template or (data.chat_template if data is not None else None)
@@ -177,7 +177,7 @@ def _template_of(
 
 
 def _template_file(path: str) -> str:
-    """The text of a file with a chat template."""
+    """The chat template in a file."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_TEMPLATE_CHARACTERS + 1)
@@ -189,7 +189,7 @@ def _template_file(path: str) -> str:
 
 
 def _kept_date(output: Path | None) -> str | None:
-    """The date in the prompts of the run that this folder holds."""
+    """The date in the prompts of the run that this folder holds, if any."""
     with suppress(SpecdecError, OSError):  # opening the folder reports its errors
         if output is not None and (output / "recipe.yaml").is_file():
             kept = load_recipe(str(output / "recipe.yaml")).data

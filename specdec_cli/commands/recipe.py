@@ -1,6 +1,6 @@
 """`specdec recipe`: lists, shows and checks recipes without loading anything.
 
-Knows nothing of models or devices, or whether a recipe can run here.
+Knows nothing of models and devices, so it cannot tell whether a recipe can run here.
 """
 
 import json

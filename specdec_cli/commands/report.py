@@ -52,7 +52,8 @@ def report(
     """Turn a run folder into a page, plots, tables and a config for vLLM.
 
     report.html is self-contained. Prints the answer, then the names of the files. Several folders
-    are shown side by side: paired on the prompts that they share, and what differs otherwise.
+    are shown side by side: they are paired on the prompts that they share, and their other
+    differences are listed.
     """
     place: Place = ctx.obj
     if not place.is_first:

@@ -1,5 +1,5 @@
-"""Runs that go on in their folder: what the folder says where the command line does not, and the
-command that goes on with an interrupted run."""
+"""Runs that go on in their folder: settings that the folder keeps and the command line leaves out,
+and the command that goes on with an interrupted run."""
 
 import json
 import os
@@ -55,8 +55,8 @@ def begun(
 
 
 def _use_threads_of(folder: Path) -> None:
-    """Use as many threads as the run began with, on a CPU of as many processors: times of another
-    number would be of two environments."""
+    """Use as many threads as the run began with, on a CPU with the same number of processors. With
+    other threads the times would be of two environments."""
     from specdec_cli.experiment.folders.settings_file import read_json
 
     where = read_json(folder / "environment.json")
@@ -67,7 +67,8 @@ def _use_threads_of(folder: Path) -> None:
 
 
 def folder_of_servers(asked: Asked, kept: Mapping[str, Any]) -> Path | None:
-    """The folder of the run to go on with, if servers wrote its samples that it did not start."""
+    """The folder of the run to go on with, if its samples are from servers that the run did not
+    start."""
     is_theirs = kept and kept["device"].startswith("server") and "engine" not in kept["recipe"]
     return asked.output if is_theirs else None
 
@@ -78,13 +79,14 @@ def names_of_drafts(asked: Asked, kept: Mapping[str, Any]) -> list[str | None]:
 
 
 def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -> Asked:
-    """The command line with the draft by the name that the folder's records have; its recipe has
-    the whole path instead. Another recipe's draft stays. name: of an arm of a sweep."""
+    """The command line with the draft under the name that it has in the folder's records; the
+    folder's recipe has its whole path instead. The draft of another recipe stays. name: that of an
+    arm of a sweep."""
     if not kept or not _has_its_recipe(asked):
         return asked
     recipe = kept["recipe"]
     names, sections = kept.get("drafts", [name]), recipe.get("drafts", [recipe.get("draft")])
-    # The option --draft names a method that has no draft likewise.
+    # A method that needs no draft model is also named by --draft.
     section = dict(zip(names, sections, strict=True)).get(name) or ({"model": name} if name else {})
     keys = {"speculation.method" if k == "method" else f"draft.{k}": v for k, v in section.items()}
     if "draft.weights" in keys:  # a fingerprint
@@ -104,7 +106,7 @@ def saying_what_is_kept(
 ) -> Iterator[None]:
     """Report what the folder keeps if the run is interrupted or its ranks fail.
 
-    noun: of the lines of samples.jsonl, in the singular. own: as for `say_kept`.
+    noun: the word for a line of samples.jsonl, in the singular. own: as for `say_kept`.
     """
     try:
         yield
@@ -114,7 +116,7 @@ def saying_what_is_kept(
         if isinstance(end, RunError) and end.code == ExitCode.USAGE:
             raise
         if isinstance(end, SystemExit) and end.code != ExitCode.SIGTERM:
-            raise  # the reader of stdout is gone, and nothing is left to measure
+            raise  # stdout's reader is gone, and nothing is left to measure
         path = asked.output / "samples.jsonl" if asked.output is not None else None
         if is_told and asked.is_heard and path is not None and path.exists():
             kept = path.read_bytes().count(b"\n")
@@ -123,7 +125,8 @@ def saying_what_is_kept(
 
 
 def say_kept(what: str, asked: Asked, command: str, **own: object) -> None:
-    """Say what the folder of an interrupted run keeps, and the command that goes on with it.
+    """Name the samples that the folder of an interrupted run keeps, and the command that goes on
+    with it.
 
     own: options of the command that no folder keeps, by the names of their parameters.
     """

@@ -1,4 +1,5 @@
-"""The servers that a command line names, and the points that they have. Imported by functions."""
+"""The servers that a command line names, and their points. Functions import this module when they
+need it."""
 
 import os
 import shlex
@@ -25,8 +26,9 @@ _FILE = "servers.json"  # in the folder of a run
 class Named(Record):
     """The servers of a command line.
 
-    urls: addresses of those to measure. plain_url: of a server without speculation. baseline: a run
-    folder that brings k = 0. ks: the proposal lengths of `--k`; None for all that there are.
+    urls: addresses of the servers to measure. plain_url: the address of a server without
+    speculation. baseline: a run folder with k = 0. ks: the proposal lengths of `--k`; None for
+    those of all servers.
     """
 
     urls: list[str]
@@ -44,8 +46,8 @@ def named(
 ) -> Named:
     """The servers that options name.
 
-    earlier: the folder of the run that goes on, which names those that were not given. Raises
-    `UsageError` for what is no address, and where an option lacks its servers.
+    earlier: the folder of the run that goes on, which names servers that were not given. Raises
+    `UsageError` for text that is no address, and for an option without its servers.
     """
     servers = Named(
         urls=[address(url, "--server") for url in urls or ()],
@@ -67,10 +69,10 @@ def keep(folder: RunFolder, servers: Named) -> None:
 
 
 def _as_before(servers: Named, folder: Path) -> Named:
-    """The servers, with those that the folder names in place of what was not given."""
+    """The servers, completed with those that the folder names."""
     kept = checked(read_json(folder / _FILE), Named)
     if isinstance(kept, Named):
-        if not servers.urls:  # prompts go there, and the key of the environment
+        if not servers.urls:  # prompts are sent there, and the environment's key
             typer.echo(inert(f"servers that {folder} names: {', '.join(kept.urls)}"), err=True)
         urls, ks = servers.urls or kept.urls, kept.ks if servers.ks is None else servers.ks
         of_plain = kept if servers.plain_url is None and servers.baseline is None else servers

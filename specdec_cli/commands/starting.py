@@ -21,7 +21,7 @@ from specdec_cli.stages import begin_stage
 
 T = TypeVar("T")
 
-# Memory that imports map; measured: 120 MiB, and 470 MiB once torch is there.
+# Memory that imports map. Measured: 120 MiB, and 470 MiB once torch is imported.
 NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 
 
@@ -29,8 +29,8 @@ NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 def importing(device: str = "cpu") -> Iterator[None]:
     """Wraps imports of the engine, which load torch and transformers.
 
-    device: `run.device`, unless it is not to be used yet. What else takes seconds before a GPU
-    computes, and lets other threads run Python, happens meanwhile. The imports create a million
+    device: `run.device`, or None if the device must not be used yet. Other slow steps before a GPU
+    computes run meanwhile, if they let other threads run Python. The imports create a million
     objects that live to the end. The garbage collector would traverse them again and again during
     the imports, and later with every collection of a run.
 
@@ -43,7 +43,7 @@ def importing(device: str = "cpu") -> Iterator[None]:
     try:
         check_room("torch", NUMPY_MIB + _torch_mib())
         driver = None if device == "cpu" else _driver()
-        if driver is not None:  # no daemon: a process must not end while its driver starts
+        if driver is not None:  # not a daemon: a process must not end while its driver starts
             Thread(target=_start_driver, args=(driver, device)).start()
         begin_stage("importing torch")
         choose_spins()
@@ -72,22 +72,22 @@ def _driver() -> Any:
 
 def _start_driver(driver: Any, device: str) -> None:
     """Start the driver, the context in which torch will use a GPU, and NVML. Without a GPU nothing
-    happens; who needs one tells."""
+    happens; code that needs one reports that."""
     import ctypes
 
     index, handle, context = int(device.partition(":")[2] or 0), ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), index):
         return
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
-    with suppress(Exception):  # without it the watch over the machine leaves the GPU out
+    with suppress(Exception):  # without NVML the watch over the machine leaves the GPU out
         import pynvml
 
-        pynvml.nvmlInit()  # that of the watch then finds it started
+        pynvml.nvmlInit()  # the watch's own start then finds NVML started
 
 
 def _begin_hashing() -> None:
-    """Have a thread hash Triton's library of 500 MB, of which the names of compiled kernels are
-    made. Triton remembers the hash."""
+    """Hash Triton's library of 500 MB in a thread. The names of compiled kernels contain this hash,
+    which Triton remembers."""
     with suppress(ImportError):
         from triton.runtime.cache import triton_key
 
@@ -97,7 +97,7 @@ def _begin_hashing() -> None:
 def check_room(package: str, mebibytes: int) -> None:
     """Raise `SetupError` if a limit of memory (ulimit -v) leaves too little to import a package.
 
-    Without memory torch and the OpenBLAS of numpy end the process, and that of scipy, which
+    Without memory torch and numpy's OpenBLAS end the process. The OpenBLAS of scipy, which
     transformers imports, asks for memory again and again without end.
     """
     limit, statm = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm")
@@ -113,7 +113,7 @@ def check_room(package: str, mebibytes: int) -> None:
 
 
 def _torch_mib() -> int:
-    """The size of torch's libraries, all of which it maps."""
+    """The size of torch's libraries; torch maps them all."""
     found = importlib.util.find_spec("torch")
     folder = Path(found.origin or "").parent / "lib" if found is not None else Path()
     return sum(file.stat().st_size for file in folder.glob("*.so*")) >> 20
@@ -129,10 +129,10 @@ def joined(
 ) -> Iterator[tuple[World, T]]:
     """The world of the recipes' ranks and the inputs that `read` finds, during the block.
 
-    computes: whether models run here, on their ranks; a client of servers is one process.
+    computes: whether models run here, on their ranks. A client of servers needs one process only.
 
     A process that has to start the ranks instead checks the recipes, waits for the ranks and leaves
-    the command with their exit code. recipes: alike in their number of ranks.
+    the command with their exit code. recipes: all with the same number of ranks.
     """
     from specdec_cli.models.ahead import check_ahead
 

@@ -41,7 +41,7 @@ def show(
 
 
 def strictly(code: ExitCode, warnings: Iterable[Notice], *, strict: bool) -> ExitCode:
-    """The exit code of a run: partial over disturbed times, if the user is strict."""
+    """The exit code of a run. With --strict, disturbed times make the run partial."""
     from specdec_cli.experiment.statistics.noise import disturbances
 
     is_bad = strict and code == ExitCode.OK and disturbances(warnings)
@@ -104,7 +104,7 @@ def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
     def show(stage: str, done: int, total: int) -> None:
         progress.update(task, description=stage, completed=done, total=total or None)
 
-    try:  # includes the start: an interrupt there would leave the cursor hidden
+    try:  # the start is inside: an interrupt there would leave the cursor hidden
         progress.start()
         yield Stages(show)
     finally:

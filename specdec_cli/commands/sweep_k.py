@@ -36,7 +36,7 @@ from specdec_cli.demo import PREFIX
 from specdec_cli.errors import LOGGED, ExitCode, UsageError
 from specdec_cli.launch.world import World
 
-_KS = "Proposal lengths, such as 0-8 (the default) or 1,2,4; 0 is added. Of servers: all there are."
+_KS = "Proposal lengths, such as 0-8 (the default) or 1,2,4; 0 is added. Servers default to all."
 Ks = Annotated[
     str | None, option("-k --k --num-speculative-tokens", "LIST", _KS, show_default=False)
 ]
@@ -58,7 +58,7 @@ Baseline = Annotated[Path | None, option("--baseline", "DIR", _BASELINE, parser=
 
 _SERVE = "Start a server of vllm or sglang for each k and draft, and measure it."
 Serve = Annotated[str | None, option("--serve", "ENGINE", _SERVE)]
-_SERVE_ARGS = "Further words for the servers that --serve starts."
+_SERVE_ARGS = "Further arguments for the servers that --serve starts."
 ServeArgs = Annotated[str | None, option("--serve-args", "WORDS", _SERVE_ARGS)]
 
 _LOAD = "Requests that arrive"
@@ -175,7 +175,7 @@ def sweep_k(
         )
     if rates is not None or synthetic_acceptance_length is not None:
         sets.append("speculation.acceptance=synthetic")
-        # The option replaces whichever of the two the recipe has.
+        # The option replaces either of the two in the recipe.
         own["synthetic_acceptance_rates"] = rates
         own["synthetic_acceptance_length"] = synthetic_acceptance_length
         if rates is not None:  # one rate for each position of the largest k
@@ -215,7 +215,7 @@ def sweep_k(
     data = recipes[0].data
     is_bundled = data is not None and str(data.path).startswith(PREFIX)
     if minutes is not None and source.limit is None and is_bundled:
-        source = replace(source, limit=_ALL)  # bundled recipes take a few of their prompts
+        source = replace(source, limit=_ALL)  # bundled recipes use only a few of their prompts
 
     flags = {"skip_bad": source.skip_bad, "check_lossless": check_lossless}
     flags |= {"strict": strict, "pairs": pairs}
@@ -304,7 +304,7 @@ def _sweep(
 ) -> ExitCode:
     """Measure; rank 0 keeps and shows the results. Returns the exit code.
 
-    named: the servers to measure, if they are up. starter: of servers, where the sweep does so.
+    named: the servers to measure, if they are up. starter: starts servers, if the sweep has to.
     """
     from specdec_cli.experiment.folders.record_lines import to_json
     from specdec_cli.experiment.folders.records import Key, Sample
@@ -368,7 +368,7 @@ def _sweep(
         said = [*warnings, *found, *unsaid(LOGGED, warnings)]
         document, code = finish(sweep, measured, said)
         with world.outside():
-            # What was logged is on stderr already.
+            # Logged warnings are on stderr already.
             warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
             if folder is not None:
                 write_pictures(folder.path)

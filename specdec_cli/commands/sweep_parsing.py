@@ -1,6 +1,6 @@
 """Values of the options of `specdec sweep-k`: lists of numbers, objectives, shards.
 
-Each raises `UsageError`, which names the option, for what is none.
+Each raises a `UsageError` that names the option if the text is not valid.
 """
 
 import re
@@ -36,15 +36,15 @@ def listed_ks(text: str) -> list[int]:
 
 
 def parse_list(text: str | None, option: str) -> object:
-    """Parse `1,4,inf` into a list of the recipe, whose schema checks its values; an option that was
-    not given has none."""
+    """Parse `1,4,inf` into a list for the recipe, whose schema checks the values; None for an
+    option that was not given."""
     from specdec_cli.recipe.source import parse_value
 
     return None if text is None else parse_value(f"[{text.strip('[] ').lower()}]", option)
 
 
 def parse_slo(given: Sequence[str] | None) -> dict[str, str] | None:
-    """Parse `ttft:500ms`; an option that was not given has none. The recipe's schema checks names
+    """Parse `ttft:500ms`; None for an option that was not given. The recipe's schema checks names
     and times."""
     found = dict[str, str]()
     for one in given or ():
