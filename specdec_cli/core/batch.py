@@ -29,9 +29,9 @@ class ForwardBatch:
     """The tensors of a pass over T packed tokens of B sequences.
 
     token_ids, positions, slots: int64 [T]; slots are flat cache positions, block * block_size +
-    offset. query_start: int32 [B + 1]. context_lens: int32 [B], tokens in the cache including
-    this pass's. block_tables: int32 [B, widest]. logit_rows: int64 [M], packed rows that need
-    logits, None for all. plan: the gather of keys and values, on a CPU only. chunks: long chunks of
+    offset. query_start: int32 [B + 1]. context_lens: int32 [B], tokens in the cache including this
+    pass's. block_tables: int32 [B, widest]. logit_rows: int64 [M], the packed rows that need
+    logits; None for all. plan: the gather of keys and values, on a CPU only. chunks: long chunks of
     prompts, on CUDA only.
     """
 
@@ -48,7 +48,7 @@ class ForwardBatch:
 
 
 def packed_ids(spans: list[Span], shift: int = 0) -> torch.Tensor:
-    """The tokens of `spans`, each `shift` places further on: int64 [T], on the host."""
+    """The tokens of `spans`, with each span moved on by `shift` places: int64 [T], on the host."""
     parts = [seq.packed(start + shift, stop + shift) for seq, start, stop in spans]
     return torch.frombuffer(bytearray().join(parts), dtype=torch.int64)
 
@@ -56,7 +56,8 @@ def packed_ids(spans: list[Span], shift: int = 0) -> torch.Tensor:
 def make_batch(
     spans: list[Span], logits_per_span: list[int], block_size: int, device: torch.device
 ) -> ForwardBatch:
-    """A pass over `spans`. logits_per_span: how many of each one's last tokens need logits."""
+    """A pass over `spans`. logits_per_span: the number of last tokens of each span that need
+    logits."""
     lengths, contexts = [s.length for s in spans], [s.stop for s in spans]
     query_start = [0, *accumulate(lengths)]
     rows = [
@@ -99,10 +100,10 @@ class Rectangle:
     Token j of a slot is live iff the slot is active, the position is one of the model's
     0..max_len-1, and lens, if there are any, >= offset + j + margin. Others are padding: their keys
     go to the trash block, and their logits have no meaning. last_only: whether logits of each
-    slot's last token are enough. first_logit: of a slot's tokens, the first that needs logits.
+    slot's last token are enough. first_logit: the first of a slot's tokens that needs logits.
     cached: int64 [B], tokens of each sequence that the model's cache is known to hold; a CPU does
-    not feed them again. before: int64 [B], places by which each slot's tokens, and its length here,
-    lie further back.
+    not feed them again. before: int64 [B], the number of places by which each slot's tokens, and
+    the length used here, lie further back.
     """
 
     token_ids: torch.Tensor  # int64 [B, Q]
@@ -117,17 +118,17 @@ class Rectangle:
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits of each slot."""
+        """The number of rows of logits of each slot."""
         return 1 if self.last_only else self.token_ids.shape[1] - self.first_logit
 
     def lengths(self, state: BatchState) -> torch.Tensor:
-        """int64 [B], what the tokens' positions are counted from."""
+        """int64 [B], the position from which the tokens' positions are counted."""
         return state.length if self.before is None else torch.sub(state.length, self.before)
 
 
 class LiveRows(NamedTuple):
-    """Row numbers that the outputs of a pass over live tokens would have in a padded pass: int64
-    [M], among the rows [B * N] of `Rectangle.num_logits`, and int64 [T], among [B * Q]."""
+    """The row numbers in a padded pass of the outputs of a pass over live tokens: int64 [M], among
+    the rows [B * N] of `Rectangle.num_logits`, and int64 [T], among [B * Q]."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
@@ -136,8 +137,7 @@ class LiveRows(NamedTuple):
 def live_batch(
     what: Rectangle, state: BatchState, block_size: int, num_ids: int
 ) -> tuple[ForwardBatch, LiveRows]:
-    """A pass over the live tokens of `what` alone, for a CPU; ids are clamped to `num_ids` of
-    them."""
+    """A pass over the live tokens of `what` alone, for a CPU. Ids are clamped to 0..num_ids-1."""
     batch, width = what.token_ids.shape
     lengths, active = what.lengths(state).tolist(), state.active.tolist()
     lens = None if what.lens is None else what.lens.tolist()
@@ -155,7 +155,7 @@ def live_batch(
         if lens is not None:
             count = min(count, lens[b] - what.offset - what.margin + 1)
         skip = max(0, -first, cached[b] - first)
-        # Its logits are not read.
+        # The logits of this token are not read.
         is_unused = what.last_only and lens is not None and lens[b] == 0
         if not active[b] or count <= skip or is_unused:
             query_start.append(len(fed))
@@ -197,7 +197,7 @@ def live_batch(
 
 
 def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: int) -> ForwardBatch:
-    """A pass over all of `what`, in fixed shapes, as graphs need them; num_ids: as in
+    """A pass over all tokens of `what`, in the fixed shapes that graphs need. num_ids: as in
     `live_batch`."""
     count, width = what.token_ids.shape
     ids, positions, kv_slots, context_lens = ops.padded_pass(
@@ -226,8 +226,8 @@ def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: i
 def rectangle(
     count: int, width: int, num_logits: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows where each sequence's queries begin, int32 [B + 1], and its last `num_logits` rows,
-    int64 [B * N]; None for all."""
+    """The rows at which each sequence's queries begin, int32 [B + 1], and the last `num_logits`
+    rows of each, int64 [B * N]; None for all rows."""
     starts = width * torch.arange(count + 1, device=device)
     last = starts[1:, None] - torch.arange(num_logits, 0, -1, device=device)
     return starts.to(torch.int32), last.flatten() if num_logits < width else None

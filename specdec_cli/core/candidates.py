@@ -48,7 +48,7 @@ class Candidates:
     q: TokenDist | None = None
 
     def agreed(self, parallel: TensorParallel) -> "Candidates":
-        """Rank 0's proposals, on every rank."""
+        """Rank 0's proposals, which every rank gets."""
         if parallel.size == 1:
             return self
         packed = _packed(self.token_ids, self.lens)
@@ -80,7 +80,7 @@ class Verdict:
     num_accepted: Tensor
 
     def agreed(self, parallel: TensorParallel) -> "Verdict":
-        """Rank 0's decision, on every rank."""
+        """Rank 0's decision, which every rank gets."""
         if parallel.size == 1:
             return self
         return Verdict(*_unpacked(parallel.broadcast(_packed(self.token_ids, self.num_accepted))))

@@ -14,8 +14,8 @@ class Decoder(Protocol):
 
 
 class Tokenizer(Decoder, Protocol):
-    """The tokenizer that commands use. One that inherits from this has no chat template, no token
-    that ends texts, and no vocabulary."""
+    """The tokenizer that commands use. By default a tokenizer has no chat template, no token that
+    ends texts, and no vocabulary."""
 
     @property
     def has_template(self) -> bool:
@@ -23,7 +23,7 @@ class Tokenizer(Decoder, Protocol):
 
     @property
     def end_token(self) -> tuple[int, str] | None:
-        """Id and text of the token that the tokenizer says ends texts."""
+        """The id and the text of the tokenizer's own end token."""
         return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -35,23 +35,23 @@ class Tokenizer(Decoder, Protocol):
     ) -> str: ...
 
     def unread(self, template: Mapping[str, object]) -> list[str]:
-        """The names of `render`'s `template` that the chat template never reads."""
+        """The names in `template`, an argument of `render`, that the chat template never reads."""
         return []
 
     def vocabulary(self) -> dict[str, int]:
         return {}
 
     def finding(self, texts: Sequence[str]) -> Decoder:
-        """A decoder in whose text `texts` are searched; it writes special tokens where they name
-        one."""
+        """A decoder for text that is searched for `texts`. It writes special tokens if one of
+        `texts` contains any."""
         return self
 
 
 class TextStream:
-    """Text of a growing list of tokens, in pieces that never split a character.
+    """The text of a growing list of tokens, in pieces that never split a character.
 
-    Each step decodes a short window, which begins at the start of a character: from the middle of
-    one, some decoders replace every byte of a run.
+    Each step decodes a short window, which begins at the start of a character. From the middle of a
+    character, some decoders would replace every byte of a run.
     """
 
     def __init__(self, tokenizer: Decoder, context: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class TextStream:
         self._shown = tokenizer.decode(self._window)
 
     def feed(self, token_id: int) -> str:
-        """Text that this token completes; empty inside a multi-byte character."""
+        """The text that this token completes; empty inside a multi-byte character."""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         if text.endswith(_REPLACEMENT) and len(self._window) < 4 * _CONTEXT:
@@ -89,7 +89,8 @@ class StopFinder:
         self._tail = ""
 
     def feed(self, tokens: Sequence[int]) -> int | None:
-        """Number of `tokens` up to the one that completes a stop string; None without one."""
+        """The number of `tokens` up to the token that completes a stop string; None without a stop
+        string."""
         for count, token in enumerate(tokens, start=1):
             piece = self._stream.feed(token)
             text = self._tail + piece
@@ -104,8 +105,8 @@ def text_before(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str,
     decoder = tokenizer.finding(stop)
     text = cut_at_stop(whole := decoder.decode(token_ids), stop)
     if text == whole:
-        # Some tokenizers drop the space before a text's first word; behind the prompt, where the
-        # stop string was found, it was there.
+        # Some tokenizers drop the space before a text's first word. The stop string was found in
+        # the text after the prompt, which has that space.
         text = cut_at_stop(f" {whole}", stop)[1:]
     if decoder is tokenizer:
         return text

@@ -13,11 +13,12 @@ from specdec_cli.core.logits_processors import TextsBefore
 from specdec_cli.core.sampling import by_target_ids, draw, softmax_stats
 from specdec_cli.core.types import SamplingParams
 
-# Arguments: columns of R drawn tokens, int64 [R], and the logits that they were drawn from,
-# [R, V']. Result: bool [R], each from its row: True where drafting stops after the token.
+# Arguments: columns of R drawn tokens, int64 [R], and the logits that they were drawn from, [R,
+# V']. Result: bool [R], True where drafting stops after the token. Each value depends on its own
+# row only.
 Stop = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# From a draft's own confidences in tokens that are not drawn yet, fp32 [B]: bool [B], True where
-# drafting ends before the token.
+# Argument: a draft's own confidences in tokens that are not drawn yet, fp32 [B]. Result: bool [B],
+# True where drafting ends before the token.
 Doubt = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -25,11 +26,12 @@ Doubt = Callable[[torch.Tensor], torch.Tensor]
 class Drafting:
     """One round's drafting: its limits, and the tokens drawn so far.
 
-    k: K, the most tokens of any sequence; the same in every round of a graph. caps: int64 [B], the
-    most tokens of each, 0..K. vocab_size: the target's; draft ids past it are cut off. noise: fp32
-    [B, K], None if decoding is greedy. keeps_dist: keep the distributions that tokens were drawn
-    from, for a rank that verifies. stop, doubt: end a sequence's drafting as `end_after` and
-    `end_before` do. texts: changes the logits before tokens are drawn from them.
+    k: K, the largest number of tokens of any sequence; the same in every round of a graph. caps:
+    int64 [B], the largest number of tokens of each, 0..K. vocab_size: the target's; draft ids past
+    it are cut off. noise: fp32 [B, K], None if decoding is greedy. keeps_dist: whether to keep the
+    distributions that tokens were drawn from, as a rank that verifies needs them. stop, doubt: end
+    a sequence's drafting as `end_after` and `end_before` do. texts: change the logits before tokens
+    are drawn from them.
     """
 
     k: int
@@ -42,7 +44,7 @@ class Drafting:
     doubt: Doubt | None = None
     texts: TextsBefore | None = None
     lens: torch.Tensor = field(init=False)  # int64 [B], so far: caps, or fewer after a stop
-    # Of the places drawn at once, [B, N, ...] each.
+    # An entry for each group of places drawn at once, [B, N, ...].
     _tokens: list[torch.Tensor] = field(default_factory=list, init=False)
     _logits: list[torch.Tensor] = field(default_factory=list, init=False)
     _stats: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -52,13 +54,13 @@ class Drafting:
 
     @property
     def num_drawn(self) -> int:
-        """Places of the block that tokens were drawn for."""
+        """The number of places of the block for which tokens were drawn."""
         return sum(tokens.shape[1] for tokens in self._tokens)
 
     @property
     def is_over(self) -> bool:
-        """True when no sequence takes another token; on CUDA, where the host does not wait, after
-        K."""
+        """True when no sequence takes another token. On CUDA the host does not wait, so there it is
+        true after K tokens only."""
         step = self.num_drawn
         return step >= self.k or (not self.lens.is_cuda and not bool((self.lens > step).any()))
 
@@ -75,7 +77,7 @@ class Drafting:
         """
         step, shape = self.num_drawn, logits.shape[:2]
         if ids is not None and not (self.params.is_greedy and self.texts is None):
-            # Verification reads what tokens were drawn from by the target's ids.
+            # Verification reads the distributions of the draws by the target's ids.
             logits, ids = by_target_ids(logits, ids, self.vocab_size), None
         logits = self.changed(logits[..., : self.vocab_size])
         rows = logits.flatten(0, 1)
@@ -94,7 +96,8 @@ class Drafting:
         return self._tokens[-1]
 
     def changed(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of the next places, [B, N, V'] by the target's ids, as they are drawn from."""
+        """The logits from which the tokens of the next places are drawn, [B, N, V'] by the target's
+        ids."""
         if self.texts is None:
             return logits
         drawn = _joined(self._tokens) if self._tokens else self.caps.new_zeros(len(logits), 0)
@@ -103,19 +106,18 @@ class Drafting:
     def end_before(self, stops: torch.Tensor, first: int = 0) -> None:
         """End each sequence's proposals before the first place that `stops`, bool [B, N], marks.
 
-        first: the place of its first column. A mark may depend on what is known before its place's
-        token is drawn, and on nothing else: dropping a token because of its own draw would change
-        the text.
+        first: the place of its first column. A mark may depend only on facts that are known before
+        its place's token is drawn. Dropping a token because of its own draw would change the text.
         """
         self._end(stops, first)
 
     def end_after(self, stops: torch.Tensor) -> None:
-        """End proposals after the first place that `stops`, bool [B, K], marks, by no token after
-        it."""
+        """End proposals after the first place that `stops`, bool [B, K], marks. Tokens after a
+        place must not decide its mark."""
         self._end(stops, 1)
 
     def _end(self, stops: torch.Tensor, first: int) -> None:
-        """first: the length that a mark in the first column leaves."""
+        """first: the proposals' length if the first column has a mark."""
         left = torch.arange(first, first + stops.shape[1], device=stops.device)
         self.lens = torch.minimum(self.lens, torch.where(stops, left, self.k).amin(dim=1))
 
@@ -123,7 +125,7 @@ class Drafting:
         """The proposals drawn so far, padded to K places."""
         if not self._tokens:
             return self.nothing()
-        rest = self.k - self.num_drawn  # 0 on CUDA
+        rest = self.k - self.num_drawn  # none on CUDA
         token_ids = torch.nn.functional.pad(_joined(self._tokens), (0, rest))
         q = None
         if self._logits:
@@ -140,5 +142,5 @@ class Drafting:
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """[B, N, ...] of all places, from those of some."""
+    """One tensor of all places, [B, N, ...], from those of some places."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

@@ -23,14 +23,14 @@ from pydantic_core import PydanticCustomError
 
 from specdec_cli.core import types
 
-# The parts of the time to a first token, in words.
+# The names, in words, of the parts of the time to a first token.
 TTFT_PARTS = {
     "target_prefill": "target's prefill",
     "draft_prefill": "draft's prefill",
     "first_round": "first round",
     "queue": "queued before",
 }
-_MOST = 2**63  # what a column of numbers can hold; Python's own whole numbers have no end
+_MOST = 2**63  # the largest number in a column of int64; Python's own whole numbers have no limit
 
 
 def _none_if_infinite(value: Any) -> Any:
@@ -39,7 +39,7 @@ def _none_if_infinite(value: Any) -> Any:
     return value if is_finite else None
 
 
-Name = InstanceOf[str]  # unlike `str`, also text that is not valid Unicode
+Name = InstanceOf[str]  # in contrast to `str`, also text that is not valid Unicode
 Count = Annotated[int, Field(ge=0, lt=_MOST)]
 Whole = Annotated[int, Field(gt=-_MOST, lt=_MOST)]
 # Requests at a time; 0 is no limit, and null in files.
@@ -49,13 +49,14 @@ Slots = Annotated[
 # Requests a second; inf is all at once.
 Rate = Annotated[float, Field(gt=0)] | Literal["inf"]
 _Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
-# NaN and infinity are None in memory already, as they are null in every file.
+# NaN and infinity become None in memory, since they become null in every file.
 Figure = Annotated[float | None, BeforeValidator(_none_if_infinite)]
 Interval = Annotated[_Ends | None, BeforeValidator(_none_if_infinite)]
 
 
 class Record(BaseModel):
-    """Part or whole of a line. Only fields that were given are written; unknown ones are kept."""
+    """A line of a file or a part of one. Only fields that were given are written, and unknown ones
+    are kept."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
 
@@ -87,10 +88,11 @@ class Spread(Record):
 class Acceptance(Record):
     """Counts of drafts and acceptances over sequence-rounds with k_i >= 1, and their rates.
 
-    num_drafts: such rounds. *_per_pos: by place in the draft, 1..k. Marginal rates are over all
-    drafts, conditional ones over those that reached the place with all earlier proposals accepted.
-    mean_acceptance_length: 1 + accepted / drafts, the target's own token included.
-    acceptance_histogram: drafts by number accepted, 0..k. None where a server does not tell.
+    num_drafts: the number of these rounds. *_per_pos: values by place in the draft, 1..k. Marginal
+    rates are over all drafts. Conditional rates are over the drafts that proposed the place with
+    all earlier proposals accepted. mean_acceptance_length: 1 + accepted / drafts, the target's own
+    token included. acceptance_histogram: the number of drafts by accepted proposals, 0..k. Figures
+    that a server does not tell are None.
     """
 
     num_drafts: Count | None
@@ -105,7 +107,8 @@ class Acceptance(Record):
 
     @classmethod
     def of(cls, proposed: Sequence[int], accepted: Sequence[int], k: int) -> "Acceptance":
-        """From the proposal length and the accepted count of each sequence-round."""
+        """The acceptance of sequence-rounds, each given by its proposal length and its accepted
+        count."""
         histogram = [0] * (k + 1)
         for count in accepted:
             histogram[count] += 1
@@ -118,8 +121,8 @@ class Acceptance(Record):
 
     @classmethod
     def of_histogram(cls, histogram: Sequence[int], tokens: int) -> "Acceptance":
-        """From the rounds by proposals accepted, 0..k, each of which proposed k. tokens: as the
-        server counts those proposed."""
+        """The acceptance of rounds that proposed k tokens each, given their number by accepted
+        proposals, 0..k. tokens: the proposed tokens by the server's count."""
         reached = [sum(histogram[i:]) for i in range(len(histogram) - 1)]
         return cls._counted(histogram, reached, tokens)
 
@@ -152,8 +155,9 @@ class Acceptance(Record):
 class EngineFacts(Record):
     """The engine of a point or a sample.
 
-    acceptance_source: the server's details of each request, its counters before and after, or these
-    where as many chunks came as rounds; None where acceptance is not known.
+    acceptance_source: per_request (the server's details of each request), counters (its counters
+    before and after), or chunks (the counters, where as many chunks came as rounds); None if
+    acceptance is unknown.
     """
 
     kind: Name
@@ -170,7 +174,8 @@ class Counted(Record):
 
 
 class InText(Record):
-    """Rounds as our own engine counts them: those that propose, and what the texts keep of it."""
+    """The rounds as our own engine counts them: rounds with proposals, and the accepted tokens that
+    the texts keep."""
 
     num_drafts: Count
     num_accepted_tokens: Count
@@ -178,8 +183,8 @@ class InText(Record):
 
 
 class StageTimes(Record):
-    """The milliseconds of each stage of a round, in order; `STAGES` and all lists follow from it.
-    None of them is known of a server."""
+    """The milliseconds of each stage of a round, in order; `STAGES` and all lists follow from this
+    class. A server tells none of them."""
 
     draft_ms: Figure = None
     broadcast_ms: Figure = 0.0
@@ -211,7 +216,7 @@ class _RunCounts(Record):
 
 
 class Times(StageTimes, _RunCounts):
-    """The figures of `Metrics` before those of `Acceptance`, which it explains."""
+    """The figures of `Metrics` that come before those of `Acceptance`; `Metrics` explains them."""
 
     round_ms: Figure
     prefill_ms: Figure = None
@@ -228,18 +233,19 @@ class Metrics(Acceptance, Times):
 
     Times in milliseconds unless the name says seconds. draft_ms to round_ms: means per engine
     round, each of which serves several sequences. broadcast_ms: sending proposals and decisions to
-    the target's other ranks; elsewhere than on rank 0 it contains the wait. commit_ms: the
-    proposer's work after the decision. prefill_ms: mean per prompt. ttft_ms: from a prompt's
-    admission to its first token. tpot_ms: per token after the first. num_rounds_without_proposal:
-    sequence-rounds, as drafts are. output_tokens_per_second counts prefill and decode time,
-    decode_tokens_per_second decode time only. peak_memory_bytes: of points only. distinct_experts:
-    that scoring reads in a layer, the mean over rounds and layers with experts. tokens_per_round:
-    output tokens over all sequence-rounds. num_tokens_from_prefill: output tokens that prefill
-    decided, at k = 0: rounds without proposals, but no engine rounds, and not in
-    decode_tokens_per_second. ttft_parts_ms: see `core.types.Sequence`; absent where a prompt has no
-    first token. e2el_ms: from sending a request to its last token; at a rate all latencies run from
-    the due time. in_text: of servers only, which have no times of stages and of prefill; num_rounds
-    and round_ms are None where their rounds are not known.
+    the target's other ranks; on ranks other than 0 it contains the wait for the draft. commit_ms:
+    the proposer's work after the decision. prefill_ms: mean per prompt. ttft_ms: from a prompt's
+    admission to its first token. tpot_ms: per token after the first. num_rounds_without_proposal: a
+    count of sequence-rounds, as `num_drafts` is. output_tokens_per_second counts prefill and decode
+    time, decode_tokens_per_second counts decode time only. peak_memory_bytes: points only have it.
+    distinct_experts: the number of experts that scoring reads in a layer, as the mean over rounds
+    and layers with experts. tokens_per_round: output tokens over all sequence-rounds.
+    num_tokens_from_prefill: output tokens that prefill decided, at k = 0. They count as rounds
+    without proposals, but not as engine rounds, and not in decode_tokens_per_second. ttft_parts_ms:
+    see `core.types.Sequence`; absent where a prompt has no first token. e2el_ms: from sending a
+    request to its last token; at a rate all latencies run from the due time. in_text: only servers
+    have it. They have no times of stages and of prefill, and num_rounds and round_ms are None if
+    their rounds are unknown.
     """
 
     peak_memory_bytes: Count | None = None
@@ -261,7 +267,7 @@ class Metrics(Acceptance, Times):
             len(self.acceptance_histogram) - 1,
         }
         if lengths != {self.k}:
-            raise impossible("its metrics have not k positions")
+            raise impossible("its metrics have not one value for each of k positions")
         return self
 
 
@@ -301,7 +307,8 @@ def summarise(seqs: list[types.Sequence], k: int, batch_size: int) -> Metrics:
 
 
 def mean_parts(parts: Iterable[dict[str, float] | None]) -> dict[str, dict[str, float]]:
-    """`Metrics.ttft_parts_ms`, by its name: means over prompts; nothing if one has none."""
+    """The field `ttft_parts_ms` of `Metrics` with its name: means over prompts. It is left out if a
+    prompt has no parts."""
     found = list(parts)
     known = [part for part in found if part is not None]
     if not known or len(known) < len(found):
@@ -326,11 +333,11 @@ def metrics_of(
     num_output_tokens: int,
     **others: Any,
 ) -> Metrics:
-    """The metrics of prompts that could run, from the sums of their shares in the run's time,
-    rounds and stages, and of experts read.
+    """The metrics of prompts that could run, computed from their shares in the run's time, in
+    rounds, in stages and in experts read.
 
-    num_rounds: a whole number but for rounding, of the prompts of a whole run. others: figures that
-    do not follow from the rest.
+    num_rounds: the sum of shares, which is a whole number for the prompts of a whole run, except
+    for rounding. others: figures that do not follow from the rest.
     """
     rounds = num_rounds or 1
     from_prefill = sum(s.num_tokens_from_prefill for s in done)

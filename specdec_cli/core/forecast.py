@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from specdec_cli.core.figures import Count, Record, impossible
 
-_Numbers = Annotated[tuple[float, ...], Field(strict=False)]  # lists in files
+_Numbers = Annotated[tuple[float, ...], Field(strict=False)]  # files hold lists
 _Chain = Annotated[tuple[Count, Count], Field(strict=False)]
 
 
@@ -15,11 +15,12 @@ class Forecast(Record):
 
     A draft model has `accept`, N chances that the token was accepted if proposed: min(1, q(x) /
     p(x)); and `overlap`, N sums of min(p, q), the rate before the token is known. Lookups have
-    `chains`: the number of proposals of a round beginning at each token, and the number accepted.
-    Heads have `ahead`: the chances of the proposals of a round beginning there, each given that
-    those before it were accepted; and the `overlap` of the first. Given rates have `draws` and
-    `rates`: N uniform numbers, and the chance at each place of a draft. only_k: the proposal length
-    that all this is of, where others have other proposals.
+    `chains`: for a round that begins at each token, the number of proposals and the number
+    accepted. Heads have `ahead`: for a round that begins at each token, the chance of each
+    proposal, given that those before it were accepted. They also have the `overlap` of the first
+    proposal. Given rates have `draws` and `rates`: N uniform numbers, and the chance at each place
+    of a draft. only_k: the proposal length that the values are for, if other lengths have other
+    proposals.
     """
 
     accept: _Numbers | None = None
@@ -33,5 +34,5 @@ class Forecast(Record):
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
         if [self.accept, self.chains, self.ahead, self.draws].count(None) != 3:
-            raise impossible("it has not one of accept, chains, ahead and draws")
+            raise impossible("it needs exactly one of accept, chains, ahead and draws")
         return self

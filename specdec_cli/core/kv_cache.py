@@ -1,4 +1,4 @@
-"""Paged storage for keys and values, and the allocator of its blocks, of which 0 is for padding."""
+"""Paged storage for keys and values, and the allocator of its blocks. Block 0 is for padding."""
 
 from dataclasses import dataclass
 
@@ -24,8 +24,8 @@ def block_bytes(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -
 
 
 class KVCache:
-    """Per layer [num_blocks, block_size, kv heads, head dim] of keys and of values, and scales as
-    in `ops.LayerCache` where it is in fp8."""
+    """Keys and values of each layer, [num_blocks, block_size, kv heads, head dim]. A cache in fp8
+    also has scales, as in `ops.LayerCache`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class KVCache:
         return [pool for layer in self.layers for pool in (layer.keys, layer.values)]
 
     def resized(self, num_blocks: int) -> "KVCache":
-        """Another cache of the same form, also of one whose `layers` are given up."""
+        """Another cache of the same form. It may replace one whose `layers` were freed."""
         sizes = num_blocks, self.block_size
         return KVCache(self._shapes, *sizes, self._dtype, self.device, self._scales)
 
@@ -79,8 +79,8 @@ class KVCache:
 
 
 class BlockAllocator:
-    """Hands out block ids 1..num_blocks-1. A block is free or used, never both, which it
-    asserts."""
+    """Hands out block ids 1..num_blocks-1. A block is free or used, never both, as assertions
+    check."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks >= 2, "a cache needs the trash block and one block of its own"
@@ -98,11 +98,11 @@ class BlockAllocator:
         return len(self._used)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """The number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def missing(self, table: list[int], num_tokens: int) -> int:
-        """Blocks to add to `table` so that it holds this many tokens."""
+        """The number of blocks to add to `table` so that it holds this many tokens."""
         return max(0, self.blocks_for(num_tokens) - len(table))
 
     def extend(self, table: list[int], num_tokens: int) -> None:

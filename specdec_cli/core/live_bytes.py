@@ -1,4 +1,4 @@
-"""The bytes of tensors that a piece of code keeps alive at once, on any device, also on meta."""
+"""The bytes of tensors that a piece of code keeps alive at once, on any device, meta included."""
 
 import weakref
 from typing import Any
@@ -15,7 +15,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._now = 0
-        self._known: dict[int, Any] = {}  # weak references by the storage's key
+        self._known: dict[int, Any] = {}  # weak references to storages by their keys
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

@@ -1,9 +1,10 @@
-"""Changes of logits before tokens are drawn: a repetition penalty, ids that are never drawn, and no
-end of a text too early, as transformers' logits processors of these names make them.
+"""Changes of logits before tokens are drawn: a repetition penalty, ids that are never drawn, and a
+minimum length of texts. They equal transformers' logits processors of these names.
 
 Each row of a round follows a text of its own: the sequence, and the proposals before its place.
-Drafts that draw are changed likewise. Everything is a tensor operation, so rounds can be captured.
-Legend: B sequences, N rows of each, V vocabulary of the target, V' of the draft, at most V.
+Logits of drafts are changed in the same way. Everything is a tensor operation, so rounds can be
+captured. Legend: B sequences, N rows of each, V vocabulary of the target, V' of the draft, at most
+V.
 """
 
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from specdec_cli.core.types import SamplingParams
 class LogitsProcessors:
     """The changes that a run's parameters ask for, on one device.
 
-    penalty: logits of ids that the text has are divided by it where positive, else multiplied
+    penalty: positive logits of ids that the text contains are divided by it, others multiplied
     (Keskar et al., "CTRL", arXiv 1909.05858); 1 changes nothing. suppressed: bool [V], ids that are
     never drawn. ends: bool [V], ids that are not drawn before min_new_tokens output tokens.
     """
@@ -59,7 +60,7 @@ class LogitsProcessors:
         return TextsBefore(self, seen, state.length - state.prompt)
 
     def of_text(self, tokens: Values[int], num_prompt: int) -> "TextsBefore":
-        """A text that is already written, alone."""
+        """The single text `tokens`, which is already written."""
         device = self.suppressed.device
         seen = torch.zeros(1, len(self.suppressed) + 1, dtype=torch.bool, device=device)
         seen[:, torch.tensor(tokens, dtype=torch.int64, device=device)] = True
@@ -83,8 +84,8 @@ class LogitsProcessors:
 class TextsBefore:
     """The texts that rows of logits follow.
 
-    seen: bool [B, V + 1], ids that each text has, and a last column without meaning; not read if
-    there is no penalty. num_new: int64 [B], its output tokens.
+    seen: bool [B, V + 1], the ids that each text contains, and a last column without meaning; not
+    read if there is no penalty. num_new: int64 [B], the number of output tokens of each text.
     """
 
     processors: LogitsProcessors
@@ -92,8 +93,8 @@ class TextsBefore:
     num_new: Tensor
 
     def after_each(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Changed logits, fp32 [B, N, V'], of rows that follow ever more tokens: row i follows
-        `tokens[:, :i]`. tokens: int64 [B, N - 1 or more]."""
+        """Changed logits, fp32 [B, N, V'], where row i follows `tokens[:, :i]`. tokens: int64 [B, N
+        - 1 or more]."""
         rows = range(logits.shape[1])
         seen = None
         if self.processors.reads_text:
@@ -101,8 +102,9 @@ class TextsBefore:
         return self._changed(logits, seen, 0)
 
     def after_all(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Changed logits, fp32 [B, N, V'], of the places after `tokens`, int64 [B, S], of which
-        each row follows all. Those of a block that is drawn at once follow no more than that."""
+        """Changed logits, fp32 [B, N, V'], of the places after `tokens`, int64 [B, S]. Each row
+        follows all of these tokens: the places of a block that is drawn at once know no later
+        ones."""
         seen = self._seen_with(tokens)[:, None] if self.processors.reads_text else None
         return self._changed(logits, seen, tokens.shape[1])
 
@@ -111,7 +113,8 @@ class TextsBefore:
         return self.seen.scatter(1, tokens.clamp(0, self.seen.shape[1] - 1), True)
 
     def _changed(self, logits: Tensor, seen: Tensor | None, first: int) -> Tensor:
-        """seen: [B, N or 1, V + 1]. first: tokens between the texts and the first row."""
+        """seen: [B, N or 1, V + 1]. first: the number of tokens between the texts and the first
+        row."""
         how, (_, rows, width) = self.processors, logits.shape
         found, never = logits.float(), how.suppressed[:width]
         if seen is not None:

@@ -1,9 +1,9 @@
-"""The inputs of padded passes over packed tokens, at addresses that stay, so that graphs hold them.
+"""The inputs of padded passes over packed tokens, at fixed addresses, so that graphs can hold them.
 
 A pass's tokens are packed at the front. Padding belongs to no sequence, its keys go to the trash
-block, and its outputs mean nothing. The host writes into one of two pieces of its memory, which the
-pass itself fetches, and finds its tokens there in the end. Legend: T most tokens, B most sequences,
-MB block-table columns, W a pass's width.
+block, and its outputs mean nothing. The host writes into one of two pieces of its memory. The pass
+itself fetches that piece, and leaves its tokens there at its end. Legend: T most tokens, B most
+sequences, MB block-table columns, W a pass's width.
 """
 
 from struct import pack_into
@@ -22,11 +22,11 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 class PackedInputs:
     """Inputs of passes over up to T tokens of up to B sequences.
 
-    token_ids, positions: int64 [T]. query_start: int32 [B + 1]. context_lens: int32 [B], 0 for
-    rows without a sequence. index: int64 [B], what keys the random numbers of each sequence. seed:
-    int64 scalar. block_tables: int32 [B, MB]; entries past a sequence's blocks mean nothing.
-
-    A pass is filled, runs `fetch` and `tell`, and has then `passed`.
+    token_ids, positions: int64 [T]. query_start: int32 [B + 1]. context_lens: int32 [B], 0 for rows
+    without a sequence. index: int64 [B], the key of each sequence's random numbers. seed: int64
+    scalar. block_tables: int32 [B, MB]; entries past a sequence's blocks mean nothing. The host
+    fills a pass with `fill`; the pass runs `fetch` first and `tell` last; then the host calls
+    `passed`.
     """
 
     def __init__(
@@ -57,18 +57,19 @@ class PackedInputs:
         self._pieces = [piece.numpy().data.cast("B") for piece in self._staged]
         self._offsets = [4 * sum(lengths[:part]) for part in range(len(lengths))]
         self._tokens: list[Tokens] = [piece.numpy() for piece in self._told]
-        # The device counts the passes that have run, and tells the host, which counts launches.
+        # The device counts the passes that have run and tells the host, which counts the launched
+        # ones.
         self._passes = torch.zeros(1, dtype=torch.int32, device=device)
         self._ended = on_host(1)
         self._num_ended = self._ended.numpy().data
         self._num_launched = 0
-        self._row_bytes = 4 * num_columns  # of a block table
+        self._row_bytes = 4 * num_columns  # in a block table
         self._positions = np.arange(num_columns * block_size).data.cast("B")
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
     def fill(self, spans: list[Span], width: int, shift: int = 0, seed: int = 0) -> None:
-        """Enter `spans`, at most `width` tokens, `shift` places further on; waits for the last pass
-        but one."""
+        """Enter `spans`, at most `width` tokens, moved on by `shift` places. Waits for the pass
+        before the last one."""
         if self._num_ended[0] < self._num_launched - 1:
             torch.cuda.synchronize(self.device)
         # `struct` converts a list in a third of NumPy's time. It also has less code, which the
@@ -100,25 +101,28 @@ class PackedInputs:
         pack_into("q", held, of_seed, seed)
 
     def fetch(self) -> None:
-        """Bring what was filled; the first step of a pass, on the device."""
+        """Bring the filled inputs to the device. This is the first step of a pass, on the
+        device."""
         ops.fetch_staged(self._words, self._staged, self._passes)
 
     def tell(self, tokens: torch.Tensor | None) -> None:
-        """Send the tokens that a pass decided, int64 [M], or none; its last step on the device."""
+        """Send the tokens that a pass decided, int64 [M], or none. This is the last step of a pass,
+        on the device."""
         ops.tell_tokens(self._passes, tokens, self._told, self._ended)
 
     @property
     def told(self) -> Tokens:
-        """The host's memory for the tokens of the pass that was filled, int64 [B]. They are there
-        when it has ended, until the next but one ends."""
+        """The host's memory for the tokens of the filled pass, int64 [B]. They are there from the
+        end of that pass until the second pass after it ends."""
         return self._tokens[self._num_launched % 2]
 
     def passed(self) -> None:
-        """Count the pass that was filled, since it was launched."""
+        """Count the filled pass as launched."""
         self._num_launched += 1
 
     def batch(self, width: int, num_logits: int) -> ForwardBatch:
-        """The pass over the first `width` tokens, with logits of the first sequences' last ones."""
+        """The pass over the first `width` tokens, with logits of the last tokens of the first
+        sequences."""
         positions = self.positions[:width]
         tables = self.block_tables
         batch = ForwardBatch(
@@ -150,8 +154,9 @@ def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
 
 
 def _lengths(num_tokens: int, num_sequences: int, num_columns: int) -> list[int]:
-    """Words of each of `_parts`, at multiples of 16 bytes: Triton compiles a kernel again for an
-    address that it knows less of. All are a multiple of 16 words, copied in larger pieces."""
+    """The number of words of each of `_parts`. Each part begins at a multiple of 16 bytes, since
+    Triton would compile a kernel again for other addresses. The sum is a multiple of 16 words, so
+    that copies use larger pieces."""
     words = 2 * num_tokens, 2 * num_tokens, num_sequences + 1, num_sequences, 2 * num_sequences, 2
     lengths = [-(-count // 4) * 4 for count in words]
     tables = num_sequences * num_columns
@@ -159,8 +164,8 @@ def _lengths(num_tokens: int, num_sequences: int, num_columns: int) -> list[int]
 
 
 def _parts(words: torch.Tensor, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
-    """Views of the words: token ids, positions, where queries start, contexts, the prompts'
-    indices, the seed, and the tables. sizes: tokens, sequences, and columns of the tables."""
+    """Views of the words: token ids, positions, starts of queries, contexts, the prompts' indices,
+    the seed, and the tables. sizes: the numbers of tokens, sequences and columns of the tables."""
     num_tokens, num_sequences, num_columns = sizes
     parts = words.split(_lengths(*sizes))
     ids, positions, index, seed = (parts[i].view(torch.int64) for i in (0, 1, 4, 5))

@@ -18,10 +18,10 @@ from specdec_cli.errors import SetupError
 from specdec_cli.launch.quiet import meeting_quietly
 
 T = TypeVar("T")
-# torch 2.13 has renamed it, and warns of the old name.
+# torch 2.13 has renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _CPU = torch.device("cpu")
-_FEW = 1 << 16  # numbers of a sum over ranks on a CPU whose messages take longer than their bytes
+_FEW = 1 << 16  # up to this many numbers, messages dominate the time of a sum over ranks on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class TensorParallel:
     """One rank's place among the `size` ranks that share a model.
 
     rank: 0..size-1 within the group. group: None with one rank; then every method returns its
-    argument. device: of this rank's tensors.
+    argument. device: the device of this rank's tensors.
     """
 
     rank: int = 0
@@ -54,7 +54,7 @@ class TensorParallel:
         if not x.is_cpu or self.size == 2 or x.numel() > _FEW:
             dist.all_reduce(x, group=self.group)
             return x
-        # Summing itself, gloo passes more messages around, and takes twice as long with four ranks.
+        # gloo's own sum passes more messages around, and takes twice as long with four ranks.
         parts = x.new_empty(self.size * x.numel())
         _all_gather(parts, x.reshape(-1), group=self.group)
         return torch.sum(parts.view(self.size, *x.shape), 0, out=x)
@@ -68,7 +68,7 @@ class TensorParallel:
         if x.shape[-1] < most:
             x = torch.nn.functional.pad(x, (0, most - x.shape[-1]))
         rows = x.numel() // most
-        # Parts lie one below the other, the only layout that gloo takes.
+        # Parts lie one below the other, since gloo takes no other layout.
         out = x.new_empty(self.size * rows, most)
         if rows:
             _all_gather(out, x.reshape(rows, most).contiguous(), group=self.group)
@@ -82,7 +82,7 @@ class TensorParallel:
         return x
 
     def gather_objects(self, value: T) -> list[T]:
-        """Every rank's value, on every rank, in the order of ranks. Waits for the device."""
+        """The values of all ranks in their order, which every rank gets. Waits for the device."""
         if self.group is None:
             return [value]
         held: list[T] = [value] * self.size
@@ -96,9 +96,9 @@ ALONE = TensorParallel()
 class HostMessages:
     """Numbers that rank 0 tells the ranks of a group, from host to host.
 
-    They do not wait for devices, as a message over NCCL would. Where the group is not gloo's, the
-    first message makes a communicator, which the whole world has to take part in. Every rank of
-    the group has to ask for each number.
+    They do not wait for devices, as a message over NCCL would. If the group is not gloo's, the
+    first message makes a communicator, and all processes of the world have to take part in that.
+    Every rank of the group has to ask for each number.
     """
 
     def __init__(self, parallel: TensorParallel) -> None:
@@ -106,7 +106,7 @@ class HostMessages:
         self._group: dist.ProcessGroup | None = None
 
     def told(self, number: int) -> int:
-        """Rank 0's number, on every rank."""
+        """Rank 0's number, which every rank gets."""
         if self._parallel.group is None:
             return number
         if self._group is None:
@@ -138,9 +138,9 @@ def make_groups(
 ) -> Groups:
     """Groups of a target and of a draft on the first `draft_tp` of its ranks.
 
-    Every process of the world calls this, with the same arguments except the device. ranks: that
-    take part, by default the first `target_tp`. Raises ValueError when the draft's degree does not
-    divide the target's.
+    Every process of the world calls this, with the same arguments except the device. ranks: the
+    ranks that take part, by default the first `target_tp`. Raises ValueError when the draft's
+    degree does not divide the target's.
     """
     if target_tp % draft_tp:
         raise ValueError(f"draft TP {draft_tp} does not divide target TP {target_tp}")
@@ -160,13 +160,13 @@ def _place(members: list[int], device: torch.device) -> TensorParallel | None:
 
 
 def world_size() -> int:
-    """Number of processes of torch.distributed's world; 1 without one."""
+    """The number of processes of torch.distributed's world; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @contextmanager
 def found_alike() -> Iterator[None]:
-    """Mark a `SetupError` as common to all ranks, which then names none, if they share one host."""
+    """Mark a `SetupError` as common to all ranks, if they share one host; it then names no rank."""
     try:
         yield
     except SetupError as problem:
@@ -175,10 +175,10 @@ def found_alike() -> Iterator[None]:
 
 
 def local_rank() -> int:
-    """Index of this process on its host, as set by torchrun."""
+    """The index of this process on its host, as torchrun sets it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world_size() -> int:
-    """Processes of this run on this host."""
+    """The number of processes of this run on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))

@@ -1,7 +1,6 @@
-"""Memory that the GPUs of a group read from each other, for sums and logits of some rows.
-
-NCCL sums up to 64 rows on two H200s in 8 to 16 us, reads over NVLink take 4 to 7. All ranks agree
-on using it, since their collectives have to match.
+"""Memory that the GPUs of a group read from each other, for sums and logits of some rows. NCCL sums
+up to 64 rows on two H200s in 8 to 16 us; reads over NVLink take 4 to 7 us. All ranks agree to use
+it or not, since their collectives have to match.
 """
 
 import logging
@@ -28,9 +27,9 @@ _meetings: list[str] = []
 
 
 class Shared(NamedTuple):
-    """Memory that the ranks of a model share; for MAX_ROWS rows or fewer it is faster than NCCL.
-    sums: for `ops.reduce_add_norm`. logits: for `ops.gather_columns`; None if the vocabulary does
-    not divide evenly."""
+    """Memory that the ranks of a model share. For up to MAX_ROWS rows it is faster than NCCL. sums:
+    for `ops.reduce_add_norm`. logits: for `ops.gather_columns`; None if the vocabulary does not
+    divide evenly."""
 
     sums: Peers
     logits: Peers | None
@@ -41,8 +40,8 @@ def shared_memory(
 ) -> Shared | None:
     """Shared memory for MAX_ROWS rows on every rank; every rank of the group has to call this.
 
-    None if the GPUs cannot read each other, or some ranks have met in another group before. width:
-    of the residual stream.
+    None if the GPUs cannot read each other, or if some ranks have met in another group before.
+    width: that of the residual stream.
     """
     if parallel.size == 1 or parallel.device.type != "cuda":
         return None

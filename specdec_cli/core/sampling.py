@@ -11,7 +11,8 @@ from specdec_cli.core.types import SamplingParams
 
 
 class Purpose(IntEnum):
-    """The use of a random number; part of its counter, so that no number is used twice."""
+    """The purpose of a random number. It is part of the number's counter, so that no number is used
+    twice."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -19,8 +20,8 @@ class Purpose(IntEnum):
 
 
 def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V]; see the
-    kernels'."""
+    """The distribution over the vocabulary, fp32, in the shape of `logits` [..., V]; see the
+    function of this name in the kernels."""
     return logits_to_probs(logits, *params.filters)
 
 
@@ -36,7 +37,8 @@ def round_noise(
 
     A number is a function of the seed, int64 scalar, the prompt's index, the position of the token
     that it decides, and the purpose, so batch, order, preemption and shards cannot change what is
-    sampled. by_round: the tokens before the round enter too, for rules that look ahead.
+    sampled. by_round: whether numbers depend on the round's start too, as rules that look ahead
+    need.
     """
     noise = ops.uniform_rows(seed, index, length, len(Purpose), k + 1, by_round)
     return Noise(noise[Purpose.DRAFT, :, :k], noise[Purpose.ACCEPT, :, :k], noise[Purpose.SAMPLE])
@@ -49,8 +51,8 @@ def next_tokens(
     index: torch.Tensor,
     length: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens int64 [R] that rounds without proposals decide by `logits` [R, V]; -1 if not
-    finite."""
+    """The tokens, int64 [R], that rounds without proposals draw from `logits` [R, V]; -1 for rows
+    that are not finite."""
     if params.is_greedy:
         return draw(logits, None, params, None)
     noise = round_noise(seed, index, length, 0)
@@ -63,14 +65,14 @@ def softmax_stats(logits: torch.Tensor, params: SamplingParams) -> ops.LogitRows
 
 
 def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
-    """First maximum of each row of `logits` [..., V]: int64 [...]; -1 if the row is not finite."""
+    """The index of the first maximum of each row of `logits` [..., V]: int64 [...]; -1 if the row
+    is not finite."""
     return ops.greedy_argmax(logits.flatten(0, -2)).view(logits.shape[:-1])
 
 
 def by_target_ids(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits [..., V] of the target's ids, -inf for those that a draft cannot propose.
-
-    logits: [..., V'] of the draft's own ids, of which `ids`, int64 [V'], are the target's.
+    """Logits [..., V] by the target's ids, with -inf for ids that a draft cannot propose. logits:
+    [..., V'] by the draft's own ids. ids: int64 [V'], the target's id of each of them.
     """
     wide = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     return wide.index_copy_(-1, ids, logits)

@@ -11,12 +11,12 @@ from specdec_kernels import ops
 
 from specdec_cli.core.types import Sequence
 
-_FIELDS = 6  # numbers of each slot beside its tail
+_FIELDS = 6  # int64 fields of each slot besides its tail
 
 
 def slot_counts(batch_size: int) -> list[int]:
-    """The numbers of slots that rounds are captured for, each a quarter of the next: at the end of
-    a run few sequences are left, and more numbers would be slow to compile."""
+    """The numbers of slots for which rounds are captured, each a quarter of the next. At the end of
+    a run few sequences are left, so small numbers pay; more of them would be slow to compile."""
     counts = [batch_size]
     while counts[0] > 1:
         counts.insert(0, -(-counts[0] // 4))
@@ -29,7 +29,7 @@ class Texts:
     them. Tensors are never reallocated, so graphs can hold them.
 
     tokens: int32 [R, L]. Entries after a sequence's tokens have no meaning. seen: bool [R, V + 1],
-    the ids that each has, and a column without meaning; None while no run has a penalty.
+    the ids that each text contains, and a column without meaning; None while no run has a penalty.
     """
 
     tokens: torch.Tensor
@@ -41,14 +41,15 @@ class Texts:
         return cls(torch.zeros(num_rows, num_tokens, dtype=torch.int32, device=device))
 
     def mark(self, num_ids: int) -> None:
-        """Keep the ids that each text has from now on, of a vocabulary of so many."""
+        """Keep the ids that each text contains from now on. The argument is the size of the
+        vocabulary."""
         if self.seen is None:
             shape = len(self.tokens), num_ids + 1
             self.seen = torch.zeros(shape, dtype=torch.bool, device=self.tokens.device)
 
     def enter(self, seqs: list[Sequence]) -> list[int]:
-        """The row of each of `seqs`, at most R; new ones are written over those that left, while no
-        round is in flight."""
+        """The rows of `seqs`, at most R sequences. New sequences are written over those that left,
+        while no round is in flight."""
         kept = {s: self._rows[s] for s in seqs if s in self._rows}
         free = iter(set(range(len(self.tokens))) - set(kept.values()))
         for seq in seqs:
@@ -69,13 +70,13 @@ class Texts:
 class BatchState:
     """The state of B slots, idle at first; on one device, never reallocated, so graphs can hold it.
 
-    numbers: the int64 fields in one piece. tail: int64 [B, W], the last W tokens, after zeros in a
-    shorter text. length: int64 [B], tokens of each sequence. limit: int64 [B], the number of tokens
-    at which it ends. index: int64 [B], prompt indices. active: bool [B], whether the slot still
-    decodes. block_tables: int32 [B, MB]; unused entries are 0, the trash block. seed: int64 scalar.
-    row: int64 [B], each sequence's row of `texts`, if any. prompt: int64 [B], tokens of its prompt.
-    draft_kv: int64 [B], tokens that the
-    proposer's cache held when the slots were loaded; it has grown since.
+    numbers: the int64 fields in one piece. tail: int64 [B, W], the last W tokens; shorter texts
+    have zeros before them. length: int64 [B], tokens of each sequence. limit: int64 [B], the number
+    of tokens at which it ends. index: int64 [B], prompt indices. active: bool [B], whether the slot
+    still decodes. block_tables: int32 [B, MB]; unused entries are 0, the trash block. seed: int64
+    scalar. row: int64 [B], each sequence's row in `texts`, if there are any. prompt: int64 [B],
+    tokens of its prompt. draft_kv: int64 [B], tokens that the proposer's cache held when the slots
+    were loaded; it has grown since.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class BatchState:
         return len(self.length)
 
     def load(self, seqs: list[Sequence], seed: int) -> None:
-        """Put `seqs` into the first slots; the other slots become idle."""
+        """Put `seqs` into the first slots and make the other slots idle."""
         idle = self.num_slots - len(seqs)
         rows = self.texts.enter(seqs) if self.texts is not None else [0] * len(seqs)
         none = [0] * self.tail.shape[1]
@@ -127,8 +128,8 @@ class BatchState:
         self.grow([(b, 0, s.block_table) for b, s in enumerate(seqs)])
 
     def append(self, slots: list[int], tokens: torch.Tensor, eos_ids: torch.Tensor) -> None:
-        """Append a token, int64 [R] on the device, to the sequences in some slots, which may end
-        them."""
+        """Append a token to the sequences in some slots, which may end them. The tokens are int64
+        [R], on the device."""
         at = torch.tensor(slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         at = at.to(self.device, non_blocking=True)
         placed = torch.zeros_like(self.length).index_copy_(0, at, tokens)
@@ -164,7 +165,7 @@ class BatchState:
 
 
 def _write(held: torch.Tensor, values: list[int] | list[bool]) -> None:
-    """Write `values` into `held`, one-dimensional, from pinned memory, without waiting."""
+    """Write `values` from pinned memory into the one-dimensional `held`, without waiting."""
     if held.device.type == "cpu":
         held.numpy()[:] = values  # a copy by torch takes three times as long
     else:

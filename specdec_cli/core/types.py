@@ -13,7 +13,7 @@ FinishReason = Literal["length", "eos", "stop", "error"]
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Settings of sampling and of a sequence's end, for all sequences of a run. `temperature` 0 is
-    greedy; `top_k` 0 and `top_p` 1 are off. `core.logits_processors` has the last three."""
+    greedy; `top_k` 0 and `top_p` 1 are off. `core.logits_processors` explains the last three."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -33,7 +33,7 @@ class SamplingParams:
 
     @property
     def processing(self) -> tuple[float, tuple[int, ...], int]:
-        """Repetition penalty, suppressed ids, and tokens before which no text ends."""
+        """The repetition penalty, the suppressed ids, and the fewest tokens of a text."""
         return self.repetition_penalty, self.suppress_tokens, self.min_new_tokens
 
     @property
@@ -51,7 +51,8 @@ class Request:
     """One prompt. `index` is global: with the seed it keys the random numbers.
 
     stop_finder: makes a finder. Each run makes a new one, since a finder remembers its tokens.
-    arrives_at: seconds after the run's start, finite and not negative; it is not admitted before.
+    arrives_at: seconds after the run's start, finite and not negative. The request is not admitted
+    earlier.
     """
 
     index: int
@@ -61,8 +62,8 @@ class Request:
 
 
 class Arrivals(Protocol):
-    """Requests that arrive during a run, in the order of their times; the next may depend on which
-    have been answered. is_over: whether the others need not be answered."""
+    """Requests that arrive during a run, in the order of their times. The next one may depend on
+    the answers so far. is_over: whether the remaining requests need no answer."""
 
     def __iter__(self) -> Iterator[Request]: ...
 
@@ -70,7 +71,7 @@ class Arrivals(Protocol):
     def is_over(self) -> bool: ...
 
     def answered(self, index: int) -> None:
-        """The request of this index has ended, by an error too."""
+        """The request of this index has ended, possibly by an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,8 @@ class Permissions:
 class Sequence:
     """One prompt and the tokens written after it, which only grow.
 
-    target_kv, draft_kv: numbers of leading tokens with valid keys and values in each cache, both by
-    one `block_table`. Rolling back rejected tokens moves only these two integers.
+    target_kv, draft_kv: numbers of leading tokens with valid keys and values in each cache. Both
+    caches use one `block_table`. Rolling back rejected tokens moves only these two integers.
     """
 
     index: int  # global prompt index: with the seed, the key of every random number
@@ -104,34 +105,34 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
-    prefill_seconds: float = 0.0  # this sequence's equal shares of the passes it took part in
+    prefill_seconds: float = 0.0  # this sequence's equal shares of the passes in which it took part
     decode_seconds: float = 0.0
-    round_share: float = 0.0  # likewise, of the number of engine rounds
-    stage_ms: dict[str, float] = field(default_factory=dict)  # likewise, by stage of a round
-    experts_share: float | None = None  # likewise, of the distinct experts that rounds read
-    arrived_at: float = 0.0  # host clock, seconds; the run's start or later
-    queued_seconds: float = 0.0  # from its arrival until it was first admitted
-    # Passes that it waited for before its first token, its own and others', by model.
+    round_share: float = 0.0  # its shares of the number of engine rounds
+    stage_ms: dict[str, float] = field(default_factory=dict)  # its shares, by stage
+    experts_share: float | None = None  # its shares of the distinct experts that rounds read
+    arrived_at: float = 0.0  # seconds on the host's clock; not before the run's start
+    queued_seconds: float = 0.0  # from its arrival to its first admission
+    # Times of passes before its first token, its own and others', by model.
     target_prefill_seconds: float = 0.0
     draft_prefill_seconds: float = 0.0
     admitted_at: float | None = None  # host clock, seconds
     first_token_at: float | None = None
     finished_at: float | None = None
-    _packed: bytes = field(init=False, repr=False)  # int64, the tokens that it began with
+    _packed: bytes = field(init=False, repr=False)  # int64, the tokens with which it began
 
     def __post_init__(self) -> None:
         self._packed = array("q", self.tokens).tobytes()
 
     def packed(self, start: int, stop: int) -> bytes:
-        """The bytes of `tokens[start:stop]` as int64. Those that the sequence began with are packed
-        when it is made, since the device waits for its first pass."""
+        """The bytes of `tokens[start:stop]` as int64. The first tokens are packed when the sequence
+        is made, since the device waits for its first pass."""
         if 8 * stop <= len(self._packed):
             return self._packed[8 * start : 8 * stop]
         return array("q", self.tokens[start:stop]).tobytes()
 
     @property
     def noise_key(self) -> int:
-        """The part of `index` that keys random numbers."""
+        """The part of `index` that is the key of random numbers."""
         return self.index & 0xFFFFFFFF
 
     @property
@@ -151,8 +152,8 @@ class Sequence:
 
     @property
     def ttft_parts_ms(self) -> dict[str, float] | None:
-        """The milliseconds from the request to the first token, by what they were spent on; `queue`
-        is not in `ttft_ms`, and `first_round` all that is no prefill pass."""
+        """The milliseconds from the request to the first token, by their use. `queue` is not in
+        `ttft_ms`; `first_round` is all time outside prefill passes."""
         if (ttft_ms := self.ttft_ms) is None:
             return None
         target, draft = self.target_prefill_seconds * 1e3, self.draft_prefill_seconds * 1e3
@@ -172,22 +173,23 @@ class Sequence:
 
     @property
     def distinct_experts(self) -> float | None:
-        """Distinct experts that its rounds read in a layer, on average; None where not counted."""
+        """The mean number of distinct experts that its rounds read in a layer; None if not
+        counted."""
         if self.experts_share is None or not self.round_share:
             return None
         return self.experts_share / self.round_share
 
     def room(self, draft_max_len: int) -> int:
-        """Most tokens that may be proposed now: a round always adds one of the target's, and no
-        proposal lies past the draft's context length."""
+        """The largest number of tokens that may be proposed now: a round always adds one of the
+        target's, and no proposal lies past the draft's context length."""
         n = len(self.tokens)
         return max(0, min(self.max_tokens - n - 1, draft_max_len - n))
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """Tokens, maybe none, that a round or a prefill pass added; the first `num_accepted` were
-    proposals."""
+    """The tokens, possibly none, that a round or a prefill pass added. The first `num_accepted`
+    were proposals."""
 
     seq: Sequence
     token_ids: list[int]

@@ -63,7 +63,7 @@ def test_each_missing_field_is_named(name: str, kind: type[Record], tmp_path: Pa
         except SetupError as problem:
             missing.append(field)
             told = f"cut.jsonl:1: not a record of this run: it has no {field}"
-            one_of = "it has not one of accept, chains, ahead and draws"
+            one_of = "it needs exactly one of accept, chains, ahead and draws"
             assert told in problem.message or one_of in problem.message
     assert {"k", "batch_size", "index", "limit"} & whole.keys() <= set(missing)
 
