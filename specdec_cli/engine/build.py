@@ -42,8 +42,8 @@ from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, Watch
 from specdec_cli.stages import begin_stage
 
 _log = logging.getLogger("specdec")
-_WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernels take
-_FEWEST_POSITIONS = 1 << 17  # in rotary tables, or the model's own limit where that is smaller
+_WARM_UP_PROMPT = 33  # tokens: more than the widest pass of the decode kernels
+_FEWEST_POSITIONS = 1 << 17  # positions in rotary tables, unless the model has fewer
 
 
 def build(
@@ -55,8 +55,8 @@ def build(
     """Load the models, size and allocate the caches, and wire the engine.
 
     longest_prompt: with `max_new_tokens` it bounds the cache. on_stage: called with each of
-    `plan.stages` as it begins. loaded_target: of an engine that is no longer used; its cache is
-    given up. Raises `SetupError` when a checkpoint is damaged, a model cannot be compiled, or
+    `plan.stages` as it begins. loaded_target: the target of an engine that is no longer used; its
+    cache is freed. Raises `SetupError` when a checkpoint is damaged, a model cannot be compiled, or
     memory runs out.
     """
     recipe = plan.recipe
@@ -89,10 +89,9 @@ def build_beside(
     engine: Engine,
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> Engine | None:
-    """An engine of another proposer over the target and the cache of `engine`; both stay in use.
-
-    None if both do not fit, or a compiled target would have to return other hidden states; nothing
-    was loaded then. The rest is as for `build`.
+    """An engine of another proposer over the target and the cache of `engine`; both engines stay in
+    use. None if they do not both fit, or if a compiled target would have to return other hidden
+    states; nothing is loaded then. Arguments are as for `build`.
     """
     need = _need_of(plan, longest_prompt)
     plan = _within_reach(plan, need.longest)
@@ -127,8 +126,8 @@ def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
 
 
 def _within_reach(plan: Plan, longest: int) -> Plan:
-    """The plan with as many positions as texts of `longest` tokens need, 131,072 at least: rotary
-    tables grow with positions, and a config may name any number."""
+    """The plan with as many positions as texts of `longest` tokens need, and at least 131,072.
+    Rotary tables grow with positions, and a config may name any number."""
     reach = max(longest, _FEWEST_POSITIONS)
     if reach >= plan.max_model_len:
         return plan
@@ -141,12 +140,12 @@ def load_models(
     on_stage: Callable[[str], None] = lambda _: None,
     loaded_target: PagedModel | None = None,
 ) -> Models:
-    """The models that this rank holds a part of, with caches of zero blocks; arguments as of
+    """The models that this rank holds a part of, with caches of zero blocks. Arguments are as for
     `build`."""
     device, draft = plan.device, plan.draft
     if device.type == "cuda":
         begin_stage("starting CUDA")
-        torch.cuda.set_device(device)  # Triton and NCCL launch on the current one
+        torch.cuda.set_device(device)  # Triton and NCCL launch on the current device
         torch.cuda.synchronize(device)
     on_compile = {role: on_stage for role in plan.compiled}
     on_stage("loading the target")
@@ -157,7 +156,7 @@ def load_models(
         target = plan.target.paged(module, block_size, on_compile.get("target"))
     if target.hidden_layers != plan.target.hidden_layers:
         target.hidden_layers = plan.target.hidden_layers
-        if target.compiled is not None:  # for other hidden states
+        if target.compiled is not None:  # compiled again for other hidden states
             target.compiled = CompiledForward(target.module, "target", on_compile=on_stage)
     models = Models(target)
     if draft is not None:
@@ -195,7 +194,7 @@ def wire(
         draft_len = plan.draft.max_len if plan.draft is not None else 0
         parts = MethodParts(speculation, models.target, models.draft, draft_len, plan.draft)
         proposer = method_of(speculation).make(parts)
-        if models.target.hidden_layers != proposer.feature_layers:  # a plugin's, not planned
+        if models.target.hidden_layers != proposer.feature_layers:  # a plugin asked
             models.target.hidden_layers = proposer.feature_layers
     rule, policy = rule_of(speculation), policy_of(speculation)
     plugged = isinstance(rule, PluggedRule) or isinstance(policy, PluggedPolicy)
@@ -221,7 +220,7 @@ def wire(
 
 
 def _prompt_graphs(plan: Plan, num_blocks: int) -> PromptGraphs:
-    """Passes as large as the plan's prefill passes, over tables as wide as those of rounds."""
+    """Run passes as large as the plan's prefill passes, over tables as wide as those of rounds."""
     run, block_size = plan.recipe.run, plan.recipe.cache.block_size
     num_tokens = min(run.prefill_chunk, run.batch_size * plan.max_model_len)
     num_columns = min(-(-plan.max_model_len // block_size), num_blocks - 1)
@@ -247,9 +246,9 @@ def _choose_num_blocks(
     rough: int,
     on_stage: Callable[[str], None],
 ) -> int:
-    """Blocks to allocate: as many as fit on the rank with the least room, and a run can use.
-
-    rough: estimated bytes of the passes, which are measured on CUDA where memory is tight.
+    """The number of blocks to allocate: as many as a run can use, and no more than fit on the rank
+    with the least room. rough: estimated bytes of the passes. On CUDA they are measured if memory
+    is tight.
     """
     if plan.device.type != "cuda":
         mine = rank_memory(plan, models, on_host(0, sum(weight_bytes(models))))
@@ -267,7 +266,7 @@ def _choose_num_blocks(
 
 def _check_host_room(plan: Plan, num_blocks: int) -> None:
     """Raise `SetupError` on all ranks if the caches do not fit in host memory on one of them. The
-    system would grant more memory than there is, and end the process that uses it."""
+    system would grant more memory than it has, and then end the process that uses it."""
     wanted, free = num_blocks * sum(block_bytes_of(plan)), available_memory() // local_world_size()
     short = (wanted, free) if wanted > free else None
     for found in plan.parallel.gather_objects(short):
@@ -282,8 +281,8 @@ def _check_host_room(plan: Plan, num_blocks: int) -> None:
 def _warm_up(
     engine: Engine, plan: Plan, longest_prompt: int, on_stage: Callable[[str], None]
 ) -> None:
-    """On CUDA, compile kernels, which happens at their first launch, and capture rounds. Otherwise
-    the time of both would count as the first prompts'."""
+    """On CUDA, compile kernels by launching them once, and capture rounds. Otherwise the time of
+    both would count as the first prompts'."""
     if plan.device.type != "cuda":
         return
     on_stage("compiling kernels and capturing rounds")
@@ -301,8 +300,8 @@ def _warm_up(
 
 
 def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
-    """Tokens of the prompts to warm up with: kernels differ between passes of few tokens, of many,
-    and of as many as the run will have, unless padded to one width."""
+    """Lengths of the prompts to warm up with. Kernels differ between passes of few tokens, of many
+    tokens, and of as many as the run will have, unless passes are padded to one width."""
     longest = min(longest_prompt, plan.recipe.run.prefill_chunk + 1)
     lengths = sorted({_WARM_UP_PROMPT, max(1, longest)})
     is_padded = plan.captures_prompts and all(model.captured_width for model in plan.models)

@@ -14,8 +14,8 @@ _ONE_THREAD_BYTES = 256 * 2**20
 
 
 def check_world(recipe: Recipe) -> None:
-    """Raise `UsageError` unless there is one process for each of the target's ranks, and each can
-    have a device to itself."""
+    """Raise `UsageError` unless there is one process for each rank of the target, and a device for
+    each process."""
     wanted, found = recipe.target.tensor_parallel_size, world_size()
     if wanted != found:
         raise UsageError(
@@ -32,8 +32,8 @@ def check_world(recipe: Recipe) -> None:
 
 
 def resolve_device(wanted: str) -> torch.device:
-    """The device of this process; `auto` is a GPU if there is one. Each process of a host takes
-    another. Raises `SetupError` for a device that is missing."""
+    """The device of this process; `auto` is a GPU if there is one. Each process of a host takes its
+    own. Raises `SetupError` if the device is missing."""
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)
@@ -50,15 +50,15 @@ def resolve_device(wanted: str) -> torch.device:
 
 
 def use_few_threads(device: torch.device, weight_bytes: int) -> Notice | None:
-    """Run torch on one thread for small models on a CPU, and on fewer than there are processors
-    beside other work, which the notice tells. Does nothing if the user has chosen a number."""
+    """Set torch's number of threads on a CPU, unless the user has chosen one. Small models get one
+    thread. Beside other work there are fewer threads than processors, and the notice says so."""
     if device.type != "cpu" or spinning.chosen_threads() is not None:
         return None
     if weight_bytes < _ONE_THREAD_BYTES:
         torch.set_num_threads(1)
         return None
     if world_size() > 1 or (use := spinning.others()) is None:
-        return None  # ranks have their share of the processors
+        return None  # ranks have been given their share of the processors
     cores = num_cores()
     if (few := spinning.threads_beside(use, cores)) == cores:
         return None

@@ -1,4 +1,5 @@
-"""The rounds of an engine: run eagerly, or captured as CUDA graphs, replayed and read one late."""
+"""The rounds of an engine. They run eagerly, or are captured as CUDA graphs, replayed, and read one
+round late."""
 
 import time
 from collections import deque
@@ -23,11 +24,11 @@ _WARM_UP_ROUNDS = 2
 class Outcome:
     """The decision of one round, as the host reads it.
 
-    seqs: the sequence in each slot at launch; the entries of one that has finished since mean
-    nothing. tokens: k + 1 a slot, of which accepted + 1 count. lens: proposal lengths. seconds:
-    since the previous round was read, or this one's launch. read_at: on the host's clock.
-    distinct_experts: that scoring read in a layer with experts, the mean; None where none are
-    counted.
+    seqs: the sequence in each slot at launch. If one has finished since, its entries mean nothing.
+    tokens: k + 1 a slot; the first accepted + 1 of them count. lens: proposal lengths. seconds: the
+    time since the previous round was read, or since this round's launch. read_at: the time on the
+    host's clock. distinct_experts: the mean number of experts that scoring read in a layer with
+    experts; None if experts are not counted.
     """
 
     seqs: list[Sequence]
@@ -56,7 +57,7 @@ class _Round:
         self, parts: RoundParts, state: BatchState, k: int, is_captured: bool, pool: Any
     ) -> None:
         self.record = RoundRecord.empty(state.num_slots, k, state.device)
-        # One on the host for each round in flight.
+        # A record on the host for each round in flight.
         self.on_host = [
             RoundRecord.empty(state.num_slots, k, torch.device("cpu"))
             for _ in range(Rounds.IN_FLIGHT)
@@ -81,12 +82,12 @@ class _Round:
 class Rounds:
     """Rounds over one batch of slots, by K, on this rank.
 
-    ks: every K, rising. is_captured: run them as CUDA graphs. runs_ahead: whether the host launches
-    a round before it has read the previous one. pool: memory of captured rounds, which may share it
-    if no two are in flight at once.
+    ks: every K, rising. is_captured: whether they run as CUDA graphs. runs_ahead: whether the host
+    launches a round before it has read the previous one. pool: memory of captured rounds, which may
+    share it if no two are in flight at once.
     """
 
-    IN_FLIGHT = 2  # rounds launched and not yet read, at most
+    IN_FLIGHT = 2  # the most rounds that are launched and not yet read
 
     def __init__(
         self,
@@ -97,16 +98,16 @@ class Rounds:
         runs_ahead: bool,
         pool: Any = None,
     ) -> None:
-        self.parts = parts  # graphs read tensors of it, and hold none
+        self.parts = parts  # graphs read its tensors without keeping them alive
         self.state = state
         self.runs_ahead = runs_ahead
         self.ks = ks
         self.seqs: list[Sequence] = []
-        self.last_k = ks[-1]  # of the round launched last
+        self.last_k = ks[-1]  # that of the round launched last
         self._flights: deque[_Flight] = deque()
         self._num_launched = 0
         self._read_at = 0.0
-        # The longest first: the shorter ones then fit into the memory it reserved.
+        # The longest round comes first, so that shorter ones fit into the memory that it reserved.
         self._by_k = {
             k: _Round(parts, state, k, is_captured, pool) for k in sorted(ks, reverse=True)
         }
@@ -126,13 +127,13 @@ class Rounds:
         self.state.load(seqs, seed)
 
     def append(self, seqs: list[Sequence], tokens: torch.Tensor) -> None:
-        """Append a token to each of `seqs`, which were loaded; int64 [R] on the device, known
-        later."""
+        """Append a token to each of `seqs`, which were loaded. The tokens are int64 [R], on the
+        device; the host learns them later."""
         place = self._places()
         self.state.append([place[id(seq)] for seq in seqs], tokens, self.parts.eos_ids)
 
     def _places(self) -> dict[int, int]:
-        """The slot of each sequence, by its identity."""
+        """The slots by the identities of their sequences."""
         return {id(seq): slot for slot, seq in enumerate(self.seqs)}
 
     def grow(self, added: list[tuple[Sequence, list[int]]]) -> None:
@@ -184,7 +185,8 @@ class Rounds:
         )
 
     def begin_after(self, time_s: float) -> None:
-        """Count no time of rounds before `time_s` on the host's clock, when other work ended."""
+        """Count no time before `time_s` on the host's clock, when other work ended, as that of
+        rounds."""
         self._read_at = max(self._read_at, time_s)
 
     def discard(self) -> None:
@@ -195,7 +197,7 @@ class Rounds:
                 flight.done.synchronize()
 
     def close(self) -> None:
-        """Give up the graphs: NCCL does not end while one that holds its collectives is alive."""
+        """Free the graphs: NCCL does not end while a graph that holds its collectives is alive."""
         self.discard()
         for made in self._by_k.values():
             if made.graph is not None:
@@ -215,7 +217,8 @@ class RoundCache:
     _texts: Texts | None = field(default=None, init=False)  # likewise
 
     def of(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        """The rounds whose longest proposal has k tokens, by number of slots, rising."""
+        """The rounds whose longest proposal has k tokens, by number of slots, in ascending
+        order."""
         params = parts.params
         key = (k, parts.rule, parts.policy, *params.filters, params.ignore_eos, params.processing)
         if key not in self._made:
@@ -223,7 +226,7 @@ class RoundCache:
         return self._made[key]
 
     def close(self) -> None:
-        """Give up the captured rounds and the memory that they hold."""
+        """Free the captured rounds and the memory that they hold."""
         for made in self._made.values():
             for rounds in made:
                 rounds.close()
@@ -231,8 +234,8 @@ class RoundCache:
         self._pool = self._texts = None
 
     def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        # Rows reach so far past the longest sequence, and k of padding further where a pass makes
-        # up for tokens; columns of padding hold block 0.
+        # Rows reach this far past the longest sequence. If a pass makes up for missing tokens, k
+        # rows of padding reach further. Columns of padding hold block 0.
         ahead = max(k, parts.proposer.ahead(k)) if parts.proposer is not None else k
         held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
         columns = held + self.allocator.blocks_for(ahead + k + 1)
@@ -249,7 +252,7 @@ class RoundCache:
             if how is not None and marks:
                 texts.mark(len(how.suppressed))
         ks = parts.policy.lengths(k) if k else (0,)
-        # The largest first: the smaller ones then fit into the memory it reserved.
+        # The largest comes first, so that smaller ones fit into the memory that it reserved.
         counts = reversed(slot_counts(self.batch_size))
         tail = parts.proposer.tail_for(k) if parts.proposer is not None else 2
         states = [BatchState(count, columns, device, texts, tail) for count in counts]
@@ -273,7 +276,8 @@ def _run_each(parts: RoundParts, states: list[BatchState], ks: tuple[int, ...]) 
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    """`run` as a CUDA graph. Before the capture it runs a few times, which compiles its kernels."""
+    """Capture `run` as a CUDA graph. `run` is called a few times before, which compiles its
+    kernels."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""The engine: the order of prefill, rounds and what the host reads of them.
+"""The engine: the order of prefill passes, rounds, and the host's reading of both.
 
 Knows no text. With several ranks each runs the same rounds on the same sequences; proposals and
 decisions are rank 0's.
@@ -37,7 +37,7 @@ from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import PromptGraphs
 from specdec_cli.stages import begin_stage
 
-_LONGEST_SLEEP_S = 0.2  # an idle engine gives signs of life
+_LONGEST_SLEEP_S = 0.2  # interval of an idle engine's signs of life
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Engine:
     """Two models, their caches and one allocator; holds no state of a run.
 
     proposer: None if only the target decodes. max_model_len: most tokens of a sequence.
-    prefill_chunk: of one prefill pass. rule, policy: of rounds that propose. is_captured,
-    runs_ahead: see `Rounds`. parallel: the ranks that the target is split over. prompts: the
-    graphs of prefill passes, if they are captured. hidden_layers: those that a shared target
-    returns in this engine's runs. Engines may share a target and its cache if they run one at a
-    time.
+    prefill_chunk: most tokens of one prefill pass. rule, policy: those of rounds with proposals.
+    is_captured, runs_ahead: see `Rounds`. parallel: the ranks that the target is split over.
+    prompts: the graphs of prefill passes, if they are captured. hidden_layers: the layers whose
+    states a shared target returns in this engine's runs. Engines may share a target and its cache
+    if they run one at a time.
     """
 
     target: PagedModel
@@ -94,7 +94,7 @@ class Engine:
         return other
 
     def forget_rounds(self) -> None:
-        """Give up the captured rounds and prefill passes, and the memory that they hold."""
+        """Free the captured rounds and prefill passes, and the memory that they hold."""
         self._rounds.close()
         if self.prompts is not None:
             self.prompts.close()
@@ -109,10 +109,10 @@ class Engine:
     ) -> RunResult:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
-        arrivals: further requests, each looked at once the one before is due. A request that cannot
-        run ends with finish_reason "error". `on_emit` is called with such requests at once, and
-        with tokens as they are read; while requests are still to arrive also with nothing, as a
-        sign of life.
+        arrivals: further requests; each is looked at once the one before is due. A request that
+        cannot run ends with finish_reason "error". `on_emit` is called with such requests at once,
+        and with tokens as they are read. While requests are still to arrive it is also called with
+        nothing, as a sign of life.
         """
         run = self.start(requests, k, params)
         if arrivals is not None:
@@ -141,7 +141,8 @@ class Engine:
         return RunResult(run.seqs, summarise(run.seqs, k, self.batch_size))
 
     def compile_ahead(self, lengths: Iterable[int], k: int, params: SamplingParams) -> None:
-        """Compile what a run with these settings needs, for prompts of these many tokens."""
+        """Compile the kernels that a run with these settings needs, for prompts of these
+        lengths."""
         self.start([], k, params)
 
         def fill_each() -> None:
@@ -158,11 +159,10 @@ class Engine:
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams
     ) -> Forecast:
-        """The fate of proposals for `output`, had each of its tokens been proposed.
-
-        k: most tokens a round may propose. The engine must be idle. With several ranks all of them
-        call this; the answer means something on rank 0. Raises `NoForecast` where the acceptance
-        rule or the length policy has none.
+        """The expected acceptance along `output`, if each of its tokens were proposed. k: most
+        tokens that a round may propose. The engine must be idle. All ranks call this; only rank 0's
+        answer is valid. Raises `NoForecast` if the acceptance rule or the length policy has no
+        forecast.
         """
         assert self.proposer is not None, "proposing needs a proposer"
         if not self.policy.is_fixed:
@@ -176,8 +176,8 @@ class Engine:
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> torch.Tensor:
-        """The target's logits [V] after `tokens`, as passes over `width` tokens give them, changed
-        as `params` say. start: tokens of the prompt. The rest is as for `forecast`."""
+        """The target's logits [V] after `tokens`, as passes over `width` tokens give them, with the
+        changes of `params`. start: the number of tokens of the prompt. Otherwise as `forecast`."""
         return last_logits(self._teacher(params), tokens, width, start)
 
     def _teacher(self, params: SamplingParams) -> Teacher:
@@ -198,7 +198,7 @@ class Engine:
         """Queue `requests` for `step`."""
         assert k == 0 or self.proposer is not None, "proposing needs a proposer"
         self._take_target()
-        # Plain decoding shall not cost what a proposer does besides.
+        # Plain decoding must not include the cost of a proposer's further work.
         proposer = self.proposer if k else None
         draft_max_len = proposer.max_len if proposer is not None else 0
         ahead = proposer.ahead(k) if proposer is not None else 0
@@ -223,7 +223,7 @@ class Engine:
         return run
 
     def _take_target(self) -> None:
-        """Have a shared target return what this engine's proposer reads."""
+        """Have a shared target return the hidden states that this engine's proposer reads."""
         layers = self.hidden_layers
         if layers is not None and layers != self.target.hidden_layers:
             self.target.hidden_layers = layers
@@ -244,8 +244,8 @@ class Engine:
         )
 
     def step(self, run: Run) -> list[Emission]:
-        """Advance by one round, or fill the caches of newly admitted sequences; returns tokens
-        read."""
+        """Advance by one round, or fill the caches of newly admitted sequences. Returns the tokens
+        that were read."""
         if run.scheduler.pending and not self._has_work(run):
             return []
         began = time.perf_counter()
@@ -269,19 +269,20 @@ class Engine:
             while run.look_ahead(count) and scheduler.pending[count].arrived_at <= now:
                 count += 1
         count = self._arrivals.told(count)
-        run.look_ahead(count)  # as rank 0 has done
+        run.look_ahead(count)  # as on rank 0
         scheduler.arrive(count)
         return not scheduler.is_idle or run.rounds.in_flight > 0
 
     def _fill(self, run: Run, began: float) -> list[Emission] | None:
-        """Feed a chunk of what the caches lack, or read the last one; None if a round can begin."""
+        """Feed a chunk of the tokens that the caches lack, or read the last chunk; None if a round
+        can begin."""
         if (chunk := run.prefill.next_chunk()) is not None:
             emissions = run.take(run.prefill.feed(chunk, began))
             return emissions if self.runs_ahead else emissions + self._read_prefill(run)
         return self._read_prefill(run) if run.prefill.must_settle() else None
 
     def _launch(self, run: Run) -> bool:
-        """Queue a round. True if it shall stay in flight after this step."""
+        """Queue a round. Returns True if it is to stay in flight after this step."""
         is_first = not run.rounds.in_flight
         if is_first:
             run.load()
@@ -297,8 +298,8 @@ class Engine:
         return self.policy.next_k(ks, run.last, self.costs, run.rounds.num_slots)
 
     def _must_settle(self, run: Run) -> bool:
-        """True if the round in flight has to be applied before anything else is done: admission and
-        preemption need every sequence's length, fewer slots may suffice, or all sequences end."""
+        """True if the round in flight has to be applied first: admission and preemption need every
+        sequence's length, fewer slots may be enough, or all sequences end."""
         if not run.rounds.in_flight:
             return False
         scheduler = run.scheduler

@@ -1,4 +1,4 @@
-"""A target and its draft, neither of them loaded: whether they fit together, and the weights that
+"""A target and its draft before they are loaded: whether they fit together, and the weights that
 the draft borrows."""
 
 import re
@@ -33,7 +33,7 @@ from specdec_cli.models.weights import Read, tensor_names, unread
 from specdec_cli.recipe import SpeculationSection
 from specdec_cli.text import one_line
 
-# Kinds that ordinary configs stand beside, by the names of weights that no model has.
+# Kinds of draft whose config is that of an ordinary model, by names of weights that no model has.
 _OF_HEADS = (
     ("an EAGLE head of the first kinds (EAGLE-1, EAGLE-2 or HASS)", r"(model[.])?fc[.]weight"),
     ("a set of Hydra heads", r"(.*[.])?hydra_.*"),
@@ -47,10 +47,9 @@ Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 
 
 def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
-    """The draft at its place, checked against its target but for the vocabulary.
-
-    describe: for models of transformers'. Raises `SetupError` for a draft that cannot be found,
-    read or run beside the target, and `UsageError` for keys of the recipe that do not fit it.
+    """The draft at its place. All but the vocabulary is checked against its target. describe:
+    describes models of transformers. Raises `SetupError` for a draft that cannot be found, read or
+    run beside the target, and `UsageError` for keys of the recipe that do not fit it.
     """
     method = method_of(place.speculation)
     if method.describe is None:
@@ -76,8 +75,8 @@ def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
 
 
 def not_held(draft: Description) -> tuple[str, ...]:
-    """The names among `embeddings` and `lm_head` that the draft's checkpoint holds no tensor of, if
-    the names of its tensors are known."""
+    """The names among `embeddings` and `lm_head` without a tensor in the draft's checkpoint, if the
+    names of its tensors are known."""
     if draft.spec.load_format == "dummy" or is_gguf(draft.place):
         return ()
     if not (held := tensor_names(draft.place)):
@@ -87,7 +86,7 @@ def not_held(draft: Description) -> tuple[str, ...]:
     names = {id(part): name for name, part in module.named_modules()}
     is_tied = bool(module.config.tie_word_embeddings)
     for what, part in lendable(module).items():
-        # Checkpoints of a bare model leave the prefix of its names out.
+        # Checkpoints of a bare model have names without its prefix.
         tail = ".".join(f"{names[id(part)]}.weight".split(".")[-2:])
         if any(name == tail or name.endswith(f".{tail}") for name in held):
             if is_tied:
@@ -139,7 +138,7 @@ def _shape(weight: torch.Tensor) -> str:
 
 
 def check_k(draft: Draft, k: int) -> None:
-    """Raise `UsageError` for more proposals a round than the draft can make."""
+    """Raise `UsageError` if a round has more proposals than the draft can make."""
     if draft.max_k is not None and k > draft.max_k:
         why = f" ({found})" if (found := draft.notes.get("block")) else ""
         raise UsageError(
@@ -150,7 +149,7 @@ def check_k(draft: Draft, k: int) -> None:
 
 
 def check_policy(draft: Draft | None, speculation: SpeculationSection) -> None:
-    """Raise `UsageError` for a length policy that asks a draft for what it does not have."""
+    """Raise `UsageError` for a length policy that needs a confidence head which the draft lacks."""
     if policy_of(speculation).doubt is not None and (draft is None or not draft.has_confidence):
         who = speculation.method if draft is None else f"the draft {draft.spec.name}"
         raise UsageError(
@@ -161,8 +160,8 @@ def check_policy(draft: Draft | None, speculation: SpeculationSection) -> None:
 
 
 def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) -> None:
-    """Raise `SetupError` unless a draft has the ids of the target's `tokenizer`, or reads its
-    states."""
+    """Raise `SetupError` unless the draft has the token ids of the target's `tokenizer`, or reads
+    the target's hidden states."""
     if draft.feature_layers:
         return
     # A folder of a config alone, or without embeddings, takes the target's tokenizer.
@@ -175,7 +174,8 @@ def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) ->
 
 def _check_is_model(draft: Description) -> None:
     """Raise `SetupError` for a draft of another kind whose config.json is that of a model, and for
-    one with weights that nothing would use: it would run, and its acceptance would mean nothing."""
+    a draft with weights that nothing would use. It would run, but its acceptance would mean
+    nothing."""
     if draft.spec.load_format == "dummy":
         return
     name = draft.spec.name
@@ -203,7 +203,8 @@ def _check_is_model(draft: Description) -> None:
 
 
 def _without_use(draft: Description, names: Collection[str]) -> list[str]:
-    """The names of a draft's stored tensors that its model does not read. names: of a folder."""
+    """The names of a draft's stored tensors that its model does not read. names: all those of its
+    folder."""
     module = draft.module
     if is_gguf(draft.place):
         return readers(module, read_model(draft.place), draft.dtype)[1]
@@ -214,8 +215,8 @@ def _without_use(draft: Description, names: Collection[str]) -> list[str]:
     unused = converted(module, tensors)[1]
     if is_plain:
         return unused
-    # Scales of activations and of the cache have no use, and scales of another name have an error
-    # of their own.
+    # Scales of activations and of the cache are not used, and scales of another name have their own
+    # error.
     return [name for name in unused if "scale" not in name.rpartition(".")[2]]
 
 
@@ -227,7 +228,7 @@ def tokenizer_of(model: Draft) -> Tokenizer:
 
 
 def _have_one(target: Description, draft: Draft) -> bool:
-    """Whether both models have one tokenizer, without code of its own."""
+    """Whether both models have the same tokenizer, and it has no code of its own."""
     if target.spec.trust_remote_code or draft.spec.trust_remote_code:
         return False
     kinds = [config_file(m.spec.name, m.place).get("model_type") for m in (target, draft)]

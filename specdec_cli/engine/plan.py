@@ -37,15 +37,15 @@ from specdec_cli.recipe.choices.registry import weights_from, without_draft
 from specdec_cli.stages import begin_stage
 
 _NONE = Permissions()
-FP8_CAPABILITY = (8, 9)  # the first whose GPUs convert to fp8
+FP8_CAPABILITY = (8, 9)  # the first compute capability that converts to fp8
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A pair that passed every check and has not loaded any weights yet.
 
-    draft: None if no draft model proposes; described on every rank, though `groups.draft` is None
-    on one without a part of it. compiled: roles of the models whose padded passes are compiled.
+    draft: None if no draft model proposes. Every rank has it, though `groups.draft` is None on
+    ranks without a part of it. compiled: roles of the models whose padded passes are compiled.
     few_threads: the notice that torch runs on fewer threads than there are processors.
     """
 
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def proposer(self) -> str | None:
-        """Name of the recipe's proposer, whatever k: the draft's, the method's, or None."""
+        """The name of the recipe's proposer at any k: the draft's, the method's, or None."""
         method = self.recipe.speculation.method
         if weights_from(method) == "draft" and self.recipe.draft is not None:
             return self.recipe.draft.model
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def parallel(self) -> TensorParallel:
-        """This rank among those of the target."""
+        """This rank in the target's group."""
         assert self.groups.target is not None, "every rank holds a part of the target"
         return self.groups.target
 
@@ -97,34 +97,35 @@ class Plan:
 
     @property
     def no_cuda_graphs(self) -> str | None:
-        """The reason why rounds are not replayed as CUDA graphs, or None when they are."""
+        """The reason why rounds are not replayed as CUDA graphs; None if they are."""
         return "as asked" if self.recipe.run.cuda_graphs == "off" else self._no_graphs_here
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether prefill passes are captured, of models that have a fused form: on one rank."""
+        """Whether prefill passes of models with a fused form are captured, as they are on one
+        rank."""
         return self.no_cuda_graphs is None and self.parallel.size == 1
 
     @property
     def _no_graphs_here(self) -> str | None:
-        """The reason why this device or these models rule out CUDA graphs, or None."""
+        """The reason why this device or these models rule out CUDA graphs; None without one."""
         if self.device.type != "cuda":
             return "the device is a CPU"
         if self.k and method_of(self.recipe.speculation).runs_on_host:
             return "the method reads the device's data on the host"
         for model in self.models:
-            # torch's grouped product of other dtypes copies to the host.
+            # For other dtypes torch's grouped product copies to the host.
             if model.has_experts and model.dtype != torch.bfloat16:
                 return f"experts of the {model.spec.role} are not in bfloat16"
         return None
 
     @property
     def stages(self) -> list[str]:
-        """The stages of `build` in order, in the words it reports."""
+        """The stages of `build` in order, in the words that it reports."""
         found = [f"loading the {m.spec.role}" for m in self.held]
         if self.device.type == "cuda":
             found.append("compiling kernels and capturing rounds")
-            # One graph for passes of one token, another for all others; a batch ends with few.
+            # Passes of one token have a graph of their own; a batch that ends has them too.
             plain = self.k == 0 and self.recipe.run.batch_size > 1
             shapes = {"target": 1 + plain, "draft": 1 + (self.k > 1)}
             for role in self.compiled:
@@ -133,7 +134,8 @@ class Plan:
 
     @property
     def no_compile(self) -> str | None:
-        """The reason why no model can be compiled, or None: only captured passes are."""
+        """The reason why no model can be compiled, if there is one: only captured passes are
+        compiled."""
         if self._no_graphs_here is not None:
             return self._no_graphs_here
         if self.no_cuda_graphs is not None:
@@ -163,7 +165,7 @@ class Plan:
 
     @property
     def params(self) -> SamplingParams:
-        """The recipe's sampling, whose keys have the same names."""
+        """The recipe's sampling as parameters; both have the same names."""
         asked = self.recipe.sampling.model_dump(exclude={"source"})
         return SamplingParams(**asked, seed=self.recipe.run.seed)
 
@@ -171,7 +173,8 @@ class Plan:
 def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
     """Check a recipe against this machine and its models, reading configs and tokenizers only.
 
-    Raises `UsageError` for what is unsupported, `SetupError` for models or devices that do not fit.
+    Raises `UsageError` for unsupported settings, `SetupError` for models or devices that do not
+    fit.
     """
     check_world(recipe)
     with found_alike():
@@ -184,8 +187,7 @@ def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
 def plan_all_ranks(
     recipe: Recipe, permissions: Permissions, device: torch.device, describe: Describe = describe
 ) -> list[Plan]:
-    """The plans of every rank of a world that need not exist, from which models cannot be
-    loaded."""
+    """The plans of all ranks of a world that need not exist. Models cannot be loaded from them."""
     size, draft_size = recipe.target.tensor_parallel_size, draft_degree(recipe)
     places = [
         Groups(
@@ -213,7 +215,7 @@ def _plan_on(
     groups: Groups,
     describe: Describe,
 ) -> Plan:
-    """`plan` for a rank at its place."""
+    """The plan of one rank of a world."""
     if recipe.cache.dtype == "fp8" and device.type == "cuda" and torch.cuda.is_available():
         if (found_here := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
             needed, has = (".".join(map(str, c)) for c in (FP8_CAPABILITY, found_here))
@@ -230,7 +232,7 @@ def _plan_on(
     if (asked := recipe.cache.max_model_len) is not None and asked > target.max_len:
         raise UsageError(
             f"cache.max_model_len: {asked} is more than the {target.max_len} tokens of the target",
-            "leave it out, or let the target's config.json say how far its positions reach",
+            "leave it out, or correct the range of positions in the target's config.json",
         )
     if outside := [i for i in recipe.sampling.suppress_tokens if i >= target.vocab_size]:
         raise UsageError(
@@ -248,7 +250,8 @@ def _plan_on(
         groups=groups,
     )
     if k and (of_draft := _draft_spec(recipe, target.spec, permissions)) is not None:
-        # Ranks that hold no part of the draft check it too, so that all of them refuse it, or none.
+        # Ranks that hold no part of the draft check it too, so that either all ranks refuse it or
+        # none does.
         part = groups.draft or TensorParallel(size=draft_degree(recipe))
         begin_stage("describing the draft")
         draft = _draft_of(found, of_draft, part, describe)
@@ -270,14 +273,14 @@ def _plan_on(
 
 
 def _as_target(target: Description, plan: Plan) -> Description:
-    """The target with what the plan's draft reads of it."""
+    """The target, which returns the hidden states that the plan's draft reads."""
     layers = plan.draft.feature_layers if plan.draft is not None else ()
     tensors = plan.draft.target_tensors if plan.draft is not None else None
     return replace(target, reach=plan.max_model_len, hidden_layers=layers, draft_tensors=tensors)
 
 
 def draft_at(plan: Plan, parallel: TensorParallel, describe: Describe = describe) -> Draft:
-    """The planned draft as one of other ranks would hold it. Raises as `plan` does."""
+    """The planned draft as a rank of another group would hold it. Raises as `plan` does."""
     assert plan.draft is not None
     return _draft_of(plan, plan.draft.spec, parallel, describe)
 
@@ -299,14 +302,16 @@ def _draft_spec(recipe: Recipe, target: ModelSpec, permissions: Permissions) -> 
 
 
 def draft_degree(recipe: Recipe) -> int:
-    """The number of ranks that hold a part of the draft: the target's, if it lies in its file."""
+    """The number of ranks that hold a part of the draft. A draft in the target's file is on all of
+    the target's ranks."""
     if weights_from(recipe.speculation.method) == "target":
         return recipe.target.tensor_parallel_size
     return recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
 
 
 def compiled_roles(plan: Plan) -> tuple[str, ...]:
-    """Roles of the models to compile: those whose layers have no fused form, or all when asked."""
+    """Roles of the models to compile: those whose layers have no fused form, or all of them if the
+    recipe asks for it."""
     wanted = plan.recipe.run.compile
     if wanted == "off" or plan.no_compile is not None:
         return ()
@@ -329,10 +334,10 @@ def block_bytes_of(plan: Plan) -> tuple[int, int]:
 
 
 def cache_need(plan: Plan, longest: int) -> CacheNeed:
-    """The size of a run by the tokens of its longest sequence."""
+    """The size of a run, given the tokens of its longest sequence."""
     recipe = plan.recipe
     rows = plan.draft.passes(plan.k).rows if plan.draft is not None else 0
-    k = max(plan.k, rows - 1)  # as far as a round's passes reach
+    k = max(plan.k, rows - 1)  # and the range of a round's passes
     return CacheNeed(recipe.run.batch_size, longest, k, recipe.cache.block_size)
 
 

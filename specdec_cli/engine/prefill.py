@@ -1,6 +1,7 @@
-"""Prefill: fills the caches of sequences, a chunk of tokens in one pass of each model.
+"""Prefill: fills the caches of sequences by chunks of tokens. Each model takes a chunk in one pass.
 
-In plain decoding it also decides the first output token. The host counts a chunk's time late.
+In plain decoding it also decides the first output token. The host counts a chunk's time one step
+later.
 """
 
 import time
@@ -22,7 +23,8 @@ from specdec_cli.models.prompt_passes import Results
 
 
 class Moment:
-    """The present, as the device sees it. event: marks its queue; None where it has none."""
+    """The present on the device. event: marks a place in the device's queue; None on a device
+    without one."""
 
     def __init__(self, event: torch.Event | None = None) -> None:
         self._at = time.perf_counter()
@@ -31,7 +33,7 @@ class Moment:
             event.record()
 
     def seconds_until(self, later: "Moment") -> float:
-        """Seconds from here to `later`, after waiting until the device has come to it."""
+        """Seconds from this moment to `later`; waits until the device has reached `later`."""
         if self._event is None or later._event is None:
             return later._at - self._at
         later._event.synchronize()
@@ -39,8 +41,8 @@ class Moment:
 
 
 class Moments:
-    """Moments of one device, of which the last AT_ONCE are valid: their events are used again,
-    since the driver makes a new one when it is first recorded, which takes long."""
+    """Moments of one device. The last AT_ONCE are valid. Their events are used again, since the
+    driver takes long to make one at its first record."""
 
     AT_ONCE = 4  # two for each of two steps in flight
 
@@ -50,13 +52,14 @@ class Moments:
         self._events: Iterator[torch.Event | None] = cycle(made or [None])
 
     def now(self) -> Moment:
-        """The present. It is valid until AT_ONCE later ones have been asked for."""
+        """The present moment. It is valid until AT_ONCE later ones have been asked for."""
         return Moment(next(self._events))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The spans of one step, of the target and of the proposer; `ending` ones feed a last token."""
+    """The spans of one step: the target's and the proposer's. `ending`: those that feed a last
+    token."""
 
     targets: list[Span]
     proposers: list[Span]
@@ -69,7 +72,8 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """The next token of each of `seqs`, decided by a prefill pass: int64 [R], -1 where logits were
-    not finite; on the host, at least [R], when the pass has ended, on the device until the next."""
+    not finite. The host's tensor, [R] or longer, is valid when the pass has ended; the device's is
+    valid until the next pass."""
 
     seqs: list[Sequence]
     on_device: torch.Tensor
@@ -78,10 +82,10 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
-    """Passes over a chunk of prompts that were queued and whose time is not known yet.
-
-    begun: seconds on the host's clock. halfway, end: of the target's passes and of all. seqs: those
-    that took part. waiting: those without a first token. drawn: what the passes decided.
+    """Queued passes over a chunk of prompts, before their time is known. begun: seconds on the
+    host's clock. halfway, end: the ends of the target's passes and of all passes. seqs: the
+    sequences that took part. waiting: those without a first token. drawn: the tokens that the
+    passes decided.
     """
 
     begun: float
@@ -96,8 +100,8 @@ class PrefillStep:
 class Prefill:
     """The prefill passes of one run; at most one step is in flight.
 
-    budget: most tokens of a chunk. parallel: the target's ranks. moments: of the target's device.
-    ended_at: of the last step that was read, seconds on the host's clock.
+    budget: most tokens of a chunk. parallel: the target's ranks. moments: those of the target's
+    device. ended_at: the end of the last step that was read, in seconds on the host's clock.
     """
 
     target: PagedModel
@@ -112,16 +116,18 @@ class Prefill:
 
     @property
     def drawn(self) -> Drawn | None:
-        """Tokens that passes in flight decide."""
+        """The number of tokens that passes in flight decide."""
         return self._step.drawn if self._step is not None else None
 
     def next_chunk(self) -> Chunk | None:
-        """The tokens that the running sequences' caches lack, at most `budget`; None for none.
+        """The tokens that the running sequences' caches lack, at most `budget`; None if nothing is
+        missing.
 
-        If the run proposes, the last token of each sequence is left to the first round, which so
-        proposes the very first output token. In plain decoding it is fed too, unless it alone is
-        missing or logits are changed: then a round takes it. A proposer also lacks tokens after
-        rounds that proposed nothing; one that reads hidden states takes in what the target does.
+        If the run proposes, the last token of each sequence is left to the first round, so that
+        this round proposes the first output token too. In plain decoding the last token is fed as
+        well. If it alone is missing, or logits are changed, a round feeds it. A proposer also lacks
+        tokens after rounds that proposed nothing. A proposer that reads hidden states takes the
+        same tokens as the target.
         """
         proposer, reads, budget = self.proposer, self._reads_hidden, self.budget
         targets: list[Span] = []
@@ -143,8 +149,8 @@ class Prefill:
         return Chunk(targets, proposers) if targets or proposers else None
 
     def feed(self, chunk: Chunk, begun: float) -> list[tuple[Sequence, int]]:
-        """Queue the passes over a chunk, then `settle` those of the chunk before. begun: of the
-        step."""
+        """Queue the passes over a chunk, then `settle` those of the chunk before. begun: the start
+        of the step."""
         features = drawn = None
         if chunk.targets:
             ending = chunk.ending if self._decides else []
@@ -180,7 +186,7 @@ class Prefill:
 
     def must_settle(self) -> bool:
         """True if the host has to know the tokens that passes in flight decide before it launches a
-        round: all of them may be the last, or there may be no room for a round after them."""
+        round: each of them may end its sequence, or there may be no room for a round after them."""
         if self.drawn is None:
             return False
         drawn = set(self.drawn.seqs)
@@ -188,7 +194,8 @@ class Prefill:
         return all(ends) or self.scheduler.is_short(1)
 
     def settle(self) -> list[tuple[Sequence, int]]:
-        """Wait for the passes in flight, if any, count their time, and return what they decided."""
+        """Wait for the passes in flight, if there are any, count their time, and return the tokens
+        that they decided."""
         if (step := self._step) is None:
             return []
         self._step = None
@@ -204,7 +211,8 @@ class Prefill:
             seq.draft_prefill_seconds += of_draft
         if step.drawn is None:
             return []
-        # What is on the host may be longer. It is not cut while the device waits for its pass.
+        # The host's tensor may be longer. It is not cut here, since the device waits for its next
+        # pass.
         return list(zip(step.drawn.seqs, step.drawn.on_host.tolist(), strict=False))
 
     def _has_token(self, seq: Sequence) -> bool:
@@ -222,10 +230,11 @@ class Prefill:
 
     @torch.inference_mode()
     def _draw(self, seqs: list[Sequence], logits: torch.Tensor | None) -> torch.Tensor:
-        """Rank 0's next token of each of `seqs`, int64 [R], on every rank, from logits [R, V]."""
-        assert logits is not None, "a pass that draws nothing returns them"
+        """Rank 0's next token of each of `seqs`, int64 [R], drawn from logits [R, V]. Every rank
+        gets it."""
+        assert logits is not None, "a pass without draws returns its logits"
         device = logits.device
-        # Rows of 16 bytes: Triton compiles a kernel again for an address that it knows less of.
+        # Rows have 16 bytes, since Triton would compile a kernel again for other addresses.
         spare = [0] * (len(seqs) % 2)
         rows = [[s.noise_key for s in seqs] + spare, [len(s.tokens) for s in seqs] + spare]
         rows.append([self.params.seed] + [0] * (len(rows[0]) - 1))

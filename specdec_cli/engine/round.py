@@ -2,7 +2,8 @@
 
 The host reads and chooses nothing, so CUDA captures a round as one graph; a CPU runs it eagerly.
 Knows no proposer, rule or policy by name. Legend: B slots, K proposal length, n tokens of a
-sequence, which after a round that accepted a of k has n + a + 1, and n + a in the target's cache.
+sequence before a round. After a round that accepted a of k proposals it has n + a + 1 tokens, of
+which n + a are in the target's cache.
 """
 
 from dataclasses import dataclass, replace
@@ -24,9 +25,9 @@ from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
 
-# The stage that ends at each stamp after the first. A single rank sends nothing and leaves out the
-# stamps of broadcasts, and a proposer that takes in no decisions that of its commit. The last stamp
-# ends the update of the state.
+# The stage that ends at each stamp after the first. A single rank sends nothing, so it has no
+# stamps of broadcasts. A proposer without a commit has no stamp of it. The last stamp ends the
+# update of the state.
 STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "commit", "sample")
 NUM_STAMPS = len(STAMPED) + 1
 
@@ -36,8 +37,8 @@ class RoundParts:
     """The parts that every round of a run uses, on this rank.
 
     proposer: None if the run proposes nothing. max_model_len: the target's context length. eos_ids:
-    int64 [E], that end a sequence. parallel: the target's ranks, of which rank 0 proposes and
-    decides. processors: None if nothing changes logits.
+    int64 [E], the ids that end a sequence. parallel: the target's ranks, of which rank 0 proposes
+    and decides. processors: None if nothing changes logits.
     """
 
     target: PagedModel
@@ -66,7 +67,8 @@ class RoundRecord:
 
     @property
     def rows(self) -> torch.Tensor:
-        """[B, K + 3]: K + 1 tokens, the number of accepted proposals, and that of all proposals."""
+        """[B, K + 3]: K + 1 tokens, the number of accepted proposals, and the number of all
+        proposals."""
         return self.flat[: -NUM_STAMPS - 1].view(self.batch_size, self.k + 3)
 
     @property
@@ -76,11 +78,12 @@ class RoundRecord:
 
     @property
     def experts_read(self) -> torch.Tensor:
-        """[1], distinct experts that scoring read, summed over layers; 0 where none are counted."""
+        """[1], the number of distinct experts that scoring read, summed over layers; 0 if experts
+        are not counted."""
         return self.flat[-1:]
 
     def stage_ms(self) -> dict[str, float]:
-        """Milliseconds of each stage; read on the host."""
+        """Milliseconds of each stage; the host calls this."""
         times: list[int] = self.stamps.tolist()
         spent = dict.fromkeys(STAGES, 0.0)
         last = times[0]

@@ -16,9 +16,9 @@ from specdec_cli.lengths.base import LastRounds
 class Run:
     """The state of one pass over a list of prompts; `Engine.step` advances it.
 
-    k: the longest proposal. eos_ids: that end a sequence. by_slots: rounds by number of slots,
-    rising. rounds: the ones in use. to_come: requests in the order of their arrivals, taken one at
-    a time. refused: sequences that cannot run, until they are told.
+    k: the longest proposal. eos_ids: the ids that end a sequence. by_slots: rounds by number of
+    slots, in ascending order. rounds: those in use. to_come: requests in the order of their
+    arrivals, taken one at a time. refused: sequences that cannot run, kept until they are reported.
     """
 
     k: int
@@ -41,7 +41,8 @@ class Run:
         return next(r for r in self.by_slots if r.num_slots >= count)
 
     def look_ahead(self, place: int) -> bool:
-        """Whether a pending request has this place; one is taken from those to come if needed."""
+        """Whether there are more than `place` pending requests. Further ones are taken from those
+        to come if needed."""
         pending = self.scheduler.pending
         while len(pending) <= place and (request := next(self.to_come, None)) is not None:
             self.add(request, is_here=False)
@@ -81,7 +82,7 @@ class Run:
                 seq.admitted_at, seq.queued_seconds = now, now - seq.arrived_at
 
     def load(self) -> None:
-        """Put the running sequences into slots, with tokens that are still on the device."""
+        """Put the running sequences into slots, with their tokens that are still on the device."""
         drawn = self.prefill.drawn
         if drawn is not None:
             self.scheduler.extend_ahead(1)
@@ -93,7 +94,7 @@ class Run:
 
     def take(self, decided: list[tuple[Sequence, int]]) -> list[Emission]:
         """Append the tokens that prefill passes decided. Each counts as a round without proposals,
-        but in no time of rounds."""
+        but not in the time of rounds."""
         ended_at = self.prefill.ended_at
         self.rounds.begin_after(ended_at)
         check_finite([token for _, token in decided])
@@ -131,7 +132,8 @@ class Run:
         return emissions
 
     def append(self, seq: Sequence, tokens: list[int], accepted: int, at: float) -> Emission:
-        """Append decided tokens, of which `accepted` were proposals, read `at`; finish or trim."""
+        """Append decided tokens, then finish the sequence or trim its blocks. accepted: the number
+        of proposals among them. at: the time of reading."""
         keep = self._finish_reason(seq, tokens)
         seq.tokens.extend(tokens[:keep])
         seq.first_token_at = seq.first_token_at or at
@@ -139,14 +141,14 @@ class Run:
             seq.finished_at = at
             self.scheduler.finish(seq)
             if seq.finish_reason == "stop" and self.rounds.in_flight:
-                # Only the host sees stop strings; its blocks may go to others now.
+                # Only the host sees stop strings. The sequence's blocks may go to others now.
                 self.rounds.stop(seq)
         elif not self.rounds.runs_ahead:
             self.scheduler.trim(seq)
         return Emission(seq, tokens[:keep], min(accepted, keep))
 
     def _finish_reason(self, seq: Sequence, tokens: list[int]) -> int:
-        """Decide whether `tokens` end the sequence; returns how many of them to keep."""
+        """Decide whether `tokens` end the sequence. Returns the number of tokens to keep."""
         keep = len(tokens)
         for count, token in enumerate(tokens, start=1):
             if token in self.eos_ids:

@@ -11,8 +11,8 @@ from specdec_cli.core.types import Sequence
 
 
 class Scheduler:
-    """Admission, reservation and preemption over one allocator, without deadlocks: `add` refuses
-    what could not run alone, and the oldest running sequence always advances."""
+    """Admission, reservation and preemption over one allocator. There are no deadlocks: `add`
+    refuses a sequence that could not run alone, and the oldest running sequence always advances."""
 
     def __init__(
         self,
@@ -27,12 +27,12 @@ class Scheduler:
         self.k = k
         self.draft_max_len = draft_max_len
         self.ahead = ahead  # see `Proposer`
-        self.pending: deque[Sequence] = deque()  # not arrived yet, by the time of arrival
+        self.pending: deque[Sequence] = deque()  # not arrived yet, in order of arrival
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
 
     def add(self, seq: Sequence, *, is_here: bool = True) -> None:
-        """Queue a sequence, or keep it until `arrive`. Raises ValueError when it could not finish
+        """Queue a sequence, or keep it until `arrive`. Raises ValueError if it could not finish
         even alone."""
         need = self.allocator.blocks_for(self._most(seq))
         if need > self.allocator.num_usable:
@@ -74,8 +74,8 @@ class Scheduler:
         return admitted
 
     def reserve(self) -> list[Sequence]:
-        """Allocate blocks for one round of every running sequence; preempt the youngest if needed.
-        Returns those that take part, oldest first."""
+        """Allocate blocks for one round of every running sequence, and preempt the youngest if
+        needed. Returns the sequences that take part, oldest first."""
         taking_part: list[Sequence] = []
         while len(taking_part) < len(self.running):
             seq = self.running[len(taking_part)]
@@ -141,19 +141,21 @@ class Scheduler:
         return length
 
     def _most(self, seq: Sequence) -> int:
-        """Most tokens that the cache ever has to hold. The last token's keys and values are never
-        needed, and the last round that proposes begins two tokens before the end."""
+        """The most tokens of the sequence that the cache ever has to hold. The last token's keys
+        and values are never needed, and the last round that proposes begins two tokens before the
+        end."""
         length = seq.max_tokens - 1
         if self.ahead:
             length = max(length, min(length - 1 + self.ahead, self.draft_max_len))
         return length
 
     def _admission_blocks(self, length: int) -> int:
-        # One spare block for each running sequence: otherwise the new one would soon be preempted.
+        # One block is spare for each running sequence: otherwise the new one would soon be
+        # preempted.
         return self.allocator.blocks_for(length) + len(self.running)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
-        """Most tokens that the cache may have to hold."""
+        """The most tokens of the sequence that the cache may have to hold."""
         n = len(seq.tokens)
         return max(n, min(n + ahead + max(self.k, self.ahead), self._most(seq)))
 

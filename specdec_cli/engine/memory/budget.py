@@ -9,13 +9,13 @@ from specdec_cli.core.parallel import local_world_size
 from specdec_cli.errors import NoRoomError
 from specdec_cli.recipe import CacheSection
 
-CPU_SHARE = 0.5  # of the host's available memory, when the recipe sets no cpu_bytes
+CPU_SHARE = 0.5  # share of the host's available memory if the recipe sets no cpu_bytes
 _CGROUP = "/sys/fs/cgroup"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """The size of a run, as far as the cache depends on it: `longest` in tokens, the largest k."""
+    """The sizes of a run that the cache depends on. longest: in tokens. k: the largest."""
 
     batch_size: int
     longest: int
@@ -24,12 +24,13 @@ class CacheNeed:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """Blocks for the longest sequence and two rounds."""
+        """The blocks of the longest sequence and two rounds."""
         return -(-(self.longest + 2 * (self.k + 1)) // self.block_size)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks the run can use: two rounds' room for each slot, and the trash block."""
+        """The blocks that the run can use: for each slot a sequence and two rounds, and the trash
+        block."""
         return self.batch_size * self.blocks_per_sequence + 1
 
 
@@ -37,9 +38,9 @@ class CacheNeed:
 class RankMemory:
     """One rank's memory by use, in bytes.
 
-    activation_bytes: the peak of passes. graph_bytes: held by captured rounds. other_bytes: not
-    torch's: other processes, the CUDA context, kernels, communication. kv_budget_bytes: what is
-    left for both caches. The draft's numbers are zero on a rank that holds no part of it.
+    activation_bytes: the peak of passes. graph_bytes: held by captured rounds. other_bytes: memory
+    that is not torch's: other processes, the CUDA context, kernels, communication. kv_budget_bytes:
+    the rest, for both caches. The draft's numbers are zero on a rank that holds no part of it.
     """
 
     rank: int
@@ -61,7 +62,7 @@ class RankMemory:
 
     @property
     def fits(self) -> int:
-        """Blocks that fit on this rank alone."""
+        """The number of blocks that fit on this rank alone."""
         return self.kv_budget_bytes // self.block_bytes
 
     @property
@@ -93,7 +94,7 @@ class Split:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each rank, including block 0, which holds nothing."""
+        """The number of blocks of each rank, including block 0, which holds nothing."""
         return self.limiting.fits
 
     def stranded_bytes(self, rank: RankMemory) -> int:
@@ -101,7 +102,7 @@ class Split:
         return rank.kv_budget_bytes - self.num_blocks * rank.block_bytes
 
     def check(self, block_size: int) -> None:
-        """Raise `NoRoomError` with the numbers when not even the smallest cache fits."""
+        """Raise `NoRoomError` with the numbers if even the smallest cache does not fit."""
         least = self.limiting
         if least.fits >= 2:
             return
@@ -110,7 +111,7 @@ class Split:
             f"no room for a KV cache on {where}: {mib(least.kv_budget_bytes)} MiB are left for it "
             f"and one block of {block_size} tokens takes {mib(least.block_bytes)} MiB"
         )
-        if not least.device.startswith("cpu"):  # a CPU's budget does not depend on the rest
+        if not least.device.startswith("cpu"):  # a CPU's budget does not depend on other uses
             message += (
                 f"; of {mib(least.total_bytes)} MiB, weights take "
                 f"{mib(least.target_weight_bytes)} (target) and {mib(least.draft_weight_bytes)} "
@@ -165,7 +166,7 @@ def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
 
 
 def room_now(device: torch.device, cache: CacheSection) -> int:
-    """Bytes that may still be taken on a GPU."""
+    """Bytes of a GPU that may still be used."""
     free, total = torch.cuda.mem_get_info(device)
     return int(free - (1.0 - cache.gpu_memory_utilization) * total)
 
@@ -178,7 +179,7 @@ def total_memory() -> int:
 
 
 def available_memory() -> int:
-    """Available host memory in bytes: Linux' estimate, else half of all there is."""
+    """Available host memory in bytes: Linux' estimate, or else half of the total."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:

@@ -11,7 +11,8 @@ from specdec_cli.models.draft import Draft
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes on a GPU of copies: with a prompt's first chunk, and what later ones take more."""
+    """Bytes of copies on a GPU: those of a prompt's first chunk, and the further bytes of later
+    chunks."""
 
     first: int = 0
     later: int = 0
@@ -23,7 +24,7 @@ def prefill_tokens(plan: Plan, need: CacheNeed) -> int:
 
 
 def chunk_bytes(plan: Plan, need: CacheNeed) -> ChunkBytes:
-    """The sums over this rank's models with fused layers."""
+    """The sums of both over this rank's models with fused layers."""
     tokens = min(prefill_tokens(plan, need), need.longest - 1)
     found = [
         _bytes_of(model, tokens, need.longest - 1)

@@ -61,22 +61,22 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     prefill += _PER_STREAM + cache_rounding(plan)
     if plan.no_cuda_graphs is not None:
         return PassBytes(prefill, 0)
-    # Captured rounds share a pool; warm-up rounds leave as much again in their stream's.
+    # Captured rounds share a pool; warm-up rounds leave as much again in their stream's pool.
     in_round = _passes_bytes(plan, need.batch_size) + method.in_round
     graphs = 2 * (in_round + _PER_STREAM) + len(slot_counts(need.batch_size)) * _PER_GRAPH
     return PassBytes(prefill, graphs + method.held)
 
 
 def _drawn(model: Draft, need: CacheNeed) -> int:
-    """Rows of logits of a prefill pass, which decides first tokens in plain decoding."""
+    """Rows of logits of a prefill pass; in plain decoding it decides first tokens."""
     return need.batch_size if model.spec.role == "target" else 0
 
 
 def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
-    """Memory of captured prefill passes: their pool, inputs and results at fixed addresses, and the
-    graphs. They are measured with the passes."""
+    """Memory of captured prefill passes: their pool, their inputs and results at fixed addresses,
+    and the graphs. A measurement counts them with the passes."""
     largest = width_of(prefill_tokens(plan, need)) or WIDTHS[-1]
-    # Those of a width differ in their rows of logits; few widths need them all.
+    # Passes of one width differ in their rows of logits; few widths need all numbers of rows.
     count = WIDTHS.index(largest) + 1 + len(slot_counts(need.batch_size))
     found = _PER_STREAM + count * len(plan.held) * _PER_PROMPT_GRAPH
     for model in plan.held:
@@ -92,8 +92,9 @@ def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
 class Machine:
     """The device and the memory that each rank of a run is assumed to have.
 
-    total_bytes, available_bytes: the GPU's, or a CPU rank's share of the host's. other_bytes: in
-    use before anything is loaded. is_limit: whether all of a CPU has to fit into total_bytes.
+    total_bytes, available_bytes: the GPU's, or a CPU rank's share of the host's. other_bytes:
+    memory in use before anything is loaded. is_limit: whether everything on a CPU has to fit into
+    total_bytes.
     """
 
     name: str
@@ -132,7 +133,7 @@ def _talk(num_ranks: int) -> int:
 
 
 def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
-    """Estimate of the result of `engine.memory.measured.measure_rank`, from configs alone."""
+    """An estimate of the result of `engine.memory.measured.measure_rank` from configs alone."""
     weights = [_loaded_bytes(plan, model) for model in plan.held]
     passes = estimate_passes(plan, need)
     overhead = Overhead(machine.total_bytes, passes.activation, passes.graphs, machine.other_bytes)
@@ -151,8 +152,8 @@ def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
 
 
 def draft_shares(plan: Plan, degree: int) -> list[tuple[int, int]]:
-    """Bytes of the planned draft's weights, and of one block of its cache, on each rank if `degree`
-    ranks shared it. Raises `SetupError` when it cannot be split like that."""
+    """Bytes of the planned draft's weights, and of one block of its cache, on each of `degree`
+    ranks that share it. Raises `SetupError` if it cannot be split so."""
     assert plan.draft is not None
     found = [(0, 0)] * plan.parallel.size
     for rank in range(degree):
@@ -178,7 +179,7 @@ def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
 
 
 def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    """Bytes of the method's own buffers, and of those that change logits."""
+    """Bytes of the method's own buffers, and of the buffers of logits' changes."""
     changed = _changes_bytes(plan, need)
     if not plan.k:
         return changed
@@ -197,8 +198,8 @@ def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
 
 
 def _changes_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    """The texts and their ids for a penalty; fp32 logits, three steps on the way to them, and marks
-    of all rows, and as much of the draft's, whose logits stay."""
+    """Bytes of the texts and their ids for a penalty, of fp32 logits with three intermediate
+    results, and of marks of all rows. The draft's logits, which stay, take as much."""
     if not plan.params.changes_logits:
         return MethodBytes()
     batch, vocab = need.batch_size, plan.target.vocab_size

@@ -21,7 +21,7 @@ SEGMENT = 2 * 2**20  # torch rounds a large allocation on CUDA up to a multiple 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The loaded models of a rank. draft: None where it holds no part of one."""
+    """The loaded models of a rank. draft: None if the rank holds no part of one."""
 
     target: PagedModel
     draft: Loaded | None = None
@@ -36,7 +36,8 @@ def measure_rank(
 ) -> RankMemory:
     """This rank's memory by use in the largest passes that `need` allows; all ranks call this.
 
-    wire: an engine over `models` with so many blocks. The models are left without caches.
+    wire: makes an engine over `models` with a given number of blocks. The models are left without
+    caches.
     """
     requests, num_blocks = rehearsal(need, plan.recipe.run.prefill_chunk)
     params = replace(plan.params, max_new_tokens=2 * (plan.k + 1), stop=())
@@ -48,7 +49,7 @@ def measure_rank(
     def capture() -> None:
         engine.start(requests, plan.k, params)
 
-    # The largest captured prefill passes, which a full chunk may be too long for.
+    # The largest captured prefill passes; a full chunk may be too long for them.
     most = max(len(request.token_ids) for request in requests)
     widths = [] if engine.prompts is None else engine.prompts.largest
     left = _left_to_a_round(plan.k)
@@ -76,9 +77,9 @@ def measure_rank(
 
 
 def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
-    """A full batch whose prompts fill one prefill chunk, or as much of it as the longest sequence
-    allows; and the number of blocks that the batch takes."""
-    longest_prompt = max(1, need.longest - need.k - 2)  # a round of all proposals still has room
+    """A full batch, with the number of blocks that it takes. Its prompts fill one prefill chunk, or
+    as much of it as the longest sequence allows."""
+    longest_prompt = max(1, need.longest - need.k - 2)  # leaves room for a round of all proposals
     left, unfed = prefill_chunk, _left_to_a_round(need.k)
     lengths = []
     for _ in range(need.batch_size):
@@ -96,7 +97,7 @@ def _left_to_a_round(k: int) -> int:
 
 
 def weight_bytes(models: Models) -> tuple[int, int]:
-    """Bytes of the target's weights, and of the draft's without those it borrows."""
+    """Bytes of the target's weights, and of the draft's without borrowed ones."""
     target = models.target.storages
     draft = {} if models.draft is None else models.draft.storages
     own = draft.keys() - target.keys()
@@ -113,7 +114,7 @@ def rank_memory(plan: Plan, models: Models, overhead: Overhead) -> RankMemory:
 def memory_of(
     plan: Plan, device: str, overhead: Overhead, weights: tuple[int, int], kv_budget: int
 ) -> RankMemory:
-    """A rank's memory by use. weights: bytes of the target's, and of the draft's."""
+    """A rank's memory by use. weights: bytes of the target's weights, and of the draft's."""
     target_block, draft_block = block_bytes_of(plan)
     return RankMemory(
         rank=plan.parallel.rank,
