@@ -1,4 +1,4 @@
-"""Ranks of a command: it starts and watches them, or joins those that run already.
+"""Ranks of a command, which starts and watches them or joins ranks that run already.
 
 Knows nothing of models or of what the ranks compute.
 """

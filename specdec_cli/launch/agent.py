@@ -1,7 +1,7 @@
-"""The process between a command and its ranks: it imports what they need once and forks them.
+"""The process between a command and its ranks: it imports their packages once and forks them.
 
 A rank then starts in a tenth of a second, not four. The agent waits for all ranks and writes down
-how they ended, in the order of their ends, of which the first is the cause. It runs as a file.
+their ends in order; the first is the cause. It runs as a file.
 """
 
 import atexit
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
-# They import nearly all that a rank uses, and run nothing on a device. Another module that extends
-# the command knows what it uses, besides torch.
+# These modules import nearly everything that a rank uses, and run nothing on a device. A module
+# that extends the command imports its own packages, besides torch.
 _SHARED, _LEAST = ("specdec_cli.app", "specdec_cli.engine.build"), ("torch.distributed",)
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The end of one rank's process. code: as of subprocess. at: seconds since the epoch."""
+    """The end of one rank's process. code: as in `subprocess`. at: seconds since the epoch."""
 
     rank: int
     code: int
@@ -41,7 +41,7 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    import ctypes  # not for those who only ask for help
+    import ctypes  # imported here, since help alone does not need it
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # the parent was gone before the call
@@ -56,15 +56,15 @@ def main(arguments: list[str]) -> None:
     if package not in sys.path:
         sys.path.append(package)
     is_ours = program[0].partition(".")[0] == "specdec_cli"
-    gc.disable()  # what is imported lives to the end: traversing it takes a quarter of the time
+    gc.disable()  # imported objects live to the end; traversing them takes a quarter of the time
     for name in _SHARED if is_ours else _LEAST:
-        # The ranks meet the same error, and report it.
+        # The ranks will meet the same error and report it.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    gc.freeze()  # and in a rank would copy the memory that ranks share
+    gc.freeze()  # a collection in a rank would also copy the memory that ranks share
     gc.enable()
 
-    ranks: dict[int, int] = {}  # by process id
+    ranks: dict[int, int] = {}  # ranks by process id
 
     def end_ranks(signum: int, frame: object) -> None:
         for pid in ranks:
@@ -76,14 +76,15 @@ def main(arguments: list[str]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
-    # A rank may be stopped before it has tied its life to this process. Until all have, this
-    # process must outlive the parent, to end them.
+    # A rank may be stopped before its life is tied to this process. Until all ranks are tied, this
+    # process must outlive the parent in order to end them.
     tied, tie = os.pipe()
     signal.signal(signal.SIGTERM, end_ranks)
     die_with(int(parent), signal.SIGTERM)
-    # No rank may take the handler for its own, and none may be born unknown to it.
+    # Signals are blocked: a rank must not inherit the handler, and the handler must know every
+    # rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    # Python warns of threads, which are those of OpenBLAS. It ends them before a fork.
+    # Python warns about threads. They belong to OpenBLAS, which ends them before a fork.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     agent = os.getpid()
     for rank in range(int(num_ranks)):
@@ -93,7 +94,7 @@ def main(arguments: list[str]) -> None:
         ranks[pid] = rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.close(tie)
-    os.read(tied, 1)  # its end comes when every rank has closed the other end
+    os.read(tied, 1)  # it ends when every rank has closed the other end
     signal.signal(signal.SIGTERM, pass_on)
     die_with(int(parent))
 
@@ -108,7 +109,8 @@ def main(arguments: list[str]) -> None:
 
 
 def _be_rank(rank: int, num_ranks: int, agent: int, tie: int, program: list[str]) -> NoReturn:
-    """Run the program in this forked process, to its end. tie: closed once its life is tied."""
+    """Run the program in this forked process, to its end. tie: a pipe that the rank closes once its
+    life is tied."""
     code = 1
     try:
         die_with(agent)
@@ -124,7 +126,7 @@ def _be_rank(rank: int, num_ranks: int, agent: int, tie: int, program: list[str]
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        atexit._run_exitfuncs()  # profilers write their records there
+        atexit._run_exitfuncs()  # profilers write their records at exit
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

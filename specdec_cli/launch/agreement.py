@@ -1,4 +1,5 @@
-"""Agreement of all ranks on the outcome of a step: a run can survive what failed on all of them."""
+"""Agreement of all ranks on the outcome of a step: a run can survive a failure that all ranks
+share."""
 
 from datetime import timedelta
 from typing import Any
@@ -6,14 +7,13 @@ from typing import Any
 from specdec_cli.launch.quiet import meeting_quietly
 from specdec_cli.launch.rank import PeersMissing
 
-_PATIENCE_S = 10.0  # time for the other ranks to fail as well
+_PATIENCE_S = 10.0  # time in which the other ranks may fail as well
 
 
 class Agreement:
-    """Tells each rank the outcome of a step on the other ranks; all create it at the same place.
-
-    It has a process group of its own: a rank that failed must not meet the others inside a model's
-    collective. patience_s: seconds that a rank whose step succeeded waits for the others.
+    """Tells each rank the outcome of a step on the other ranks. All ranks create it at the same
+    place. It has its own process group: a rank that failed must not meet the others inside a
+    model's collective. patience_s: seconds that a rank whose step succeeded waits for the others.
     """
 
     def __init__(self, world_size: int, patience_s: float) -> None:
@@ -70,7 +70,7 @@ class Agreement:
         import torch.distributed.distributed_c10d as c10d
 
         groups = [g for g in c10d._world.pg_map if not c10d._rank_not_in_group(g)]
-        # Missing in torch's stubs.
+        # torch's stubs lack this name.
         begun = [(g.size(), g._get_sequence_number_for_group()) for g in groups]  # type: ignore[attr-defined]
         whole = sum(count for size, count in begun if size == dist.get_world_size())
         part = [count for size, count in begun if size < dist.get_world_size()]

@@ -1,10 +1,10 @@
 """The process between a command and its server, which ends all of the server's processes.
 
 `python -P guardian.py MARK SECONDS COMMAND...` runs a command in a session of its own. A line on
-standard input, or its end, asks for the stop: the process group gets SIGTERM, after SECONDS
-SIGKILL, and then every process that is left, found as descendants and by MARK in their environment.
-The exit code goes to standard output at once. Imports nothing of ours, since it runs as a file;
-Linux only.
+standard input, or its end, asks for the stop. The process group gets SIGTERM, and SIGKILL after
+SECONDS. Then every process that is left is killed: descendants, and processes with MARK in their
+environment. The exit code goes to standard output at once. Imports nothing of ours, since it runs
+as a file; Linux only.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ MARK = "SPECDEC_SERVER"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 0.05
-_KILLS_S = 10.0  # in which processes that were killed have to be gone
+_KILLS_S = 10.0  # limit until killed processes are gone
 
 
 def main(mark: str, seconds: str, *command: str) -> int:
@@ -36,7 +36,7 @@ def main(mark: str, seconds: str, *command: str) -> int:
             signal.signal(number, signal.SIG_DFL)
 
     for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)  # the parent's end, or its word, is what counts
+        signal.signal(number, signal.SIG_IGN)  # only the parent's end or its word counts
     try:
         child = subprocess.Popen(
             command,
@@ -61,7 +61,7 @@ def main(mark: str, seconds: str, *command: str) -> int:
 
 
 def _tell(code: int) -> None:
-    with contextlib.suppress(OSError):  # nobody may be left to hear it
+    with contextlib.suppress(OSError):  # the reader may be gone
         os.write(1, f"{code}\n".encode())
 
 
@@ -76,7 +76,7 @@ def _stop(child: "subprocess.Popen[bytes]", seconds: float) -> None:
 
 
 def _kill_all(mark: str) -> None:
-    """Kill whatever is left, until nothing is."""
+    """Kill all processes that are left, until there are none."""
     deadline = time.monotonic() + _KILLS_S
     while (left := _left(mark)) and time.monotonic() < deadline:
         for pid in left:

@@ -1,10 +1,10 @@
-"""A rank's heartbeat: it shows if the main thread moves, and what it waits for.
+"""A rank's heartbeat. It shows whether the main thread moves, and the reason for which it waits.
 
-A second thread looks at its stack. The rank moves if that changed or a step was counted; while
-models load, also if bytes were read, which tells a long load from a hung one.
+A second thread looks at the main thread's stack. The rank moves if the stack changed or a step was
+counted. While models load it also moves if bytes were read, so that a long load does not look hung.
 
-Ranks that torchrun or srun started watch each other through the store that all share. A rank that
-stands still cannot say so: rank 0 watches all others, and they watch rank 0.
+Ranks that torchrun or srun started watch each other through their common store. A rank that stands
+still cannot report it, so rank 0 watches all others, and they watch rank 0.
 """
 
 import contextlib
@@ -33,10 +33,9 @@ BUSY, PEERS, OUTSIDE = "busy", "peers", "outside"
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One look at a rank's main thread; times are of this machine's monotonic clock, in seconds.
-
-    moved_at: time of the last movement seen. state: "busy"; "peers" (in a collective, or waiting
-    for the device); "outside" (waiting for a reader of its output). ready: its models are loaded.
+    """One look at a rank's main thread. Times are seconds on this machine's monotonic clock.
+    moved_at: the time of the last movement. state: "busy"; "peers" (in a collective, or waiting for
+    the device); "outside" (waiting for a reader of its output). ready: its models are loaded.
     where: the innermost line of our code.
     """
 
@@ -51,10 +50,10 @@ class Beat:
 
 
 def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: float) -> Beat | None:
-    """The rank that has held up the others for `timeout_s`, or None: one that is busy and does not
-    move while others wait, or, if all wait for each other, that with the fewest steps.
+    """The rank that has held up the others for `timeout_s`, or None. It is busy and does not move
+    while others wait. If all wait for each other, it is the rank with the fewest steps.
 
-    num_ranks: ranks of the run; some may not have beaten yet.
+    num_ranks: the number of ranks of the run; some may not have sent a beat yet.
     """
     beats = list(beats)
     idle = {beat.rank for beat in beats if now - beat.moved_at > timeout_s}
@@ -66,12 +65,12 @@ def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: flo
         if len(waiting) == len(beats):
             suspects = waiting
         elif waiting and all(beat.ready for beat in beats):
-            suspects = busy  # moves, but makes no progress
+            suspects = busy  # the rank moves, but makes no progress
     return min(suspects, key=lambda beat: (beat.steps, beat.moved_at), default=None)
 
 
 def is_frozen(beat: Beat, now: float) -> bool:
-    """True if the whole process stands still, even its heartbeat's thread."""
+    """True if the whole process stands still, its heartbeat's thread included."""
     return now - beat.at > _FROZEN_S
 
 
@@ -87,8 +86,8 @@ def read_beats(folder: Path) -> list[Beat]:
 class Heartbeat:
     """The heartbeat's thread of one rank; created in the main thread.
 
-    on_beat: called with every beat. on_stop: called if the process was asked to end (SIGTERM) and
-    its main thread did not react, as in a collective; it gets the signal and must not return.
+    on_beat: called with every beat. on_stop: called with the signal if the process was asked to end
+    (SIGTERM) and its main thread did not react, as in a collective. It must not return.
     """
 
     def __init__(
@@ -154,12 +153,14 @@ class Heartbeat:
 
 
 def bytes_read() -> int:
-    """Bytes that all threads of this process but this one have read, also pages of mapped files
-    that came from a disk; 0 where the system does not tell."""
+    """The bytes that all other threads of this process have read, with the pages of mapped files
+    that came from a disk; 0 if the system does not tell."""
     own, total = str(threading.get_native_id()), 0
     for task in Path("/proc/self/task").glob("[0-9]*"):
         if task.name != own:
-            with contextlib.suppress(OSError, ValueError):  # a thread that has ended, or no rights
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # the thread has ended, or rights are missing
                 counts = dict(line.split(": ") for line in (task / "io").read_text().splitlines())
                 total += int(counts["rchar"]) + int(counts["read_bytes"])
     return total
@@ -192,8 +193,8 @@ def _where(frames: list[FrameType]) -> str:
 class PeerWatch:
     """Exchanges heartbeats with the other ranks; used by the heartbeat's thread alone.
 
-    store: torch's store, with a connection of its own, since a call may wait for a frozen server.
-    rank: this rank. size: number of ranks, which have met.
+    store: torch's store with its own connection, since a call may wait for a frozen server. rank:
+    this rank. size: the number of ranks, which have met.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
@@ -202,7 +203,7 @@ class PeerWatch:
         self._timeout_s = timeout_s
         self._next = 0.0
         now = time.monotonic()
-        # The last beat of each rank that this one watches, and when it came.
+        # The last beat of each watched rank, and the time at which it came.
         self._seen = {
             peer: (Beat(peer, 0, now, now, 0, BUSY, False, "its start"), now)
             for peer in (range(1, size) if rank == 0 else (0,))
@@ -227,7 +228,7 @@ class PeerWatch:
         others = [_here(beat, came) for beat, came in self._seen.values()]
         if own.rank == 0:
             return find_stuck([own, *others], self._size, now, self._timeout_s)
-        # It does not see who keeps rank 0 waiting.
+        # This rank does not see which rank keeps rank 0 waiting.
         gone = (b for b in others if is_frozen(b, now) and now - b.at > self._timeout_s)
         return next(gone, None)
 

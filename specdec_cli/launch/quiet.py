@@ -1,4 +1,4 @@
-"""Ranks meet in silence: what fails is told by the exception."""
+"""Silence while ranks meet: the exception tells about failures."""
 
 import os
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def meeting_quietly() -> Iterator[None]:
-    """Send stderr's descriptor nowhere inside.
+    """Discard writes to stderr's descriptor during the block.
 
     gloo writes lines of its own there if a rank leaves while the others connect to it.
     """
     try:
         held = os.dup(2)
-    except OSError:  # it is closed
+    except OSError:  # stderr is closed
         yield
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)

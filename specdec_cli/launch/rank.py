@@ -37,9 +37,9 @@ class PeersMissing(SetupError):
 class Rank:
     """This process as one of several ranks. Created once, in the main thread, before torch loads.
 
-    store: torch's store with the reports of joined ranks, once they have met. limit_s: seconds that
-    a rank may stand still before it ends the run; None if a parent watches it. watch: on the other
-    ranks, if no parent watches them.
+    store: torch's store with the reports of joined ranks, once they have met. limit_s: the seconds
+    after which a rank that stands still ends the run; None if a parent watches it. watch: watches
+    the other ranks if no parent does.
     """
 
     def __init__(self, seat: Seat, *, verbose: bool) -> None:
@@ -62,7 +62,8 @@ class Rank:
         return self.seat.folder is None and self.seat.rank == 0
 
     def end(self, report: Report) -> Report | None:
-        """Report how this rank ended; returns the report to show to the user here, if any."""
+        """Report the end of this rank. Returns the report that this rank has to show to the user,
+        if any."""
         self.heartbeat.stop()
         return self._tell(report)
 
@@ -77,13 +78,13 @@ class Rank:
         if self._has_told:
             return None
         self._has_told = True
-        # The launcher may already be ending this process; the report comes first.
+        # The report comes first: the launcher may already be ending this process.
         asked = threading.Event()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            with contextlib.suppress(ValueError):  # not the main thread
+            with contextlib.suppress(ValueError):  # only the main thread may set handlers
                 signal.signal(number, lambda *_: asked.set())
         if self.seat.folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # the parent has its cause and has left
+            with contextlib.suppress(FileNotFoundError):  # the parent knows the cause and has left
                 write_report(self.seat.folder, report)
             if report.end is End.LOST_PEERS:
                 asked.wait(_LINGER_S)
@@ -95,17 +96,17 @@ class Rank:
             if self.store is None:
                 raise RuntimeError("the ranks have not met")
             self.store.set(key := f"report/{self.seat.rank}", report.to_json())
-            self.store.check([key])  # needs an answer, which a lost store does not give
-        except RuntimeError:  # they never met, or rank 0 is gone and the store with it
+            self.store.check([key])  # needs an answer, and a lost store gives none
+        except RuntimeError:  # the ranks never met, or rank 0 is gone with the store
             if self.seat.rank == 0:
                 return report
             if self.seat.rank == 1 and (report.end is End.LOST_PEERS or report.rank == 0):
                 self._speak()
                 return report if self.store is None or report.rank == 0 else _said_nothing(0)
             if self.store is None:
-                time.sleep(_LINGER_S)  # lets rank 0 find the same before torchrun ends it for ours
+                time.sleep(_LINGER_S)  # rank 0 can find the same before torchrun ends it
             return None
-        if self.seat.rank == 1 and report.rank == 0:  # which cannot speak for itself
+        if self.seat.rank == 1 and report.rank == 0:  # the hung rank cannot report itself
             self._speak()
             return report
         if self.seat.rank:
@@ -154,7 +155,8 @@ class Rank:
         try:
             return self.watch.exchange(beat)
         except RuntimeError:
-            # The store is gone, maybe because the run is over, or it is frozen with rank 0.
+            # The store is gone, perhaps because the run is over, or it is frozen together with rank
+            # 0.
             self.watch = None
             if time.monotonic() - asked_at < limit_s:
                 return None
@@ -172,7 +174,7 @@ class Rank:
         os._exit(report.code)
 
     def _silence(self, *, verbose: bool) -> None:
-        """Silence a rank other than 0; keep or drop what its libraries write to stderr."""
+        """Silence a rank other than 0. Its libraries' writes to stderr are kept or dropped."""
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         if not verbose:

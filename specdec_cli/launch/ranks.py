@@ -1,4 +1,5 @@
-"""The parent of ranks on this machine, without torch: starts them and finds how they ended."""
+"""The parent of ranks on this machine: starts them and finds out how they ended. Imports no
+torch."""
 
 import contextlib
 import json
@@ -22,8 +23,8 @@ from specdec_cli.launch.rank import num_cores, stuck
 from specdec_cli.launch.reports import End, Report, gone, last_words, read_reports, root_cause
 
 _LOOK_S = 0.1
-_SETTLE_S = 5.0  # wait after a failure for the failure that caused it
-_SETTLE_KNOWN_S = 0.3  # the same, once one rank has reported an error of its own
+_SETTLE_S = 5.0  # the wait for the cause, after a failure
+_SETTLE_KNOWN_S = 0.3  # the same wait, once a rank has reported its own error
 _STOP_S = 2.0  # from SIGTERM to SIGKILL
 _LEAVE_S = 10.0  # from the last rank's report to its end
 
@@ -39,11 +40,11 @@ def run_ranks(
     """Run `program` (a module and its arguments) as `num_ranks` ranks until they end.
 
     Returns the root cause of a failure, else rank 0's report. Rank 0's standard streams are the
-    caller's. inputs: any picklable object for every rank. timeout_s: a rank that does nothing for
-    so long ends the run. No process is left behind, even by an exception from a signal handler.
-    Call it from the main thread: the ranks die with it.
+    caller's. inputs: any picklable object for every rank. timeout_s: the time after which a rank
+    that does nothing ends the run. No process is left behind, even by an exception from a signal
+    handler. Call it from the main thread: the ranks die with it.
     """
-    spinning.choose_spins()  # once for all ranks, which would see each other
+    spinning.choose_spins()  # done once here: each rank would see the others' work
     folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # mode 0700
     try:
         if inputs is not None:
@@ -83,10 +84,10 @@ def _watch(
     started = looked = time.monotonic()
     settled = stuck_from = done_by = float("inf")
     while True:
-        is_over = launcher.poll() is not None  # first, so that its files are complete when read
+        is_over = launcher.poll() is not None  # first, so that files of ended ranks are complete
         now = time.monotonic()
         beats, exits = read_beats(folder), _exits(folder)
-        reports = read_reports(folder)  # after `exits`: a rank reports before it ends
+        reports = read_reports(folder)  # comes after `exits`: a rank reports before it ends
         failures = _failures(folder, reports, exits)
         if len(reports) == num_ranks and not failures:
             done_by = min(done_by, now + _LEAVE_S)
@@ -122,7 +123,9 @@ def _failures(folder: Path, reports: Mapping[int, Report], exits: Sequence[Exit]
     """Reports of failed ranks, and reports written here for ranks that ended without one."""
     found = []
     for report in reports.values():
-        if report.end is End.STOPPED:  # by somebody else: this process stops none while it watches
+        if (
+            report.end is End.STOPPED
+        ):  # another process stopped it: this one does not while it watches
             report = replace(report, code=ExitCode.RUN_FAILED)
         if report.end is not End.DONE:
             found.append(report)
@@ -153,14 +156,14 @@ def _is_alive(pid: int) -> bool:
 
 
 def _stop(launcher: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """End the launcher and with it the ranks; returns when none is left."""
+    """End the launcher and the ranks with it. Returns when no process is left."""
     try:
         if launcher.poll() is None:
             launcher.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(_STOP_S)
     finally:
-        launcher.kill()  # the kernel then kills the ranks
+        launcher.kill()  # then the kernel kills the ranks
         launcher.wait()
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline and any(_is_alive(b.pid) for b in read_beats(folder)):

@@ -16,10 +16,10 @@ class End(StrEnum):
     """The kind of a rank's end; `_BLAME` orders them by how well they explain other ranks' ends."""
 
     DONE = "done"
-    FAILED = "failed"  # an error of its own, or an end without a report
+    FAILED = "failed"  # the rank's own error, or an end without a report
     STUCK = "stuck"
-    STOPPED = "stopped"  # asked to end by a signal, which was not ours
-    ABORTED = "aborted"  # by SIGABRT, in which NCCL ends a rank that has lost its peers
+    STOPPED = "stopped"  # a signal that was not ours asked it to end
+    ABORTED = "aborted"  # SIGABRT: NCCL ends a rank so that has lost its peers
     LOST_PEERS = "lost peers"  # a collective failed: another rank is the cause
 
 
@@ -29,7 +29,7 @@ _BLAME = (End.FAILED, End.STUCK, End.STOPPED, End.ABORTED, End.LOST_PEERS)
 @dataclass(frozen=True, slots=True)
 class Report:
     """The end of one rank. message: None if there is nothing to say. at: seconds since the epoch.
-    is_common: all ranks found the same, so the message is not about this rank."""
+    is_common: all ranks found the same error, so the message is not about this rank."""
 
     rank: int
     end: End
@@ -52,7 +52,7 @@ class Report:
         """The exit code of a run that ended well; raises the failure of one that did not."""
         if self.end is End.DONE:
             return self.code
-        if self.message is None:  # such as a closed pipe, which needs no message
+        if self.message is None:  # a closed pipe, for example, needs no message
             raise SystemExit(self.code)
         raise RanksError(self)
 
@@ -75,14 +75,13 @@ class RanksError(RunError):
 
 
 def root_cause(reports: Iterable[Report]) -> Report | None:
-    """The report that explains the others, of which lost peers are a consequence; None if none
-    failed."""
+    """The report that explains the others: lost peers are a consequence. None if no rank failed."""
     failed = [report for report in reports if report.end is not End.DONE]
     return min(failed, key=lambda r: (_BLAME.index(r.end), r.at, r.rank), default=None)
 
 
 def gone(rank: int, exit_code: int, at: float, last_words: str = "") -> Report:
-    """The report for a rank that left none. exit_code: as of subprocess."""
+    """The report for a rank that left none. exit_code: as in `subprocess`."""
     end, hint = End.FAILED, last_words or None
     if exit_code < 0:
         name = signal_name(-exit_code)
@@ -91,7 +90,7 @@ def gone(rank: int, exit_code: int, at: float, last_words: str = "") -> Report:
             hint = hint or "the system kills processes when memory runs out; see its log"
         elif name == "SIGABRT":
             end = End.ABORTED
-    elif exit_code in (ExitCode.SIGINT, ExitCode.SIGTERM):  # stopped during its start
+    elif exit_code in (ExitCode.SIGINT, ExitCode.SIGTERM):  # it was stopped during its start
         end, message = End.STOPPED, "was stopped"
     else:
         message = f"ended without a report (exit code {exit_code}) before the run was done"
@@ -131,7 +130,7 @@ def last_words(folder: Path, rank: int) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write so that a reader sees the whole text or none of it."""
+    """Write a file so that readers see the whole text or nothing."""
     scratch = path.with_name(f"{path.name}.tmp")
     scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, path)

@@ -10,7 +10,7 @@ from specdec_cli.errors import UsageError
 FOLDER = "SPECDEC_RANKS_FOLDER"  # set by `launch.ranks` for the ranks that it starts
 THREADS = "SPECDEC_RANK_THREADS"
 
-_FIRST_PORT, _NUM_PORTS = 10000, 20000  # below the ports that systems hand out by themselves
+_FIRST_PORT, _NUM_PORTS = 10000, 20000  # lies below the ports that systems assign by themselves
 _SLURM_STEP = (
     "SLURM_STEP_ID",
     "SLURM_STEP_NUM_TASKS",
@@ -23,9 +23,9 @@ _SLURM_STEP = (
 class Seat:
     """One rank's place in its world.
 
-    local_rank, local_size: among the ranks of this host. started_by: "specdec", "torchrun" or
-    "srun". address, port: the rendezvous of the ranks. folder: private folder of a run that
-    `specdec` started, in which its ranks meet.
+    local_rank, local_size: the rank and the number of ranks on this host. started_by: "specdec",
+    "torchrun" or "srun". address, port: the rendezvous of the ranks. folder: the private folder in
+    which ranks that `specdec` started meet.
     """
 
     rank: int
@@ -62,7 +62,7 @@ def _torchrun(environ: Mapping[str, str]) -> Seat:
     has_address = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
     if size > 1 and folder is None and not has_address:
         raise UsageError(
-            "RANK and WORLD_SIZE are set, MASTER_ADDR or MASTER_PORT is not",
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not",
             "start the ranks with torchrun, or unset RANK and WORLD_SIZE",
         )
     return Seat(

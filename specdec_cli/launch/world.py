@@ -18,7 +18,8 @@ from specdec_cli.text import first_line
 
 T = TypeVar("T")
 
-# Collectives wait this much longer than a hung rank may hang, so that the hung rank is named first.
+# Collectives time out this much later than the watch for hung ranks, so that the hung rank is named
+# first.
 _PAST_TIMEOUT_S = 5.0
 _LONG_S = 24 * 3600.0
 # No machine has more GPUs. Each rank is a process, and too many of them stop a machine.
@@ -31,7 +32,7 @@ class Place:
 
     program: the module and the arguments that start it again. seat: None unless torchrun, srun or
     another `specdec` started it. rank: None if it is a single process that `run_ranks` did not
-    start. has_answered: ranks that it started have written the command's result.
+    start. has_answered: whether the ranks that it started have written the command's result.
     """
 
     program: tuple[str, ...]
@@ -41,7 +42,7 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """True in the one process that does work for which one process is enough."""
+        """True in the one process that does the work for which a single process is enough."""
         return self.seat is None or self.seat.rank == 0
 
     def must_start(self, num_ranks: int) -> bool:
@@ -80,8 +81,8 @@ class World:
     """The ranks of one run. All ranks call every method in the same order, except `beat` and
     `outside`.
 
-    rank: of this process. size: number of ranks. device: "cuda:i" or "cpu" with several ranks;
-    otherwise the recipe's value.
+    rank: that of this process. size: the number of ranks. device: "cuda:i" or "cpu" with several
+    ranks; otherwise the recipe's value.
     """
 
     def __init__(self, rank: Rank | None, device: str, timeout_s: float) -> None:
@@ -116,7 +117,8 @@ class World:
         return self.once(read)
 
     def ready(self) -> None:
-        """Declare the models loaded: from now on no rank is waited for longer than the timeout."""
+        """Declare the models loaded. From now on ranks wait for each other no longer than the
+        timeout."""
         self._declare(True, self._patience_s)
 
     def loading(self) -> None:
@@ -135,7 +137,8 @@ class World:
     @property
     def _patience_s(self) -> float:
         """Seconds that a collective may wait once the models are loaded."""
-        # A watching parent is enough; the reader of rank 0's output may hold rank 0 up for long.
+        # If a parent watches, collectives need no limit: the reader of rank 0's output may hold it
+        # up for long.
         is_watched = self._rank is None or self._rank.limit_s is None
         return _LONG_S if is_watched else self._timeout_s + _PAST_TIMEOUT_S
 
@@ -146,7 +149,7 @@ class World:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Wraps output whose reader may keep this rank waiting, as a pager does."""
+        """Wraps writes of output whose reader, such as a pager, may keep this rank waiting."""
         if self._rank is None:
             yield
             return
@@ -161,9 +164,9 @@ class World:
 def join(place: Place, num_ranks: int, *, device: str, timeout_s: float) -> Iterator[World]:
     """Join `num_ranks` ranks and, if there are several, initialise torch.distributed.
 
-    device: `run.device`. NCCL connects GPUs, one per rank, and gloo CPUs. On leaving, every rank
-    waits for the others; after an exception none does. Raises `UsageError` if another number of
-    ranks was started, `SetupError` if there are too few GPUs or ranks do not meet.
+    device: `run.device`. NCCL connects GPUs, one per rank, and gloo CPUs. At the end of the block
+    every rank waits for the others; after an exception no rank does. Raises `UsageError` if another
+    number of ranks was started, `SetupError` if there are too few GPUs or ranks do not meet.
     """
     rank, seat = place.rank, place.seat
     if seat is not None and seat.size != num_ranks:
@@ -225,10 +228,10 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
 
     seat = rank.seat
     local_rank = seat.local_rank if device == "cpu" else int(device.removeprefix("cuda:"))
-    os.environ |= {  # torchrun's names; srun has names of its own
+    os.environ |= {  # torchrun's names; srun has other ones
         "RANK": str(seat.rank),
         "WORLD_SIZE": str(seat.size),
-        "LOCAL_RANK": str(local_rank),  # also the index of the GPU
+        "LOCAL_RANK": str(local_rank),  # it is also the index of the GPU
         "LOCAL_WORLD_SIZE": str(seat.local_size),
         "MASTER_ADDR": seat.address,
         "MASTER_PORT": str(seat.port),
@@ -266,7 +269,8 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
             f"could not meet the other ranks at {where}: {first_line(problem)}",
             "see that every rank was started and that this address can be reached from all of them",
         ) from problem
-    # Loading may take long, and longer on ranks that load more; heartbeats find a hung rank.
+    # Loading may take long, and it takes longer on ranks that load more. Heartbeats find a hung
+    # rank.
     _set_timeouts(_LONG_S)
 
 
