@@ -1,23 +1,21 @@
-"""K of each round, chosen by recent acceptance and the measured times of rounds.
-
-Each K is timed first; then rounds take that of the most expected tokens a millisecond. It depends
-only on earlier rounds, so the text keeps its distribution, but sampled text can differ between
-runs.
+"""Chooses K of each round by recent acceptance and the measured times of rounds. Each K is timed
+first. Then rounds take the K with the most expected tokens a millisecond. The choice depends only
+on earlier rounds, so the text keeps its distribution, but sampled text can differ between runs.
 """
 
 from specdec_cli.lengths.base import LastRounds, LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.recipe import SpeculationSection
 
-_PRIOR_ROUNDS = 1.0  # rounds that the prior of a place's rate counts for
+_PRIOR_ROUNDS = 1.0  # weight, in rounds, of the prior of a place's rate
 _PRIOR_RATE = 0.6
-# Weight of a round against the one after it: a text's acceptance changes within some ten rounds.
+# Weight of a round relative to the next one: a text's acceptance changes within some ten rounds.
 _FADING = 0.9
-_IDLE_ROUNDS = 24  # rounds without proposals after which one is tried again
+_IDLE_ROUNDS = 24  # a round with proposals is tried again after this many without
 
 
 class Adaptive(LengthPolicy):
-    """choices: values of K for rounds, beside the run's k; those above k are left out."""
+    """choices: values of K for rounds, besides the run's k. Values above k are left out."""
 
     def __init__(self, choices: tuple[int, ...]) -> None:
         self.choices = choices
@@ -39,8 +37,8 @@ class Adaptive(LengthPolicy):
 
 
 def expected_tokens(last: LastRounds, k: int) -> list[float]:
-    """Expected tokens of a round at each K of 0..k; rates of places seldom reached stay near those
-    before."""
+    """Expected tokens of a round at each K of 0..k; the rate of a place that is seldom reached
+    stays near that of the place before."""
     rounds = [
         (_FADING**age, trial)
         for age, trials in enumerate(reversed(last.trials))

@@ -1,4 +1,5 @@
-"""The interface between a round and a length policy, which never drops a token for its own draw."""
+"""The interface between a round and a length policy. A policy never drops a token because of that
+token's own draw."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -21,24 +22,26 @@ class LastRounds:
 
 
 class LengthPolicy(Protocol):
-    """is_fixed: whether rounds propose as much as they may. The values below propose k tokens
-    always."""
+    """is_fixed: whether rounds propose as much as they may. The defaults below always propose k
+    tokens."""
 
     is_fixed: bool = False
 
     @property
     def stop(self) -> Stop | None:
-        """Test that ends a sequence's drafting (see `Drafting`), or None. Runs in the graph."""
+        """The test that ends a sequence's drafting (see `Drafting`), or None. It runs in the
+        graph."""
         return None
 
     @property
     def doubt(self) -> Doubt | None:
-        """Test of a draft's own confidences that ends its proposals before a token, or None. Needs
-        a draft that has some (`Draft.has_confidence`). Runs in the graph."""
+        """The test of a draft's own confidences that ends its proposals before a token, or None. It
+        needs a draft with confidences (`Draft.has_confidence`), and runs in the graph."""
         return None
 
     def lengths(self, k: int) -> tuple[int, ...]:
-        """Every K that rounds may have if the longest proposal is k, rising. Each is captured."""
+        """Every K that rounds may have if the longest proposal is k, in ascending order. Each is
+        captured."""
         return (k,)
 
     def next_k(

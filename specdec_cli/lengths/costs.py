@@ -9,8 +9,8 @@ _TRIALS = 4  # rounds of each K; the first does not count, since it may still wa
 
 
 class RoundCosts:
-    """Times of rounds by number of slots and K, as rank 0 measures them; counts say when they
-    suffice."""
+    """Times of rounds by number of slots and K, as rank 0 measures them. Counts tell when there are
+    enough."""
 
     def __init__(self, parallel: TensorParallel) -> None:
         self._parallel = parallel
@@ -29,7 +29,7 @@ class RoundCosts:
         return missing[-1] if missing else None
 
     def of(self, slots: int, lengths: tuple[int, ...]) -> dict[int, float]:
-        """Milliseconds of a round by K. If one rank calls this, all have to."""
+        """Milliseconds of a round by K. Either all ranks call this or none does."""
         key = slots, lengths
         if key not in self._agreed:
             mine = {k: 1e3 * median(self._seconds[slots, k][1:]) for k in lengths}

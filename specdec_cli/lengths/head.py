@@ -1,5 +1,6 @@
 """A policy that ends a sequence's proposals before a token that the draft's own head doubts, as
-DeepSpec cuts DSpark's blocks: by the tokens before, so it changes no text."""
+DeepSpec cuts DSpark's blocks. The doubt depends on earlier tokens only, so the policy changes no
+text."""
 
 from specdec_cli.core.drafting import Doubt
 from specdec_cli.lengths.base import LengthPolicy
@@ -7,7 +8,8 @@ from specdec_cli.recipe import SpeculationSection
 
 
 class HeadsConfidence(LengthPolicy):
-    """threshold: nothing is proposed from the first token on whose confidence is lower."""
+    """threshold: the first token whose confidence is lower ends the proposals; it is not
+    proposed."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
