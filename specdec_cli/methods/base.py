@@ -1,5 +1,5 @@
-"""The interface between a round and a proposer, which works on `BatchState`. If it uses tensors
-only, it is captured into a CUDA graph with the rest of the round."""
+"""The interface between a round and a proposer, which works on `BatchState`. A proposer that uses
+only tensors is captured into a CUDA graph with the rest of the round."""
 
 import sys
 from collections.abc import Callable
@@ -38,7 +38,8 @@ class MethodParts:
 
 
 class RoundSize(NamedTuple):
-    """The sizes that a method's memory follows from, on this rank. longest: tokens of a text."""
+    """The sizes that a method's memory follows from, on this rank. longest: the most tokens of a
+    text."""
 
     batch_size: int
     k: int
@@ -59,10 +60,11 @@ class MethodBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """make: a proposer. estimate_bytes: its memory. describe: its own kind of draft; None for one
-    that runs a model of transformers', or none. runs_on_host: whether it reads the device's data,
-    so that rounds cannot be captured. can_share: what `draft.share` may name for its own kind.
-    check: the description of a model as it runs it; raises `SetupError` for one that it cannot."""
+    """make: makes a proposer. estimate_bytes: its memory. describe: describes its own kind of
+    draft; None for a method that runs a model of transformers, or none. runs_on_host: whether the
+    host reads the device's data, so that rounds cannot be captured. can_share: the weights that
+    `draft.share` may name for its kind of draft. check: the description of a model as the method
+    runs it; raises `SetupError` for a model that it cannot run."""
 
     make: Callable[[MethodParts], "Proposer"]
     estimate_bytes: Callable[[RoundSize], MethodBytes]
@@ -73,18 +75,18 @@ class Method:
 
 
 def text_bytes(size: RoundSize) -> MethodBytes:
-    """Memory of a method without a model that looks texts up: int32 ids on the device."""
+    """Memory of a method without a model that looks up texts: int32 ids on the device."""
     return MethodBytes(held=4 * size.batch_size * size.longest)
 
 
 class Proposer:
-    """max_len: most tokens of a sequence; nothing is proposed past them. feature_layers: hidden
-    states of the target that it asks for, in transformers' counting of `hidden_states`. needs_text:
-    whether `BatchState.texts` has to hold the sequences' tokens. tail: tokens of `BatchState.tail`
-    that it reads. max_lag: most tokens that may be missing from its cache when a round begins; if
-    more are missing they are prefilled first. is_paged: whether all that it keeps of a text lies in
-    the cache blocks of its tokens, so that texts which begin alike may share blocks. depends_on_k:
-    whether a proposal depends on the number that are asked for after it.
+    """max_len: most tokens of a sequence; nothing is proposed past them. feature_layers: the hidden
+    states of the target that it reads, as transformers counts them in `hidden_states`. needs_text:
+    whether `BatchState.texts` has to hold the sequences' tokens. tail: the number of tokens of
+    `BatchState.tail` that it reads. max_lag: the most tokens that may be missing from its cache
+    when a round begins; if more are missing, they are prefilled first. is_paged: whether all that
+    it keeps of a text lies in the cache blocks of its tokens, so that texts which begin alike may
+    share blocks. depends_on_k: whether a proposal depends on the number of proposals after it.
 
     A proposer that inherits from this has the values below, keeps nothing, and needs `propose`.
     """
@@ -98,7 +100,8 @@ class Proposer:
     depends_on_k: bool = False
 
     def tail_for(self, k: int) -> int:
-        """Tokens of `BatchState.tail` that it reads in a run whose longest proposals have k."""
+        """The number of tokens of `BatchState.tail` that it reads in a run whose longest proposals
+        have k tokens."""
         return self.tail
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
@@ -117,8 +120,9 @@ class Proposer:
         return type(self).commit is not Proposer.commit
 
     def ahead(self, k: int) -> int:
-        """Places behind a text that its passes in a round of k feed and need cache blocks for,
-        however few tokens the sequence may still propose; 0 for those of its proposals alone."""
+        """The number of places after a text that its passes in a round of k feed, and that need
+        cache blocks even if the sequence may propose fewer tokens; 0 if only proposals need
+        blocks."""
         return 0
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:

@@ -25,8 +25,8 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class DFlash(HeadProposer):
-    """Draws K tokens a sequence from one pass, of `rows` in a round of k. depends_on_k: K sets
-    these."""
+    """Draws K tokens a sequence from one pass over `rows` rows. depends_on_k: whether K sets the
+    number of rows."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class DFlash(HeadProposer):
         return self.rows(k) - 1
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """All K tokens, from the rows that decide one."""
+        """All K tokens, from the rows that decide a token."""
         if self.head is None or draft.is_over:
             return draft.nothing()
         head = self.head.head
@@ -74,8 +74,8 @@ class DFlash(HeadProposer):
         state: BatchState,
         draft: Drafting,
     ) -> None:
-        """Draw from the sums of logits [B, K, Vd] and what the Markov head adds to each, given the
-        token before. rows: [B, K, H], normed."""
+        """Draw from logits [B, K, Vd] plus the Markov head's addition to each row, which depends on
+        the token before. rows: [B, K, H], normed."""
         assert head.markov is not None
         before, memory = state.tail[:, -1], None
         for place in range(draft.k):
@@ -83,7 +83,7 @@ class DFlash(HeadProposer):
                 return
             added, confidence, memory = head.markov(rows[:, place], before, memory)
             if draft.doubt is not None:
-                assert confidence is not None, "the policy asks a drafter that has confidences"
+                assert confidence is not None, "only a drafter with confidences has this policy"
                 draft.end_before(draft.doubt(confidence)[:, None], place)
             drawn = logits[:, place] if added is None else logits[:, place] + added
             before = draft.draw(drawn, head.ids).clamp(min=0)
@@ -99,12 +99,12 @@ def _make(parts: MethodParts) -> DFlash:
 
 
 def estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The context of `commit`, and logits."""
+    """Bytes of the context of `commit`, and of logits."""
     return estimate_at_once(size, size.batch_size * (size.k + 1))
 
 
 def describe(place: DraftPlace) -> HeadDescription:
-    """The drafter, whichever config its folder has."""
+    """The drafter, with any of the configs that its folder may have."""
     keeps_width = place.speculation.block_width == "trained"
 
     def read(name: str, folder: Path, _: int) -> DFlashConfig:

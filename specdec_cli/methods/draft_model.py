@@ -16,8 +16,8 @@ from specdec_cli.models.paged import PagedModel
 
 
 class DraftModel(Proposer):
-    """Draws k tokens a sequence from the draft model, up to its context length `max_len`; on ranks
-    that hold no part of it `model` is None."""
+    """Draws k tokens a sequence from the draft model, up to its context length `max_len`; `model`
+    is None on ranks that hold no part of it."""
 
     is_paged = True
 
@@ -32,8 +32,8 @@ class DraftModel(Proposer):
             self.model.prefill(spans)
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """The first pass feeds the last two tokens, of which the cache lacks one or both, each
-        further pass the token just drawn."""
+        """The first pass feeds the last two tokens, since the cache lacks one or both. Each further
+        pass feeds the token just drawn."""
         if self.model is None:
             return draft.nothing()
         fed, offset = state.tail, -self.tail
@@ -69,7 +69,8 @@ def _make(parts: MethodParts) -> DraftModel:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """Each step's logits and all of them stacked, if tokens are drawn and this rank verifies."""
+    """Bytes of each step's logits, and of all of them stacked if tokens are drawn and this rank
+    verifies."""
     if size.is_greedy or size.draft is None or not size.is_first:
         return MethodBytes()
     vocab = min(size.draft.vocab_size, size.vocab_size)

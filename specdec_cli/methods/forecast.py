@@ -1,7 +1,7 @@
 """The acceptance of proposals along a text that is already written, found by running its rounds.
 
-A round is begun at each token, and its draws give the tokens that follow there. Rounds run side by
-side, in cache blocks of their own. Legend: N rounds, K proposal length, V vocabulary.
+A round begins at each token, and its draws give the tokens that follow there. Rounds run side by
+side, each in its own cache blocks. Legend: N rounds, K proposal length, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.teacher import Teacher, acceptance, logits_of, prefill
 
-_SIDE_BY_SIDE = 64  # rounds; the distributions of one place of each are held
+_SIDE_BY_SIDE = 64  # rounds at a time; the distributions of one place of each are held
 
 
 @torch.inference_mode()
@@ -35,8 +35,8 @@ def forecast(
 ) -> Forecast:
     """The acceptance to expect in rounds of k that begin at the tokens of `output`.
 
-    All ranks have to call this; only rank 0's result is valid. Raises `NoForecast` for proposals
-    that were drawn otherwise than by `Drafting`.
+    All ranks have to call this; only rank 0's result is valid. Raises `NoForecast` if proposals are
+    not drawn by `Drafting`.
     """
     found = proposer.forecast(teacher, prompt, output, k, params)
     if found is None:
@@ -48,11 +48,10 @@ def forecast(
 
 @dataclass(slots=True, eq=False)
 class Following(Drafting):
-    """A drafting whose draws give the written tokens, and note the chance of each to be accepted.
-
-    written: int64 [N, K]. scored: gives the target's logits [M, V], of which row i + j is that of
-    place j in round i; the last one also stands for those behind the text. noted: of each place
-    that was drawn, what `teacher.acceptance` gives.
+    """A drafting whose draws give the written tokens and note each one's chance to be accepted.
+    written: int64 [N, K]. scored: gives the target's logits [M, V]; row i + j belongs to place j in
+    round i, and the last row also stands for places behind the text. noted: the result of
+    `teacher.acceptance` for each place that was drawn.
     """
 
     written: torch.Tensor = field(kw_only=True)
@@ -78,8 +77,9 @@ class Following(Drafting):
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """chances: of the proposals that lie in the text. proposed: those behind it too. is_drawn:
-    whether any was drawn. overlap: the sum of min(p, q) of the first, if that was."""
+    """chances: those of the proposals that lie in the text. proposed: the number of all proposals.
+    is_drawn: whether any was drawn. overlap: the sum of min(p, q) of the first proposal, if it was
+    drawn."""
 
     chances: tuple[float, ...] = ()
     proposed: int = 0
@@ -88,7 +88,7 @@ class _Round:
 
 
 def _told(rounds: list[_Round]) -> Forecast:
-    """Counts where nothing was drawn, so that all is certain; else chances."""
+    """Counts if nothing was drawn, since acceptance is certain then; else chances."""
     if any(one.is_drawn for one in rounds):
         overlap = tuple(one.overlap for one in rounds)
         return Forecast(ahead=tuple(one.chances for one in rounds), overlap=overlap)
@@ -97,8 +97,8 @@ def _told(rounds: list[_Round]) -> Forecast:
 
 
 class _Replay:
-    """The rounds of k along `tokens`, and how many of these the proposer and the target hold.
-    features: [T, F], hidden states of the last T of `begun`, or None."""
+    """The rounds of k along `tokens`, and the number of tokens that the proposer and the target
+    hold. features: [T, F], hidden states of the last T of `begun`, or None."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class _Replay:
             state = BatchState(width, columns, device, texts, self.proposer.tail_for(self.k))
             for begin in range(self.text.num_prompt_tokens, reach, width):
                 starts = range(begin, min(begin + width, reach))
-                # The last of them runs in the text's own blocks.
+                # The last round runs in the text's own blocks.
                 copies = [
                     self._copy(n, spare[i * touched :][:touched]) for i, n in enumerate(starts)
                 ]
@@ -148,8 +148,8 @@ class _Replay:
             allocator.shrink(self.text.block_table, 0)
 
     def _shared(self, n: int) -> int:
-        """Blocks of the text that a round of n tokens shares: up to the row before its last token,
-        whose output may be kept beside its keys."""
+        """The number of the text's blocks that a round of n tokens shares. They end before the row
+        ahead of its last token, whose output may be kept beside its keys."""
         return max(0, n - 2) // self.teacher.allocator.block_size if self.proposer.is_paged else 0
 
     def _copy(self, n: int, own: list[int]) -> Sequence:
@@ -159,7 +159,7 @@ class _Replay:
         return Sequence(n, self.text.tokens[:n], prompt, n + self.k + 1, table, draft_kv=n - 1)
 
     def _prefill(self, copies: list[Sequence]) -> None:
-        """Bring all tokens but the last of each copy to the proposer; the last copy is the text."""
+        """Feed the proposer all tokens of each copy except the last; the last copy is the text."""
         chunk, size = self.teacher.prefill_chunk, self.teacher.allocator.block_size
         last, is_paged = copies[-1], self.proposer.is_paged
         kept = len(copies) + size if is_paged else len(last.tokens)
@@ -190,7 +190,7 @@ class _Replay:
         reach, idle = len(tokens), state.num_slots - len(starts)
         scored = cache(partial(self._score, starts.start - 1, min(starts.stop + k - 1, reach) - 1))
         if self.teacher.parallel.size > 1 and not self.params.is_greedy:
-            scored()  # all ranks join this pass, also those that draw nothing
+            scored()  # all ranks join this pass, even if they draw nothing
         written = [[*tokens[n : n + k], *[0] * k][:k] for n in starts] + [[0] * k] * idle
         most = len(self.text.block_table) * self.teacher.allocator.block_size
         most = min(most, self.proposer.max_len)
@@ -203,7 +203,7 @@ class _Replay:
             texts=how.at(state) if (how := self.teacher.processors) is not None else None,
         )
         found = self.proposer.propose(state, draft)
-        # The next round of the text's own blocks writes over what this one guessed.
+        # The next round in the text's own blocks writes over this round's guesses.
         self.fed = min(self.fed, self.begun)
         same, lens = found.token_ids == draft.written, found.lens.tolist()
         is_drawn, chances = draft.num_drawn > 0, same.float()
@@ -227,7 +227,7 @@ class _Replay:
 
 
 def _groups(spans: list[Span], most: int) -> Iterator[list[Span]]:
-    """`spans` in turn, in groups of at most `most` tokens; those that do not fit are cut."""
+    """`spans` in turn, in groups of at most `most` tokens. Spans that do not fit are cut."""
     group: list[Span] = []
     room = most
     for seq, start, stop in spans:

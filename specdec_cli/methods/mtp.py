@@ -1,7 +1,8 @@
 """Proposing tokens with the modules for multi-token prediction in the target's checkpoint.
 
-A single module takes steps. Of a chain, module i makes proposal i + 1. It needs a true row of every
-token; its last i rows embed proposals, and are written again in each round. Legend: B slots.
+A single module takes steps. In a chain of modules, module i makes proposal i + 1. It needs a true
+row of every token. Its last i rows embed proposals and are written again in each round. Legend: B
+slots.
 """
 
 import torch
@@ -17,8 +18,8 @@ from specdec_cli.models.heads.mtp.draft import describe_mtp
 
 
 class ChainedModules(Proposer):
-    """Draws a token from each module in turn. Texts do not share blocks, since what a module reads
-    of the one before may lie in another than its keys."""
+    """Draws a token from each module in turn. Texts do not share blocks: the rows that a module
+    reads from the module before may lie in other blocks than its keys."""
 
     def __init__(self, chain: MtpChain, feature_layers: tuple[int, ...], max_len: int) -> None:
         self.chain, self.feature_layers, self.max_len = chain, feature_layers, max_len
@@ -28,7 +29,7 @@ class ChainedModules(Proposer):
         self.chain.prefill(spans, features)
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Module i runs over its rows that embed proposals, i of them, from length - 1 - i on."""
+        """Module i runs over its i rows that embed proposals, from length - 1 - i on."""
         heads = self.chain.heads
         x, rows, step = heads[0].carried(state), None, 0
         tokens = x.hidden.new_zeros(len(x.hidden), 0, dtype=torch.int64)
@@ -45,7 +46,8 @@ class ChainedModules(Proposer):
         return draft.candidates()
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Write the rows that the decided tokens complete: of module i, i places further back."""
+        """Write the rows that the decided tokens complete. Those of module i lie i places further
+        back."""
         assert target.features is not None, "the target has to return hidden states"
         inputs, accepted = target.features, verdict.num_accepted
         for index, one in enumerate(self.chain.heads):

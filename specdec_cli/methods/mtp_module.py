@@ -1,4 +1,4 @@
-"""Proposing tokens with an MTP module that lies in a folder of its own."""
+"""Proposing tokens with an MTP module in its own folder."""
 
 from specdec_cli.methods.mtp import METHOD
 

@@ -1,7 +1,7 @@
 """Proposing tokens with a PARD draft (An et al., arXiv 2504.18583): a model trained with masks.
 
-One causal pass over the tokens that its cache lacks and K - 1 masks gives all proposals, of which a
-smaller k has the first. True tokens are written over masks.
+One causal pass over the tokens that its cache lacks and K - 1 masks gives all proposals. A smaller
+k has the first of the same proposals. True tokens are written over masks.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ class Pard(DraftModel):
         self.mask_id = 0 if model is None else int(getattr(model.module.config, _KEY))
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """All tokens, from the last token's row and those of masks. Writing a key again changes
+        """All tokens, from the rows of the last token and of the masks. Writing a key again changes
         nothing."""
         if self.model is None or draft.is_over:
             return draft.nothing()
@@ -45,10 +45,10 @@ class Pard(DraftModel):
         return draft.candidates()
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """Masks stand where the accepted tokens' keys would be."""
+        """The cache holds masks in the places of accepted tokens."""
         return n
 
-    forecast = Proposer.forecast  # its rounds have to be run
+    forecast = Proposer.forecast  # the rounds have to be run
 
 
 def _make(parts: MethodParts) -> Pard:
@@ -57,7 +57,7 @@ def _make(parts: MethodParts) -> Pard:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The pass, and the logits that tokens were drawn from."""
+    """Bytes of the pass, and of the logits that tokens are drawn from."""
     if size.draft is None:
         return MethodBytes()
     rows = size.k * size.batch_size

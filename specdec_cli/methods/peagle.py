@@ -1,8 +1,8 @@
 """Proposing tokens with a P-EAGLE head: EAGLE-3's rows, and masks in place of its further steps.
 
-One causal pass takes the true rows of the last round and K - 1 masks behind them, so that proposals
-of a smaller k are the first of a larger one's. True rows are written over masks. Legend: B slots, K
-proposal length, W rows that may wait, H width of the head.
+One causal pass takes the true rows of the last round and K - 1 masks after them. A smaller k has
+the first of the same proposals. True rows are written over masks. Legend: B slots, K proposal
+length, W rows that may wait, H width of the head.
 """
 
 from dataclasses import replace
@@ -29,11 +29,11 @@ class PEagle(HeadProposer):
     head: WaitingHead | None
 
     def tail_for(self, k: int) -> int:
-        """A round that accepts all of k completes k + 1 rows."""
+        """A round that accepts all k proposals completes k + 1 rows."""
         return k + 1
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """All tokens, from the last true row's output and those of K - 1 rows of masks."""
+        """All tokens, from the outputs of the last true row and of K - 1 rows of masks."""
         if self.head is None:
             return draft.nothing()
         rows = self._passed(self.head, state, draft.lens, draft.k - 1)
@@ -52,7 +52,7 @@ class PEagle(HeadProposer):
         assert isinstance(head, Eagle3Head) and head.mask_hidden is not None
         assert isinstance(head.config, PEagleConfig)
         waiting, counts = paged.waiting(state, most)
-        # Of each row, its place behind the last true one.
+        # The place of each row after the last true one.
         place = torch.arange(1, most + count + 1, device=state.device) - counts[:, None]
         is_true = place < 1
         tokens = state.tail.gather(1, (place + most - 1).clamp(max=most - 1))
@@ -70,7 +70,7 @@ class PEagle(HeadProposer):
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
         """Keep the rows that the decision completes for the next pass. A round without proposals
-        had none, so that rows would pile up."""
+        had no pass, so rows would pile up."""
         if self.head is None:
             return
         assert target.features is not None, "the target has to return hidden states"
@@ -94,7 +94,7 @@ def _describe(place: DraftPlace) -> HeadDescription:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The pass and what goes into it, and logits."""
+    """Bytes of the pass with its inputs, and of logits."""
     return estimate_at_once(size, 2 * size.batch_size * size.k)
 
 

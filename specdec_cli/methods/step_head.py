@@ -1,8 +1,8 @@
 """Proposing tokens with a head that takes one pass a token, as EAGLE-3 does.
 
 Row t reads the target's hidden state of token t and embeds token t + 1. After a round `commit`
-writes the rows of true hidden states over guessed ones, and keeps the last one's output, which
-gives the next round's first proposal. Each further one takes a pass over one row.
+writes the rows of true hidden states over guessed ones. It keeps the output of the last row, which
+gives the next round's first proposal. Each further proposal takes a pass over one row.
 """
 
 import torch
@@ -39,8 +39,8 @@ class HeadProposer(Proposer):
     def written(
         self, state: BatchState, verdict: Verdict, target: TargetOutput
     ) -> ops.Normed | None:
-        """Write the rows whose hidden states the scoring pass gave, from the last token that was
-        there before the round on. Returns all B * (K + 1) rows; None without a head."""
+        """Write the rows whose hidden states the scoring pass gave. They begin at the last token
+        before the round. Returns all B * (K + 1) rows; None without a head."""
         if self.head is None:
             return None
         assert target.features is not None, "the target has to return hidden states"
@@ -59,7 +59,8 @@ class StepHead(HeadProposer):
     """Draws k tokens a sequence from the head, one a pass."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """The first proposal needs no pass; a sequence of one token has nothing to go on."""
+        """The first proposal needs no pass. A sequence of one token has no row, so nothing is
+        proposed."""
         if self.head is None:
             return draft.nothing()
         head = self.head.head
@@ -68,14 +69,14 @@ class StepHead(HeadProposer):
             token = draft.draw(head.logits(x), head.ids)
             step += 1
             if not draft.is_over:
-                # Row length - 2 + step; sequences that take more than `step` need it.
+                # The row length - 2 + step; sequences that take more than `step` proposals need it.
                 place = Rectangle(token[:, None], draft.lens, step - 2, 3, self.max_len, True)
                 fed = head.fed_back(x)[:, None]
                 x = self.head.forward_slots(place, state, fed, fused=True)
         return draft.candidates()
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Write those rows, each followed by a token that was decided, and keep the last."""
+        """Write the rows that decided tokens complete, and keep the last one's output."""
         x = self.written(state, verdict, target)
         if self.head is not None and x is not None:
             hidden = x.hidden.view(*verdict.token_ids.shape, -1)
@@ -89,8 +90,8 @@ def make(parts: MethodParts) -> StepHead:
 
 
 def estimate_bytes(size: RoundSize) -> MethodBytes:
-    """The pass of `commit`, and logits: of one step over its own ids, or, if tokens are drawn, of
-    every step over the target's and all of them stacked."""
+    """Bytes of the pass of `commit`, and of logits: those of one step over the head's own ids. If
+    tokens are drawn: those of every step over the target's ids, and all of them stacked."""
     if size.draft is None:
         return MethodBytes()
     batch_size = size.batch_size
@@ -101,8 +102,8 @@ def estimate_bytes(size: RoundSize) -> MethodBytes:
 
 
 def estimate_at_once(size: RoundSize, rows: int) -> MethodBytes:
-    """A pass over `rows` rows, and logits of all proposals: over its own ids, or, if tokens are
-    drawn, over the target's too."""
+    """Bytes of a pass over `rows` rows, and of the logits of all proposals: over the head's own
+    ids, and over the target's too if tokens are drawn."""
     if size.draft is None:
         return MethodBytes()
     width = size.draft.vocab_size + (0 if size.is_greedy else 2 * size.vocab_size)
@@ -110,7 +111,8 @@ def estimate_at_once(size: RoundSize, rows: int) -> MethodBytes:
 
 
 def _pass_and_logits(size: RoundSize, draft: Draft, rows: int, logits: int) -> MethodBytes:
-    """Both at once in a captured round, one after the other elsewhere. logits: their numbers."""
+    """Both count at once in a captured round; elsewhere the larger one counts. logits: the number
+    of values."""
     drawing = logits * draft.dtype.itemsize
     passing = draft.pass_bytes(rows, 0, gathers=False)
     return MethodBytes(in_round=drawing + passing if size.is_cuda else max(drawing, passing))

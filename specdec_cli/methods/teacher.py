@@ -1,5 +1,5 @@
-"""Teacher forcing: one pass of each model over a text that is already written, in place of rounds,
-in cache blocks of an idle engine."""
+"""Teacher forcing: one pass of each model over a text that is already written replaces its rounds.
+It uses cache blocks of an idle engine."""
 
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
@@ -31,7 +31,8 @@ class Teacher:
     processors: LogitsProcessors | None = None
 
     def changed(self, logits: torch.Tensor, seq: Sequence, start: int) -> torch.Tensor:
-        """The logits [N, V'] of N rows of a text from `start` on, as tokens are drawn from them."""
+        """The logits [N, V'] of N rows of a text from `start` on, with the changes that come before
+        drawing."""
         if self.processors is None:
             return logits
         first, stop = start + 1, start + len(logits)
@@ -72,8 +73,8 @@ def _compare(
 ) -> tuple[list[float], list[float]]:
     """Chances of acceptance, and overlaps of the two distributions, over the draft's sequence."""
     target = teacher.target if params.temperature > 0.0 else None
-    first = draft_seq.num_prompt_tokens - 1  # its logits are those of the first output token
-    if first >= len(draft_seq.tokens) - 1:  # nothing was ever proposed
+    first = draft_seq.num_prompt_tokens - 1  # its logits decide the first output token
+    if first >= len(draft_seq.tokens) - 1:  # nothing is ever proposed there
         return [], []
     if draft is not None:
         prefill(draft, draft_seq, 0, first, teacher.prefill_chunk)
@@ -111,7 +112,7 @@ def acceptance(
 
     drafted: the draft's logits [M, V']. scored: the target's [M, V]; None if decoding is greedy.
     """
-    # Logits of a draft with another vocabulary size are cut, or padded with probability zero.
+    # The logits of a draft with another vocabulary size are cut, or padded with probability zero.
     more = vocab_size - drafted.shape[-1]
     drafted = torch.nn.functional.pad(drafted, (0, more), value=float("-inf"))
     if scored is None:
@@ -125,7 +126,8 @@ def acceptance(
 
 @torch.inference_mode()
 def last_logits(teacher: Teacher, tokens: Values[int], width: int, num_prompt: int) -> torch.Tensor:
-    """The target's logits [V], valid on rank 0, after `tokens`, whose last pass feeds `width`."""
+    """The target's logits [V] after `tokens`, valid on rank 0. The last pass feeds `width`
+    tokens."""
     seq = Sequence(0, list(tokens), num_prompt, len(tokens))
     teacher.allocator.extend(seq.block_table, len(tokens))
     try:
