@@ -1,4 +1,5 @@
-"""`python -m specdec_cli` is `specdec`. A signal during its imports ends it like a later one."""
+"""`python -m specdec_cli` is `specdec`. A signal that comes during the imports ends the process as
+a later one does."""
 
 import os
 import sys

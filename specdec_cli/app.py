@@ -51,7 +51,7 @@ app = typer.Typer(
     help="Speculative decoding experiments: which draft, how many proposed tokens, how many GPUs.",
     epilog=_EPILOG,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its tables cut the names of options on a terminal of 80 columns
+    rich_markup_mode=None,  # rich's tables cut the names of options on a terminal of 80 columns
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command("generate", cls=help_page.OneSource)(generate.generate)
@@ -88,9 +88,9 @@ def root(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; no exception escapes.
 
-    Under `--json` a command's standard output is held back until it is done, so that a failure
-    at any moment leaves exactly one document: the result or the error. Without `argv` the process
-    has nothing else to do and may end inside this call.
+    Under `--json` a command's standard output is held back until it is done, so that a failure at
+    any moment leaves exactly one document: the result or the error. Without `argv` this is the
+    process's only work, so the process may end inside the call.
     """
     code = _main(argv)
     if argv is None:
@@ -120,7 +120,8 @@ def _main(argv: Sequence[str] | None) -> int:
         if as_json and (outcome.failed or is_mute):
             document = json.dumps({"error": outcome.document()}) + "\n" if outcome.is_said else ""
         _report(outcome, verbose)
-        # Who types the name alone wants to see what there is; a shell that completes does not.
+        # A user who types the name alone wants to see the commands; a shell that completes does
+        # not.
         if not arguments and isinstance(outcome.error, UsageError):
             command = typer.main.get_command(app)
             context = command.make_context("specdec", [], resilient_parsing=True)
@@ -131,7 +132,7 @@ def _main(argv: Sequence[str] | None) -> int:
             if outcome.failed:
                 place.rank.exit(outcome.code)
             if place.rank.seat.folder is not None:
-                return 0  # the report has the code; any but 0 says that the rank itself failed
+                return 0  # the report has the exit code; others than 0 say that the rank failed
     return outcome.code
 
 
@@ -152,7 +153,8 @@ def _place(program: Sequence[str], verbose: bool, outcome: "_Outcome") -> Place:
 
 
 def _end_rank(rank: Rank, outcome: "_Outcome", asked: Sequence[signal.Signals] = ()) -> None:
-    """Report this rank's end; adopt the root cause, maybe another rank's, if it is to be told.
+    """Report this rank's end. If the error has to be shown, adopt the root cause, which may be
+    another rank's.
 
     asked: the signals that have asked for an end.
     """
@@ -199,7 +201,7 @@ class _Outcome:
         return {"code": self.code, "message": message, "hint": self.hint}
 
 
-# typer vendors click since 0.29; this base class is the one that its parser's errors have.
+# typer contains a copy of click since 0.29; this is the base class of its parser's errors.
 _ParserError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
@@ -221,7 +223,8 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
 
 
 def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
-    """Attribute unforeseen errors after a signal to it: transformers wraps what ends an import."""
+    """Attribute unforeseen errors after a signal to the signal: transformers wraps the exception
+    that ends an import."""
     is_foreseen = outcome.error is None or isinstance(outcome.error, (SpecdecError, OSError))
     if asked and not is_foreseen:
         if asked[-1] == signal.SIGINT:
@@ -232,7 +235,7 @@ def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
 
 def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:
     code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    if isinstance(end.__context__, BrokenPipeError):  # which typer and rich turn into this
+    if isinstance(end.__context__, BrokenPipeError):  # typer and rich turn it into this
         outcome.fail(_PIPE_CLOSED, None)
     elif code == ExitCode.SIGTERM:
         outcome.fail(code, "terminated")
@@ -263,7 +266,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         outcome.fail(
             ExitCode.ENVIRONMENT,
             f"cannot import {error.name or 'a library'}: {first_line(cause)}",
-            "is the installation whole, and is there memory left (ulimit -v)?",
+            "is the installation complete, and is there memory left (ulimit -v)?",
         )
     elif isinstance(error, OSError) and (error.filename or error.errno in _MACHINE_ERRNOS):
         said = f"cannot write the result: {error.strerror}"  # errors about our own files name them
@@ -278,10 +281,10 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         )
 
 
-# The code that a shell has for a process that SIGPIPE ended: the reader had enough.
+# The code that a shell gives a process that SIGPIPE ended: the reader wanted no more.
 _PIPE_CLOSED = 128 + signal.SIGPIPE
-# A full disk, and other refusals of the machine that are not the run's fault. The last two come
-# from streams that cannot be written to.
+# A full disk, and other refusals of the machine that are not the run's fault. Streams that cannot
+# be written to raise the last two.
 _MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
     | {errno.EBADF, errno.EIO}
@@ -299,7 +302,7 @@ def _report(outcome: _Outcome, verbose: bool) -> None:
         lines += [f"error: {line}" for line in outcome.message.splitlines()]
     if outcome.hint:
         lines += [f"hint: {line}" for line in outcome.hint.splitlines()]
-    # A closed stderr leaves nobody to tell.
+    # If stderr is closed, nobody can be told.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write("".join(f"{inert(line)}\n" for line in lines))
         sys.stderr.flush()
@@ -327,7 +330,7 @@ def _deliver(document: str, outcome: _Outcome) -> None:
 
 
 def _discard_stdout() -> None:
-    """Point stdout at /dev/null; the interpreter's flush at exit would fail again otherwise."""
+    """Point stdout at /dev/null. Otherwise the interpreter's flush at exit would fail again."""
     with contextlib.suppress(OSError, ValueError):
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
@@ -337,8 +340,9 @@ def _discard_stdout() -> None:
 def _leave(code: int) -> None:
     """End a process with torch at once: freeing its million objects one by one takes a second.
 
-    With CUDA the process ends in the ordinary way, in which profilers write their records. After an
-    interrupt it does not: Python may remember the interrupt and end by a signal instead of `code`.
+    With CUDA the process ends in the ordinary way, since profilers write their records then. After
+    an interrupt it ends at once even so: Python may remember the interrupt and end by a signal
+    instead of `code`.
     """
     cuda = sys.modules.get("torch.cuda")
     if code != ExitCode.SIGINT and (cuda is None or cuda.is_initialized()):

@@ -48,13 +48,13 @@ class Notice:
         )
 
 
-LOGGED: list[Notice] = []  # what this command logged as warnings; `commands.status` enters it
+LOGGED: list[Notice] = []  # the warnings that this command logged
 
 
 class SpecdecError(Exception):
     """An error as one clear line: `message` says what is wrong and where, `hint` what to do.
 
-    is_common: every rank of a run raises the same, so no rank is named as the cause.
+    is_common: every rank of a run raises the same error, so no rank is named as the cause.
     """
 
     code: ExitCode = ExitCode.RUN_FAILED
@@ -99,13 +99,14 @@ class RunError(SpecdecError):
 def is_out_of_memory(error: Exception) -> bool:
     """True if memory of the host or of a device ran out.
 
-    Also true if that came first: leaving a CUDA graph's capture then fails with another error.
+    Also true if another error followed from that: leaving a CUDA graph's capture then fails too.
     """
     if isinstance(error, MemoryError):
         return True
     earlier = error.__context__
     if isinstance(earlier, Exception) and is_out_of_memory(earlier):
         return True
-    # Torch is not imported here. Its CUDA error has this class name, its CPU allocator's has not.
+    # Torch is not imported here. Its CUDA error has this class name; the error of its CPU allocator
+    # has another.
     is_torch = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
     return is_torch or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

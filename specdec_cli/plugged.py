@@ -1,6 +1,6 @@
 """A plugin's proposer, rule and policy in the place of built-in ones: defaults, and checks.
 
-A plugin gives as little as one method. What it gets wrong ends the run with one line that names it.
+A plugin may have a single method. Its mistakes end the run with one line that names the plugin.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ class WatchedOptions(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
+        """As `dict.get`."""
         self.asked.add(key)
         return super().get(key, default)
 
@@ -84,13 +84,13 @@ def _word(dtype: torch.dtype) -> str:
 
 
 class PluggedMethod:
-    """A proposer of a plugin's class `made`, which has `propose`. What it lacks it has from
-    `methods.base.Proposer`, without having to inherit."""
+    """A proposer around a plugin's object `made`, which has `propose`. Everything that `made` lacks
+    comes from `methods.base.Proposer`, without inheritance."""
 
     def __init__(self, name: str, made: type[Any], parts: MethodParts) -> None:
         self.who = f"method {name}"
         self.vocab_size = parts.target.vocab_size
-        # Ids outside the vocabulary, and lens outside 0..caps, since the last check.
+        # Counts since the last check: ids outside the vocabulary, and lens outside 0..caps.
         self._num_invalid: torch.Tensor | None = None
         with blamed(self.who, "making it"):
             self.inner = type(made.__name__, (made, Proposer), {})(parts)
@@ -109,7 +109,7 @@ class PluggedMethod:
         return call
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Invalid ids end their sequence's proposals; `check` tells of them."""
+        """Invalid ids end their sequence's proposals, and `check` reports them."""
         with blamed(self.who, "propose"):
             found = self.inner.propose(state, draft)
         if not isinstance(found, Candidates):
@@ -120,7 +120,7 @@ class PluggedMethod:
         place = torch.arange(draft.k, device=found.lens.device)
         lens = torch.minimum(found.lens.clamp(min=0), draft.caps)
         ids = found.token_ids
-        # -1 is what a draw from logits that are not finite gives; verification reports it.
+        # A draw from logits that are not finite gives -1, which verification reports.
         invalid = ((ids < -1) | (ids >= self.vocab_size)) & (place < lens[:, None])
         if self._num_invalid is None or self._num_invalid.device != ids.device:
             self._num_invalid = torch.zeros(2, dtype=torch.int64, device=ids.device)
@@ -147,9 +147,9 @@ class PluggedMethod:
 
 
 class PluggedRule(AcceptanceRule):
-    """A rule of `inner`, which has `decide`, and may have the rest of `acceptance.base`.
-
-    Without `is_lossless` it counts as lossy, and every number of it is labelled.
+    """A rule around `inner`, which has `decide` and may have the other members of
+    `acceptance.base.AcceptanceRule`. Without `is_lossless` it counts as lossy, and all its numbers
+    are labelled.
     """
 
     def __init__(self, name: str, inner: Any) -> None:
@@ -184,7 +184,7 @@ class PluggedRule(AcceptanceRule):
 
 
 class PluggedPolicy:
-    """A policy of `inner`, which may have anything of `lengths.base.LengthPolicy`."""
+    """A policy around `inner`, which may have any member of `lengths.base.LengthPolicy`."""
 
     is_fixed = False
 

@@ -27,15 +27,15 @@ from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, add
 
 Made = TypeVar("Made", bound=type[Any])
 
-LOADED: dict[Path, str] = {}  # files, and the SHA-256 of each, for the record of the environment
+LOADED: dict[Path, str] = {}  # plugin files and their SHA-256, for the record of the environment
 
 
 def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made], Made]:
     """Register a proposer.
 
-    weights_from: `draft` has the recipe's draft loaded; `target` means tensors in the target's own
-    files, which the class's `describe` finds. A class with `describe` makes a draft of its own kind
-    of a `models.description.DraftPlace`. Raises ValueError for weights that nothing describes.
+    weights_from: `draft` loads the recipe's draft; `target` stands for tensors in the target's own
+    files, which the class's `describe` finds. A class with `describe` makes its own kind of draft
+    from a `models.description.DraftPlace`. Raises ValueError if weights have no `describe`.
     """
 
     def register(made: Made) -> Made:
@@ -84,7 +84,7 @@ def policy(name: str) -> Callable[[Made], Made]:
 
 
 def load(file: str) -> None:
-    """Run a plugin once in a process. Raises `UsageError` with the error in one line."""
+    """Run a plugin, once in a process. Raises `UsageError` with the error in one line."""
     path = Path(file).resolve()
     if path in LOADED:
         return

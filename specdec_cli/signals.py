@@ -8,7 +8,8 @@ from types import FrameType
 
 from specdec_cli.errors import ExitCode
 
-# A signal so soon after another is the same request: a second Ctrl-C, or one to the whole group.
+# A signal this soon after another is the same request: a second Ctrl-C, or a signal to the whole
+# group.
 _SAME_REQUEST_S = 5.0
 
 # Python's default handlers. Those that nohup or a caller has set stay.
@@ -23,10 +24,10 @@ _USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.
 def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
     """End the command on SIGINT, SIGTERM and SIGHUP like an exception does, so that clean-up runs.
 
-    A signal soon after another is ignored, since it would break off the clean-up. A later one is
-    not: clean-up may hang, and an exception in a `__del__` is lost. is_last: the process ends after
-    this block; once a signal has come, further ones do not disturb its end. Yields the list of
-    signals that have asked for an end.
+    A signal soon after another is ignored, since it would break off the clean-up. A later signal
+    counts: clean-up may hang, and an exception in a `__del__` is lost. is_last: the process ends
+    after this block; once a signal has come, further ones do not disturb its end. Yields the list
+    of signals that have asked for an end.
     """
     taken: list[signal.Signals] = []
     asked: list[signal.Signals] = []
@@ -41,7 +42,7 @@ def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
         is_interrupt = signum == signal.SIGINT
         raise KeyboardInterrupt if is_interrupt else SystemExit(int(ExitCode.SIGTERM))
 
-    # ValueError: outside the main thread handlers cannot be set, and signals do not arrive.
+    # ValueError: handlers can be set in the main thread only, and signals arrive only there.
     with contextlib.suppress(ValueError):
         for number, usual in _USUAL.items():
             if signal.getsignal(number) == usual:

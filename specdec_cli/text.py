@@ -9,7 +9,7 @@ from typing import Any
 
 # Control bytes (escape sequences start with one), line separators, direction overrides that reorder
 # the text, the invisible byte order mark, and lone surrogates, which no stream can encode. Tab and
-# newline stay.
+# newline are harmless.
 _HARMFUL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
@@ -23,19 +23,20 @@ def inert(text: str) -> str:
 
 
 def inert_json(document: str) -> str:
-    """The document with harmful characters as JSON escapes, so that it reads back equal."""
+    """The JSON document with harmful characters as JSON escapes, so that it reads back as the same
+    value."""
     # JSON has no such characters outside of strings.
     return _HARMFUL.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
 def one_line(text: str) -> str:
-    """A name, such as a key, for the middle of a message: visible characters, at most 80."""
+    """A name, such as a key, in a form that fits into a message: visible characters, at most 80."""
     shown = "".join(char if char.isprintable() else _escape(char) for char in text[:80])
     return shown if len(text) <= 80 else f"{shown}…"
 
 
 def shortened(line: str) -> str:
-    """A line that quotes something endless, without its middle."""
+    """The line, without its middle if it is very long."""
     return line if len(line) <= 1000 else f"{line[:495]} … {line[-495:]}"
 
 
@@ -45,23 +46,22 @@ def first_line(problem: BaseException) -> str:
 
 
 def reason_of(problem: BaseException) -> str:
-    """The first line of an exception's message, cut short, and the next where it ends with a colon;
-    its type where there is no message."""
+    """The first line of an exception's message, cut short, with the next line if it ends with a
+    colon; the exception's type if there is no message."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
     return (" ".join(told) or type(problem).__name__)[:200]
 
 
 def shown(value: object) -> str:
-    """A value as JSON, which is nearly YAML, cut short."""
+    """A value as JSON (nearly YAML), cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
 def in_lines(told: list[str], what: str, where: str = "") -> str:
-    """Up to five of these, a line each, and the number of further ones.
-
-    what: in the plural. where: the file that has them, if they are of one.
+    """Up to five of these problems, a line each, and the number of further ones. what: their noun
+    in the plural. where: the file that has them, if it is a single one.
     """
     shown, more = told[:_MAX_LINES], len(told) - _MAX_LINES
     rest = f"{where}: and" if where else "and"
@@ -69,7 +69,7 @@ def in_lines(told: list[str], what: str, where: str = "") -> str:
 
 
 def of_many(told: list[str], what: str) -> str:
-    """The number of bad things, and the first of them."""
+    """The number of bad items, and the first of them."""
     if len(told) == 1:
         return f"1 bad {what}: {told[0]}"
     return f"{len(told)} bad {what}s, the first of them: {told[0]}"
@@ -78,12 +78,13 @@ def of_many(told: list[str], what: str) -> str:
 def parse_bytes(text: str) -> int:
     """Parse `80GiB`, `141G` or a number of bytes; GB and the like are powers of 1000.
 
-    Raises `ValueError` in words, with a hint after a semicolon for what is hardly meant.
+    Raises `ValueError` with a message in words. If the size is improbable, a hint follows after a
+    semicolon.
     """
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(i?b)?\s*", text, re.I)
     if match is None or not (number := float(match[1])):
         raise ValueError(f"expected a size such as 80GiB, got {text!r}")
-    if not match[2] and number < 1024:  # the GiB of a device, not its bytes
+    if not match[2] and number < 1024:  # a number of GiB, taken for bytes
         raise ValueError(f"{text.strip()} is {text.strip()} bytes; did you mean {match[1]}GiB?")
     base = 1000 if (match[3] or "").lower() == "b" else 1024
     return int(number * base ** " kmgt".index(match[2].lower() or " "))
@@ -94,7 +95,7 @@ def digest(value: Any) -> str:
 
     Run folders hold such hashes, so the computation must not change.
     """
-    import hashlib  # not for those who only ask for help
+    import hashlib  # imported here, since help alone does not need it
 
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""The bundled models, prompts and licences. Files only, but for their names.
+"""The bundled models, prompts and licences. The only code here knows their names.
 
 Recipes name the demo pair `demo:target`, `demo:draft`, `demo:draft-distilled`, `demo:eagle3` and
 `demo:prompts`; `demo:dflash`, `demo:dspark`, `demo:mtp` and `demo:peagle` are further heads of its
