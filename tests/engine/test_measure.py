@@ -1,6 +1,7 @@
 """Memory of ranks: blocks against hand-computed bytes, estimates against measurements."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from specdec_cli.core.live_bytes import LiveBytes
-from specdec_cli.core.types import Permissions, Request, SamplingParams
-from specdec_cli.engine.build import build, load_models, measured
+from specdec_cli.core.types import Permissions, Request, SamplingParams, Sequence
+from specdec_cli.engine.build import build, load_models, measured, wire
+from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.engine.memory.budget import CacheNeed, RankMemory, Split
 from specdec_cli.engine.memory.chunk_bytes import chunk_bytes
 from specdec_cli.engine.memory.estimate import (
@@ -28,6 +30,7 @@ from specdec_cli.engine.memory.measured import (
 )
 from specdec_cli.engine.plan import block_bytes_of, plan, plan_all_ranks
 from specdec_cli.errors import SetupError
+from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.models.fused import bytes_held_twice
 from specdec_cli.recipe import Recipe, load_recipe
 from tests.fixtures import NEEDS_CUDA
@@ -353,12 +356,40 @@ def test_a_rehearsal_runs_two_whole_rounds() -> None:
     model: Any = SimpleNamespace(storages={}, cache=SimpleNamespace(layers=[]))
     engine: Any = SimpleNamespace(
         start=lambda *_: None,
-        run=lambda _, k, params: asked.append(params),
+        run=lambda _, k, params, **_ends: asked.append(params),
+        policy=FixedLength(),
         forget_rounds=list,
         prompts=None,
     )
     measure_rank(planned, Models(model), CacheNeed(1, 64, planned.k, 16), lambda _: engine)
     assert [params.max_new_tokens >= 2 * (planned.k + 1) for params in asked] == [True]
+
+
+@pytest.mark.parametrize(("policy", "rounds"), [("fixed", {2}), ("adaptive", set(range(6, 20)))])
+def test_a_rehearsal_ends_after_the_largest_rounds(
+    policy: str, rounds: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With little acceptance, more rounds of 300 proposals would take minutes. A policy that
+    varies lengths may have its largest rounds later."""
+    keys = {
+        "speculation__num_speculative_tokens": 8,
+        "speculation__acceptance": "synthetic",
+        "speculation__synthetic_acceptance_length": 1.2,
+        "speculation__length__policy": policy,
+        "run__batch_size": 3,
+    }
+    planned, ended, run = plan(demo(**keys)), list[Sequence](), Engine.run
+
+    def spied(*args: Any, **more: Any) -> RunResult:
+        result = run(*args, **more)
+        ended.extend(result.seqs)
+        return result
+
+    monkeypatch.setattr(Engine, "run", spied)
+    models = load_models(planned)
+    found = measure_rank(planned, models, CacheNeed(3, 64, 8, 16), partial(wire, planned, models))
+    assert len(ended) == 3 and found.activation_bytes > 0
+    assert {len(seq.proposed_per_round) + seq.rounds_without_proposal for seq in ended} <= rounds
 
 
 def test_what_captured_rounds_hold_on_a_gpu(tmp_path: Path) -> None:

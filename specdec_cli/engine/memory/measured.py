@@ -1,13 +1,13 @@
 """Measuring a rank's memory by use: a rehearsal of the largest passes over small caches."""
 
 import gc
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
 from specdec_cli.core.live_bytes import LiveBytes
-from specdec_cli.core.types import Request
+from specdec_cli.core.types import Emission, Request, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.budget import CacheNeed, Overhead, RankMemory, kv_budget, on_host
 from specdec_cli.engine.memory.chunk_bytes import chunk_bytes
@@ -56,7 +56,8 @@ def measure_rank(
     captured = sorted({min(width, most - left) for width in widths})
 
     def run() -> None:
-        engine.run(requests, plan.k, params)
+        ends = TwoRounds(len(requests)) if engine.policy.is_fixed else None
+        engine.run(requests, plan.k, params, on_emit=ends and ends.note, arrivals=ends)
         for length in captured:
             engine.run([Request(0, (0,) * (length + left))], plan.k, params)
 
@@ -74,6 +75,32 @@ def measure_rank(
     for model in models.held:
         model.cache.layers.clear()
     return rank_memory(plan, models, overhead)
+
+
+@dataclass(slots=True)
+class TwoRounds:
+    """Arrivals without a request, which are over after two rounds of `count` sequences: those are
+    the largest of a fixed length. All rounds of a long proposal could take minutes on a CPU."""
+
+    count: int
+    _seqs: set[Sequence] = field(default_factory=set)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(())
+
+    def note(self, emissions: list[Emission]) -> None:
+        self._seqs.update(emission.seq for emission in emissions)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self._seqs) == self.count and all(map(_has_two_rounds, self._seqs))
+
+    def answered(self, index: int) -> None: ...
+
+
+def _has_two_rounds(seq: Sequence) -> bool:
+    rounds = len(seq.proposed_per_round) + seq.rounds_without_proposal
+    return rounds >= 2 or seq.finish_reason is not None
 
 
 def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
