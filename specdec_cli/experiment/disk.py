@@ -1,4 +1,5 @@
-"""Files that a crash leaves whole, and the disk's errors as lines for users. Imports no torch."""
+"""Files that a crash leaves complete, and errors of the disk as lines for users. Imports no
+torch."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ MAX_FILE_BYTES = 2**30
 
 @contextmanager
 def or_setup_error(what: str, hint: str | None = None) -> Iterator[None]:
-    """Turn the system's errors during the block into `SetupError`s. what: the part that failed."""
+    """Turn the system's errors during the block into `SetupError`s. what: the work that failed."""
     try:
         yield
     except OSError as problem:
@@ -25,7 +26,7 @@ def refuse_special_files(folder: Path) -> None:
     Reading a pipe may never end. Devices and huge files fill the memory.
     """
     if not os.path.isdir(folder):
-        return  # told by who looks for a file in it
+        return  # code that looks for a file in it reports this
     with or_setup_error(f"cannot read {folder}"), os.scandir(folder) as entries:
         for entry in entries:
             is_file = os.path.isfile(entry.path)
@@ -45,7 +46,7 @@ def replace_file(path: Path, data: bytes) -> None:
     """Write a file so that a crash leaves the old or the new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # opening a pipe would wait
+        temporary.unlink(missing_ok=True)  # opening a pipe would wait for its other end
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()

@@ -1,8 +1,8 @@
 """An estimate of the time of a sweep or a comparison before anything is loaded.
 
 A pass reads the weights once, multiplies each token with them, and starts the work of each layer.
-The first two take what this device takes for them now; the third is a round figure. Knows no drafts
-in turn.
+The times of the first two are measured on this device now; the third is a round figure. Knows no
+drafts in turn.
 """
 
 import time
@@ -21,24 +21,24 @@ from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.held import held_bytes
 
-# Seconds that a layer takes beside its reading and its products: in a captured round (measured on
-# an H200 with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and on a CPU.
+# Seconds of a layer beyond its reading and its products: in a captured round (measured on an H200
+# with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and on a CPU.
 _LAYER_CAPTURED, _LAYER_LAUNCHED, _LAYER_CPU = 11e-6, 250e-6, 250e-6
-# Seconds of one sum over ranks, two of which end each layer: on GPUs (docs/performance.md), and of
+# Seconds of one sum over ranks; each layer has two. On GPUs (docs/performance.md), and between
 # processes over gloo on one host (0.3 to 0.8 milliseconds on two busy cores).
 _SUM_CUDA, _SUM_CPU = 6e-6, 400e-6
-# The chance that a proposal is accepted after those before it, of drafts and of n-grams.
+# The chance that a proposal is accepted if those before it are: for drafts and for n-grams.
 _ACCEPTED, _ACCEPTED_WITHOUT_DRAFT = 0.7, 0.55
-_START_CPU, _START_CUDA = 3.0, 30.0  # seconds until the first pass, beside reading weights
+_START_CPU, _START_CUDA = 3.0, 30.0  # seconds until the first pass, without reading weights
 _LOAD = 1e9  # bytes of weights read a second
 _PROBE_BYTES, _PROBE_SIDE, _PROBES = 64 * 2**20, 512, 3
-# `docs/sweep.md` and `docs/compare-tp.md` have the runs that it was compared with.
+# usual factor between an estimate and a run (runs: `docs/sweep.md`, `docs/compare-tp.md`)
 _OFTEN_OFF_BY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Rates of a device: bytes that it reads in a second, and operations of its products."""
+    """Rates of a device in a second: bytes that it reads, and operations of its products."""
 
     bytes: float
     operations: float
@@ -51,7 +51,7 @@ def own_plan(job: Job) -> Plan:
 
 
 def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
-    """The rates of `device` in this dtype, measured in some hundredths of a second."""
+    """The rates of `device` in this dtype. Measuring them takes some hundredths of a second."""
     many = _PROBE_BYTES // 4 * (16 if device.type == "cuda" else 1)
     numbers = torch.ones(many // 1024, 1024, dtype=torch.float32, device=device)
     vector = torch.ones(1024, dtype=torch.float32, device=device)
@@ -62,9 +62,9 @@ def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """The least of some times of `run`, in seconds."""
+    """The shortest time of a few calls of `run`, in seconds."""
     times = []
-    for _ in range(1 + _PROBES):  # the first one warms up
+    for _ in range(1 + _PROBES):  # the first call warms up
         started = time.perf_counter()
         run()
         if device.type == "cuda":
@@ -75,9 +75,8 @@ def _fastest(run: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A model's bytes that each pass reads, those of experts, and the share that a token chooses.
-
-    parameters: those that a token meets.
+    """Sizes of a model: bytes that each pass reads, bytes of experts, and the share of them that a
+    token chooses. parameters: the number of parameters that a token is multiplied with.
     """
 
     always: float
@@ -94,8 +93,8 @@ class _Shape:
 class DurationEstimate:
     """Times of one job's runs, in seconds.
 
-    degrees: the number of ranks that the target is split over, and the draft. The job's plan has
-    whole models, or the part of a rank, whose speed is its own: (1, 1).
+    degrees: the numbers of ranks over which the target and the draft are split, if the job's plan
+    has whole models. A plan with the parts of one rank has (1, 1).
     """
 
     job: Job
@@ -110,7 +109,7 @@ class DurationEstimate:
         products = 2 * shape.parameters * tokens / self.speeds.operations
         work = shape.bytes_read(tokens) / self.speeds.bytes + products
         degree = self.degrees[0 if role == "target" else 1]
-        # Ranks on CPUs divide the machine that was measured; each GPU has such speeds.
+        # Ranks on CPUs share the measured speeds; each GPU has these speeds.
         shared = 1 if self._is_cuda else self.degrees[0]
         sums = 2 * (_SUM_CUDA if self._is_cuda else _SUM_CPU) if degree > 1 else 0.0
         layer = _LAYER_CAPTURED if self._plan.no_cuda_graphs is None else _LAYER_LAUNCHED
@@ -135,7 +134,7 @@ class DurationEstimate:
         return found
 
     def tokens_a_round(self, k: int) -> float:
-        """A guess; where acceptance is given, what follows from it."""
+        """The tokens of a round: a guess, or the given acceptance's."""
         speculation = self._plan.recipe.speculation
         if (rates := speculation.synthetic_acceptance_rates) is not None:
             return 1 + sum(rates[:k])
@@ -143,7 +142,8 @@ class DurationEstimate:
         return (1 - chance ** (k + 1)) / (1 - chance)
 
     def run_seconds(self, key: Key, num_prompts: int, params: SamplingParams) -> float:
-        """One run of the first prompts at a point, of texts as long as they may be."""
+        """The seconds of one run of the first prompts at a point, with texts as long as they may
+        be."""
         plan, lengths = self._plan, self.job.token_ids[:num_prompts]
         prefill = sum(self.pass_seconds(plan.target, max(1, len(ids))) for ids in lengths)
         if key.k and plan.draft is not None:
@@ -154,7 +154,8 @@ class DurationEstimate:
         return prefill + rounds / min(key.batch_size, num_prompts) * self.round_seconds(key)
 
     def point_seconds(self, key: Key, num_prompts: int, most_warm_up: int | None = None) -> float:
-        """A point's warm-up and its repeats. most_warm_up: limit on new tokens of the warm-up."""
+        """The seconds of a point's warm-up and repeats. most_warm_up: the most new tokens of the
+        warm-up."""
         run, params = self._plan.recipe.run, self._plan.params
         most = min(most_warm_up or params.max_new_tokens, params.max_new_tokens)
         first = min(key.batch_size, num_prompts)
@@ -169,7 +170,7 @@ def _shape_of(model: Draft) -> _Shape:
         return _Shape(size, 0.0, 1.0, size / model.dtype.itemsize, layers)
     config, weights = module.config, dict(module.named_parameters())
     if not getattr(config, "tie_word_embeddings", False):
-        embedding = module.get_input_embeddings().weight  # of which a few rows are read
+        embedding = module.get_input_embeddings().weight  # a pass reads a few rows of it
         size -= held_bytes(embedding)
         weights = {name: p for name, p in weights.items() if p is not embedding}
     a_number = sum(map(held_bytes, weights.values())) / sum(p.numel() for p in weights.values())
@@ -190,14 +191,13 @@ def total_seconds(
     most_warm_up: int | None = None,
     speeds: Speeds | None = None,
 ) -> float:
-    """The time of measuring points. Each pair of degrees has ranks that load both models.
-
+    """The time of measuring points. Each pair of degrees has its own ranks, which load both models.
     has_curve: whether a time curve is measured too. most_warm_up: as for `point_seconds`. speeds:
-    measured now, unless given.
+    measured now unless given.
     """
     plans = [own_plan(job) for job in jobs.values()]
     speeds = speeds or speeds_of(plans[0].device, plans[0].target.dtype)
-    # Until the first pass; each model is loaded once.
+    # The time until the first pass: each model is loaded once.
     models = {m.spec.name: m.weight_bytes for plan in plans for m in plan.models}
     start = _START_CUDA if plans[0].device.type == "cuda" else _START_CPU
     found = (start + sum(models.values()) / _LOAD) * len({Pair.of(key) for key in jobs})
@@ -212,7 +212,8 @@ def total_seconds(
 
 
 def estimated(jobs: Mapping[Key, Job], **more: Any) -> tuple[str, dict[str, Any]]:
-    """A dry run's line about its time, and the fields of its document. more: of `total_seconds`."""
+    """A dry run's line about its time, and the fields of its document. more: arguments of
+    `total_seconds`."""
     seconds = total_seconds(jobs, **more)
     line = (
         f"time: about {in_words(seconds)}, usually right within a factor of {_OFTEN_OFF_BY:g}; "

@@ -1,12 +1,12 @@
 """Predictions of points: the rounds of replayed texts, at the costs of the time curve.
 
 Rounds of other proposal lengths are predicted over a text that is already written, from the records
-of each prompt. The argument, for lossless decoding: for any k, the text follows the target's
-distribution, and given the text a token x at a position that was proposed came by acceptance with
-probability min(1, q(x) / p(x)), independently of how the rounds fell. (Proposal d ~ q is accepted
-as x with probability min(p(x), q(x)), and x is written with probability p(x).) So one text with
-these probabilities gives the expected rounds for every k. For greedy decoding they are 0 or 1, and
-the replay gives exactly the rounds of a run.
+of each prompt. For lossless decoding the argument is this. For any k the text follows the target's
+distribution. Given the text, a token x at a proposed position was an accepted proposal with
+probability min(1, q(x) / p(x)), independently of where rounds began. (Proposal d ~ q is accepted as
+x with probability min(p(x), q(x)), and x is written with probability p(x).) So one text with these
+probabilities gives the expected rounds for every k. For greedy decoding they are 0 or 1, and the
+replay gives exactly the rounds of a run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from specdec_cli.experiment.statistics.stats import SumRatio, speedup
 class Text(Forecast):
     """One prompt's output, and the acceptance of proposals for it.
 
-    limit: most output tokens of the prompt. draft_limit: output tokens up to the end of the draft's
+    limit: most output tokens of the prompt. draft_limit: output tokens that fit into the draft's
     context.
     """
 
@@ -45,7 +45,8 @@ class Text(Forecast):
         asked = max(0, min(k, self.limit - start - 1, self.draft_limit - start))
         if self.accept is not None or self.ahead is not None:
             known = self._known(start, asked)
-            # A round may propose fewer than were asked for; what lies past the end is not known.
+            # A round may propose fewer tokens than asked for. Probabilities past the text's end are
+            # unknown.
             is_cut = start + len(known) >= self.length
             return known + (0.0,) * (asked - len(known) if is_cut else 0)
         if self.draws is not None:
@@ -82,8 +83,8 @@ class ReplayText(Text):
 
 @dataclass(slots=True)
 class ExpectedRounds:
-    """Counts of rounds over some texts, or what is expected of them: whole numbers if acceptance is
-    certain.
+    """Counts of rounds over some texts, or their expected values. They are whole numbers if
+    acceptance is certain.
 
     drafts: rounds with proposals. plain: rounds without. accepted: accepted proposals.
     """
@@ -138,9 +139,9 @@ def expected_rounds(texts: Iterable[Text], k: int) -> ExpectedRounds:
 
 
 def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, int]:
-    """The text of a greedy run corrected by its own rounds, and the number of corrections.
+    """The text of a greedy run, corrected by its own rounds, with the number of corrections.
 
-    rounds: proposed and accepted tokens of each round from the first on, without rounds that
+    rounds: the numbers of proposed and accepted tokens of each round in order, without rounds that
     proposed nothing. A pass over a whole text has other rounding errors than passes over single
     tokens: in half precision near-ties may flip.
     """
@@ -160,7 +161,8 @@ def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, 
 
 
 def iid_length(alpha: float, k: int) -> float:
-    """Tokens a round if each proposal is accepted with chance `alpha`: (1 - a^(k+1)) / (1 - a).
+    """The mean tokens of a round if each proposal is accepted with chance `alpha`: (1 - a^(k+1)) /
+    (1 - a).
 
     Leviathan et al., 2211.17192, equation 1.
     """
@@ -206,7 +208,7 @@ class Forecasts:
         )
 
     def break_even(self, k: int, seed: int) -> BreakEven | None:
-        """The break-even at a k, at the costs of the time curve; None without them."""
+        """The break-even at a k, by the costs of the time curve; None without costs."""
         parts = sorted(self.timed(0, k))
         if k == 0 or not parts or not self.texts:
             return None
@@ -214,12 +216,12 @@ class Forecasts:
         return break_even(MidRatio(costs, (1, -1)), self.all_rounds(k), seed)
 
     def other_k(self, k: int) -> int | None:
-        """The k whose proposals stand for those of `k`, where they depend on it."""
+        """The k whose proposals stand for those of `k`, if they depend on it."""
         only = {text.only_k for text in self.texts.values() if text.only_k is not None}
         return next((one for one in only if k not in (0, one)), None)
 
     def timed(self, *ks: int) -> set[int]:
-        """The parts of the time curve in which all of some ks were timed."""
+        """The parts of the time curve in which all of the given ks were timed."""
         return set.intersection(*(set(self.parts.get(k, ())) for k in ks))
 
 
@@ -231,9 +233,8 @@ def prediction_of(
     baseline: Samples,
     seed: int,
 ) -> Prediction | None:
-    """The predicted mean length and speed-up, with their errors where both are known.
-
-    samples, baseline: of the point and at k = 0, without errors.
+    """The predicted mean length and speed-up, with their errors if the point was measured. samples,
+    baseline: those of the point and of k = 0, without samples that ended in an error.
     """
     if not forecasts.texts:
         return None
@@ -274,7 +275,7 @@ def prediction_of(
 
 
 def iid_alpha(samples: Iterable[Sample]) -> float:
-    """The acceptance rate of a proposal whose predecessors were accepted, at any position."""
+    """The acceptance rate of proposals whose predecessors were accepted, over all positions."""
     chosen = list(samples)
     accepted = sum(sum(s.accepted_per_round) for s in chosen)
     rejected = sum(
@@ -299,11 +300,12 @@ def _judged_per_round(sample: Sample) -> list[int]:
     return list(proposed)
 
 
-_STEPS = 50  # of a bisection
+_STEPS = 50  # steps of a bisection
 
 
 def break_even(cost: SumRatio | MidRatio, rounds: ExpectedRounds, seed: int) -> BreakEven:
-    """The break-even of a point. cost: seconds of a sequence's round over those at k = 0."""
+    """The break-even of a point. cost: the seconds of a sequence's round over those of a round at k
+    = 0."""
     is_predicted = isinstance(cost, MidRatio)
     ends = cost.interval() if isinstance(cost, MidRatio) else interval_of(cost, seed)
     needed, share = cost.value, rounds.drafts / rounds.total if rounds.total else 0.0

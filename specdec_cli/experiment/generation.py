@@ -25,7 +25,7 @@ from specdec_cli.text import digest, is_unicode
 _log = logging.getLogger("specdec")
 _ANOTHER_DAY = "2001-02-03T04:05:06"
 _BASELINE_TOKENS = 32
-_BASELINE_LEAST = 16  # fewest tokens of a run whose speed means something
+_BASELINE_LEAST = 16  # fewest tokens from which the speed of a run means something
 
 
 class Output(Record):
@@ -52,7 +52,7 @@ class Job:
     """A checked pair and its tokenised prompts; no weights are loaded yet.
 
     Each conversation among the prompts has its text, as the target's chat template renders it.
-    backend: the engine that `plan` was made by and runs on.
+    backend: the engine that made `plan` and runs it.
     """
 
     backend: Backend
@@ -78,8 +78,7 @@ class Job:
     @property
     def identity(self) -> dict[str, Any]:
         """The number of prompts and digests of their tokens and categories, as settings hold them.
-
-        Of prompts with a date what they are rendered from counts: a run may go on another day.
+        For prompts with a date the digest is of their messages, since a run may go on another day.
         """
         found: list[Any] = list(self.token_ids)
         if self.date is not None:
@@ -101,7 +100,7 @@ class Job:
         return replace(self, prompts=[p for p, _ in kept], token_ids=[ids for _, ids in kept])
 
     def too_long(self, prompt: int) -> str | None:
-        """The reason that a prompt cannot run with any cache, or None."""
+        """The reason why a prompt cannot run with any cache, or None."""
         length, most = len(self.token_ids[prompt]), self.plan.max_model_len
         if length < most:
             return None
@@ -109,7 +108,8 @@ class Job:
 
 
 def prepare(backend: Backend, recipe: Recipe, prompts: PromptSet, permissions: Permissions) -> Job:
-    """`tokenised`, and a warning in the log if texts may outgrow the draft's context."""
+    """The job of `tokenised`, with a warning in the log if texts may outgrow the draft's
+    context."""
     planned = backend.prepare(recipe, permissions)
     job = tokenised(backend, planned, prompts.prompts, skip_bad=prompts.skip_bad)
     if (warning := draft_context_warning(job.plan, job.token_ids)) is not None:
@@ -122,8 +122,9 @@ def tokenised(
 ) -> Job:
     """The job of a checked pair and its prompts.
 
-    skip_bad: leave out prompts that cannot be rendered or tokenised, see `refuse`: ids outside the
-    vocabulary, and messages without a chat template or that it refuses.
+    skip_bad: whether to leave out prompts that cannot be rendered or tokenised. These are ids
+    outside the vocabulary, messages without a chat template, and messages that the template
+    refuses; see `refuse`.
     """
     begin_stage("tokenising the prompts")
     kept: list[tuple[Prompt, tuple[int, ...]]] = []
@@ -152,8 +153,8 @@ def dated(recipe: Recipe, job: Job) -> Recipe:
 def draft_context_warning(planned: Prepared, token_ids: list[tuple[int, ...]]) -> str | None:
     """A warning if texts may outgrow the draft's context; None if all fit or there is no draft.
 
-    Proposals are lost (see `types.Sequence.room`) if a text may have two more tokens than the
-    context: the last token is always the target's own.
+    Proposals are lost (see `types.Sequence.room`) if a text may have two tokens more than the
+    context, since the last token is always the target's own.
     """
     holds, most = planned.draft_max_len, planned.max_model_len
     if holds is None:
@@ -171,7 +172,7 @@ def draft_context_warning(planned: Prepared, token_ids: list[tuple[int, ...]]) -
 
 
 def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
-    """The prompt, with a text where it has messages."""
+    """The prompt, with a text rendered from its messages if it has any."""
     if prompt.messages is None:
         return prompt
     try:
@@ -204,7 +205,7 @@ def _filled(
 
 
 def _texts(message: Message) -> list[str]:
-    """The texts of a message's content: of its parts, if it has them."""
+    """The texts of a message's content, one for each part."""
     content = message.get("content") or ""
     return [part["text"] for part in content] if isinstance(content, list) else [str(content)]
 
@@ -250,7 +251,7 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
     accepted, proposed = answer.accepted_per_round or [], answer.proposed_per_round or []
     tokenizer, stop, shown = job.plan.tokenizer, job.plan.params.stop, prompt.text
     of_server = answer if isinstance(answer, Sample) else answer.served
-    text = of_server.text if of_server is not None else None  # of one that tells no ids
+    text = of_server.text if of_server is not None else None  # a server that tells no ids
     if not text and answer.finish_reason == "stop":
         text = text_before(tokenizer, answer.token_ids, stop)
     elif not text:
@@ -273,16 +274,15 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
 
 
 def baseline(session: Session, job: Job, outputs: list[Output]) -> Metrics | None:
-    """Metrics of a few tokens of the first prompts at k = 0, to tell whether speculation pays.
-
-    None if the run wrote too little to compare with, or left no memory for other rounds on its only
-    GPU; the run itself is complete.
+    """The metrics of a few tokens of the first prompts at k = 0, to tell whether speculation pays.
+    None if the run wrote too little for a comparison, or left no memory for other rounds on its
+    only GPU; the run itself is complete then.
     """
     ran = [o.index for o in outputs if o.error is None]
     params = job.plan.params
     if sum(len(o.token_ids) for o in outputs) < _BASELINE_LEAST:
         return None
-    few = min(_BASELINE_TOKENS, params.max_new_tokens)  # the cache was made for no more
+    few = min(_BASELINE_TOKENS, params.max_new_tokens)  # the cache has no room for more
     params = replace(params, ignore_eos=True, stop=(), max_new_tokens=few)
     first = [
         Request(index, job.token_ids[index]) for index in ran[: job.plan.recipe.run.batch_size]
@@ -291,5 +291,5 @@ def baseline(session: Session, job: Job, outputs: list[Output]) -> Metrics | Non
         return session.run(first, 0, params, lambda *_: None)
     except Exception as problem:
         if job.plan.num_ranks > 1 or not is_out_of_memory(problem):
-            raise  # the others wait for this rank
+            raise  # the other ranks wait for this one
         return None

@@ -1,8 +1,8 @@
 """`--check-lossless`: greedy texts against those of the target alone at k = 0, token for token.
 
-Where two texts part, the target's own logits tell whether the two tokens were nearly tied: passes
-of other widths round differently, in bfloat16 and float16 enough to turn near-ties around. Every
-rank calls these functions in one order. Knows no terminal.
+Where two texts differ first, the target's own logits tell whether the two tokens were nearly tied.
+Passes of other widths round differently, and in bfloat16 and float16 that is enough to reverse
+near-ties. All ranks call these functions in the same order. Knows no terminal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ from specdec_cli.experiment.generation import Job, requests
 from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
 
-PROMPTS = 4  # whose texts are written for the check, where the run's own cannot be compared
-_MOST_LOOKED_AT = 16  # divergences of a point; each takes two passes over a text
+PROMPTS = 4  # prompts that are decoded for the check if the run's own texts cannot be compared
+_MOST_LOOKED_AT = 16  # divergences of a point that are examined; each takes two passes over a text
 _WIDEST = 256  # tokens of a second pass; each has a row of logits
-_NEAR = 2.0  # times the rounding; docs/correctness.md, guarantee 2
+_NEAR = 2.0  # in multiples of the rounding; docs/correctness.md, guarantee 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TextPair:
 
 @dataclass(slots=True)
 class LosslessCheck:
-    """Compares texts and keeps what it found. dtype: the target's. params: of the texts."""
+    """Compares texts and keeps the findings. dtype: the target's. params: those of the texts."""
 
     dtype: str
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -66,7 +66,7 @@ class LosslessCheck:
             if looked_at < _MOST_LOOKED_AT and at < min(len(text.tokens), len(text.plain)):
                 looked_at += 1
                 tokens = [*text.prompt, *text.plain[:at]]
-                # The pass over a prompt decides the first token of plain decoding.
+                # In plain decoding the pass over the prompt decides the first token.
                 most = width if at else max(width, min(len(tokens), _WIDEST))
                 where = len(text.prompt), self.params
                 alone, wide = (session.logits_after(tokens, w, *where) for w in (1, most))
@@ -100,7 +100,7 @@ class LosslessCheck:
 
 
 def refuse_unfit(plan: Prepared, ks: Sequence[int]) -> None:
-    """Raise `UsageError` where there is nothing to check."""
+    """Raise `UsageError` if there is nothing to check."""
     if not any(ks):
         raise UsageError("--check-lossless: k is 0, so there is nothing to compare with k = 0")
     if plan.remark is not None:
@@ -127,7 +127,7 @@ def greedy_texts(session: Session, job: Job, k: int, world: World) -> dict[int, 
 def texts_of(
     job: Job, written: Mapping[int, Sequence[int]], plain: Mapping[int, Sequence[int]]
 ) -> dict[int, TextPair]:
-    """The texts of prompts that both have."""
+    """The pairs of texts of the prompts that both have."""
     ids = {prompt.index: ids for prompt, ids in zip(job.prompts, job.token_ids, strict=True)}
     return {i: TextPair(ids[i], written[i], plain[i]) for i in ids if i in written and i in plain}
 
@@ -143,5 +143,5 @@ def failed_check(check: CheckResult | None) -> list[Notice]:
     if check.must_be_identical:
         told += "report it with that, or mend the plugin in use"
     else:
-        told += "--dtype float32 tells a fault, which stays there, from rounding, which does not"
+        told += "try --dtype float32: a fault stays there, and rounding does not"
     return [Notice("lossless_check", told, {"diverging": check.diverging})]

@@ -1,6 +1,6 @@
 """A watch over the machine while a run is measured: was the processor or the GPU shared or slowed?
 
-Everything is read where the system offers it, and left out where it does not. Knows no samples.
+Readings that the system does not offer are left out. Knows no samples.
 """
 
 import os
@@ -16,11 +16,11 @@ from typing import Any
 from specdec_cli.errors import Notice
 
 _APART = 0.25  # least seconds between two readings
-_SHORTEST = 3.0  # seconds of a stretch about which shares of the time can be told
-_BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # seconds of one in which such a share is plain
-_STARVED = 0.05  # share of the time that this process was ready to run and did not
+_SHORTEST = 3.0  # shortest stretch, in seconds, with a share of the time
+_BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # stretch, in seconds, from which on such a share is clear
+_STARVED = 0.05  # share of the time in which this process was ready to run and did not
 _STARVED_HALF = 0.10  # the same in one half
-_LEAST_RUNNING = 0.8  # processor seconds a second, of passes on a CPU
+_LEAST_RUNNING = 0.8  # processor seconds a second of passes on a CPU
 _THROTTLED = 0.01  # share of the time that the control group was throttled
 _WAITING = 0.5  # processes ready to run beyond the processors, on average
 # NVML: hardware slowdown, software thermal, hardware thermal, power brake.
@@ -30,8 +30,8 @@ _SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power br
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """wall, process, throttled: seconds, as totals. waited: seconds that each thread was ready and
-    waited for a processor, none where unknown. runnable: processes ready to run."""
+    """wall, process, throttled: totals in seconds. waited: the seconds for which each thread was
+    ready and waited for a processor; empty if unknown. runnable: processes ready to run."""
 
     wall: float
     process: float
@@ -44,8 +44,8 @@ class _Reading:
 
 @dataclass(slots=True)
 class MachineWatch:
-    """Readings of the machine in stretches of measuring. device: of a backend's plan. ranks: on
-    this host, which wait for each other and may be more than the processors."""
+    """Readings of the machine in stretches of measuring. device: that of a backend's plan. ranks:
+    the number of ranks on this host, which wait for each other and may outnumber the processors."""
 
     device: Any
     ranks: int = 1
@@ -59,7 +59,7 @@ class MachineWatch:
         self._stretches.append([self._read()])
 
     def look(self, *, at_end: bool = False) -> None:
-        """Take a reading, unless the last one is recent. at_end: the stretch ends here."""
+        """Take a reading, unless the last one is recent. at_end: whether the stretch ends here."""
         stretch = self._stretches[-1]
         if at_end or time.perf_counter() - stretch[-1].wall >= _APART:
             stretch.append(self._read())
@@ -96,7 +96,7 @@ class MachineWatch:
         return []
 
     def _starved_briefly(self, spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Notice]:
-        """A warning about a stretch that is too short for any but a large share of the time."""
+        """A warning about a stretch that is so short that only a large share of the time counts."""
         share = _most_waited(spans) / max(wall, 1e-9)
         if self.ranks > 1 or wall < _BRIEF or share <= _STARVED_BRIEFLY:
             return []
@@ -163,7 +163,7 @@ def _waited(spans: list[tuple[_Reading, _Reading]]) -> float | None:
 
 
 def _most_waited(spans: list[tuple[_Reading, _Reading]]) -> float:
-    """Seconds that the thread which waited longest did: all of a product's threads wait for it."""
+    """The seconds of the thread that waited longest: all threads of a product wait for it."""
     totals = Counter[int]()
     for a, b in spans:
         totals.update({t: s - a.waited[t] for t, s in b.waited.items() if t in a.waited})
@@ -182,7 +182,8 @@ def _throttled(spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Noti
 
 
 def _waited_seconds(*, all_threads: bool) -> dict[int, float]:
-    """Seconds that the main thread, or each one, was ready and waited for a processor."""
+    """The seconds for which the main thread, or each thread, was ready and waited for a
+    processor."""
     threads = [os.getpid()]
     with suppress(OSError):
         threads = [int(t) for t in os.listdir("/proc/self/task")] if all_threads else threads
@@ -191,14 +192,15 @@ def _waited_seconds(*, all_threads: bool) -> dict[int, float]:
 
 
 def _runnable() -> int | None:
-    """Processes and threads of the machine that run or are ready to."""
+    """The number of the machine's processes and threads that run or are ready to run."""
     fields = _text("/proc/loadavg").split()
     count = fields[3].partition("/")[0] if len(fields) > 3 else ""
     return int(count) if count.isdigit() else None
 
 
 def _throttled_seconds() -> float | None:
-    """Seconds that the limit of this process's control group held it back, of either version."""
+    """The seconds for which the limit of this process's control group held it back. Both versions
+    of control groups are read."""
     for file, unit in (("cpu.stat", 1e6), ("cpu/cpu.stat", 1e9)):
         for line in _text(f"/sys/fs/cgroup/{file}").splitlines():
             name, _, value = line.partition(" ")

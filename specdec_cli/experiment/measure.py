@@ -1,6 +1,5 @@
-"""The measuring loop of sweeps and comparisons: warm up, then every k over a few prompts at a time.
-
-Prompts go through all points before the next ones come, in a balanced order, so that disturbances
+"""The measuring loop of sweeps and comparisons: warm-up, then every k over a few prompts at a time.
+A few prompts go through all points, in a balanced order, before the next ones come. So disturbances
 of the machine affect every point alike. Knows no folders and no terminals.
 """
 
@@ -29,13 +28,13 @@ Guard = Callable[[Key, Callable[[], object]], object]
 
 
 class Watcher:
-    """Receives the progress of a sweep or a comparison; this one says nothing."""
+    """Receives the progress of a sweep or a comparison. This base class shows nothing."""
 
     def begin(self, what: Any) -> None:
         """A stage of a sweep, by its name, or a pair of a comparison begins."""
 
     def told(self, line: str) -> None:
-        """Something to be said while nothing is measured."""
+        """A message for a time in which nothing is measured."""
 
     def sample(self, key: Key, sample: Sample) -> None: ...
 
@@ -47,7 +46,8 @@ class Watcher:
 
 
 def units_of(job: Job, batch_size: int) -> list[Job]:
-    """The job in units of even size; each goes through every k before the next one starts."""
+    """The job, cut into units of even size. Each goes through every k before the next one
+    starts."""
     size = 1 if batch_size == 1 else _BATCHES_A_UNIT * batch_size
     total = len(job.prompts)
     count = -(-total // size)
@@ -59,10 +59,10 @@ def units_of(job: Job, batch_size: int) -> list[Job]:
 class MeasuringLoop:
     """Runs prompts at points and hands over each sample once its last repeat is done.
 
-    session_of: the session of each point; they run one at a time. keep: takes the samples of a
-    point that one round finished; called on every rank. peak_memory: the most bytes held so far.
-    guard: runs a part of a point, and decides what becomes of the point where that fails; by
-    default errors pass. seconds: spent in rounds and prefill passes of measured runs.
+    session_of: gives the session of each point; sessions run one at a time. keep: takes the samples
+    of a point that one round finished; called on every rank. peak_memory: the most bytes held so
+    far. guard: runs a part of a point and decides about the point if that fails; by default errors
+    pass. seconds: time in rounds and prefill passes of measured runs.
     """
 
     session_of: Callable[[Key], Session]
@@ -85,7 +85,7 @@ class MeasuringLoop:
                 self.guard(key, partial(self.run, key, first, params))
 
     def measure(self, jobs: Mapping[Key, Job], number: int) -> None:
-        """Run all repeats of each point's prompts. number: of their unit."""
+        """Run all repeats of each point's prompts. number: that of their unit."""
         taken: dict[Key, dict[int, list[Finished]]] = {key: defaultdict(list) for key in jobs}
         if not jobs:
             return
@@ -194,8 +194,8 @@ def balanced(values: Sequence[T], turn: int, seed: int) -> list[T]:
     """The order of `values` at a turn, the same on every rank.
 
     Over n turns (2n, if n is odd) each value comes once (twice) at every place, and once (twice)
-    right after every other value: what a point leaves behind, such as a warm cache or a hot
-    device, meets all points alike. These are the rows of a Williams square (Williams 1949,
+    right after every other value. So the effects of one point on the next, such as a warm cache or
+    a hot device, are spread evenly. These are the rows of a Williams square (Williams 1949,
     Experimental designs balanced for the estimation of residual effects), with values and rows
     shuffled by the seed, anew for each square.
     """

@@ -38,14 +38,13 @@ from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from
 
-_MOST_UTILIZATION = 0.98  # the most that is advised: the rest is left for fluctuations
+_MOST_UTILIZATION = 0.98  # largest share that is advised: the rest is for fluctuations
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The memory of every rank of one plan. context: length in tokens of the sequences to hold.
-
-    at_degree: the memory at another draft TP, if it can be estimated anew.
+    """The memory of every rank of one plan. context: the length, in tokens, of the sequences to
+    hold. at_degree: gives the memory at another draft TP, if it can be estimated again.
     """
 
     plan: Plan
@@ -60,7 +59,7 @@ class Profile:
 
     @property
     def need(self) -> CacheNeed:
-        """The cache needs of a full batch of sequences of `context` tokens."""
+        """The size of a full batch of sequences of `context` tokens."""
         return cache_need(self.plan, self.context)
 
     def capacity(self, num_blocks: int) -> dict[str, int]:
@@ -73,7 +72,7 @@ class Profile:
         }
 
     def longest(self, num_blocks: int) -> int:
-        """The longest length at which a full batch fits into the blocks."""
+        """The largest length at which a full batch fits into the blocks."""
         need, usable = self.need, max(0, num_blocks - 1)
         return max(0, usable // need.batch_size * self.block_size - 2 * (need.k + 1))
 
@@ -87,7 +86,7 @@ def measure_blocks(
 ) -> Profile:
     """Load both models and run the largest passes that the recipe allows. Every rank calls this.
 
-    Raises `SetupError` with the numbers when not even the smallest cache fits.
+    Raises `SetupError` with the numbers if even the smallest cache does not fit.
     """
     tokens = _context(planned, prompts, context)
     expect(len(planned.held) + 1)
@@ -102,8 +101,8 @@ def measure_blocks(
     return Profile(planned, split, tokens)
 
 
-# Bytes of each GPU, or of a CPU's host for all that is held; and whether only a GPU can be meant,
-# of whatever machine.
+# Bytes of each GPU, or of everything on a CPU's host; and whether only a GPU can be meant, of any
+# machine.
 Room = tuple[int, bool]
 
 
@@ -134,7 +133,7 @@ class Estimator:
 
 
 def _machine(recipe: Recipe, room: Room | None) -> tuple[torch.device, Machine]:
-    """The device, and its memory: a room's, or this one's as it is."""
+    """The device and its memory: the given one, or that of this machine now."""
     num_ranks = recipe.target.tensor_parallel_size
     wanted = recipe.run.device
     if room is None:
@@ -146,7 +145,7 @@ def _machine(recipe: Recipe, room: Room | None) -> tuple[torch.device, Machine]:
             "--device-memory is that of a GPU, and run.device is cpu",
             "--memory is that of the host",
         )
-    # `run.device: auto` is answered for the device that this machine has.
+    # `run.device: auto` stands for the device of this machine.
     has_gpu = wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available())
     if is_of_gpu or has_gpu:
         return torch.device("cuda"), empty_gpu(size_bytes, num_ranks)
@@ -213,7 +212,8 @@ def _rank(rank: RankMemory, split: Split) -> dict[str, Any]:
 
 
 def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
-    """A sequence's length: as asked, the recipe's, by the longest prompt, or the model's limit."""
+    """A sequence's length: the option's, the recipe's, that of the longest prompt with its output,
+    or the model's limit."""
     recipe, most = planned.recipe, planned.max_model_len
     if wanted is not None:
         if wanted > most:
@@ -229,7 +229,8 @@ def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
 
 
 def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
-    """The document's `fit`: whether the recipe's batch fits at the context, else advice."""
+    """The document's `fit`: whether the recipe's batch fits at the context, and advice if it does
+    not."""
     need, split = profile.need, profile.split
     asked = profile.plan.recipe.cache.num_blocks
     held = split.num_blocks if asked is None else min(asked, split.num_blocks)
@@ -245,7 +246,7 @@ def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
-    """Changes, each of which makes the batch fit."""
+    """Changes of the recipe. Each alone makes the batch fit."""
     need, split = profile.need, profile.split
     asked = profile.plan.recipe.cache.num_blocks
     if need.num_blocks <= split.num_blocks:
@@ -287,9 +288,8 @@ def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
 
 
 def _draft_cost(profile: Profile) -> dict[str, Any] | None:
-    """The draft's cost in capacity against the target alone, at each degree; None without a draft.
-
-    For measured ranks only the draft's weights and blocks are replaced, which follow from its
+    """The draft's cost in capacity, compared with the target alone, at each degree; None without a
+    draft. For measured ranks only the draft's weights and blocks are replaced. They follow from its
     config.
     """
     planned = profile.plan
@@ -298,7 +298,7 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
     alone = _with_draft(profile, [(0, 0)] * len(profile.split.ranks))
     rows = []
     size, method = planned.parallel.size, planned.recipe.speculation.method
-    # A draft in the target's files is split as the target is.
+    # A draft in the target's files is split like the target.
     least = size if weights_from(method) == "target" else 1
     for degree in (d for d in range(least, size + 1) if size % d == 0):
         if degree == planned.draft.parallel.size:
@@ -313,7 +313,7 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
             except SpecdecError as problem:
                 rows.append({"draft_tp": degree, "status": "skipped", "reason": problem.message})
                 continue
-        # The share of the target's own capacity that is given up.
+        # The lost share of the target's own capacity.
         lost = 1.0 - found.num_blocks / alone.num_blocks if alone.num_blocks else 0.0
         rows.append(
             {
@@ -350,8 +350,8 @@ def memory_cost(
 ) -> MemoryCost:
     """The memory of a plan's draft beside its target on a rank that holds a part of both.
 
-    where: the record of the run's environment. pair: the degrees in a comparison, else the plan's
-    own.
+    where: the record of the run's environment. pair: the degrees in a comparison; without it the
+    plan's own are used.
     """
     target, draft = plan.target, plan.draft
     if pair is not None:

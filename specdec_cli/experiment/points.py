@@ -26,15 +26,14 @@ from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
 
 # A round at k costs no less than one at k = 0, so no speed-up exceeds its tokens a round. Times
-# that say so are wrong if it is by more than this factor, which leaves room for noise.
+# that exceed it by more than this factor, which leaves room for noise, are wrong.
 _BEYOND = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The status and reason of a point without metrics.
-
-    code: the command's exit code if every point failed like this.
+    """The status and reason of a point without metrics. code: the command's exit code if every
+    point failed in this way.
     """
 
     status: Literal["failed", "oom", "skipped"]
@@ -49,9 +48,8 @@ def arm_points(
     forecasts: Forecasts,
     seed: int,
 ) -> list[Point]:
-    """The points of one arm and batch size, in the order of `keys`; k = 0 is the first of them.
-
-    samples: by point and prompt index. failures: of points without metrics.
+    """The points of one arm and batch size, in the order of `keys`, which begins with k = 0.
+    samples: by point and prompt index. failures: those of points without metrics.
     """
 
     def usable(k: int) -> Samples:
@@ -80,9 +78,8 @@ def arm_points(
 def measured(
     key: Key, samples: Samples, baseline: Samples, failure: Failure | None, seed: int
 ) -> dict[str, Any]:
-    """The measured fields of a `Point`. baseline: samples of the same prompts at k = 0.
-
-    failure: set if the point has no metrics.
+    """The measured fields of a `Point`. baseline: samples of the same prompts at k = 0. failure:
+    given if the point has no metrics.
     """
     usable = without_errors(samples)
     if failure is None and not usable:
@@ -115,7 +112,7 @@ def measured(
 
 
 def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
-    """The document's `error` if no point was measured, as `code` tells; else nothing."""
+    """The document's `error` if `code` tells that no point was measured; else nothing."""
     if code not in (ExitCode.RUN_FAILED, ExitCode.USAGE, ExitCode.ENVIRONMENT):
         return {}
     reason = next((p.reason for p in points if p.status in ("failed", "oom")), "")
@@ -133,7 +130,7 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     if any(s.engine is not None for s in done):
         return served_metrics(done, key)
     decode = sum(s.usual_seconds for s in done)
-    # Distinct experts that each round read, over all of them.
+    # The distinct experts that each round read, summed over rounds.
     experts = [
         s.usual_mean([count * share for count, share in zip(read, s.round_share, strict=True)])
         for s in done
@@ -187,7 +184,7 @@ def _per_category(
 def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, Any]:
     """`speedup` and `speedup_ci`; at k = 0 they are 1 by definition.
 
-    most: tokens a round. A speed-up beyond that is no result, and `impossible_speedup` keeps it.
+    most: the tokens of a round. A larger speed-up is no result; `impossible_speedup` keeps it.
     """
     if k == 0:
         return {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
@@ -199,7 +196,7 @@ def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, 
 
 
 def _most_speedup(samples: Samples) -> float:
-    """Tokens a round over all rounds, which no speed-up exceeds."""
+    """The mean tokens of all rounds; no speed-up exceeds them."""
     rounds = sum(s.num_rounds for s in samples.values())
     return sum(s.decoded_tokens for s in samples.values()) / rounds if rounds else float("inf")
 
@@ -224,14 +221,14 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
 
 
 def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) -> list[float] | None:
-    """The 95 % interval of a mean length, within 1 and k + 1; None where no prompt's rounds that
-    proposed are known.
+    """The 95 % interval of a mean length, within 1 and k + 1; None if no prompt has known rounds
+    with proposals.
 
-    Identical prompts are still separate observations, unlike their times in one batch: the interval
-    is then the length itself. mean: the point's length, which may differ from that of the samples
-    by rounding.
+    Prompts with identical rounds are still separate observations, in contrast to their times in one
+    batch. The interval is then the length itself. mean: the point's length; that of the samples may
+    differ from it by rounding.
     """
-    # In the same order in every run, since resampling depends on it.
+    # The order is the same in every run, since resampling depends on it.
     own = [samples[index] for index in sorted(samples)]
     drafts = [s.num_drafts for s in own]
     if mean is None or not sum(drafts):
@@ -249,8 +246,8 @@ def intervals_of(
 ) -> dict[str, Any]:
     """The intervals of figures of a point's metrics.
 
-    A server's counters count what its rounds accepted beyond the ends of texts, and chunks do not
-    show it: a rate's interval reaches to the rate that was counted.
+    A server's counters include proposals that were accepted beyond the ends of texts; chunks do
+    not. So a rate's interval reaches to the counted rate.
     """
     own = [samples[index] for index in sorted(samples)]
     seconds = [s.usual_seconds for s in own]

@@ -17,8 +17,8 @@ _FEW_PROMPTS = 20
 
 
 def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:
-    """A model's section of the recipe with the fingerprint of its weights, if it takes part, in
-    place of `weights`, which is `weights_as` unless it is auto."""
+    """A model's section of the recipe. `weights` is the fingerprint of its weights, if the model
+    takes part; the recipe's own value, unless it is auto, becomes `weights_as`."""
     found, form = plan.fingerprint(role), section["weights"]
     if found is None:
         return section
@@ -28,7 +28,7 @@ def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str
 def common_settings(
     recipe: Recipe, job: Job, roles: Sequence[str] = ("target", "draft")
 ) -> dict[str, Any]:
-    """The fields of `RunSettings`. roles: the models whose weights are told from others."""
+    """The fields of `RunSettings`. roles: the models with fingerprints of their weights."""
     values = recipe.model_dump(mode="json")
     del values["data"], values["run"]["batch_size"], values["run"]["device"]
     if recipe.engine.kind == "native":
@@ -50,8 +50,8 @@ def common_settings(
 
 def warnings_of_job(job: Job, chat: str) -> list[Notice]:
     """Warnings about few threads, a cache that changes the text, the target's own sampling, a first
-    token that comes twice, a chat template that nobody chose to leave out, and values that it never
-    reads. chat: `data.chat`, of which `auto` is no choice."""
+    token that comes twice, a chat template that is left out without a choice, and values that a
+    template never reads. chat: `data.chat`; `auto` is no choice."""
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
     if job.plan.few_threads is not None:
         found.append(job.plan.few_threads)
@@ -95,8 +95,8 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
 
 
 def other_sampling(plan: Prepared) -> list[Notice]:
-    """A warning where the target's generation_config.json asks for another sampling than the run's,
-    or for what is not supported."""
+    """A warning if the target's generation_config.json asks for other sampling than the run's, or
+    for settings that are not supported."""
     stored, params = plan.generation_config, plan.params
     asked, others = recommended(stored), unsupported(stored)
     used = {key: getattr(params, key) for key in asked}
@@ -117,7 +117,7 @@ def other_sampling(plan: Prepared) -> list[Notice]:
 
 
 def unlisted_end(job: Job, outputs: Sequence[Output]) -> list[Notice]:
-    """A warning where texts ran to their length and the tokenizer's end token would not end one."""
+    """A warning if texts ran to their length and the tokenizer's end token does not end texts."""
     end, plan = job.plan.tokenizer.end_token, job.plan
     long = sum(out.finish_reason == "length" for out in outputs)
     if end is None or not long or plan.params.ignore_eos or end[0] in plan.eos_ids:

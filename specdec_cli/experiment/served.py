@@ -8,7 +8,8 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.records import Key, Sample, given
 from specdec_cli.experiment.folders.samples import Samples
 
-# From the least that is known to the most: a point has the least of its samples'.
+# In the order from the least that is known to the most. A point has the least known of its samples'
+# sources.
 _SOURCES = (None, "counters", "chunks", "per_request")
 _BY_COUNTERS = ("counters", "chunks")
 _REMARKS = {
@@ -32,7 +33,7 @@ _REMARKS = {
 
 
 def engine_of(samples: Iterable[Sample]) -> EngineFacts | None:
-    """The engine of a point; None for our own."""
+    """The server of a point; None for our own engine."""
     found = [s.engine for s in samples if s.engine is not None]
     if not found:
         return None
@@ -41,7 +42,7 @@ def engine_of(samples: Iterable[Sample]) -> EngineFacts | None:
 
 
 def engine_fields(samples: Collection[Sample]) -> dict[str, Any]:
-    """The fields of a `Point` that servers' have. samples: also those that failed."""
+    """The fields of a `Point` that only servers' points have. samples: failed ones too."""
     engine = engine_of(s for s in samples if s.could_run)
     if engine is None and (asked := engine_of(samples)) is not None:
         engine = asked.model_copy(update={"acceptance_source": None})
@@ -51,7 +52,7 @@ def engine_fields(samples: Collection[Sample]) -> dict[str, Any]:
 
 
 def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
-    """The acceptance of some of a point's prompts, as their engine counts."""
+    """The acceptance of some of a point's prompts, by their engine's own counts."""
     engine = engine_of(samples)
     if engine is None or k == 0:
         return acceptance_of(samples, k)
@@ -60,7 +61,7 @@ def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
     if source is None or (source == "counters" and not counted):
         return Acceptance.unknown()
     is_whole = source == "per_request" and all(s.acceptance_histogram is None for s in samples)
-    if is_whole or (source == "chunks" and not counted):  # as at a rate
+    if is_whole or (source == "chunks" and not counted):  # a rate has such points
         return acceptance_of(samples, k)
     histogram = [0] * (k + 1)
     proposed = 0
@@ -81,9 +82,9 @@ def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
 
 
 def in_text(samples: Iterable[Sample]) -> InText | None:
-    """The rounds of texts as our own engine counts them; None where one's are not known.
-
-    No proposal is made for the last token that a text may have, nor counted beyond its end.
+    """The rounds of texts as our own engine counts them; None if those of one text are unknown. The
+    last token that a text may have is never proposed, and proposals beyond a text's end do not
+    count.
     """
     drafts = accepted = 0
     for sample in samples:

@@ -383,7 +383,7 @@ def test_samples_of_two_models_are_not_mixed(
     assert specdec(capsys, "merge", *shards[:2], "-o", merged).code == 0
     assert {s["draft"] for s in samples(merged)} == {"a draft"} and len(samples(merged)) == 4
     result = specdec(capsys, "merge", shards[0], shards[2], "-o", tmp_path / "none")
-    refused(result, 2, "target.model: other weights in one than in the other ('target')")
+    refused(result, 2, "target.model: the weights differ ('target')")
     monkeypatch.chdir(here)
     changed_weights(here / "a draft")
     message = 'draft.model: other weights than there ("a draft")'

@@ -1,1 +1,2 @@
-"""`specdec compare-tp`: a target and a draft at every pair of degrees, each in ranks of its own."""
+"""`specdec compare-tp`: a target and a draft at every pair of degrees, each pair in its own
+ranks."""

@@ -34,8 +34,8 @@ from specdec_cli.recipe.choices.registry import weights_from
 class ComparisonPlan:
     """A checked comparison.
 
-    recipe: as resolved from the command line, for the first pair and batch size. job: the pair at
-    one rank each, and its prompts. notices, own_prompts: as in `SweepPlan`.
+    recipe: the command line's resolved recipe, for the first pair and batch size. job: the models
+    at one rank each, and the prompts. notices, own_prompts: as in `SweepPlan`.
     """
 
     recipe: Recipe
@@ -70,10 +70,9 @@ def plan_comparison(
     batches: int | None,
     permissions: Permissions,
 ) -> ComparisonPlan:
-    """A checked comparison: tokenised prompts, and which pairs can run.
-
-    degrees: the target's and the draft's. Raises `UsageError` where no pair is legal, `SetupError`
-    where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
+    """A checked comparison: tokenised prompts, and the pairs that can run. degrees: the target's
+    and the draft's. Raises `UsageError` if no pair is legal, `SetupError` if this machine has too
+    few GPUs for each of them, and the errors of `generation.tokenised`.
     """
     if recipe.draft is None or weights_from(recipe.speculation.method) != "draft":
         raise UsageError(
@@ -109,7 +108,7 @@ def plan_comparison(
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
     skips = skips_of(settings, job, num_gpus)
-    # The recipe in the folder has to run: the first legal pair, at the first batch size.
+    # The recipe in the folder must be able to run: it has the first legal pair and batch size.
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     kept = dated(with_degrees(recipe, first).changed("run", batch_size=batch_sizes[0]), job)
     notices = [*prompts.notices, *warnings_of_job(job, prompts.chat)]
@@ -117,9 +116,9 @@ def plan_comparison(
 
 
 def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
-    """The pairs that are not run, and why. num_gpus: of this machine; None for ranks on CPUs.
-
-    Raises `UsageError` where no pair is legal, `SetupError` where none has GPUs enough.
+    """The pairs that are not run, with the reasons. num_gpus: the number of this machine's GPUs;
+    None for ranks on CPUs. Raises `UsageError` if no pair is legal, `SetupError` if there are too
+    few GPUs for all of them.
     """
     found: dict[Pair, Skip] = {}
     own = own_plan(job)
@@ -160,7 +159,8 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
 
 
 def _draft_at(own: Plan, part: TensorParallel) -> Draft:
-    """The draft as one of other ranks would hold it. A borrowed head is split as its target is."""
+    """The draft as ranks of another degree would hold it. A borrowed head is split like its
+    target."""
     assert own.draft is not None
     if "lm_head" in own.draft.shared:
         own = replace(own, target=describe(own.target.spec, own.device, part))
@@ -168,7 +168,7 @@ def _draft_at(own: Plan, part: TensorParallel) -> Draft:
 
 
 def _cannot_split(described: Callable[[TensorParallel], object], size: int) -> str | None:
-    """The reason that a model cannot be split over `size` ranks, or None."""
+    """The reason why a model cannot be split over `size` ranks, or None."""
     if size == 1:
         return None
     try:

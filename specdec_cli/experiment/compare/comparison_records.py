@@ -1,4 +1,5 @@
-"""A comparison: a sweep whose points have two degrees. Its settings, and points from its samples.
+"""A comparison, which is a sweep whose points have two degrees: its settings, and points from its
+samples.
 
 Everything is computed from the run folder. Knows no ranks and no terminal.
 """
@@ -24,7 +25,8 @@ from specdec_cli.text import digest
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """The reason a pair is not run. expected: no machine could run it, so no result is missing."""
+    """The reason why a pair is not run. expected: whether no machine could run it, so that no
+    result is missing."""
 
     reason: str
     expected: bool
@@ -32,7 +34,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonSettings(RunSettings):
-    """batches: most batches of prompts at each batch size; None takes all."""
+    """batches: the most batches of prompts at each batch size; None takes all."""
 
     kind, mark = "comparison of compare-tp", "target_tps"
     draft: str
@@ -48,13 +50,13 @@ class ComparisonSettings(RunSettings):
 
     @property
     def in_order(self) -> Iterator[Pair]:
-        """Pairs in running order: equal degrees first, since others are compared with them."""
+        """Pairs in running order. Equal degrees come first, since others are compared with them."""
         for target_tp in self.target_tps:
             own = [pair for pair in self.pairs if pair.target_tp == target_tp]
             yield from sorted(own, key=lambda p: (p.draft_tp != target_tp, p.draft_tp))
 
     def num_prompts(self, batch_size: int) -> int:
-        """The number of prompts, from the first on, that are decoded at a batch size."""
+        """The number of prompts that are decoded at a batch size, counted from the first."""
         count = int(self.prompts["count"])
         return count if self.batches is None else min(count, self.batches * batch_size)
 
@@ -84,9 +86,8 @@ _OF_REPEATS = (
 
 @dataclass(slots=True)
 class ComparisonRecords:
-    """The records of a comparison, and what became of pairs without them.
-
-    failures: of pairs and batch sizes, in this run of the command. points: as last computed.
+    """The records of a comparison, and the fate of pairs without records. failures: those of pairs
+    and batch sizes in this run of the command. points: as last computed.
     """
 
     settings: ComparisonSettings
@@ -96,7 +97,7 @@ class ComparisonRecords:
     points: list[Point] = field(default_factory=list)
 
     def load(self, folder: RunFolder, of: Iterable[Pair] = ()) -> bool:
-        """Replace these records by those of a folder; returns whether a pair is still open."""
+        """Replace these records by those of a folder. Returns whether a pair is still open."""
         self.kept = SweepRecords(folder)
         self.kept.load(folder.path, self.settings)
         self.points = list(self.kept.points.values())
@@ -126,12 +127,12 @@ class ComparisonRecords:
         return self.kept.samples.get(self.settings.key(pair, batch_size, k), {})
 
     def update_points(self) -> list[Point]:
-        """Compute all points anew and keep those that changed; returns these."""
+        """Compute all points anew. Those that changed are recorded and returned."""
         self.points = self._points()
         return [point for point in self.points if self.kept.add_point(point)]
 
     def _points(self) -> list[Point]:
-        """Points of all pairs and of their plain decoding: measured, failed or skipped."""
+        """The points of all pairs and of their plain decoding: measured, failed or skipped."""
         found: list[Point | None] = []
         for target_tp in self.settings.target_tps:
             pairs = [p for p in self.settings.pairs if p.target_tp == target_tp]
@@ -161,7 +162,7 @@ class ComparisonRecords:
 
     def _plain(self, target_tp: int, batch_size: int) -> Point | None:
         """The point of k = 0 at a target TP: the ranks of every pair are further repeats of it."""
-        # A pair whose degrees do not divide cannot run; plain decoding has not failed by that.
+        # A pair whose degrees do not divide cannot run, which is no failure of plain decoding.
         pairs = [p for p in self.settings.pairs if p.target_tp == target_tp and p.divides]
         complete = [p for p in pairs if self.is_complete(p, batch_size)]
         failures = [f for p in pairs if (f := self._failure(p, batch_size)) is not None]
@@ -208,7 +209,7 @@ def point_of(key: Key, own: Samples, plain: Samples, failure: Failure | None, se
 def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
     """The samples of one point from several worlds, merged as repeats.
 
-    A prompt counts as run if it ran in any of them.
+    A prompt counts as run if it ran in any world.
     """
     merged: dict[int, Sample] = {}
     for samples in worlds:
@@ -228,8 +229,8 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
 
 
 def _joined(ours: Any, theirs: Any) -> Any:
-    """The numbers of our repeats, then of theirs, by stage or part; None where one did not count
-    them."""
+    """The numbers of our repeats, then of theirs, by stage or part; None if one of both did not
+    count them."""
     if ours is None or theirs is None:
         return None
     if isinstance(ours, dict):

@@ -1,6 +1,6 @@
 """The parent process of a comparison: starts the ranks of one pair after the other.
 
-If a pair's ranks fail, that pair has failed; the others go on.
+If a pair's ranks fail, only that pair has failed.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,8 @@ def run_pairs(
     program: Sequence[str],
     watcher: Watcher,
 ) -> None:
-    """Measure every pair that is not recorded yet.
-
-    program: a rank's module and arguments; the number of ranks, the device and the timeout are
-    appended.
+    """Measure every pair that is not recorded yet. program: a rank's module and arguments. The
+    number of ranks, the device and the timeout are appended.
     """
     records.kept.folder = folder
     records.update_points()
@@ -132,7 +130,7 @@ def conclusion(
 
 
 def code_of(records: ComparisonRecords, tokens: Tokens) -> ExitCode:
-    """The exit code of a comparison: partial where a pair lacks GPUs. tokens: of the document."""
+    """The exit code of a comparison: partial if a pair lacks GPUs. tokens: the document's."""
     return exit_code(
         records.points,
         records.kept.samples.values(),

@@ -1,4 +1,5 @@
-"""The conclusions of a comparison: the best pair and why, where it changes, equal tokens.
+"""The conclusions of a comparison: the best pair with the reason, the batch sizes at which it
+changes, and whether tokens are equal.
 
 Computed from points and samples alone. Knows no terminal.
 """
@@ -22,15 +23,15 @@ from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed
 
 Verdict = dict[str, Any]
 
-_NOTABLE = 0.1  # share of the difference between two rounds below which a stage is not mentioned
+_NOTABLE = 0.1  # a stage is mentioned from this share of the difference between two rounds on
 _ALIKE = 1e-6  # ms: rounding
-_SAME = 0.01  # relative difference of tokens a round that is not mentioned
+_SAME = 0.01  # tokens a round are mentioned from this relative difference on
 
 
 def verdict_of(records: ComparisonRecords, disturbed: Sequence[Notice] = ()) -> Verdict:
     """The part of the document that concerns all points together.
 
-    disturbed: signs that something disturbed the times, over which nothing is called significant.
+    disturbed: signs that something disturbed the times; with them nothing is called significant.
     """
     settings = records.settings
     sizes = settings.batch_sizes
@@ -55,11 +56,12 @@ def best_of(
     batch_size: int,
     disturbed: Sequence[Notice] = (),
 ) -> BestPair:
-    """The fastest pair at a batch size among some target TPs, the pairs tied with it, and why.
+    """The fastest pair at a batch size among some target TPs, the pairs tied with it, and the
+    cause.
 
     Speeds are compared on the same prompts. A pair is tied if it does not differ from the best at
     95 % over prompts; variation between starts of the ranks is not included. A cause is given only
-    where stages differ beyond their intervals, in times that nothing disturbed.
+    if nothing disturbed the times and stages differ beyond their intervals.
     """
     chosen, settings = set(target_tps), records.settings
     at = [p for p in records.points if p.is_ok and p.batch_size == batch_size]
@@ -71,7 +73,7 @@ def best_of(
             target_tp=None, draft_tp=None, k=None, tied=[], reason=reason, verdict="inconclusive"
         )
     best = max(candidates, key=_speed_of)
-    # Over the prompts that all of them have.
+    # Speeds are over the prompts that all pairs have.
     own = [records.of(Pair.of(p), batch_size, settings.k) for p in candidates]
     common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
     tied: list[Point] = []
@@ -124,13 +126,13 @@ def _against_plain(records: ComparisonRecords, best: Point, plain: Point | None)
 
 
 def _seconds(records: ComparisonRecords, points: Iterable[Point]) -> float:
-    """The seconds that rounds of pairs took, with those of k = 0 in the same ranks."""
+    """The seconds of the rounds of pairs, with those of k = 0 in the same ranks."""
     taken = (records.of(Pair.of(p), p.batch_size, k).values() for p in points for k in (0, p.k))
     return sum(sum(sample.decode_seconds) for samples in taken for sample in samples)
 
 
 def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[str, float]:
-    """Milliseconds of a round that the best saves, of the stages that differ beyond the 95 %
+    """The milliseconds of a round that the best saves, for each stage that differs beyond its 95 %
     interval over prompts; `host` is the rest of the round."""
     ours, theirs = (
         without_errors(records.of(Pair.of(p), p.batch_size, p.k)) for p in (best, rival)
@@ -149,7 +151,7 @@ def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[st
 
 
 def _stage_ms(sample: Sample, stage: str) -> float:
-    """A stage's part of a prompt's round, over its repeats."""
+    """A stage's share of a prompt's round, over its repeats."""
     rounds = max(sum(sample.round_share), 1e-9)
     if stage == "host":
         spent = 1e3 * sum(sample.decode_seconds) - sum(map(sum, sample.stage_ms.values()))
@@ -197,7 +199,8 @@ def _name(point: Point) -> str:
 
 
 def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
-    """The best pair compared with the next best at its target TP in words, stage by stage."""
+    """A comparison in words, stage by stage, of the best pair and the next best at its target
+    TP."""
     ours, theirs = _metrics(best), _metrics(rival)
     name = f"draft TP {rival.draft_tp}"
     faster = _round_ms(theirs) - _round_ms(ours)
@@ -229,7 +232,7 @@ def _difference(milliseconds: float) -> str:
 def _flips(target_tp: int, row: Mapping[int, BestPair]) -> list[dict[str, Any]]:
     """The batch sizes at which the best draft TP of a target TP changes.
 
-    is_tied: whether the previous best is still tied there.
+    is_tied: whether the previous best is still tied at that size.
     """
     known = [(b, best) for b, best in sorted(row.items()) if best.draft_tp is not None]
     return [
@@ -285,7 +288,7 @@ def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:
 
 
 def tokens_of(records: ComparisonRecords) -> Tokens:
-    """The document's `tokens`: whether every pair wrote the same."""
+    """The document's `tokens`: whether all pairs wrote the same tokens."""
     settings = records.settings
     keys = (
         settings.keys(pair, batch_size)

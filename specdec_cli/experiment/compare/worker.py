@@ -28,16 +28,15 @@ from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 
-# Tokens of a warm-up: rounds are captured and kernels compiled in its first round.
+# Tokens of a warm-up. Its first round captures rounds and compiles kernels.
 WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PairTask:
-    """The task that the ranks of a pair are started with.
-
-    recipe: the comparison's; the pair's degrees replace its own. batch_sizes: those to measure.
-    warnings: about the machine while earlier ranks of the pair measured.
+    """The task of a pair's ranks. recipe: the comparison's; the pair's degrees replace its own.
+    batch_sizes: those to measure. warnings: those about the machine while earlier ranks of the pair
+    measured.
     """
 
     pair: Pair
@@ -86,7 +85,7 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     watch = MachineWatch(planned.device, local_world_size())
     for batch_size in task.batch_sizes:
         chosen = job.part(0, task.settings.num_prompts(batch_size))
-        # As opened, it has already captured its rounds for the largest batch.
+        # The new session has already captured its rounds for the largest batch.
         sized = session.resized(batch_size)
         samples = _measure_size(world, task, chosen, sized, folder, watch)
         warnings = _warnings(task.pair, planned.own.parallel.gather_objects(watch.notices()))
@@ -133,7 +132,8 @@ def _measure_size(
 
 
 def _warnings(pair: Pair, by_rank: Sequence[Sequence[Notice]]) -> list[dict[str, Any]]:
-    """One warning of each kind about a pair, as its first rank has it, with the ranks."""
+    """One warning of each kind about a pair, in the words of its first rank, with the ranks that
+    have it."""
     found: dict[str, dict[str, Any]] = {}
     for rank, notices in enumerate(by_rank):
         for one in notices:
@@ -144,10 +144,9 @@ def _warnings(pair: Pair, by_rank: Sequence[Sequence[Notice]]) -> list[dict[str,
 
 
 def _blocks_per_rank(planned: Plan, held: int) -> list[int]:
-    """The number of KV blocks that would fit on each rank beside the models. held: allocated.
-
-    The engine itself takes the same number on every rank: what fits on the rank with least room, at
-    most what the run can use.
+    """The number of KV blocks that would fit on each rank beside the models. held: the allocated
+    ones. The engine takes the same number on every rank: as many as fit on the rank with the least
+    room, and at most as many as the run can use.
     """
     cache, block = planned.recipe.cache, sum(block_bytes_of(planned))
     if planned.device.type == "cuda":

@@ -14,8 +14,8 @@ from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.folders.records import FEWEST, Point
 from specdec_cli.text import one_line
 
-# The version of settings.json, summary.json and all records. Raise it with a change that earlier
-# code would misread, or whose earlier folders this code would.
+# The version of settings.json, summary.json and all records. Raise it with a change after which old
+# code would misread new folders, or new code old folders.
 VERSION = 1
 
 
@@ -35,7 +35,7 @@ Verdict = Literal["use", "none", "inconclusive"]
 
 
 class Needed(Record):
-    """The measurement that would decide. minutes: of measuring; None if unknown."""
+    """The measurement that would decide. minutes: the time of measuring; None if unknown."""
 
     prompts: Count
     minutes: Figure = None
@@ -59,10 +59,11 @@ class Best(Record):
 
     k: None if nothing could be compared, 0 for no speculation. draft: None at k = 0. tied: the k of
     the points with that draft that are tied with the fastest. tied_points: those of every draft.
-    significant: whether it is faster than k = 0 beyond chance, in a run that nothing disturbed.
-    verdict: "use" if it is significant; "none" if no point is worth a draft beyond chance; over
-    "inconclusive" evidence k is a guess and no advice; None where every point is overloaded.
-    needed: what would decide. by: what decided, at a rate.
+    significant: whether the point is faster than k = 0 beyond chance, in a run that nothing
+    disturbed. verdict: "use" if it is significant; "none" if no point is worth a draft beyond
+    chance; "inconclusive" if neither was shown, so that k is a guess and no advice; None if every
+    point is overloaded. needed: the measurement that would decide. by: the figure that decided, in
+    a run at a rate.
     """
 
     k: Count | None
@@ -81,7 +82,7 @@ class Best(Record):
 
 class Crossover(Record):
     """The largest rate at which some k > 0 is recommended, and the smallest at which k = 0 is; None
-    where there is none."""
+    without such a rate."""
 
     below: Rate | None
     above: Rate | None
@@ -95,8 +96,8 @@ class Degrees(Record):
 
 
 class Decision(Record):
-    """The stage in which a round of the best pair saves most, and milliseconds saved, against the
-    next best draft TP. stage: `host` for the rest of a round."""
+    """The stage in which a round of the best pair saves most against the next best draft TP, and
+    the milliseconds that it saves. stage: `host` for the rest of a round."""
 
     stage: Name
     saved_ms: float
@@ -105,7 +106,7 @@ class Decision(Record):
 
 class BestPair(Record):
     """The fastest pair of one batch size. target_tp: None if no pair was measured. significant,
-    verdict, needed: as in `Best`, against the fastest plain decoding."""
+    verdict, needed: as in `Best`, compared with the fastest plain decoding."""
 
     target_tp: Count | None
     draft_tp: Count | None
@@ -122,9 +123,10 @@ class BestPair(Record):
 
 
 class MemoryCost(Record):
-    """The memory of a draft beside its target, on one rank. Weights in bytes, caches in bytes a
-    token. longest_tokens: of a sequence of the run. device_bytes: of a GPU's memory that the recipe
-    lets the run use; None on a CPU. target_tp, draft_tp: in comparisons, which name no draft."""
+    """The memory of a draft beside its target, on one rank. Weights are in bytes, caches in bytes a
+    token. longest_tokens: the longest sequence of the run. device_bytes: the GPU memory that the
+    recipe lets the run use; None on a CPU. target_tp, draft_tp: in comparisons only, which name no
+    draft."""
 
     draft: Name | None
     target_weight_bytes: Count
@@ -140,8 +142,8 @@ class MemoryCost(Record):
 class SpeedRatio(Record):
     """The figures of a `Comparison`, over all prompts or those of one category.
 
-    num_prompts: those that all arms have. speed_ratio: the arm's decoding speed over the other's,
-    on these. tied: whether the interval contains 1; None without an interval.
+    num_prompts: the number of prompts that all arms have. speed_ratio: the arm's decoding speed on
+    these prompts over the other's. tied: whether the interval contains 1; None without an interval.
     """
 
     num_prompts: Count
@@ -182,7 +184,7 @@ class Diverging(Record):
 
 
 class Tokens(Record):
-    """Whether every point wrote the same. identical: None if nothing could be compared."""
+    """Whether all points wrote the same texts. identical: None if nothing could be compared."""
 
     compared: bool
     must_be_identical: bool
@@ -191,19 +193,20 @@ class Tokens(Record):
 
     @property
     def is_broken(self) -> bool:
-        """Whether tokens differ that must be identical."""
+        """Whether tokens differ although they must be identical."""
         return self.must_be_identical and self.identical is False
 
     @model_validator(mode="after")
     def _names_what_differs(self) -> Self:
         if self.identical is False and not self.diverging:
-            raise impossible("it names no point that differs")
+            raise impossible("points differ, but it names none")
         return self
 
 
 class CheckResult(Record):
-    """The result of `--check-lossless`; see `docs/correctness.md`. diverging: each text that parts,
-    by point and index, with its position and the gap of logits there."""
+    """The result of `--check-lossless`; see `docs/correctness.md`. diverging: each text that
+    differs, by point and index, with the position of the first difference and the gap of logits
+    there."""
 
     dtype: Name
     must_be_identical: bool
@@ -240,10 +243,9 @@ class _SweepSection(Record):
 
 
 class Summary(Record):
-    """The parts of summary.json that are read again, of any run; empty where they are another's.
-
-    recipe: as resolved. best_by_request_rate: by the rate as text. best_by_target_tp: by target TP,
-    then by batch size.
+    """The parts of summary.json that are read again. All runs share this record; parts that a run
+    does not have are empty. recipe: as resolved. best_by_request_rate: by the rate as text.
+    best_by_target_tp: by target TP, then by batch size.
     """
 
     recipe: dict[str, Any] = Field(default_factory=dict)
@@ -261,7 +263,7 @@ class Summary(Record):
     best_by_target_tp: dict[Name, dict[Name, BestPair]] = Field(default_factory=dict)
 
     def method_of(self, draft: str | None) -> str | None:
-        """The method of a draft's own section in a sweep of several; else None."""
+        """The method in a draft's own section, in a sweep of several drafts; else None."""
         found = (one for one in self.sweep.recipe.drafts if one is not None)
         return next((one.method for one in found if one.model == draft), None)
 

@@ -36,7 +36,7 @@ class Kept:
 
 
 def key_of(job: Job) -> Key:
-    """The point that the run's records belong to."""
+    """The point of the run's records."""
     return Key(job.plan.proposer, job.plan.recipe.run.batch_size, job.plan.k)
 
 
@@ -50,9 +50,8 @@ def open_folder(
     *,
     resume: bool,
 ) -> Kept:
-    """The run's folder, new or (resume) with the samples that it holds.
-
-    notices: warnings to keep with a new one. own_prompts, errors: as for `settings_file.opened`.
+    """The run's folder: a new one, or (resume) an earlier one with its samples. notices: warnings
+    to keep in a new folder. own_prompts, errors: as for `settings_file.opened`.
     """
     settings = GenerateSettings(**common_settings(recipe, job), batch_size=recipe.run.batch_size)
     done: dict[int, Sample] = {}
@@ -80,8 +79,8 @@ def open_folder(
 def point_of_run(
     outputs: Sequence[Output], metrics: Metrics, key: Key, of_engine: dict[str, Any]
 ) -> Point:
-    """The line of points.jsonl of a single run, which has no baseline. of_engine: further fields,
-    where a server ran it."""
+    """The line of points.jsonl of a single run, which has no baseline. of_engine: further fields of
+    a run on a server."""
     why = next((o.error for o in outputs if o.error is not None), None)
     could_run = any(o.error is None for o in outputs)
     return Point(

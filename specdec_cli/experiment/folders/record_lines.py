@@ -23,8 +23,8 @@ def read_records(
 ) -> list[R]:
     """The records of a .jsonl file, empty without the file. An unfinished last line is left out.
 
-    further: returns what else is wrong with a record, or None. Raises `SetupError` if the file
-    cannot be read, and for the first line that is no such record.
+    further: returns another error of a record, or None. Raises `SetupError` if the file cannot be
+    read, and for the first line that is not such a record.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -46,7 +46,7 @@ def read_records(
 
 
 def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
-    """A function that returns the records that were added to a .jsonl file since its last call."""
+    """A function that returns the records added to a .jsonl file since the previous call."""
     offset = 0
 
     def read() -> list[R]:
@@ -65,7 +65,7 @@ def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
 
 
 def parsed(line: bytes, kind: type[R]) -> R | str:
-    """The record in a line, or its error in words; "" if it is no JSON object."""
+    """The record in a line, or its error in words; "" if the line is not a JSON object."""
     return checked(json_of(line), kind)
 
 
@@ -113,7 +113,7 @@ def to_json(document: Any) -> str:
     """One line of strict JSON, harmless on a terminal; a number that is not finite becomes null."""
     try:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, default=_as_dict)
-    except ValueError:  # there is such a number
+    except ValueError:  # some number is not finite
         loose = json.dumps(document, default=_as_dict)
         text = json.dumps(json.loads(loose, parse_constant=lambda _: None), ensure_ascii=False)
     return inert_json(text)

@@ -1,4 +1,4 @@
-"""The records that runs write, one JSON object a line: their fields, and reading them again.
+"""The records that runs write, one JSON object a line. Both writing and reading use these classes.
 
 One definition for measuring, resuming, merging, reports and the JSON documents. Imports no torch.
 """
@@ -27,12 +27,12 @@ from specdec_cli.core.figures import (
 )
 
 _LONGEST = 1e12  # milliseconds: 30 years
-Time = Annotated[float, Field(ge=0, lt=_LONGEST)]  # also a share of a round, or a mean count
+Time = Annotated[float, Field(ge=0, lt=_LONGEST)]  # shares of rounds and mean counts too
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pair:
-    """The number of target ranks, and how many of them also hold the draft."""
+    """The number of the target's ranks, and the number of those that also hold the draft."""
 
     target_tp: int
     draft_tp: int
@@ -44,7 +44,7 @@ class Pair:
 
     @classmethod
     def of(cls, found: "Key | Point | Sample | PairFacts") -> "Pair":
-        """The pair of a record. A draft TP of 0 stands for k = 0."""
+        """The pair of degrees of a record. A draft TP of 0 stands for k = 0."""
         return cls(found.target_tp or 0, found.draft_tp or 0)
 
     def __str__(self) -> str:
@@ -54,8 +54,7 @@ class Pair:
 @dataclass(frozen=True, slots=True)
 class Key:
     """The point that a record belongs to. batch_size: 0 for no limit. target_tp, draft_tp: in
-    comparisons only, whose points of k = 0 have no draft TP. request_rate: None without arrivals.
-    """
+    comparisons only; points of k = 0 have no draft TP. request_rate: None without arrivals."""
 
     draft: str | None
     batch_size: int
@@ -70,7 +69,7 @@ class Key:
         return cls(record.draft, record.batch_size, record.k, *others)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields of its records."""
+        """The fields of the key in its records."""
         point = {"draft": self.draft, "batch_size": self.batch_size, "k": self.k}
         others = {n: getattr(self, n) for n in ("target_tp", "draft_tp", "request_rate")}
         return point | given(**others)
@@ -78,22 +77,22 @@ class Key:
 
 class Sample(Record):
     """One prompt at one point, a line of samples.jsonl: the contract's fields, and after `seconds`
-    everything else that metrics are computed from.
+    all other figures from which metrics are computed.
 
-    target_tp, draft_tp: in comparisons only. Lists of times have a number for each repeat. Shares
-    add up over prompts to the engine's time, rounds and stages. error: the reason a prompt could
-    not run, if `finish_reason` is "error". num_tokens_from_prefill: as in `Metrics`; the prompt's
-    `rounds_without_proposal` count them, times and shares of rounds do not. ttft_parts_ms: a list
-    by part. distinct_experts: as in `Metrics`, over the prompt's own rounds, one a repeat; None
-    where none are counted.
+    target_tp, draft_tp: in comparisons only. Lists of times have a number for each repeat. Over all
+    prompts shares add up to the engine's time, rounds and stages. error: the reason why a prompt
+    could not run, if `finish_reason` is "error". num_tokens_from_prefill: as in `Metrics`; the
+    prompt's `rounds_without_proposal` include these tokens, times and shares of rounds do not.
+    ttft_parts_ms: a list for each part. distinct_experts: as in `Metrics`, over the prompt's own
+    rounds, a number for each repeat; None if experts are not counted.
 
-    Of servers only, which count rounds in their own way: engine. acceptance_histogram: rounds by
-    proposals accepted, where their order is not known. counted: by the counters, of all requests
-    that ran together, with one of them. num_tokens, text: where no ids came. remarks: codes of
-    warnings.
+    Only samples of servers, which count rounds in their own way, have the following. engine: the
+    server. acceptance_histogram: rounds by accepted proposals, if their order is unknown. counted:
+    the counters' sums over all requests that ran together; one of the requests has them.
+    num_tokens, text: if no ids came. remarks: codes of warnings.
 
-    At a rate each request has a sample, and one number in each list: request, counted from 0. due:
-    seconds after the first request was. send_lag_ms: how late it left, of servers.
+    At a rate each request has a sample, and one number in each list: request: its number from 0.
+    due: seconds after the first request's due time. send_lag_ms: the delay of sending, for servers.
     """
 
     target_tp: Count | None = None
@@ -137,7 +136,7 @@ class Sample(Record):
 
     @property
     def place(self) -> int:
-        """Its number among the samples of its point."""
+        """The sample's number among those of its point."""
         return self.index if self.request is None else self.request
 
     @property
@@ -155,29 +154,29 @@ class Sample(Record):
 
     @property
     def num_drafts(self) -> int:
-        """The rounds that proposed, as far as they are known."""
+        """The number of rounds with proposals, as far as known."""
         return len(self.accepted_per_round) or sum(self.acceptance_histogram or ())
 
     @property
     def num_accepted(self) -> int:
-        """The proposals accepted in these rounds."""
+        """The number of accepted proposals in these rounds."""
         if self.accepted_per_round:
             return sum(self.accepted_per_round)
         return sum(place * count for place, count in enumerate(self.acceptance_histogram or ()))
 
     @property
     def num_rounds(self) -> int:
-        """The rounds, with and without proposals; those of `decode_seconds`."""
+        """The number of rounds in `decode_seconds`, with and without proposals."""
         without = self.rounds_without_proposal - self.num_tokens_from_prefill
         return self.num_drafts + without
 
     @property
     def usual_seconds(self) -> float:
-        """The share of the time of its rounds, averaged over repeats that are no outliers."""
+        """The prompt's share of the time of rounds, averaged over repeats that are no outliers."""
         return self.usual_mean(self.decode_seconds)
 
     def usual_mean(self, values: Sequence[float]) -> float:
-        """The mean of values, one a repeat, without repeats whose time is an outlier."""
+        """The mean of values, one for each repeat, without repeats whose time is an outlier."""
         if len(values) == len(self.decode_seconds):
             values = [values[place] for place in usual_repeats(self.decode_seconds)]
         return sum(values) / len(values) if values else 0.0
@@ -194,19 +193,19 @@ class Sample(Record):
         if len(self.acceptance_histogram or ()) > self.k + 1:
             raise impossible("its acceptance_histogram has more than k + 1 entries")
         if self.counted and len(self.counted.num_accepted_tokens_per_pos) != self.k:
-            raise impossible("its counters have not k positions")
+            raise impossible("its counters have not one value for each of k positions")
         return self
 
 
-FEWEST = 3  # prompts with an interval: of two, it would reach over several powers of ten
-OUTLYING = 1.5  # times the fastest repeat
+FEWEST = 3  # fewest prompts with an interval; that of two would span several powers of ten
+OUTLYING = 1.5  # factor over the fastest repeat
 
 
 def usual_repeats(seconds: Sequence[float]) -> list[int]:
     """The places of the repeats that did not take far longer than the fastest.
 
-    Repeats do the same work, and a disturbance only adds time. So the fastest is the one to be
-    believed, even where most repeats were disturbed.
+    Repeats do the same work, and a disturbance only adds time. So the fastest repeat is the
+    reliable one, even if most repeats were disturbed.
     """
     fastest = min(seconds, default=0.0)
     return [place for place, value in enumerate(seconds) if value <= OUTLYING * fastest]
@@ -231,7 +230,7 @@ class CategoryMetrics(Record):
         return True
 
     def number(self, name: str, _: str | None = None) -> float | None:
-        """A figure by its name, as of a point."""
+        """A figure by its name, as for a point."""
         value: float | None = getattr(self, name, None)
         return value
 
@@ -239,11 +238,13 @@ class CategoryMetrics(Record):
 class BreakEven(Record):
     """The acceptance at which a point is as fast as plain decoding, at the costs of its rounds.
 
-    tokens_per_round: the cost of a sequence's round over that of one at k = 0, which writes one
-    token; over all rounds, like `Metrics.tokens_per_round`. draft_acceptance_rate: accepted over
-    proposed tokens that give as many. alpha: likewise, the chance of each proposal in the geometric
-    model (`forecasts.iid_length`). Both are 0 if rounds cost no more than plain decoding, and None
-    if accepting everything would not suffice. is_predicted: whether costs are of the time curve.
+    tokens_per_round: the tokens that a round has to write. It is the cost of a sequence's round
+    over that of a round at k = 0, which writes one token. It is over all rounds, like
+    `Metrics.tokens_per_round`. draft_acceptance_rate: the ratio of accepted to proposed tokens that
+    gives this many. alpha: the chance of each proposal that does so in the geometric model
+    (`forecasts.iid_length`). Both are 0 if rounds cost no more than plain decoding, and None if
+    accepting everything would not be enough. is_predicted: whether costs are those of the time
+    curve.
     """
 
     tokens_per_round: Figure
@@ -256,9 +257,9 @@ class BreakEven(Record):
 class Prediction(Record):
     """Predicted figures of a point, from the run at the largest k; errors are relative.
 
-    speedup_ci, speedup_error_ci: 95 % intervals; that of the error is over the same prompts as what
-    was measured. drafts_of_k: the k whose proposals stand for this point's, where a method's depend
-    on k. Absent where there is none.
+    speedup_ci, speedup_error_ci: 95 % intervals; that of the error is over the measured prompts.
+    drafts_of_k: the k whose proposals stand for this point's, if a method's proposals depend on k;
+    else absent.
     """
 
     method: Name
@@ -277,13 +278,14 @@ class Prediction(Record):
 
 
 class Stretch(Record):
-    """A line of load.jsonl: a point at a rate, whose samples are whole with it.
-
-    window_seconds: from the first measured due time to the last, and one mean gap; of requests all
-    at once until the last answer. num_requests: measured. num_answered: answers in the window, also
-    to others than the measured. num_unmeasured: those others that were due. max_in_flight: due and
-    not answered. widening: by which intervals over blocks are too narrow. autocorrelated: whether
-    requests wait for each other too long for one. shard: its place among merged ones.
+    """A line of load.jsonl: a point at a rate. The point's samples are complete once this line is
+    there. window_seconds: the time from the first measured due time to the last plus one mean gap;
+    for requests all at once, the time to the last answer. num_requests: the measured ones.
+    num_answered: all answers in the window, also to requests that are not measured. num_unmeasured:
+    other requests that were due. max_in_flight: the most requests that were due and not answered.
+    widening: the factor by which intervals over blocks are too narrow. autocorrelated: whether
+    requests wait for each other too long for an interval. shard: the number of the shard, in merged
+    folders.
     """
 
     draft: Name | None
@@ -302,8 +304,8 @@ class Stretch(Record):
 
 
 class Load(Record):
-    """Facts of a point at a rate, beside its metrics; see docs/load.md. offered_rate, goodput: None
-    for requests all at once. slo: objectives in milliseconds, by name."""
+    """Further figures of a point at a rate; see docs/load.md. offered_rate, goodput: None for
+    requests all at once. slo: objectives in milliseconds, by name."""
 
     arrivals: Name
     seed: Count
@@ -334,10 +336,11 @@ def rate_in_words(rate: Rate) -> str:
 class Point(Record):
     """A line of points.jsonl, and an entry of a document's `points`.
 
-    Sweeps have `draft`, predictions and no degrees; comparisons have degrees, `draft_tp` None at k
-    = 0, and what follows `prediction`. request_rate, load: at a rate. engine, num_retries: of
-    servers only. *_ci: 95 % intervals of figures of `metrics`. break_even: None at k = 0.
-    impossible_speedup: a ratio of speeds that no speculation reaches; `speedup` is None then.
+    Points of sweeps have `draft`, predictions and no degrees. Points of comparisons have degrees
+    (`draft_tp` is None at k = 0) and the fields after `prediction`. request_rate, load: at a rate
+    only. engine, num_retries: for servers only. *_ci: 95 % intervals of figures of `metrics`.
+    break_even: None at k = 0. impossible_speedup: a ratio of speeds that no speculation can reach;
+    then `speedup` is None.
     """
 
     target_tp: Count | None = None
@@ -374,7 +377,7 @@ class Point(Record):
     load: Load | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As written: k = 0 is of no draft, whatever arm it was measured with."""
+        """The point as written. k = 0 has no draft, whichever arm it was measured with."""
         found = super().as_dict()
         return found | {"draft": None} if self.k == 0 and "draft" in found else found
 
@@ -384,7 +387,7 @@ class Point(Record):
 
     @property
     def level(self) -> tuple[float, int]:
-        """Its rate and its batch size, for sorting: points are compared within one level."""
+        """The point's rate and batch size, for sorting. Points of one level are compared."""
         return float(self.request_rate or 0.0), self.batch_size
 
     @property
@@ -410,7 +413,7 @@ class Point(Record):
         """
         of = self if name in self.model_fields_set else self.metrics
         if self.engine is not None and of is not None and name not in of.model_fields_set:
-            return None  # a server's point has no defaults: what it lacks is not known
+            return None  # a server's point has no defaults: figures that it lacks are unknown
         found = getattr(of, name, None)
         value: float | None = found if part is None else getattr(found, part, None)
         return value
@@ -435,8 +438,8 @@ class _PartCounts(Record):
 class CurvePart(StageTimes, _PartCounts):
     """A line of curve.jsonl: one part of the time curve at one k.
 
-    shard: the shard that measured the part, in merged folders. Times and distinct_experts are sums
-    over rounds.
+    shard: the number of the shard that measured the part, in merged folders. Times and
+    distinct_experts are sums over rounds.
     """
 
     distinct_experts: Figure = None
@@ -444,8 +447,8 @@ class CurvePart(StageTimes, _PartCounts):
 
 
 class PairFacts(Record):
-    """A line of pairs.jsonl: the caches of a pair whose models were loaded. warnings: about the
-    machine while it was measured so far."""
+    """A line of pairs.jsonl: the caches of a pair whose models were loaded. warnings: those about
+    the machine during its measurement so far."""
 
     target_tp: Count
     draft_tp: Count

@@ -1,6 +1,5 @@
-"""The run folder: who may write there, and crash-safe writing of records and documents.
-
-Knows nothing of what records and documents mean.
+"""The run folder: a lock against other writers, and crash-safe writing of records and documents.
+Does not know the meaning of records and documents.
 """
 
 import fcntl
@@ -62,7 +61,7 @@ class RunFolder:
         folder = cls(path)
         if own_prompts is not None:
             folder.refuse_foreign(PROMPTS)
-        found_from_anywhere(recipe)  # raises, before anything is there
+        found_from_anywhere(recipe)  # raises before any file is written
         with _or_unusable(path):
             path.mkdir(parents=True, exist_ok=True)
             _sync_names(path.parent)
@@ -93,7 +92,7 @@ class RunFolder:
         self.write("recipe.yaml", dump_recipe(recipe))
 
     def refuse_foreign(self, name: str) -> None:
-        """Raise `UsageError` if a file is there that no run has written."""
+        """Raise `UsageError` if the folder holds a file that no run has written."""
         with _or_unusable(self.path):
             is_there, is_ours = ((self.path / n).exists() for n in (name, "recipe.yaml"))
         if is_there and not is_ours:
@@ -169,7 +168,7 @@ class RunFolder:
                 raise LostRecords(f"{self.path / name} was cut short")
 
     def forget(self, name: str) -> None:
-        """Remove a file of records that count for nothing."""
+        """Remove a file of records that no longer count."""
         with or_setup_error(f"cannot remove {self.path / name}"):
             (self.path / name).unlink(missing_ok=True)
             if (descriptor := self._files.pop(name, None)) is not None:
@@ -215,7 +214,8 @@ def _sync_names(folder: Path) -> None:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether a recipe was written by hand: ours have every section and no comments."""
+    """Whether a recipe was written by hand. Recipes that runs write have every section and no
+    comments."""
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []
     except OSError:

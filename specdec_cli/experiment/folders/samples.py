@@ -1,10 +1,11 @@
-"""The samples of a point: those that ran, its baseline, its categories, and what cannot be its."""
+"""The samples of a point: those that ran, its baseline, its categories, and checks of foreign
+samples."""
 
 from collections.abc import Iterable, Mapping
 
 from specdec_cli.experiment.folders.records import Key, Sample
 
-Samples = Mapping[int, Sample]  # of one point, by `Sample.place`: prompt index, or request
+Samples = Mapping[int, Sample]  # of one point, by `Sample.place` (prompt or request)
 
 
 def without_errors(samples: Samples) -> dict[int, Sample]:
@@ -13,7 +14,7 @@ def without_errors(samples: Samples) -> dict[int, Sample]:
 
 
 def why_none(samples: Samples) -> str:
-    """The reason of a point that did not fail, but none of whose prompts ran."""
+    """The reason of a point that did not fail, although none of its prompts ran."""
     why = next((s.error for s in samples.values() if s.error), None)
     return f"no prompt could run: {why}" if why else "no prompt was run"
 
@@ -24,7 +25,7 @@ def could_run_no_prompt(reason: str | None) -> bool:
 
 
 def baseline_key(samples: Mapping[Key, Samples], key: Key) -> Key:
-    """The point of k = 0 of an arm's own, if it has samples, else the one that all arms share."""
+    """An arm's own point of k = 0 if it has samples, else the point that all arms share."""
     own, shared = (
         Key(draft, key.batch_size, 0, request_rate=key.request_rate) for draft in (key.draft, None)
     )
@@ -37,7 +38,8 @@ def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
 
 
 def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, list[int]]:
-    """The indices among `prompts` of each category, all rising; empty for fewer than two."""
+    """The indices of each category's prompts among `prompts`, in ascending order; empty for fewer
+    than two categories."""
     found: dict[str, list[int]] = {}
     for index in sorted(prompts):
         if (name := samples[index].category) is not None:
@@ -46,7 +48,7 @@ def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, l
 
 
 def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
-    """The reason that a run with these numbers cannot have the sample, or None."""
+    """The reason why a run with these numbers cannot have the sample, or None."""
     if sample.index >= num_prompts:
         return f"its index is {sample.index}, of {num_prompts} prompts"
     repeats = repeats if sample.request is None else 1

@@ -29,9 +29,9 @@ class RunSettings:
     """The settings that samples depend on, as kept in a run folder; a resumed run must have the
     same.
 
-    kind: of run, in words. mark: a field that only settings of this kind have. recipe: as resolved,
-    without the keys that other fields cover. prompts: how many, and digests of their tokens and
-    categories. device: the name of its kind. dtype: the target's.
+    kind: the kind of run, in words. mark: a field that only settings of this kind have. recipe: as
+    resolved, without the keys that other fields cover. prompts: their number, and digests of their
+    tokens and categories. device: the name of the device's kind. dtype: the target's.
     """
 
     kind: ClassVar[str]
@@ -71,9 +71,8 @@ class RunSettings:
         return self.as_dict() | {"settings_hash": self.digest}
 
     def misfit_in(self, record: Record, **known: Collection[Any]) -> str | None:
-        """The reason that a record is of no point of the run, or None.
-
-        known: the values that its fields may have.
+        """The reason why a record belongs to no point of the run, or None. known: the values that
+        its fields may have.
         """
         told = elsewhere(record, known)
         if told or not isinstance(record, Sample):
@@ -94,9 +93,9 @@ def opened(
 ) -> RunFolder:
     """A run's folder: a new one or (resume) an earlier one of the same settings.
 
-    load: reads an earlier one, and returns whether something is left to measure. notices: warnings
-    to keep with a new one. own_prompts: as for `RunFolder.create`. Raises `UsageError` where it
-    holds a run with other settings, or another command's.
+    load: reads an earlier folder, and returns whether something is left to measure. notices:
+    warnings to keep in a new folder. own_prompts: as for `RunFolder.create`. Raises `UsageError` if
+    the folder holds a run with other settings, or of another command.
     """
     if not resume or not (path / SETTINGS).exists():
         folder = RunFolder.create(path, recipe, where, own_prompts)
@@ -134,7 +133,7 @@ def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[
 def kept_settings(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
     """The settings of a run of this kind; empty for a folder with another's.
 
-    Raises `SetupError` if they are damaged, and what `read_settings_file` raises.
+    Raises `SetupError` if they are damaged, and the errors of `read_settings_file`.
     """
     refuse_special_files(path)
     file = read_settings_file(path)
@@ -190,7 +189,7 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
     hint = "--resume -o DIR alone takes those of the folder; name another for a new run"
     if found.same_name:
         told = f"{found.key}: other weights than there ({to_json(found.theirs)})"
-        hint = "its samples are of the model that was there: name another folder with -o"
+        hint = "its samples belong to the earlier model of that name: name another folder with -o"
     elif found.same_model:
         names = [found.theirs] if isinstance(found.theirs, str) else found.theirs
         spelled = shlex.join(part for name in names for part in ("--draft", name))
@@ -219,20 +218,20 @@ def keep_environment_warning(
 
 
 def keep_warning(folder: RunFolder, settings: RunSettings, found: Notice) -> None:
-    """Add a warning to settings.json, unless it says so already."""
+    """Add a warning to settings.json, unless it is there already."""
     said = read_warnings(folder.path)
     if found.message not in [one.message for one in said]:
         write_settings(folder, settings, [*said, found])
 
 
 def unsaid(found: Iterable[Notice], said: Iterable[Notice]) -> list[Notice]:
-    """The warnings whose messages are not among those said, each once."""
+    """The warnings whose messages have not been said, each once."""
     known = {one.message for one in said}
     return list({one.message: one for one in found if one.message not in known}.values())
 
 
 def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
-    """The environment in a folder's summary, else the one it was begun in, else `where`."""
+    """The environment in a folder's summary, or that in which the run began, or `where`."""
     summary = read_json(path / "summary.json")
     measured = summary.get("environment") if isinstance(summary, dict) else None
     found = measured, read_json(path / "environment.json"), where
@@ -257,7 +256,8 @@ def first_difference(ours: Any, theirs: Any, key: str = "") -> tuple[str, Any, A
 class Difference:
     """The first key at which two settings differ, with both values.
 
-    same_name: one name stands for two models. same_model: two names stand for one model.
+    same_name: whether one name stands for two models. same_model: whether two names stand for one
+    model.
     """
 
     key: str
@@ -291,7 +291,7 @@ def settings_difference(there: Document, now: Document) -> Difference | None:
     names = there.get("drafts"), now.get("drafts")
     if key == "recipe.drafts" and names[0] != names[1]:
         return Difference("drafts", *names)
-    # The recipes' own sections agree by then: they come first.
+    # The recipes' own sections are compared first, so they agree here.
     same_model = key in ("draft", "drafts")
     return Difference(key.removeprefix("recipe."), was, is_now, same_model=same_model)
 

@@ -1,1 +1,1 @@
-"""Requests that arrive at a rate: due times, the measured window, and what follows from it."""
+"""Requests that arrive at a rate: due times, the measured window, and the conclusions from it."""

@@ -19,8 +19,8 @@ _CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The way in which requests arrive. shape: of the gamma distribution of gaps; 1 is Poisson's.
-    times: of a file, in seconds, rising; they are repeated after their end."""
+    """The way in which requests arrive. shape: that of the gamma distribution of gaps; 1 is
+    Poisson's. times: those of a file, in ascending seconds; they repeat after the last."""
 
     kind: Literal["gamma", "constant", "file"]
     shape: float = 1.0
@@ -99,7 +99,7 @@ def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float
 class Offered:
     """The load of a run, as its settings hold it.
 
-    rates: rising, inf last. arrivals: as in the recipe. slo: objectives in milliseconds, by the
+    rates: ascending, inf last. arrivals: as in the recipe. slo: objectives in milliseconds, by the
     name of their figure.
     """
 
@@ -111,7 +111,7 @@ class Offered:
 
     @classmethod
     def of(cls, section: Mapping[str, Any], seed: int) -> "Offered":
-        """From the recipe's section `load`."""
+        """The load in the recipe's section `load`."""
         return cls(
             rates=tuple(section["request_rate"]),
             arrivals=section["arrivals"],
@@ -121,7 +121,7 @@ class Offered:
         )
 
     def num_measured(self, prompts: int, repeats: int, rate: Rate) -> int:
-        """Requests to measure at a rate."""
+        """The number of requests to measure at a rate."""
         fewest = prompts * repeats
         if rate == "inf" or self.duration_s is None:
             return fewest

@@ -1,6 +1,7 @@
 """Shares of requests that meet objectives, with intervals over blocks of consecutive arrivals.
 
-Neighbours share a queue, so requests are not independent observations; long blocks nearly are.
+Neighbours share a queue, so requests are not independent observations. Long blocks are nearly
+independent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,16 +11,17 @@ import numpy as np
 
 from specdec_cli.experiment.statistics.stats import student
 
-FEWEST = 16  # requests with an interval
+FEWEST = 16  # fewest requests for an interval
 _FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
-_LONG = 200  # requests of a block, above which there are more blocks
+_LONG = 200  # a larger block is split into more blocks
 _MOST_LIKENESS = 0.8
 
 
 def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]) -> bool:
     """Whether an answered request meets every objective, both in milliseconds by name.
 
-    A text of one token has no `tpot_ms`, and meets that one; without another it meets none.
+    A text of one token has no `tpot_ms` and meets any objective for it. With any other missing
+    figure a request fails its objective.
     """
     return all(
         name == "tpot_ms" if (found := latencies.get(name)) is None else found <= most
@@ -28,7 +30,8 @@ def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]
 
 
 def blocks(count: int) -> list[slice]:
-    """8 to 20 blocks of consecutive requests, even to within one; none below 16 requests."""
+    """8 to 20 blocks of consecutive requests, whose sizes differ by at most one; none below 16
+    requests."""
     if count < FEWEST:
         return []
     number = min(_MOST_BLOCKS, max(_FEWEST_BLOCKS, count // _LONG))
@@ -44,9 +47,9 @@ def block_means(values: Sequence[float]) -> list[float]:
 def mean_interval(means: Sequence[float]) -> list[float] | None:
     """Student's 95 % interval of the mean over blocks; None without blocks.
 
-    It is wider by the likeness of neighbouring blocks, as of an autoregressive process: the
-    correlation of each with the next, plus 1 / blocks, by which that is too low on average
-    (Kendall 1954). `scripts/proofs/load.py` has the coverage with queues.
+    The interval is widened by the correlation of neighbouring blocks, as for an autoregressive
+    process. 1 / blocks is added to the correlation, which is too low by as much on average (Kendall
+    1954). `scripts/proofs/load.py` has the coverage with queues.
     """
     if len(means) < _FEWEST_BLOCKS:
         return None
@@ -66,8 +69,8 @@ def _reach(means: Sequence[float]) -> float:
 
 
 def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] | None:
-    """The interval of a ratio of two means over the same requests, such as times at two k, by the
-    linearised difference of each block; None for too few requests."""
+    """The interval of a ratio of two means over the same requests, such as times at two k. It uses
+    the linearised difference of each block. None for too few requests."""
     if len(one) < FEWEST:
         return None
     upper, lower = float(np.mean(one)), float(np.mean(other))
@@ -77,7 +80,7 @@ def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] 
 
 
 def share_interval(met: Sequence[bool], widening: float = 1.0) -> list[float] | None:
-    """The interval of a share, within 0 and 1. widening: by `crowding`."""
+    """The interval of a share, within 0 and 1. widening: that of `crowding`."""
     found = mean_interval(block_means([float(one) for one in met]))
     if found is None:
         return None

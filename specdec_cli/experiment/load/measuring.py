@@ -1,12 +1,9 @@
-"""Measuring one point at a rate: its requests arrive, those before the measured ones, these, and
-those after; and the measured ones become samples.
-
-The measured window says too whether arrivals outran the server: its queue grew, and answers fell
-behind; and how much requests crowd each other. The number of them under way drifts back to its mean
-at the rate (1 - elasticity) / latency, by Little's law, where elasticity says by how many per cent
-a request takes longer if one per cent more are under way: 0 where none disturbs another, near 1
-where a server is nearly full.
-"""
+"""Measuring one point at a rate. Requests arrive before, during and after the measured window, and
+the measured ones become samples. The window also shows whether arrivals outran the server, so that
+its queue grew and answers fell behind, and how much requests crowd each other. The number of them
+under way drifts back to its mean at the rate (1 - elasticity) / latency, by Little's law, where
+elasticity is the growth of a request's time, in per cent, if one per cent more requests are under
+way: 0 if none disturbs another, near 1 if the server is nearly full."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,16 +28,16 @@ from specdec_cli.experiment.load.arrivals import (
 from specdec_cli.experiment.load.goodput import FEWEST
 from specdec_cli.experiment.measure import sample_of
 
-_FREE = 0.15  # elasticity up to which any window will do
-_NEEDED = 150.0  # memories that a window has to last, for each unit of elasticity above that
-_MOST = 0.9  # elasticity that intervals are widened for
-_POWER = 0.75  # of 1 / (1 - elasticity), by which they are widened
+_FREE = 0.15  # up to this elasticity any window will do
+_NEEDED = 150.0  # least memories in a window, for each unit of elasticity above that
+_MOST = 0.9  # largest elasticity in the widening of intervals
+_POWER = 0.75  # exponent of 1 / (1 - elasticity) in the widening
 
 
 @dataclass(frozen=True, slots=True)
 class Crowding:
-    """widening: by which intervals over blocks are too narrow. is_lasting: whether the window is
-    too short for an interval.
+    """widening: the factor by which intervals over blocks are too narrow. is_lasting: whether a
+    queue lasts too long for an interval over this window.
 
     The constants are those with which `scripts/proofs/load.py` finds honest intervals.
     """
@@ -52,7 +49,8 @@ class Crowding:
 def crowding(latencies: Sequence[float], under_way: Sequence[int]) -> Crowding:
     """The crowding of a window, from its requests in order.
 
-    latencies: seconds that each took. under_way: requests under way when it came, itself included.
+    latencies: the seconds of each request. under_way: the number of requests under way at its
+    arrival, itself included.
     """
     took, beside = np.asarray(latencies, float), np.asarray(under_way, float)
     if not len(took) or not (spread := float(beside.var())) or not took.mean():
@@ -72,14 +70,14 @@ def crowding(latencies: Sequence[float], under_way: Sequence[int]) -> Crowding:
 
 _ERRORS, _GROWTH, _REQUESTS = 2.0, 1.2, 2.0
 _SHARE = 0.95
-_BLOCKS = 4  # of each third
+_BLOCKS = 4  # blocks of each third
 
 
 def stretch_of(
     key: Key, num_measured: int, due: Mapping[int, float], done: Mapping[int, float]
 ) -> Stretch:
-    """due, done: by number, in seconds on one clock; the measured ones have the first numbers. What
-    is due once these are answered was not sent."""
+    """due, done: times by number of request, in seconds on one clock. The measured requests have
+    the first numbers. Requests that are due after the last of their answers were not sent."""
     measured = [due[number] for number in range(num_measured)]
     begin, span = measured[0], measured[-1] - measured[0]
     end = max(done[number] for number in range(num_measured))
@@ -108,8 +106,8 @@ def stretch_of(
 
 
 def in_flight(due: Sequence[float], done: Sequence[float], at: Sequence[float]) -> list[int]:
-    """Requests under way at each of some times: due by then, and not done. done: infinity if
-    never."""
+    """The number of requests under way at each of the given times: due by then, and not done. done:
+    infinity for requests that never end."""
     times = np.asarray(at, float)
     arrived, answered = (
         np.searchsorted(np.sort(np.asarray(of, float)), times, side="right") for of in (due, done)
@@ -120,11 +118,11 @@ def in_flight(due: Sequence[float], done: Sequence[float], at: Sequence[float]) 
 def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
     """Whether requests under way keep growing beyond chance, and answers come more slowly.
 
-    under_way: at each measured arrival, in order. num_answered: answers within the window, which
-    has one arrival for each. They have to grow from the first third to the last by two requests,
-    a fifth, and two standard errors of the means of blocks. These errors are too small, since a
-    queue remembers: so answers also have to fall behind by two standard errors of the difference of
-    two Poisson counts of the requests under way, and by 5 %.
+    under_way: the number at each measured arrival, in order. num_answered: answers within the
+    window. The number under way has to grow from the first third to the last by two requests, by a
+    fifth, and by two standard errors of the means of blocks. These errors are too small, since a
+    queue has a memory. So answers also have to fall behind arrivals by 5 %, and by two standard
+    errors of the difference of two Poisson counts of the requests under way.
     """
     count = len(under_way)
     if count < FEWEST or num_answered >= _SHARE * count:
@@ -144,20 +142,21 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
     )
 
 
-_BEFORE = 10  # one request before so many that are measured
+_BEFORE = 10  # one request before for this many measured ones
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
     """Requests as they come, prompts in turn; see `core.types.Arrivals`.
 
-    The measured ones have numbers from 0, and those after them go on; numbers of those before lie
-    behind both. Requests come before until so many are answered as were under way at the first
-    answer, so that the queue is as full as it gets: at least a tenth, and at most as many as are
-    measured. Then the measured ones begin, at due times that are the same in every stream of a
-    rate. At most as many come after them, until all measured ones are answered.
+    The measured requests have numbers from 0, and those after them the next numbers; requests
+    before them have the last numbers. Requests before come until as many are answered as were under
+    way at the first answer, so that the queue is full. They are at least a tenth of the measured
+    ones and at most as many. Then the measured ones begin, at due times that are the same in every
+    stream of a rate. After them at most as many requests come, until all measured ones are
+    answered.
 
-    due: by number, in seconds after the start. done: by number, on `time.perf_counter`.
+    due: seconds after the start, by number. done: times on `time.perf_counter`, by number.
     """
 
     prompts: Sequence[Request]
@@ -185,7 +184,7 @@ class Stream:
         self.done[number] = time.perf_counter()
         self._left -= number < self.num_measured
         if self._first is None:
-            self._first = frozenset(list(self.due)[:-1])  # the last is not due yet
+            self._first = frozenset(list(self.due)[:-1])  # the last request is not due yet
 
     def _all(self) -> Iterator[Request]:
         whole, at = self.num_measured, 0.0
@@ -220,8 +219,8 @@ def measure_at_rate(
 ) -> tuple[list[Sample], Stretch, float]:
     """Have requests arrive at the key's rate. Every rank calls this.
 
-    Returns the samples of the point, whole with the record of its window, and the seconds of rounds
-    and prefill passes, those of requests that are not measured too.
+    Returns the point's samples, the record of its window, and the seconds of rounds and prefill
+    passes. These include requests that are not measured.
     """
     assert key.request_rate is not None
     repeats, params = job.plan.recipe.run.repeats, job.plan.params
@@ -253,9 +252,9 @@ def measure_at_rate(
 
 
 def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
-    """The sample with what a server told of all requests together, which stood with any of them.
-
-    Counts are of the others too, and needed only where the rounds of requests are not known.
+    """The sample with the server's counts of all requests together, which any of the answers had.
+    The counts include requests that are not measured. They are needed only if the rounds of single
+    requests are unknown.
     """
     served = [one.served for one in found if one.served is not None]
     remarks = sorted({code for one in served for code in one.remarks} - {*sample.remarks})
@@ -267,7 +266,7 @@ def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
 
 
 def _from_due(own: Finished) -> dict[str, object]:
-    """Latencies from the time at which a request was due, its wait for a slot included."""
+    """Latencies from the due time of a request, with its wait for a slot."""
     lag = own.served.send_lag_ms if own.served is not None else None
     first, last = (
         [] if at is None or own.error is not None else [(at - own.arrived_at) * 1e3]

@@ -1,5 +1,5 @@
-"""Points at a rate, from their samples and stretches: goodput, overload and speed-ups; the
-recommended k at a rate, and the rates between which the recommendation changes.
+"""Points at a rate, computed from their samples and windows: goodput, overload and speed-ups. Also
+the recommended k at a rate, and the rates between which the recommendation changes.
 
 Points are compared on the same requests at the same due times, so that differences are paired, and
 over blocks of consecutive requests.
@@ -28,7 +28,7 @@ from specdec_cli.experiment.load.goodput import (
 )
 from specdec_cli.experiment.points import Failure, measured
 
-_LATE = 0.05  # of the mean gap
+_LATE = 0.05  # in mean gaps
 _NO_LATENCIES = {name: Spread.of([]) for name in ("ttft_ms", "tpot_ms", "e2el_ms")}
 
 
@@ -51,7 +51,8 @@ def points_at_rate(
             of_plain = stretches.get(plain, {}).values()
             is_slow = load.overloaded or any(one.overloaded for one in of_plain)
             gain = _gain(own, {} if is_slow or plain in failures else samples.get(plain, {}))
-            # Latencies are from the due time; there are none where they grow without end.
+            # Latencies run from the due time. An overloaded server has none, since they grow
+            # without end.
             whole = {"e2el_ms": Spread.of([ms for s in own.values() for ms in s.e2el_ms])}
             latencies = _NO_LATENCIES if load.overloaded else whole
             metrics = point.metrics.model_copy(update=latencies)
@@ -62,7 +63,7 @@ def points_at_rate(
 
 def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: Offered) -> Load:
     """The record of a point's load. Failed requests are not good. An overloaded server has no
-    goodput, as the time that a request takes depends on how long it goes on."""
+    goodput, since the time of a request depends on the length of the run."""
     window = sum(one.window_seconds for one in stretches)
     count, answered = len(samples), sum(one.num_answered for one in stretches)
     ordered = [samples[number] for number in sorted(samples)]
@@ -106,8 +107,8 @@ def is_met(samples: Sequence[Sample], slo: Mapping[str, float]) -> list[bool]:
 
 
 def _gain(own: Samples, plain: Samples) -> dict[str, Any]:
-    """Mean time of requests at k = 0 over that here, of those that both answered; the interval is
-    over blocks of them."""
+    """The mean time of requests at k = 0 over that at this point, for requests that both answered.
+    The interval is over blocks of requests."""
     both = sorted(without_errors(own).keys() & without_errors(plain).keys())
     times = [[of[i].e2el_ms[0] for i in both] for of in (plain, own)]
     if not both:
@@ -148,8 +149,8 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A point on the requests that all points have. times: of those that all answered, in ms. met:
-    whether each met the objectives; empty if there are none."""
+    """A point, over the requests that all points have. times: milliseconds of the requests that all
+    points answered. met: whether each met the objectives; empty without objectives."""
 
     point: Point
     times: tuple[float, ...]
@@ -188,9 +189,9 @@ def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scor
 def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Best:
     """The recommendation among the points of one rate.
 
-    By goodput where there are objectives; what is tied with the best there is told apart by
-    latency, and the smallest k of what is still tied is recommended, if it is better than k = 0
-    beyond chance by either. Overloaded points never are.
+    If there are objectives, goodput decides. Points that are tied with the best are then compared
+    by latency, and the smallest k among those still tied is chosen. It is recommended if one of the
+    two figures is better than at k = 0 beyond chance. Overloaded points are never recommended.
     """
     rate = points[0].request_rate
     assert rate is not None
@@ -242,7 +243,7 @@ def _reason(
         return f"no speculation at {where}: by {by} {told}"
     gain = f"{chosen.point.speedup:.2f}x as fast as k = 0" if chosen.point.speedup else ""
     if plain is None:
-        gain = "where k = 0 cannot keep up or was not measured"
+        gain = "if k = 0 cannot keep up or was not measured"
     told = f"k = {k} at {where} by {by}, {gain}"
     return told if chosen is leader else f"{told}, tied with k = {leader.point.k}"
 

@@ -7,18 +7,17 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Needed, Verdict
 from specdec_cli.experiment.statistics.stats import student
 
-NEGLIGIBLE = 0.03  # a gain that is not worth a draft; less than it may be called none
-_SURE = 1.96 + 0.84  # standard errors from 1, so that four of five such measurements decide
-_ENOUGH = 8  # prompts with an interval that does not rest on few degrees of freedom
+NEGLIGIBLE = 0.03  # a gain up to this is not worth a draft, so it may be called none
+_SURE = 1.96 + 0.84  # distance from 1 in standard errors at which four of five measurements decide
+_ENOUGH = 8  # fewest prompts whose interval has enough degrees of freedom
 Ends = Sequence[float] | None
 
 
 def verdict_of(chosen: Ends, others: Iterable[Ends], *, is_disturbed: bool) -> Verdict:
     """use: the chosen point is faster beyond chance. none: no point gains more than `NEGLIGIBLE`,
-    beyond chance. Else inconclusive, as over disturbed times.
-
-    chosen: the interval of the chosen point's speed-up, None for plain decoding or without one.
-    others: those of all points with proposals.
+    beyond chance. Otherwise inconclusive, as for disturbed times. chosen: the interval of the
+    chosen point's speed-up; None for plain decoding or without an interval. others: the intervals
+    of all points with proposals.
     """
     if is_disturbed:
         return "inconclusive"
@@ -35,11 +34,10 @@ def judged(
     leader: tuple[float, Ends, int, float, int] | None,
     disturbed: Sequence[Notice],
 ) -> tuple[Verdict, Needed | None, str]:
-    """The verdict, the measurement that would decide where nothing does, and both in words, to
-    follow a reason.
-
-    chosen, others: as for `verdict_of`. leader: what `needed_for` takes, of the fastest point with
-    proposals; None without. disturbed: signs that something disturbed the times.
+    """The verdict, the measurement that would decide an undecided one, and both in words that
+    follow a reason. chosen, others: as for `verdict_of`. leader: the arguments of `needed_for` for
+    the fastest point with proposals; None without one. disturbed: signs that something disturbed
+    the times.
     """
     is_disturbed = bool(disturbed)
     verdict = verdict_of(chosen, others, is_disturbed=is_disturbed)
@@ -55,10 +53,9 @@ def judged(
 def needed_for(
     gain: float, ends: Ends, count: int, seconds: float, batch_size: int, *, is_disturbed: bool
 ) -> Needed:
-    """The prompts that would, four times in five, tell a gain from 1, or from a gain worth having,
-    if they scatter as those measured do; the same prompts again where only times were disturbed.
-
-    ends: the gain's interval over `count` prompts, which took `seconds`.
+    """The number of prompts that would tell a gain from 1, or from a gain worth having, four times
+    in five, if they scatter like the measured ones. If only times were disturbed, it is the same
+    prompts again. ends: the gain's interval over `count` prompts, which took `seconds`.
     """
     if ends is None:
         prompts = max(count + 1, _ENOUGH * batch_size)
@@ -75,8 +72,8 @@ def needed_for(
 
 
 def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
-    """`; about 60 prompts like these would decide, in about 4 minutes`. count: of the prompts that
-    were measured."""
+    """`; about 60 prompts like these would decide, in about 4 minutes`. count: the number of
+    measured prompts."""
     which = f"about {_rounded(needed.prompts):,} prompts like these"
     if needed.prompts == count:
         which = "the same prompts again"
@@ -93,6 +90,6 @@ def minutes_in_words(minutes: float, *, is_quiet: bool) -> str:
 
 
 def _rounded(count: int) -> int:
-    """A count to two digits, upwards."""
+    """A count, rounded up to two digits."""
     unit = int(10 ** max(0, len(str(count)) - 2))
     return -(-count // unit) * unit

@@ -1,7 +1,7 @@
 """Measures over one or two kinds of observations, and the choice among them.
 
-A prediction rests on two: the rounds of prompts, and the cost of rounds in the parts of a time
-curve. Knows no engine and no files.
+A prediction rests on two kinds: the rounds of prompts, and the cost of rounds in the parts of a
+time curve. Knows no engine and no files.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class MidRatio:
     """A product of midmeans over observations, each to the power +1 or -1.
 
     A midmean leaves out the lowest and the highest quarter, which may be outliers. columns: fp64
-    [N, M], a row an observation. powers: +1 or -1 for each column.
+    [N, M], a row for each observation. powers: +1 or -1 for each column.
     """
 
     columns: Array
@@ -40,8 +40,8 @@ class MidRatio:
         """The 95 % interval; None for fewer than two observations.
 
         Yuen's for trimmed means (The two-sample trimmed t for unequal population variances,
-        Biometrika 1974), of the logarithm: winsorised influences, Student's t. Below 8
-        observations nothing is trimmed: one degree of freedom would be left of 4.
+        Biometrika 1974), of the logarithm: winsorised influences, Student's t. Below 8 observations
+        nothing is trimmed, since 4 observations would leave one degree of freedom.
         """
         n = len(self.columns)
         if n < 2:
@@ -75,9 +75,9 @@ class Product:
     def interval(self, seed: int) -> list[float] | None:
         """The 95 % interval; None if one of the factors has none.
 
-        The factors' intervals are put together on the logarithm by their squares (Zou and Donner,
+        The factors' intervals are combined on the logarithm by their squares (Zou and Donner,
         Construction of confidence limits about effect measures, Statistics in Medicine 2008).
-        Prompts that are all alike have one without width.
+        Prompts that are all alike have an interval without width.
         """
         prompts, parts = stats.interval(self.prompts, seed), self.parts.interval()
         if prompts is None and len(self.prompts.columns) >= stats.FEWEST:
@@ -93,7 +93,7 @@ Measure = SumRatio | Product
 
 
 def interval_of(measure: Measure, seed: int) -> list[float] | None:
-    """The 95 % interval of either kind of measure."""
+    """The 95 % interval of a measure of either kind."""
     return measure.interval(seed) if isinstance(measure, Product) else stats.interval(measure, seed)
 
 
@@ -106,9 +106,8 @@ def midmean(values: Sequence[float] | Array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The recommended one of several measures, by places in their list.
-
-    best: the largest. tied: those that do not differ from it at 95 %, including the best.
+    """The recommended measure of several, by its place in their list. best: the place of the
+    largest. tied: the places of those that do not differ from it at 95 %, including the best.
     """
 
     best: int
@@ -116,10 +115,9 @@ class Ranking:
 
 
 def choose(measures: Sequence[Measure], seed: int = 0) -> Ranking:
-    """The largest of several measures over the same observations, and the ones tied with it.
-
-    A measure is tied if the interval of its ratio to the best contains 1; without an interval only
-    an equal value is tied. A measure without a value is neither, unless all have none.
+    """The largest of several measures over the same observations, and those tied with it. A measure
+    is tied if the interval of its ratio to the best contains 1. Without an interval only an equal
+    value is tied. Measures without a value are left out, unless none has one.
     """
     values = [m.value for m in measures]
     best = max(range(len(values)), key=lambda i: -np.inf if np.isnan(values[i]) else values[i])

@@ -1,6 +1,5 @@
 """Signs in the samples of a run that something disturbed its times, and repeats that do not count.
-
-Computed from records alone, so that merged and resumed runs are looked at like whole ones.
+They are computed from records alone, so that merged and resumed runs are treated like whole ones.
 """
 
 import math
@@ -18,15 +17,15 @@ from specdec_cli.experiment.folders.samples import Samples, without_errors
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio
 
-_DRIFT = 0.10  # least relative change of a round's time that is told, its error taken off
-# Standard errors that are taken off. The largest of many splits is looked at, and no machine is
-# wholly quiet: in 28 quiet sweeps on two shared cores at most 9 % were left, and in 18 with work
-# beside them at least 13 %.
+_DRIFT = 0.10  # least relative change of a round's time, minus its error, that is reported
+# The number of standard errors that are subtracted. The largest change among many splits counts,
+# and no machine is wholly quiet: 28 quiet sweeps on two shared cores had at most 9 %, and 18 sweeps
+# beside other work at least 13 %.
 _CERTAIN = 4.5
-_FEWEST = 8  # batches of prompts in which a drift can be seen
+_FEWEST = 8  # fewest batches of prompts that can show a drift
 _FEWEST_AT_SEAM = 5
-_DISAGREE = 0.03  # least difference of two repeats that is told, at the near end of its interval
-_OFF = 0.03  # least relative error of a prediction that is told
+_DISAGREE = 0.03  # least reported difference of two repeats, at its interval's near end
+_OFF = 0.03  # least relative error of a prediction that is reported
 
 
 def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
@@ -38,7 +37,7 @@ def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
 
 
 def _by_run(samples: Mapping[Key, Samples]) -> Iterable[dict[Key, Samples]]:
-    """The samples that were measured in turns: of one batch size and pair of degrees."""
+    """The samples that were measured in turns: those of one batch size and pair of degrees."""
     by_run: dict[tuple[int, Pair], dict[Key, Samples]] = {}
     for key, of in samples.items():
         if usable := without_errors(of):
@@ -47,7 +46,8 @@ def _by_run(samples: Mapping[Key, Samples]) -> Iterable[dict[Key, Samples]]:
 
 
 def seams_in(samples: Mapping[Key, Samples], earlier: Collection[int]) -> list[Notice]:
-    """Warnings if rounds are slower or faster since a run went on. earlier: prompts of before."""
+    """Warnings if rounds are slower or faster since a run was resumed. earlier: the prompts before
+    that."""
     if not earlier:
         return []
     return [one for chosen in _by_run(samples) for one in _drift(chosen, earlier)]
@@ -56,12 +56,12 @@ def seams_in(samples: Mapping[Key, Samples], earlier: Collection[int]) -> list[N
 def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> list[Notice]:
     """A warning if rounds became slower or faster at some prompt and stayed so.
 
-    earlier: prompts from before a seam; then it is told only if the change is there.
+    earlier: the prompts before a seam, if only a change at the seam counts.
 
     Prompts are measured in the order of their indices, each at every point, so that the mean over
-    points of a round's time, each relative to its point's median, is the machine's, but for what
-    longer texts take: rounds read more keys, and data sets are often in an order of lengths.
-    Prompts that are decoded together share their rounds: they are one observation, not many.
+    points of a round's time, relative to each point's median, shows the machine's speed. Longer
+    texts are accounted for: their rounds read more keys, and data sets are often ordered by length.
+    Prompts that are decoded together share their rounds, so they are one observation.
     """
     common = sorted(set.intersection(*(set(of) for of in samples.values())))
     plain = min(samples, key=lambda key: key.k)
@@ -85,7 +85,8 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
     lengths = by_batch(_context(samples[plain][i]) for i in used)
     edge = max(2, count // 8)
     places = [seam] if earlier else range(edge, count - edge + 1)
-    # One place is no choice of many, but with few prompts its error is known badly.
+    # A single place needs no margin for a choice among many, but with few prompts its error is
+    # uncertain.
     certain = 1.5 * stats.student(count - 3) if earlier else _CERTAIN
     splits = [(_step(speeds, lengths, split), split) for split in places]
     sure = [(abs(change) - certain * error, change, place) for (change, error), place in splits]
@@ -113,11 +114,11 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
 def _step(
     values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], split: int
 ) -> tuple[float, float]:
-    """The change of the mean at a split, beside a change in proportion to `lengths`, by least
-    squares; and its standard error. All lengths may be the same."""
+    """The change of the mean at a split and its standard error, by least squares together with a
+    change in proportion to `lengths`. All lengths may be the same."""
     after = (np.arange(len(values)) >= split).astype(float)
     known = np.stack((np.ones(len(values)), lengths - lengths.mean()), axis=1)
-    # What is left of both once the mean and the lengths are taken out of them.
+    # The residuals of both after the mean and the lengths.
     rest, own = (v - known @ np.linalg.lstsq(known, v, rcond=None)[0] for v in (values, after))
     weight = max(float(own @ own), 1e-9)
     change = float(own @ rest) / weight
@@ -127,14 +128,15 @@ def _step(
 
 
 def _context(sample: Sample) -> float:
-    """Tokens that a round of a prompt reads, on average."""
+    """The mean number of tokens that a round of a prompt reads."""
     return len(sample.prompt_token_ids) + len(sample.token_ids) / 2
 
 
 def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
     """A warning if outlying repeats cast doubt on those that count.
 
-    One that a slice of time made casts none: its point is the mean of the prompt's other repeats.
+    An outlier from a slice of time casts none: the prompt's figure is the mean of its other
+    repeats.
     """
     outliers = Outliers.of(samples)
     if not outliers.are_long and not outliers.are_many:
@@ -157,7 +159,7 @@ def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
 
 
 def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
-    """A warning if one repeat of everything was surely slower than another."""
+    """A warning if one repeat of all points was slower than another beyond chance."""
     common = sorted(set.intersection(*(set(of) for of in samples.values())))
     counts = {len(of[i].decode_seconds) for of in samples.values() for i in common}
     if len(common) < 2 or len(counts) != 1:
@@ -182,7 +184,7 @@ def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
 
 
 def impossible_speeds(points: Iterable[Point]) -> list[Notice]:
-    """A warning if points were faster than their tokens a round allow."""
+    """A warning if points were faster than their tokens in a round allow."""
     found = [(p.impossible_speedup, p) for p in points if p.impossible_speedup is not None]
     if not found:
         return []
@@ -216,7 +218,7 @@ def predictions_off(points: Iterable[Point]) -> list[Notice]:
 
 
 def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
-    """A warning for predictions that rest on proposals which other lengths would not have."""
+    """A warning about predictions from proposals that other lengths would not have."""
     found = [p for p in points if p.prediction is not None and p.prediction.drafts_of_k is not None]
     if not found:
         return []
@@ -240,7 +242,7 @@ def _name(key: Key) -> str:
     return f"k = {key.k}{with_draft}, batch size {key.batch_size}"
 
 
-# Seconds that a system at rest takes from a process now and then. In recorded quiet sweeps on a
+# The seconds that a system at rest occasionally takes from a process. In recorded quiet sweeps on a
 # virtual machine of two processors the longest outlier lost 0.19 s.
 _SLICE = 0.25
 _WEIGHT = 0.01  # least share of a point's time
@@ -264,9 +266,9 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """The outliers of some points. repeats: of all prompts, outliers or not.
-
-    disturbances, chances: outliers and repeats, with prompts that are decoded together as one.
+    """The outliers of some points. repeats: the number for all prompts, outliers or not.
+    disturbances, chances: the numbers of outliers and repeats if prompts that are decoded together
+    count once.
     """
 
     found: list[Outlier]
@@ -299,16 +301,15 @@ class Outliers:
 
     @property
     def are_long(self) -> bool:
-        """Whether one lost more than a slice.
-
-        What lasts longer may have met its neighbours too, and slowed them too little to tell.
+        """Whether an outlier lost more than a slice of time. A longer disturbance may have met its
+        neighbours too, and slowed them too little to be noticed.
         """
         return any(one.lost > max(_SLICE, _WEIGHT * self.seconds[one.key]) for one in self.found)
 
     @property
     def are_many(self) -> bool:
-        """Whether they are more than a system at rest has, so that all repeats of a prompt may be
-        disturbed.
+        """Whether there are more outliers than on a system at rest, so that all repeats of a prompt
+        may be disturbed.
 
         By the bound of Chernoff and Hoeffding on a binomial's tail: n repeats, of which each is an
         outlier with probability p, have a share of s or more with at most exp(-n KL(s, p)).
@@ -322,7 +323,7 @@ class Outliers:
         return self.chances * divergence > -math.log(_CHANCE)
 
 
-# Codes of warnings over which no recommendation is called significant.
+# Codes of warnings that keep a recommendation from being called significant.
 DISTURBED = frozenset(
     {
         *("baseline_drift", "outlying_repeats", "repeats_disagree"),
@@ -349,5 +350,5 @@ def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
 
 
 def disturbances(warnings: Iterable[Notice]) -> list[Notice]:
-    """The warnings over which nothing is called significant."""
+    """The warnings that keep everything from being called significant."""
     return [one for one in warnings if one.code in DISTURBED]

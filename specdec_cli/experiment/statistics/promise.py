@@ -1,4 +1,4 @@
-"""The promise of lossless decoding, and how it was kept, in words. Imports no torch."""
+"""The promise of lossless decoding, and the result of checking it, in words. Imports no torch."""
 
 from collections.abc import Mapping
 
@@ -64,7 +64,8 @@ def check_line(check: CheckResult) -> str:
 
 
 def lossless_in_words(summary: Summary) -> str | None:
-    """A line on losslessness in a run, and on the promise; None for runs that do not say."""
+    """A line about losslessness in a run, and about the promise; None for runs that tell
+    neither."""
     if (tokens := summary.tokens) is None:
         return None
     found = check_line(check) if (check := summary.lossless_check) is not None else None
@@ -122,7 +123,7 @@ def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Toke
 
 
 def tokens_notice(tokens: Tokens) -> list[Notice]:
-    """A warning if tokens differ that must be identical."""
+    """A warning if tokens differ although they must be identical."""
     if not tokens.is_broken:
         return []
     told = (

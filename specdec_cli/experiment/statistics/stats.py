@@ -1,8 +1,8 @@
 """Intervals and comparisons over prompts, by the bootstrap. Knows no engine and no files.
 
-Every measure of a sweep is a product of sums over prompts, some of them in the denominator: mean
-acceptance length is (accepted + drafts) / drafts, a speed-up is (tokens / time) over the same of
-k = 0. Prompts are resampled, since rounds of one prompt resemble each other.
+Every measure of a sweep is a product of sums over prompts, some of them in the denominator. Mean
+acceptance length is (accepted + drafts) / drafts. A speed-up is tokens / time over the same ratio
+at k = 0. Prompts are resampled, since rounds of one prompt resemble each other.
 """
 
 import functools
@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.uint16]
 
 RESAMPLES = 2000
-_FEW = 8  # prompts; with fewer, resamples are too similar
+_FEW = 8  # fewest prompts; resamples of fewer are too similar
 # 97.5 % points of Student's t for 1 to 6 degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 # Lower bound on a resample's standard error, relative to that of the sample. Without one outlier,
@@ -37,8 +37,8 @@ _CHUNK = 2_000_000  # numbers in memory at a time
 class SumRatio:
     """A product of sums over prompts, each to the power +1 or -1.
 
-    columns: fp64 [N, M], a row a prompt. powers: +1 or -1 for each column; their sum is 0, so that
-    the measure does not grow with the number of prompts.
+    columns: fp64 [N, M], a row for each prompt. powers: +1 or -1 for each column; their sum is 0,
+    so that the measure does not grow with the number of prompts.
     """
 
     columns: Array
@@ -69,7 +69,7 @@ def mean_acceptance_length(accepted: Sequence[float], drafts: Sequence[float]) -
 
 
 def proposing_rate(metrics: Metrics) -> float | None:
-    """The share of a run's rounds that proposed anything; None if it is nearly all, or unknown.
+    """The share of a run's rounds that proposed anything; None if it is nearly 1, or unknown.
 
     `mean_acceptance_length` is over these rounds only. A draft model proposes in all rounds except
     a text's last; n-grams may find nothing in most.
@@ -80,7 +80,7 @@ def proposing_rate(metrics: Metrics) -> float | None:
 
 
 def among_rounds(metrics: Metrics) -> str:
-    """A suffix that says over which rounds an acceptance length is; "" if over nearly all."""
+    """A suffix that names the rounds of an acceptance length; "" if they are nearly all."""
     rate = proposing_rate(metrics)
     return "" if rate is None else f" in the {100 * rate:.0f}% that proposed"
 
@@ -91,10 +91,9 @@ def speed(tokens: Sequence[float], seconds: Sequence[float]) -> SumRatio:
 
 
 def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> list[float] | None:
-    """The 95 % interval [low, high] of `measure`, or None.
-
-    There is none for fewer than three prompts, or if all are exactly alike, such as the time shares
-    of one batch that begins and ends together.
+    """The 95 % interval [low, high] of `measure`, or None. There is none for fewer than three
+    prompts, or if all are exactly alike, such as the time shares of one batch that begins and ends
+    together.
 
     The bootstrap-t of the logarithm, whose standard error is the linearised one (Efron and
     Tibshirani, An Introduction to the Bootstrap, chapter 12.5). The percentile interval is too
@@ -124,7 +123,8 @@ def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> li
 
 
 def _resamples(n: int, seed: int, resamples: int) -> Iterable[Counts]:
-    """Counts of n prompts in each resample, uint16 [R, N], in parts that fit into memory."""
+    """The counts of the N prompts in each resample, uint16 [R, N], in parts that fit into
+    memory."""
     step = max(1, _CHUNK // n)
     if resamples <= step:
         return (_kept_resamples(n, seed, resamples),)
@@ -135,7 +135,8 @@ def _resamples(n: int, seed: int, resamples: int) -> Iterable[Counts]:
 
 @functools.lru_cache(maxsize=16)
 def _kept_resamples(n: int, seed: int, resamples: int) -> Counts:
-    """They take most of an interval's time, and a report asks for hundreds of the same prompts."""
+    """The counts are cached: they take most of an interval's time, and a report asks for hundreds
+    of intervals over the same prompts."""
     return _drawn(np.random.default_rng(seed), n, resamples)
 
 
@@ -147,8 +148,8 @@ def linear_interval(measure: SumRatio) -> list[float] | None:
     """The 95 % interval of `measure` by its linearised error and Student's t, or None as for
     `interval`.
 
-    For figures that nothing is decided by, such as a plot's: it is quick, and too narrow for few
-    and skewed prompts.
+    It is for figures that decide nothing, such as a plot's: it is quick, and too narrow for few and
+    skewed prompts.
     """
     x = measure.columns
     if len(x) < FEWEST or not np.isfinite(value := measure.value):
@@ -160,7 +161,7 @@ def linear_interval(measure: SumRatio) -> list[float] | None:
 
 def student(freedom: int) -> float:
     """The 97.5 % point of Student's t: from a table for few degrees of freedom, else by the
-    expansion of Cornish and Fisher, which is right to 0.002 from 7 on."""
+    expansion of Cornish and Fisher, whose error is at most 0.002 from 7 on."""
     if freedom <= len(STUDENT):
         return STUDENT[freedom - 1]
     z, n = _NORMAL, freedom
@@ -173,7 +174,7 @@ def student(freedom: int) -> float:
 
 
 def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
-    """Logarithm of the measure and its linearised standard error, [R], for weights [R, N]."""
+    """The logarithm of the measure and its linearised standard error, [R], for weights [R, N]."""
     n = x.shape[0]
     means = weights @ x / n  # [R, M]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -185,7 +186,7 @@ def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
 
 
 def measured_speed(samples: Iterable[Sample]) -> SumRatio:
-    """Output tokens that rounds decided, per second of round time."""
+    """The output tokens that rounds decided, per second of round time."""
     chosen = list(samples)
     return speed([s.decoded_tokens for s in chosen], [s.usual_seconds for s in chosen])
 

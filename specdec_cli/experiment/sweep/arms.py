@@ -1,6 +1,5 @@
-"""The sessions of a sweep's arms: all over one target, or one at a time where memory lacks.
-
-Every rank calls this in the same order. Knows no samples.
+"""The sessions of a sweep's arms: all over one target, or one at a time if memory is short. All
+ranks call this in the same order. Knows no samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +15,9 @@ from specdec_cli.launch.world import World
 
 @dataclass(slots=True)
 class Arms:
-    """Loads the arms of a plan.
-
-    begin: called with what is loaded. failures: of arms that cannot be loaded, by name. alternates:
-    whether arms are loaded one at a time, because they do not fit in memory together.
+    """Loads the arms of a plan. begin: called with a description of each load. failures: those of
+    arms that cannot be loaded, by name. alternates: whether arms are loaded one at a time, because
+    they do not fit in memory together.
     """
 
     plan: SweepPlan
@@ -61,8 +59,8 @@ class Arms:
         return self._sessions.get(name)
 
     def _load(self, job: Job, first: Session | None = None) -> None:
-        """Load an arm, beside a first one if there is one; keep its session or its failure, neither
-        where it does not fit beside.
+        """Load an arm, beside a first one if there is one. Its session or its failure is kept;
+        neither is kept if it does not fit beside the first.
 
         Raises if it is the only arm, and with several ranks: a rank with a part of the draft may
         fail while the others do not.
@@ -87,7 +85,7 @@ class Arms:
             self._sessions[name] = found
 
     def _forget(self) -> None:
-        """Give up all sessions, except for the target's weights."""
+        """Free all sessions, except for the target's weights."""
         for session in self._sessions.values():
             session.forget_rounds()
         self._sessions.clear()

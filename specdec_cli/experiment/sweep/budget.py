@@ -8,7 +8,7 @@ from specdec_cli.experiment.duration import Speeds, in_words, own_plan, speeds_o
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.recipe import Recipe
 
-_AIM = 0.7  # of the time: an estimate is often too low
+_AIM = 0.7  # share of the minutes to plan with: an estimate is often too low
 _FEWEST_PROMPTS, _FEWEST_TOKENS, _USUAL_TOKENS = 8, 16, 64
 
 
@@ -31,10 +31,9 @@ class Fit:
 
 
 def fitting(plan: SweepPlan, seconds: float) -> Fit:
-    """The largest size of a sweep that takes no longer, or `UsageError` where none does.
-
-    Repeats go first, since intervals are over prompts; then tokens down to 64, prompts down to 8,
-    and tokens down to 16.
+    """The largest size of a sweep that takes no longer. Raises `UsageError` if even the smallest
+    does. Repeats are reduced first, since intervals are over prompts; then tokens to 64, prompts to
+    8, and tokens to 16.
     """
     first = own_plan(plan.jobs[0])
     speeds = speeds_of(first.device, first.target.dtype)
@@ -71,7 +70,7 @@ def _sizes(plan: SweepPlan) -> Iterator[Fit]:
 
 
 def _seconds(plan: SweepPlan, size: Fit, speeds: Speeds) -> float:
-    """About how long a sweep of this size takes."""
+    """The approximate duration of a sweep of this size."""
     s = plan.settings
     jobs = {}
     for draft, job in zip(s.drafts, plan.jobs, strict=True):

@@ -43,7 +43,7 @@ def points_at(
     failures: Mapping[Key, Failure],
     rate: Rate | None = None,
 ) -> list[Point]:
-    """The points of one level, from the records: those that arms share once and first."""
+    """The points of one level, from the records. Points that arms share come once, and first."""
     if (offered := settings.offered) is not None:
         keys = settings.keys(batch_size, settings.ks, rate)
         return points_at_rate(offered, records.samples, records.stretches, keys, failures)
@@ -54,7 +54,7 @@ def points_at(
         whys = dict.fromkeys(predicted, Failure("skipped", "predicted, not measured"))
         forecasts = forecasts_of(settings, records, draft, batch_size)
         for point in arm_points(records.samples, arm, whys | dict(failures), forecasts, seed):
-            # A baseline that all arms share has no arm's acceptance to predict anything of.
+            # A baseline that all arms share has no acceptance, so it has no prediction.
             if point.draft != draft:
                 point = point.model_copy(update={"prediction": None})
             found.setdefault(Key.of(point), point)
@@ -66,7 +66,7 @@ def forecasts_of(
 ) -> Forecasts:
     """The basis of an arm's predictions at a batch size."""
     largest = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
-    # Synthetic acceptance writes another text at each k; only its length may be the same.
+    # Synthetic acceptance writes another text at each k; only the texts' length may be the same.
     is_exact = settings.is_greedy and not settings.has_given_acceptance
     if settings.has_given_acceptance:
         ends = {sample.finish_reason for sample in largest.values()}
@@ -104,7 +104,7 @@ def sweep_document(
     """The document of `sweep-k --json` and summary.json, with an `error` if no point was measured,
     and the exit code.
 
-    failures: of this run of the command. check: of losslessness, if one was asked for.
+    failures: those of this run of the command. check: that of losslessness, if one was asked for.
     """
     is_closed = settings.offered is None
     samples = {key: records.samples[key] for key in sorted(records.samples, key=order_of(settings))}
@@ -210,7 +210,7 @@ def order_of(settings: SweepSettings) -> Callable[[Key], tuple[float, ...]]:
 
 
 def prompts_that_failed(samples: Iterable[Samples]) -> list[Notice]:
-    """A warning if prompts could not run. samples: of each point, by prompt."""
+    """A warning if prompts could not run. samples: those of each point, by prompt."""
     failed = {
         sample.index: sample.error or "no reason is known"
         for found in samples
@@ -237,9 +237,10 @@ def exit_code(
 ) -> ExitCode:
     """The exit code of a sweep or a comparison.
 
-    Partial if a point or a prompt failed, also if no prompt could run, and where `is_partial` says
-    so. If every point failed, the code of what stopped them. Tokens that differ but must not come
-    before missing results. samples: of each point. failures: of this run of the command.
+    It is partial if a point or a prompt failed, if no prompt could run, and if `is_partial` is
+    true. If every point failed, it is the code of their failure. Tokens that differ although they
+    must not take precedence over missing results. samples: those of each point. failures: those of
+    this run of the command.
     """
     points = [p for p in points if p.status != "skipped"]
     statuses = {p.status for p in points}

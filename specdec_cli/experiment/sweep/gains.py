@@ -25,9 +25,10 @@ from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, sp
 class Gains:
     """Speed-ups over k = 0, on the same prompts for all points.
 
-    points: those that can be compared. measured, predicted: one of them has the measure of each
-    point. prompts: the prompts. num_parts: of the time curve, for predictions. seconds: of
-    measuring these prompts at these points. why_none: set if there are no points.
+    points: those that can be compared. measured, predicted: the measures of the points; one of the
+    two is set. prompts: the compared prompts. num_parts: the parts of the time curve, for
+    predictions. seconds: the time of measuring these prompts at these points. why_none: set if
+    there are no points.
     """
 
     points: Sequence[Point] = ()
@@ -52,7 +53,7 @@ class Gains:
         return found or 0.0
 
     def interval(self, point: Point) -> Sequence[float] | None:
-        """The interval of that speed-up."""
+        """The interval of the point's own speed-up."""
         if not self.is_predicted or point.k == 0:
             return point.speedup_ci
         return point.prediction.speedup_ci if point.prediction is not None else None
@@ -81,7 +82,7 @@ def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> G
 def seconds_of(
     samples: Mapping[Key, Samples], points: Iterable[Point], prompts: Iterable[int]
 ) -> float:
-    """Seconds that rounds of some prompts took at some points, all repeats together."""
+    """The seconds of the rounds of some prompts at some points, with all repeats."""
     chosen = list(prompts)
     return sum(sum(samples[Key.of(p)][i].decode_seconds) for p in points for i in chosen)
 
@@ -99,7 +100,7 @@ def _why_not_compared(points: Sequence[Point]) -> str:
 
 
 def predicted_gains(points: Sequence[Point], forecasts: Mapping[str | None, Forecasts]) -> Gains:
-    """The speed-ups of points as predicted. forecasts: of each arm."""
+    """The predicted speed-ups of points. forecasts: that of each arm."""
     chosen = [p for p in points if p.predicted_speedup is not None]
     if not chosen:
         return Gains(why_none="nothing could be predicted")
@@ -120,9 +121,8 @@ def predicted_gains(points: Sequence[Point], forecasts: Mapping[str | None, Fore
 def compare_arms(
     points: Sequence[Point], gains: Gains, samples: Mapping[Key, Samples], seed: int
 ) -> list[Comparison]:
-    """Every two arms of one batch size, the faster one first, each at its own fastest k.
-
-    Plain decoding is an arm too. All are compared on the same prompts.
+    """Comparisons of all pairs of arms of one batch size, each arm at its own fastest k. The faster
+    arm comes first, and plain decoding is an arm too. All are compared on the same prompts.
     """
     fastest: dict[str | None, Point] = {}
     for point in gains.points:

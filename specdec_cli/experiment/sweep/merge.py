@@ -44,13 +44,13 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     shards = [read_settings(path) for path in paths]
     whole = replace(shards[0], shard=None)
     for path, settings in zip(paths[1:], shards[1:], strict=True):
-        # Drafts are named by their section of the recipe, so that one model may have two names.
+        # Drafts are identified by their section of the recipe, so one model may have two names.
         named = replace(settings, shard=None, drafts=whole.drafts)
         found = settings_difference(whole.as_dict(), named.as_dict())
         if found is not None:
             told = f"{found.key} is {found.ours!r} and {found.theirs!r}"
             if found.same_name:
-                told = f"{found.key}: other weights in one than in the other ({found.ours!r})"
+                told = f"{found.key}: the weights differ ({found.ours!r})"
             raise UsageError(f"{path} and {paths[0]} are of different sweeps: {told}")
     records = SweepRecords()
     failures: dict[Key, Failure] = {}
@@ -160,7 +160,7 @@ def _add(
 def _add_stretches(
     records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
 ) -> None:
-    """Add the whole points at rates: each shard's requests follow those of the shards before."""
+    """Add the complete points at rates. Each shard's requests follow those of the shards before."""
     own = SweepRecords()
     for record in (*_read(path, Sample, settings, whole), *_read(path, Stretch, settings, whole)):
         own.enter(record)
@@ -188,7 +188,7 @@ def _lacks(key: Key, whole: SweepSettings, records: SweepRecords) -> bool:
 
 
 def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict[Key, Failure]:
-    """Points that failed in a shard; other shards cannot make up for them."""
+    """The points that failed in a shard; other shards cannot make up for them."""
     last = {Key.of(point): point for point in _read(path, Point, settings, whole)}
     return {
         key: Failure(point.status, f"{path.resolve().name}: {point.reason}")

@@ -20,9 +20,9 @@ def recommend(
 
     Candidates are the points that are tied with the fastest and faster than k = 0 beyond chance.
     The draft is that of the fastest candidate; k is the smallest candidate with that draft, or 0,
-    "no speculation", without candidates. In sweeps with predicted points predictions take the
-    place of speeds, and pass the same test. disturbed: signs that something disturbed the times,
-    over which no recommendation is called significant.
+    "no speculation", without candidates. In sweeps with predicted points predictions replace speeds
+    and pass the same test. disturbed: signs that something disturbed the times; with them no
+    recommendation is called significant.
     """
     candidates = list(gains.points)
     if not candidates:
@@ -33,13 +33,14 @@ def recommend(
     fastest = candidates[choice.best]
     paying = [p for p in tied if _pays(p, gains)]
     if paying:
-        # The draft of the fastest point, or else of the fastest that pays. A smaller k is preferred
-        # only for the same draft, since proposals of different drafts cost differently.
+        # The draft is that of the fastest point, or else of the fastest point that pays. A smaller
+        # k is preferred only for the same draft, since proposals of different drafts differ in
+        # cost.
         draft = max(paying, key=lambda p: (p is fastest, gains.value(p))).draft
         chosen = min((p for p in paying if p.draft == draft), key=lambda p: p.k)
     else:
         chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
-    # After an interruption a point's own gain is of other prompts than its comparison.
+    # After an interruption a point's own gain is over other prompts than its comparison.
     same_draft = {chosen.k} | {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
     proposing = [p for p in candidates if p.k]
     ends = [gains.interval(p) for p in proposing]
@@ -77,7 +78,8 @@ def recommend(
 def recommend_by_category(
     gains: Gains, samples: Mapping[Key, Samples], seed: int, disturbed: Sequence[Notice] = ()
 ) -> dict[str, Best]:
-    """`recommend` for the prompts of each category; nothing for fewer than two, or predictions."""
+    """The recommendation for the prompts of each category; empty for fewer than two categories, and
+    for predictions."""
     if gains.is_predicted or not gains.points:
         return {}
     prompts = sorted(gains.prompts)
@@ -103,12 +105,12 @@ def recommend_by_category(
 
 
 def has_several_drafts(points: Sequence[Point]) -> bool:
-    """Whether points are of several drafts, so that k alone does not name one."""
+    """Whether points have several drafts, so that k alone does not name a point."""
     return len({p.draft for p in points if p.k}) > 1
 
 
 def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
-    """The name of a point. with_draft: add the draft, except at k = 0, where it plays no part."""
+    """The name of a point. with_draft: whether to add the draft; k = 0 has none."""
     return f"k = {k} with draft {draft}" if with_draft and k else f"k = {k}"
 
 
@@ -123,7 +125,7 @@ def _reason(
 ) -> str:
     """The recommendation in words.
 
-    least_tied: the smallest tied k with the chosen draft. is_open: whether nothing is decided.
+    least_tied: the smallest tied k with the chosen draft. is_open: whether the verdict is open.
     """
     gain_of, count = gains.value, len(gains.prompts)
     over = f" over {count} prompt{'s' if count > 1 else ''}"

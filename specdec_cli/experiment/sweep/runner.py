@@ -1,4 +1,4 @@
-"""Running a sweep: which points run in which order, and what becomes of failures.
+"""Running a sweep: the order of its points, and the handling of failures.
 
 Every rank runs the same points in the same order and keeps the same records in memory; only rank 0
 has a folder and computes points. Knows nothing of terminals.
@@ -30,7 +30,7 @@ from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_unit
 from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
-_MOST_PASSES = 4  # of each arm over a batch size's prompts, where arms are loaded in turn
+_MOST_PASSES = 4  # passes of each arm over a batch size's prompts, if arms are loaded in turn
 
 
 @dataclass(eq=False)
@@ -47,13 +47,16 @@ class Sweep(Running):
         self._agreement = self.world.agreement()
         plain = [of for of in samples if of.k == 0 and of.request_rate is None]
         self._earlier = {of: frozenset(samples[of]) for of in plain}
-        self._peak_memory = 0  # the largest of all ranks, updated after each part of a point
+        self._peak_memory = 0  # the largest peak of all ranks, updated after each part of a point
 
     @property
     def notices(self) -> list[Notice]:
-        """Warnings about the machine, and the way in which this run measured."""
+        """Warnings about the machine and about this run's way of measuring."""
         found = self._watch.notices()
-        for key, earlier in self._earlier.items():  # times that changed where this process went on
+        for (
+            key,
+            earlier,
+        ) in self._earlier.items():  # times that changed where this process resumed
             size = key.batch_size
             own = {of: s for of, s in self.records.samples.items() if of.batch_size == size}
             found += seams_in(own, earlier)
@@ -67,10 +70,9 @@ class Sweep(Running):
         return [*found, Notice("arms_alternate", told, {"most_passes": _MOST_PASSES})]
 
     def run(self) -> list[Point]:
-        """Measure what is not recorded yet. Returns the points of the whole sweep, on rank 0.
-
-        Raises if the only draft cannot be loaded. One of several drafts, on one rank, becomes
-        failed points.
+        """Measure everything that is not recorded yet. Returns the points of the whole sweep, on
+        rank 0. Raises if the only draft cannot be loaded. If one of several drafts cannot be
+        loaded, on one rank, its points fail.
         """
         points: list[Point] = []
         if self.plan.settings.offered is not None:
@@ -84,7 +86,7 @@ class Sweep(Running):
         return points
 
     def _run_at_rates(self) -> list[Point]:
-        """Each point at a rate is one stretch: the arms of a rate take turns by points."""
+        """Each point at a rate runs in one piece, so the arms of a rate take turns by points."""
         settings, jobs, points = self.plan.settings, self.plan.jobs, list[Point]()
         size, loads = settings.batch_sizes[0], {job.plan.proposer: job for job in jobs}
         keys = [key for key in settings.measured_keys if not self.records.stretches[key]]
@@ -117,15 +119,14 @@ class Sweep(Running):
         return points
 
     def _keys_of(self, job: Job, batch_size: int, ks: Iterable[int]) -> list[Key]:
-        """The points of one arm, without a k = 0 that all arms share."""
+        """The points of one arm, without k = 0 if all arms share it."""
         draft = job.plan.proposer
         keys = (self.plan.settings.key(draft, batch_size, k) for k in ks)
         return [key for key in keys if key.draft == draft]
 
     def _open_jobs(self, batch_size: int) -> list[Job]:
-        """The arms for which samples or data for predictions are missing at a batch size.
-
-        The first one if only the k = 0 that all arms share is not whole.
+        """The arms that lack samples or data for predictions at a batch size. It is the first arm
+        if only the k = 0 that all arms share is incomplete.
         """
         settings, jobs = self.plan.settings, self.plan.jobs
         found = [job for job in jobs if self._is_open(job, batch_size)]
@@ -152,7 +153,7 @@ class Sweep(Running):
         )
 
     def _measure_all(self, jobs: Sequence[Job], batch_size: int) -> None:
-        """Measure arms together or, where memory lacks, in alternating passes over the prompts."""
+        """Measure arms together or, if memory is short, in alternating passes over the prompts."""
         units = range(len(units_of(jobs[0], batch_size)))
         if (sessions := self._arms.together(jobs)) is not None:
             self._measure(jobs, sessions, batch_size, units)
@@ -189,7 +190,7 @@ class Sweep(Running):
         """Measure points of the arms that have sessions over some units of a batch size, one unit
         after another, then release their captured rounds.
 
-        whole: the sessions, as opened for the largest batch.
+        whole: the sessions, opened for the largest batch.
         """
         jobs = [job for job in jobs if job.plan.proposer in whole]
         if not jobs:
@@ -199,8 +200,8 @@ class Sweep(Running):
         for name, session in whole.items():
             sessions[name] = session.resized(batch_size)
             if sessions[name] is not session:
-                session.forget_rounds()  # captured for the largest batch
-        # Plain decoding, if all arms share it, is the first one's that reads no hidden states.
+                session.forget_rounds()  # rounds captured for the largest batch
+        # If all arms share plain decoding, the first arm that reads no hidden states runs it.
         plain = min(jobs, key=lambda job: job.plan.reads_hidden)
         hosts = {job.plan.proposer: job for job in jobs}
         if settings.shares_baseline:
@@ -213,7 +214,7 @@ class Sweep(Running):
         loop = self._loop(session_of)
         self._begin("warming up")
         cold = keys
-        if not self._backend.is_native:  # nothing is asked of servers that have answered all
+        if not self._backend.is_native:  # servers that have answered everything are not asked again
             cold = [key for key in keys if self._lack(hosts[key.draft], [key], [])]
         loop.warm_up({key: hosts[key.draft] for key in cold})
         self._begin("measuring")
@@ -226,7 +227,7 @@ class Sweep(Running):
                 with self.clock.measures(-1):
                     for part in parts:
                         if curve_unit(plain, batch_size, part) == number:
-                            # In the same kind of order as the points that it predicts.
+                            # The order is of the same kind as that of the predicted points.
                             for key in balanced(keys, part, settings.seed):
                                 if part not in self.records.costs[key]:
                                     unit = units[key.draft][number]
@@ -253,9 +254,8 @@ class Sweep(Running):
     def _check(
         self, hosts: Mapping[str | None, Job], session_of: Callable[[Key], Session], batch_size: int
     ) -> None:
-        """Compare texts with those of the target alone, if asked: the run's own if it is greedy.
-
-        hosts: the job of each arm that was measured at this batch size.
+        """Compare texts with those of the target alone, if asked: the run's own texts if it is
+        greedy. hosts: the job of each arm that was measured at this batch size.
         """
         settings = self.plan.settings
         if self.check is None or not (settings.is_greedy or batch_size == settings.batch_sizes[0]):
@@ -329,7 +329,7 @@ class Sweep(Running):
             )
 
     def _without_text(self, job: Job) -> list[int]:
-        """Prompts with a sample at the largest k but without a replay record."""
+        """The prompts with a sample at the largest k but without a replay record."""
         settings, draft = self.plan.settings, job.plan.proposer
         if max(settings.ks) == 0 or not self._backend.is_native:
             return []
@@ -357,7 +357,7 @@ class Sweep(Running):
         except (SetupError, UsageError):
             raise
         except Exception as caught:
-            # All ranks fail together by rank 0's verdict, or out of memory in one pass.
+            # All ranks fail together: by rank 0's verdict, or by lack of memory in one pass.
             is_common = isinstance(caught, RunError) or is_out_of_memory(caught)
             if self.world.size > 1 and not is_common:
                 raise

@@ -1,7 +1,6 @@
-"""Records, progress and points at rates, which sweeps share however their arms come to run; and
-running a sweep on servers that are started for it, one after another, each for all batch sizes.
-
-A server has one k, so arms take turns by starts, not by prompts. Knows no server's commands.
+"""Records, progress and points at rates for all kinds of sweeps, and running a sweep on servers
+that are started for it. Servers run one after another, each for all batch sizes. A server has one
+k, so arms take turns by starts, not by prompts. Knows no server's commands.
 """
 
 import logging
@@ -29,9 +28,8 @@ _log = logging.getLogger("specdec")
 
 @dataclass(eq=False)
 class Running:
-    """Runs a plan; `records` holds everything that is finished.
-
-    records: the same on every rank except for the folder, since they determine what is left to do.
+    """Runs a plan; `records` holds everything that is finished. records: the same on every rank,
+    except for the folder, since they determine the remaining work.
     """
 
     plan: SweepPlan
@@ -41,7 +39,7 @@ class Running:
     check: LosslessCheck | None = field(default=None, init=False)
     failures: dict[Key, Failure] = field(default_factory=dict, init=False)
     clock: SweepClock = field(default_factory=SweepClock, init=False)
-    # Arms and ks, of points at rates.
+    # Pairs of arm and k of points at rates.
     _warm: set[tuple[str | None, int]] = field(default_factory=set, init=False)
 
     def _points(self, batch_size: int, rate: Rate | None = None) -> list[Point]:
@@ -69,7 +67,7 @@ class Running:
         return MeasuringLoop(session_of, self.world, self._keep, self._most_memory, self._guarded)
 
     def _measure_at_rate(self, key: Key, job: Job, session: Session) -> None:
-        """Measure a point in one stretch, warmed up by a closed batch where its k is new."""
+        """Measure a point in one piece. A closed batch comes first as a warm-up if the k is new."""
         if (key.draft, key.k) not in self._warm:
             self._begin("warming up")
             self._loop(lambda _: session).warm_up({key: job})
@@ -86,7 +84,7 @@ class Running:
         )
         self.clock.rounds += seconds
         self._keep(key, samples)
-        self.records.add(stretch)  # with which they count
+        self.records.add(stretch)  # samples count once this record is there
 
     def _guarded(self, key: Key, run: Callable[[], object]) -> None:
         """Run a part of a point, unless its server died in an earlier one."""
@@ -106,7 +104,7 @@ class Starter(Protocol):
 
     def start(self, plan: Prepared, k: int, told: Callable[[str], None]) -> None:
         """Start the server of a k, and wait until it is healthy. Raises `RunError` if it ends
-        before, or is not in time."""
+        earlier or is not healthy in time."""
 
     def stop(self) -> None:
         """End the server that runs, if any."""
@@ -123,7 +121,7 @@ class StartedSweep(Running):
         return self.starter.notices
 
     def run(self) -> list[Point]:
-        """Measure what is not recorded yet. Returns the points of the whole sweep."""
+        """Measure everything that is not recorded yet. Returns the points of the whole sweep."""
         settings = self.plan.settings
         jobs = {job.plan.proposer: job for job in self.plan.jobs}
         for first in settings.keys(settings.batch_sizes[0], settings.ks):
@@ -139,7 +137,7 @@ class StartedSweep(Running):
         return {p.index for p in job.prompts} - self.records.samples[key].keys()
 
     def _on_a_server(self, keys: list[Key], job: Job) -> None:
-        """Start the server of these points, of several batch sizes or rates, and measure them."""
+        """Start the server of these points and measure them at their batch sizes or rates."""
         try:
             self._begin("starting a server")
             self.starter.start(job.plan, keys[0].k, self.watcher.told)

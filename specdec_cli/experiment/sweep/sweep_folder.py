@@ -1,4 +1,5 @@
-"""The run folder of a sweep: creating, resuming and reading it, and k = 0 from another run's."""
+"""The run folder of a sweep: creating, resuming and reading it, and taking k = 0 from another
+run."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from specdec_cli.text import one_line, shown
 
 
 def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: bool) -> RunFolder:
-    """The sweep's run folder, new or resumed; `records` takes over what it holds.
+    """The sweep's run folder, new or resumed; `records` takes over the records that it holds.
 
     Raises `UsageError` when it holds a sweep with other settings, or another run.
     """
@@ -45,8 +46,8 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
 
 
 def read_settings(path: Path) -> SweepSettings:
-    """The settings of a sweep's folder. Raises `UsageError` if it is none, and `SetupError` if they
-    are damaged."""
+    """The settings of a sweep's folder. Raises `UsageError` if the folder has none, and
+    `SetupError` if they are damaged."""
     found = settings_file.kept_settings(path, SweepSettings)
     if not found:
         raise UsageError(
@@ -71,7 +72,7 @@ def finish(
         check=sweep.check.result if sweep.check is not None else None,
     )
     if plan.jobs[0].backend.is_native:
-        # Both import torch, which merging does without.
+        # Both modules import torch, which merging does not need.
         from specdec_cli.experiment.duration import own_plan
         from specdec_cli.experiment.memory import memory_cost
 
@@ -84,7 +85,7 @@ def finish(
 
 
 def _earlier_clock(path: Path) -> SweepClock:
-    """The clock in the folder's summary; zeros without one."""
+    """The clock in the folder's summary; zeros without a summary."""
     try:
         found = settings_file.read_json(path / "summary.json")["measuring"]
         times = [float(found[name]) for name in ("rounds", "measuring", "processor")]
@@ -122,7 +123,7 @@ def _by_draft(plan: SweepPlan) -> dict[str, dict[str, Any]]:
 def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
     """The samples at k = 0 of the plan's prompts, as samples of its own arm.
 
-    Raises `UsageError` where the folder has none, or they are of other prompts or settings.
+    Raises `UsageError` if the folder has none, or if they belong to other prompts or settings.
     """
     name = f"--baseline: {one_line(str(folder))}"
     refuse_special_files(folder)

@@ -20,16 +20,16 @@ from specdec_cli.recipe.choices.registry import NONE, weights_from
 
 _OFF = 0.1  # of a rate
 
-_LONG_S = 3600.0  # of a sweep whose plan names --minutes
+_LONG_S = 3600.0  # a longer sweep's plan mentions --minutes
 
 
 @dataclass(slots=True)
 class SweepPlan:
     """A checked sweep: no weights are loaded yet.
 
-    recipe: as resolved from the command line. jobs: one for each draft, with this shard's prompts.
-    notices: further warnings, of all shards alike. own_prompts: text of the prompts that the run
-    folder is to keep, since no other file holds them. check_lossless: whether to compare texts with
+    recipe: the command line's resolved recipe. jobs: one for each draft, with this shard's prompts.
+    notices: further warnings, the same for all shards. own_prompts: the text of the prompts, which
+    the run folder keeps if no other file holds them. check_lossless: whether to compare texts with
     those of the target alone.
     """
 
@@ -64,7 +64,7 @@ def plan_sweep(
 ) -> SweepPlan:
     """A checked sweep with tokenised prompts. recipes: one for each draft, otherwise equal.
 
-    Raises `UsageError` for a sweep without a proposer, and what `generation.tokenised` raises.
+    Raises `UsageError` for a sweep without a proposer, and the errors of `generation.tokenised`.
     """
     largest = max(ks)
     for recipe in recipes:
@@ -95,7 +95,7 @@ def plan_sweep(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"--draft: {twice} is there twice")
-    if batch_sizes[0]:  # else there is no limit
+    if batch_sizes[0]:  # otherwise there is no limit
         recipe = recipe.changed("run", batch_size=batch_sizes[0])
     recipe = dated(recipe, jobs[0])
     common = common_settings(recipe, jobs[0], ["target"])
@@ -109,7 +109,7 @@ def plan_sweep(
         predict_only=predict_only,
         shard=shard,
     )
-    # Over the prompts of all shards, so that each shard has the same warnings.
+    # Warnings are about the prompts of all shards, so that each shard has the same.
     found = [*prompts.notices, *warnings_of_job(jobs[0], prompts.chat)]
     for job in jobs:
         if (short := draft_context_warning(job.plan, job.token_ids)) is not None:
@@ -128,8 +128,8 @@ def plan_sweep(
 
 
 def _with_load(recipe: Recipe) -> Recipe:
-    """The recipe with the whole path of a file of due times. Raises `UsageError` where its arrivals
-    are no process."""
+    """The recipe with the whole path of a file of due times. Raises `UsageError` if its arrivals
+    name no process."""
     load = recipe.load
     if load.request_rate is None:
         return recipe
@@ -147,7 +147,7 @@ def _with_load(recipe: Recipe) -> Recipe:
 
 
 def _other_rate(recipe: Recipe) -> list[Notice]:
-    """A warning where the times of a file come at another rate than the one that is asked for."""
+    """A warning if the times of a file come at another rate than the requested one."""
     rates = recipe.load.request_rate
     own = process_of(recipe.load.arrivals).own_rate if rates else None
     if own is None or rates is None or abs(own / float(rates[0]) - 1) <= _OFF:

@@ -47,18 +47,18 @@ class SweepSettings(RunSettings):
 
     @property
     def offered(self) -> Offered | None:
-        """The load that requests arrive with; None for closed batches."""
+        """The load of arriving requests; None for closed batches."""
         found = self.recipe.get("load")
         return Offered.of(found, self.seed) if found is not None else None
 
     @property
     def levels(self) -> list[tuple[int, Rate | None]]:
-        """Levels that points are compared within: batch sizes, and rates where requests arrive."""
+        """The levels within which points are compared: batch sizes, or rates if requests arrive."""
         rates = self.offered.rates if self.offered is not None else (None,)
         return [(size, rate) for rate in rates for size in self.batch_sizes]
 
     def num_samples(self, rate: Rate | None, prompts: int) -> int:
-        """The samples of a point of so many prompts."""
+        """The number of samples of a point with this many prompts."""
         offered = self.offered
         if offered is None or rate is None:
             return prompts
@@ -74,7 +74,8 @@ class SweepSettings(RunSettings):
         return Key(own, batch_size, k, request_rate=rate)
 
     def keys(self, batch_size: int, ks: Iterable[int], rate: Rate | None = None) -> list[Key]:
-        """The points of one level: each arm's in turn, what all arms share once and first."""
+        """The points of one level: each arm's in turn. A point that all arms share comes once, and
+        first."""
         chosen = list(ks)
         found = (self.key(d, batch_size, k, rate) for d in self.drafts for k in chosen)
         return list(dict.fromkeys(found))
@@ -104,15 +105,14 @@ class SweepSettings(RunSettings):
 
 class Settings(Protocol):
     def misfit(self, record: Record) -> str | None:
-        """The reason that a record is of no point of the run, or None."""
+        """The reason why a record belongs to no point of the run, or None."""
 
 
 @dataclass(slots=True)
 class SweepClock:
-    """The time that a sweep took, in seconds.
-
-    rounds: in rounds and prefill passes of measured runs. measuring: the whole measured part,
-    including recording and writing. processor: CPU time of this process over that part.
+    """The duration of a sweep, in seconds. rounds: time in rounds and prefill passes of measured
+    runs. measuring: the whole measured part, including recording and writing. processor: CPU time
+    of this process over that part.
     """
 
     rounds: float = 0.0
@@ -121,7 +121,7 @@ class SweepClock:
 
     @contextmanager
     def measures(self, sign: int = 1) -> Iterator[None]:
-        """Count a part as measuring, if it comes to its end. sign: -1 for what a part contains
+        """Count a part as measuring if it ends without an error. sign: -1 for work inside a part
         that does not count."""
         began, processor = time.perf_counter(), time.process_time()
         yield
@@ -137,10 +137,10 @@ class SweepClock:
 class SweepRecords:
     """The records of a sweep or a comparison, in memory and in its folder.
 
-    samples: those of a point at a rate only with its stretches, without which they are a part of
-    a window. texts: by draft and prompt. costs: the time curves. facts: of the pairs of a
-    comparison whose models were loaded. earlier_clock, earlier_where: from the summary of the last
-    earlier process that measured anything; the summary itself is removed with the first new record.
+    samples: those of a point at a rate need its stretches; without these they are only a part of a
+    window. texts: by draft and prompt. costs: the time curves. facts: those of a comparison's pairs
+    whose models were loaded. earlier_clock, earlier_where: taken from the summary of the last
+    process that measured anything; the first new record removes that summary.
     """
 
     folder: RunFolder | None = None
@@ -163,7 +163,7 @@ class SweepRecords:
         self.drop_parts()
 
     def drop_parts(self) -> None:
-        """Leave out samples of points at rates that are not whole."""
+        """Leave out samples of points at rates that are incomplete."""
         for key in [key for key in self.samples if key.request_rate is not None]:
             whole = sum(one.num_requests for one in self.stretches[key].values())
             if len(self.samples[key]) != whole:
@@ -177,7 +177,8 @@ class SweepRecords:
             self.enter(record)
 
     def add_point(self, point: Point) -> bool:
-        """Add a point if it changed, and tell. A retried point has a second line."""
+        """Add a point if it changed, and return whether it did. A retried point has a second
+        line."""
         kept = _as_kept(point)
         has_changed = self.points.get(Key.of(kept)) != kept
         if has_changed:
@@ -185,7 +186,7 @@ class SweepRecords:
         return has_changed
 
     def enter(self, record: Record) -> None:
-        """Take a record into memory; of two of one thing the last counts."""
+        """Take a record into memory. It replaces an earlier record of the same thing."""
         match record:
             case Sample():
                 self.samples[Key.of(record)][record.place] = record
@@ -203,7 +204,7 @@ class SweepRecords:
 
 
 def _as_kept(point: Point) -> Point:
-    """The point as its line has it: k = 0 is of no draft."""
+    """The point as its line has it: k = 0 has no draft."""
     return point if point.k or point.draft is None else point.model_copy(update={"draft": None})
 
 
@@ -219,5 +220,6 @@ R = TypeVar("R", bound=Record)
 
 
 def read_kept(folder: Path, kind: type[R], settings: Settings) -> list[R]:
-    """The records of one kind in a run's folder. Raises `SetupError` for one of no point of it."""
+    """The records of one kind in a run's folder. Raises `SetupError` for a record that belongs to
+    no point of the run."""
     return read_records(folder / _FILES[kind], kind, settings.misfit)

@@ -15,8 +15,8 @@ _CURVE_PARTS_OF_BATCHES = 2
 
 
 def curve_parts(job: Job, batch_size: int) -> int:
-    """The number of parts of the time curve: at most half of the units; none of a server's, which
-    tells no times of rounds."""
+    """The number of parts of the time curve: at most half of the units. A server has no curve,
+    since it tells no times of rounds."""
     if not job.backend.is_native:
         return 0
     most = _MOST_CURVE_PARTS if batch_size == 1 else _CURVE_PARTS_OF_BATCHES
@@ -24,7 +24,7 @@ def curve_parts(job: Job, batch_size: int) -> int:
 
 
 def curve_unit(job: Job, batch_size: int, part: int) -> int:
-    """The unit whose prompts a part uses, and before which it is measured.
+    """The unit whose prompts a part uses. The part is measured before it.
 
     It is a whole unit, so that its batch drains as often as those of the points: in a half-empty
     batch a round costs each sequence more.
@@ -35,8 +35,8 @@ def curve_unit(job: Job, batch_size: int, part: int) -> int:
 def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
     """The cost of a round at one point, from the parts of the time curve.
 
-    draft_ms_per_step: the method's whole time, `commit_ms` included, over k. With
-    `distinct_experts` if all parts counted them.
+    draft_ms_per_step: the method's whole time, `commit_ms` included, divided by k.
+    `distinct_experts` is there if all parts counted them.
     """
     total = sum(part.rounds for part in parts.values())
     rounds = max(1, total)
