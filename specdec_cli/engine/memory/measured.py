@@ -57,7 +57,8 @@ def measure_rank(
 
     def run() -> None:
         ends = TwoRounds(len(requests)) if engine.policy.is_fixed else None
-        engine.run(requests, plan.k, params, on_emit=ends and ends.note, arrivals=ends)
+        note = None if ends is None else ends.note
+        engine.run(requests, plan.k, params, on_emit=note, arrivals=ends)
         for length in captured:
             engine.run([Request(0, (0,) * (length + left))], plan.k, params)
 
