@@ -9,8 +9,8 @@ from specdec_cli.recipe.choices.registry import weights_from
 
 
 def check_ahead(recipe: Recipe) -> None:
-    """Raise `SetupError` for a model that is missing or damaged, `Indivisible` for heads to be
-    split."""
+    """Raise `SetupError` for a model that is missing or damaged, and `Indivisible` for heads that
+    cannot be split."""
     _check(recipe.target)
     speculation = recipe.speculation
     if weights_from(speculation.method) == "draft" and speculation.num_speculative_tokens:

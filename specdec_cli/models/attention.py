@@ -32,7 +32,7 @@ _WITHOUT_EFFECT = {
 
 
 class NotPlainAttention(Exception):
-    """A layer asked for attention that paged passes do not compute; the message says which."""
+    """A layer asked for attention that paged passes do not compute; the message names it."""
 
 
 class Attention(Protocol):
@@ -45,8 +45,7 @@ class Attention(Protocol):
 
 
 class Recorder:
-    """Attention that records each call's layer, shape of the cache and arguments, and returns
-    zeros."""
+    """Attention that returns zeros and records each call's layer, cache shape and arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, LayerShape, ops.AttentionCall]] = []
@@ -63,7 +62,7 @@ class Recorder:
 def attach(model: torch.nn.Module, attention: Attention) -> None:
     """Make every attention layer of `model` call `attention`."""
     for module in model.modules():
-        # Past nn.Module's own __setattr__: an attention object must not become a submodule.
+        # This avoids nn.Module's own __setattr__: an attention object must not become a submodule.
         module.__dict__[_ATTACHED] = attention
 
 
@@ -81,7 +80,7 @@ def _dispatch(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: q, k, v of [1, heads, T, dim]; no mask is ever built.
 
-    Other arguments count as called, since some layers keep a stale `sliding_window`.
+    Arguments of the call count, since some layers keep a stale `sliding_window`.
     """
     if attention_mask is not None:
         raise NotPlainAttention("its layers compute an attention mask of their own")
@@ -114,7 +113,7 @@ _handles = itertools.count()
 _by_handle: weakref.WeakValueDictionary[int, "PagedAttention"] = weakref.WeakValueDictionary()
 
 
-# The operator also writes the cache, which no graph holds: data dependences keep the order.
+# The operator also writes the cache, which is outside of graphs: data dependences keep the order.
 @torch.library.custom_op("specdec::attend", mutates_args=())
 def attend_by_handle(
     handle: int,

@@ -1,7 +1,6 @@
 """Compiled forward passes: one callable for each model and kind of shape, never eager by accident.
-
-Dynamo silently stops compiling a `forward` that has too many callers. So each callable has code of
-its own, is one whole graph, and is compiled once: for one token, or for a variable number of them.
+Dynamo silently stops compiling a `forward` that has too many callers. So each callable has its own
+code, is one whole graph, and is compiled once: for one token, or for a variable number of tokens.
 """
 
 import contextlib
@@ -56,16 +55,17 @@ class CompiledForward:
     ) -> Outputs:
         """Logits [T, V], or [M, V] of `logit_rows`, and the hidden states [T, L * H] of `states`.
 
-        token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: of the same module; the same
-        object, or None, in every call. Compiles at the first call with one token, and at the first
-        with more. Raises Dynamo's exceptions for what is no whole graph or would be compiled again.
+        token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: those of the same module;
+        the same object, or None, in every call. Compiles at the first call with one token, and at
+        the first with more. Raises Dynamo's exceptions if a pass is not a whole graph or would be
+        compiled again.
         """
         one = len(token_ids) == 1
         ids, places = token_ids[None], positions[None]
         if one not in self._called:
             self._on_compile(f"compiling the {self._name}")
             self._called.add(one)
-        # In every call, because the first ones may run eagerly (`compile_ahead`).
+        # This is done in every call, because the first calls may run eagerly (`compile_ahead`).
         for tensor in () if one else (ids, places):
             torch._dynamo.mark_dynamic(tensor, 1)
         with torch._dynamo.config.patch(error_on_recompile=True), _no_advice():
@@ -86,7 +86,7 @@ def cannot_compile(problem: CompileError) -> SetupError:
     reason = reason_of(problem)
     return SetupError(
         f"a model cannot be compiled: {reason}",
-        "--set run.compile=off runs it as it is; -v shows the whole error",
+        "--set run.compile=off runs it without compiling; -v shows the whole error",
     )
 
 

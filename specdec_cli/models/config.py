@@ -55,8 +55,8 @@ def dtype_of(wanted: str, config: Any, device: torch.device) -> torch.dtype:
     return stored if isinstance(stored, torch.dtype) else torch.bfloat16
 
 
-# Scalings that stretch the positions of training, by a factor that configs may leave out of
-# max_position_embeddings. longrope's and llama3's configs have the stretched length there.
+# Scalings that stretch the positions of training. Configs may leave their factor out of
+# max_position_embeddings. Configs with longrope or llama3 have the stretched length there.
 _STRETCHED = ("yarn", "linear")
 
 

@@ -1,4 +1,4 @@
-"""A model's config before transformers reads it, which makes a module for each layer it names.
+"""Checks of a model's config before transformers reads it and makes a module for each layer.
 
 Imports nothing heavy.
 """
@@ -24,14 +24,13 @@ _SIZES = set(
     "vocab_size hidden_size n_embd intermediate_size moe_intermediate_size num_attention_heads "
     "n_head num_key_value_heads head_dim max_position_embeddings n_positions".split()
 )
-_SPREAD = "initializer_range"  # of random weights; transformers checks it for some families only
+_SPREAD = "initializer_range"  # for random weights; transformers checks some families only
 _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 
 def config_file(name: str, place: Path) -> dict[str, Any]:
-    """The object in a folder's config.json; of a GGUF file, the number of heads alone.
-
-    Raises `SetupError` for what is no config, and, with the key, for a number that no model has.
+    """The object in a folder's config.json; for a GGUF file, the number of heads alone. Raises
+    `SetupError` if it is no config, and, with the key, for a number that no model has.
     """
     if is_gguf(place):
         values = read_model(place).values
@@ -42,8 +41,8 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
 
 
 def separate_quantisation(name: str, place: Path) -> dict[str, Any] | None:
-    """The settings in Model-Optimizer's own file of a folder, as config.json would have them; None
-    where there is no such file. Raises `SetupError` for one that is damaged."""
+    """The settings in a folder's own file of Model-Optimizer, as config.json would have them; None
+    without such a file. Raises `SetupError` if it is damaged."""
     file = place / "hf_quant_config.json"
     if not file.is_file():
         return None
@@ -51,7 +50,7 @@ def separate_quantisation(name: str, place: Path) -> dict[str, Any] | None:
 
 
 def json_object(file: Path, told: str) -> dict[str, Any]:
-    """The object in a JSON file of a model. Raises `SetupError`, which calls it `told`."""
+    """The object in a JSON file of a model. Raises a `SetupError` that calls the file `told`."""
     try:
         if not file.is_file():
             raise ValueError("it is no regular file")
@@ -72,14 +71,14 @@ def json_object(file: Path, told: str) -> dict[str, Any]:
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """True for the short text that a clone without Git LFS holds in place of a large file."""
+    """True for the short text that stands for a large file in a clone without Git LFS."""
     with suppress(OSError), file.open("rb") as opened:
         return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
     return False
 
 
 def check_numbers(name: str, config: dict[str, Any], where: str) -> None:
-    """Raise `SetupError` for a number that no model has, with its key and `where` it stands."""
+    """Raise `SetupError` for a number that no model has, with its key and its place, `where`."""
     inner = [config]
     while inner:
         for key, value in inner.pop().items():

@@ -25,10 +25,9 @@ _NEVER_USED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
 
 
 def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], list[str]]:
-    """Readers for the tensors of `module` by its names, and the file's names that have no use.
-
-    tensors: readers by the file's names. Those that the family is known not to use are left out of
-    the second result. A reader raises `ValueError` where the parts of a tensor do not fit together.
+    """Readers for the tensors of `module` by its names, and the file's names that nothing uses.
+    tensors: readers by the file's names. The second result leaves out names that the family is
+    known not to use. A reader raises `ValueError` if the parts of a tensor do not fit together.
     """
     table = get_model_conversion_mapping(module)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -60,8 +59,7 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
 
 
 class _Group:
-    """Tensors of a file that make one or several of the module's, `names`, of which `name` is
-    first."""
+    """Tensors of a file that make one or several of the module's, `names`. `name` is the first."""
 
     def __init__(self, module: Any, name: str, converter: Any) -> None:
         self.module, self.name, self.converter = module, name, converter
@@ -70,10 +68,10 @@ class _Group:
         self._made: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """Read one of `names`, each once. The first call converts all, of stacked experts only
-        `part`."""
+        """Read one of `names`, each once. The first call converts all of them; of stacked experts
+        it converts only `part`."""
         if part is not None and (of_each := _part_of_each(self.converter, part)) is not None:
-            # Tensors that do not fit together are read whole, which shows their shapes.
+            # Tensors that do not fit together are read whole, so that errors show their shapes.
             with suppress(WrongShape, RuntimeError):
                 if (found := self._stacked(of_each)).shape == part.local_shape:
                     return found
@@ -89,7 +87,7 @@ class _Group:
         return whole if part is None else part.of(whole)
 
     def _stacked(self, of_each: Part) -> torch.Tensor:
-        """The one tensor that this part of each of the file's tensors makes."""
+        """The tensor made from this part of each of the file's tensors."""
         converter = copy(self.converter)
         converter.collected_tensors = {
             pattern: [partial(read, of_each) for read in reads]
@@ -102,7 +100,7 @@ class _Group:
 
 
 def _part_of_each(converter: Any, part: Part) -> Part | None:
-    """The part of each expert's matrix that makes `part` of the stacked ones; None where the
+    """The part of each expert's matrix that makes `part` of the stacked matrices; None if the
     converter does more than stack them and join gate and up."""
     steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
     if steps[:1] != [(MergeModulelist, 0)] or part.dim == 0:

@@ -45,10 +45,10 @@ class Description(Unfilled):
     """A model that passed the gate and holds no weights yet (its tensors are on meta).
 
     With several ranks, module and layers are those of this rank: its part of the matrices and its
-    heads. device: that it will be loaded on. hidden_layers: those whose hidden states the run
-    needs, see `PagedModel`. reach: tokens of the longest text, which rotary tables hold. shared,
-    shared_bytes: see `models.draft.Draft`, which it is too. drafts_at_once: as a draft, whether one
-    pass over masks gives all tokens.
+    heads. device: the device for loading. hidden_layers: the layers whose hidden states the run
+    needs, see `PagedModel`. reach: tokens of the longest text; rotary tables hold as many
+    positions. shared, shared_bytes: see `models.draft.Draft`, which this is too. drafts_at_once:
+    whether one pass over masks gives all tokens, if this is a draft.
     """
 
     layers: list[LayerShape]
@@ -101,13 +101,13 @@ class Description(Unfilled):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the parameters on this rank's device; tied ones count once."""
+        """Bytes of the parameters on this rank's device. Tied parameters count once."""
         own = (p for n, p in self.module.named_parameters() if n not in self.shards.tied)
         return sum(map(held_bytes, own)) - self.shared_bytes
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
-        """Those, and for fused layers the rotary tables and the weights that a CPU keeps in two
-        forms."""
+        """Bytes of the weights. With fused layers, also those of the rotary tables and of the
+        weights that a CPU keeps in two forms."""
         found = self.weight_bytes
         if not is_compiled and is_fusable(self.module):
             turns = num_turns(self.module) * self.layers[0].key_dim
@@ -164,7 +164,7 @@ class Description(Unfilled):
         on_compile: Callable[[str], None] | None = None,
         foreign_ids: bool = False,
     ) -> PagedModel:
-        """The loaded module over a cache of zero blocks, in the form in which its passes run."""
+        """The loaded module over a cache of zero blocks, in the form that its passes use."""
         fused = None
         if on_compile is None:
             begin_stage(f"fusing the {self.spec.role}")
@@ -180,7 +180,7 @@ class Description(Unfilled):
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """The target, on meta, and the ranks that a method's own draft is described for."""
+    """The target on meta, and the ranks of the draft that a method describes."""
 
     spec: ModelSpec
     device: torch.device
@@ -208,7 +208,8 @@ def describe_config(
     parallel: TensorParallel,
     names: Names | None = None,
 ) -> Description:
-    """`describe` for transformers' `config` of what lies at `place`. names: see `Description`."""
+    """The description of a model at `place` from transformers' `config`. names: see
+    `Description`."""
     try:
         check_config(config, spec.name)
         is_whole = spec.load_format != "dummy" and names is None
@@ -222,7 +223,7 @@ def describe_config(
                 dtype=dtype,
                 trust_remote_code=spec.trust_remote_code,
             )
-        # gpt2 searches every input for a padding id if it has one, which waits for the device. This
+        # If gpt2 has a padding id it searches every input for it, and waits for the device. This
         # assignment bypasses the config's own check, since some families require a number.
         vars(module.config)["pad_token_id"] = None
         module.eval()
@@ -232,7 +233,7 @@ def describe_config(
     except SetupError:
         raise
     except Exception as problem:
-        # Families with attention classes of their own look them up by name.
+        # Families with their own attention classes look them up by name.
         is_own = isinstance(problem, KeyError) and ATTENTION_NAME in problem.args
         reason = f"transformers cannot build it ({reason_of(problem)})"
         if is_own:

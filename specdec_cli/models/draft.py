@@ -1,4 +1,5 @@
-"""The interface between the engine and a draft, which it asks for sizes and never for its kind."""
+"""The interface between the engine and a draft. The engine asks a draft for sizes, never for its
+kind."""
 
 import re
 from collections.abc import Callable
@@ -15,8 +16,8 @@ from specdec_cli.models.spec import ModelSpec
 
 
 class Loaded(Protocol):
-    """A model with its weights, over a paged cache. storages: bytes of each block of memory that
-    holds weights and tables, by its address."""
+    """A model with its weights, over a paged cache. storages: the bytes of each block of memory
+    with weights and tables, by its address."""
 
     cache: KVCache
 
@@ -37,8 +38,8 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A convention of a checkpoint that tools read differently: how it was read, and who reads it
-    otherwise; and the draft read so, None where the target rules that out."""
+    """A convention of a checkpoint that tools read differently: how it was read here, which tools
+    read it otherwise, and the draft in that other reading; None if the target rules it out."""
 
     told: str
     draft: "Draft | None"
@@ -47,15 +48,16 @@ class Reading:
 class Draft(Protocol):
     """A draft on one rank, before its weights are read.
 
-    layers: what each caches. max_len: positions that it may use. vocab_size: ids that it can
-    propose. feature_layers: hidden states of the target that it reads; a draft that reads none has
-    a vocabulary and a tokenizer of its own. weight_bytes: without what it borrows. notes: facts for
-    the record of a run, by a word for each. has_confidence: whether it says how sure it is of a
-    token before it draws it. max_k: most tokens of a round; None for any number. shared,
-    shared_bytes: what `draft.share` lends it, and the bytes that this saves. target_tensors: names
-    of tensors in the target's files that it reads itself. captured_width: tokens of the largest
-    captured prefill pass; 0 without a fused form. can_compile: whether its padded passes can be
-    compiled. keeps_stored: whether any weight is held in other bits than the dtype's.
+    layers: the cache shape of each layer. max_len: the number of positions that it may use.
+    vocab_size: the number of ids that it can propose. feature_layers: hidden states of the target
+    that it reads; a draft that reads none has its own vocabulary and tokenizer. weight_bytes: bytes
+    without borrowed weights. notes: facts for the record of a run, each with a name.
+    has_confidence: whether it tells its confidence in a token before drawing it. max_k: most tokens
+    of a round; None for any number. shared, shared_bytes: the weights that `draft.share` lends it,
+    and the bytes that this saves. target_tensors: names of tensors in the target's files that the
+    draft reads. captured_width: tokens of the largest captured prefill pass; 0 without a fused
+    form. can_compile: whether its padded passes can be compiled. keeps_stored: whether any weight
+    stays in the checkpoint's own bits.
     """
 
     @property
@@ -102,7 +104,7 @@ class Draft(Protocol):
         ...
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
-        """Bytes of what it holds when it is loaded: weights, some in two forms, and tables."""
+        """Bytes that it holds when loaded: weights, some in two forms, and tables."""
         ...
 
     def passes(self, k: int) -> Passes:
@@ -116,15 +118,14 @@ class Draft(Protocol):
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
     ) -> int:
-        """Bytes of the tensors that are alive at a pass's peak, beside its inputs.
-
-        logit_rows: of a model that has them within its pass. gathers: as in prefill on CUDA, whose
-        allocator does not use attention's memory for the MLP.
+        """Bytes of the tensors that are alive at a pass's peak, without its inputs. logit_rows: for
+        models with logits inside the pass. gathers: whether attention's memory counts besides the
+        MLP's, as in prefill on CUDA, where the allocator does not share it.
         """
         ...
 
     def readings(self) -> list[Reading]:
-        """The conventions that tools read differently."""
+        """The conventions of the checkpoint that tools read differently."""
         ...
 
     def load(
@@ -134,9 +135,8 @@ class Draft(Protocol):
         block_size: int,
         on_compile: Callable[[str], None] | None = None,
     ) -> Loaded | None:
-        """Read its weights, over a cache of zero blocks; None on a rank that holds no part of it.
-
-        on_compile: told of each compilation; None if passes are not to be compiled. All of the
-        target's ranks have to call this. Raises `SetupError` for damaged weights.
+        """Read the weights, over a cache of zero blocks; None on a rank without a part of the
+        draft. on_compile: called for each compilation; None if passes are not to be compiled. All
+        of the target's ranks have to call this. Raises `SetupError` for damaged weights.
         """
         ...

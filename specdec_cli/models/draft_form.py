@@ -10,10 +10,9 @@ from specdec_cli.recipe.choices.registry import METHODS, Fitting, fitting_forms
 
 
 def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
-    """The recipe with the method that runs its draft, which tells of itself later if it is damaged.
-
-    is_free: whether the draft may replace a named method. Raises `UsageError` for a method that
-    cannot run the draft, and `SetupError` for a draft of a kind that none runs.
+    """The recipe with the method that runs its draft. A damaged draft is reported later. is_free:
+    whether the draft may replace a named method. Raises `UsageError` for a method that cannot run
+    the draft, and `SetupError` for a draft of a kind that no method runs.
     """
     speculation, draft = recipe.speculation, recipe.draft
     method, has_proposals = speculation.method, speculation.num_speculative_tokens > 0
@@ -59,7 +58,7 @@ def _not_run(name: str, fitting: list[Fitting]) -> SetupError:
 
 
 def _config_of(draft: DraftSection, *, may_download: bool) -> dict[str, Any] | None:
-    """The draft's config.json; None where there is none or it cannot be read."""
+    """The draft's config.json; None if it is missing or cannot be read."""
     try:
         place = local_place(draft.model, draft.file)
         if place is None and may_download:

@@ -10,16 +10,15 @@ from specdec_cli.models.gguf.header import is_gguf, read_header
 from specdec_cli.models.weights import weight_files
 
 _PIECE = 16 * 2**10
-_PIECES = 65  # odd, so that one of them lies in the middle
-_CONFIGS = ("config.json", "generation_config.json")  # the second may name the ids that end a text
+_PIECES = 65  # odd, so that one piece lies in the middle
+_CONFIGS = ("config.json", "generation_config.json")  # the second may have end ids
 
 
 def fingerprint(place: Path, load_format: str) -> str:
-    """A hash of a model's folder or GGUF file: equal for copies, another for other weights.
-
-    Of each weight file it covers the header and evenly spread pieces, since training changes
-    weights everywhere, and the name, except GGUF's; of random weights nothing. Raises `SetupError`
-    for files that cannot be read.
+    """A hash of a model's folder or GGUF file. Copies have equal hashes, and other weights have
+    another. It covers the header of each weight file and evenly spread pieces, since training
+    changes weights everywhere. It also covers the file's name, except for GGUF. Random weights are
+    not covered. Raises `SetupError` for files that cannot be read.
     """
     found = hashlib.sha256()
     try:
@@ -59,7 +58,7 @@ def _header_bytes(file: Path) -> int:
 
 
 def _pieces(file: Path, begin: int) -> Iterator[bytes]:
-    """The first `begin` bytes of a file, and pieces of the others."""
+    """The first `begin` bytes of a file, and pieces of the rest."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         if begin:

@@ -1,5 +1,5 @@
-"""Quantised checkpoints by their config: which matrices are stored, how, and under what names. What
-is not understood is refused by its key."""
+"""Quantised checkpoints by their config: the stored matrices, their formats and their names.
+Settings that are not understood are refused with their key."""
 
 import re
 from collections.abc import Callable
@@ -19,12 +19,11 @@ _KINDS_OF_BITS = {4: INT4, 8: INT8}
 
 
 class Matrices(NamedTuple):
-    """Matrices that a checkpoint stores alike.
-
-    form: the names and the order of their codes, see `quantised`. one_scale: the file has one for a
-    matrix, which becomes that of each row. ordered: columns belong to groups in an order that the
-    file has (`desc_act`, `actorder`), and so cannot be held as stored. zeros_less_one: zeros are
-    stored less one. targets: of modules, `Linear` for all, exact names, or `re:` and a pattern.
+    """Matrices that a checkpoint stores in one way. form: the names and the order of their codes,
+    see `quantised`. one_scale: whether the file has one scale for a matrix, which each row then
+    gets. ordered: whether the file orders columns into groups (`desc_act`, `actorder`), so that
+    they cannot be held as stored. zeros_less_one: whether zeros are stored less one. targets:
+    modules as `Linear` for all, exact names, or `re:` with a pattern.
     """
 
     storage: Storage
@@ -36,8 +35,8 @@ class Matrices(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """The matrices of a checkpoint, and those that it leaves plain, by the key `left_key`. unused:
-    what the config says and is not done here, which changes the text."""
+    """The stored matrices of a checkpoint, and the plain ones, named by the key `left_key`. unused:
+    settings of the config that would change the text and have no effect here."""
 
     groups: tuple[Matrices, ...]
     left: tuple[str, ...] = ()
@@ -45,8 +44,8 @@ class Scheme(NamedTuple):
     unused: tuple[str, ...] = ()
 
     def of(self, path: str) -> Matrices | None:
-        """The matrices that a module belongs to. Names count before patterns, and patterns before
-        all."""
+        """The group of matrices of a module. Names take precedence over patterns, and patterns over
+        `Linear`."""
         for fits in (str.__eq__, _matches, lambda target, _: target == _LINEAR):
             for group in self.groups:
                 if any(fits(target, path) for target in group.targets):
@@ -71,7 +70,8 @@ def _matches(target: str, path: str) -> bool:
 
 
 def scheme_of(settings: Settings, model: str) -> Scheme:
-    """The scheme of a checkpoint. Raises `SetupError`, with the key, for what is not understood."""
+    """The scheme of a checkpoint. Raises `SetupError` with the key for settings that are not
+    understood."""
     return FORMATS[settings["quant_method"]](settings, model)
 
 
@@ -93,7 +93,7 @@ def _known(
 
 
 def _group_size(settings: Settings, model: str, at: str = "") -> int:
-    """Columns of a group, 0 for a whole row."""
+    """The number of columns of a group; 0 for a whole row."""
     found = settings.get("group_size")
     if type(found) is not int or not (0 < found < 1 << 31 or found == -1):
         raise _refused(f"{at}group_size", found, model, "a number of columns, or -1 for a row")
@@ -117,7 +117,7 @@ def _block(block: Any, model: str, key: str = "weight_block_size") -> tuple[int,
 
 
 def _gptq(settings: Settings, model: str) -> Scheme:
-    """GPTQ's format, https://github.com/AutoGPTQ/AutoGPTQ, and version 2 of GPTQModel."""
+    """GPTQ's format (https://github.com/AutoGPTQ/AutoGPTQ), and version 2 by GPTQModel."""
     kind = _KINDS_OF_BITS[_known(settings, "bits", (4, 8), model)]
     size, symmetric = _group_size(settings, model), _known(settings, "sym", (True, False), model)
     version = _known(settings, "checkpoint_format", (None, "gptq", "gptq_v2"), model)
@@ -161,7 +161,7 @@ def _compressed_tensors(settings: Settings, model: str) -> Scheme:
     return Scheme(tuple(found), left, "ignore", tuple(dict.fromkeys(unused)))
 
 
-# By `format`: the kinds of numbers, their bits, and ways to share scales.
+# For each `format`: the kinds of numbers, their bits, and ways to share scales.
 _COMPRESSED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
     "float-quantized": (("float",), (8,), ("tensor", "channel", "block")),
     "int-quantized": (("int",), (8,), ("tensor", "channel", "group")),
@@ -172,7 +172,7 @@ _COMPRESSED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]]
 
 
 def _compressed(part: Settings, form: object, model: str) -> Matrices:
-    """One group of a config."""
+    """The scheme of one group of a config."""
     weights, at = part["weights"], "config_groups.weights."
     if not isinstance(weights, dict):
         raise _refused("config_groups.weights", weights, model, "a mapping")
@@ -211,7 +211,7 @@ def _compressed(part: Settings, form: object, model: str) -> Matrices:
 
 
 def _modelopt(settings: Settings, model: str) -> Scheme:
-    """NVIDIA's Model-Optimizer, whose settings may lie in hf_quant_config.json."""
+    """The format of NVIDIA's Model-Optimizer. Its settings may lie in hf_quant_config.json."""
     inner = settings.get("quantization")
     settings = settings | (inner if isinstance(inner, dict) else {})
     _known(settings, "quant_algo", ("FP8",), model)
@@ -221,7 +221,7 @@ def _modelopt(settings: Settings, model: str) -> Scheme:
 
 
 def _mxfp4(settings: Settings, model: str) -> Scheme:
-    """gpt-oss's experts, which a file has as `_blocks` and `_scales`."""
+    """The format of gpt-oss's experts, with tensors `_blocks` and `_scales`."""
     group = Matrices(Storage(MXFP4, (1, 32), scales=torch.uint8), BLOCKS)
     return Scheme((group._replace(targets=(r"re:.*\.experts\.",)),))
 

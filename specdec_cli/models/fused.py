@@ -1,7 +1,7 @@
 """Forward passes of llama-like decoders in few, large kernels.
 
 On CUDA the module keeps working: its weights become views of the merged ones. On a CPU large
-weights are packed, and the module gives up its own. Legend: T packed tokens.
+weights are packed, and the module loses its own. Legend: T packed tokens.
 """
 
 from typing import Any
@@ -38,11 +38,11 @@ def is_fusable(module: Any) -> bool:
 
 
 class FusedForward:
-    """A model's forward pass; made by `fuse`.
+    """A model's forward pass in fused form; `fuse` makes it.
 
-    max_len: positions that passes may use. parallel: the ranks that the module is split over.
-    experts_read: int32 [L], the distinct experts that the last pass read in each layer, 0 in one
-    without experts. num_mixtures: the number of layers with experts.
+    max_len: the number of positions that passes may use. parallel: the ranks over which the module
+    is split. experts_read: int32 [L], the number of distinct experts that the last pass read in
+    each layer; 0 in a layer without experts. num_mixtures: the number of layers with experts.
     """
 
     def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
@@ -51,7 +51,7 @@ class FusedForward:
             turn_whole_heads(module, turned_features(module))
         self.cos, self.sin, turns = turns_of(module, max_len)
         layers = module.model.layers
-        # 16 bytes apart: Triton compiles a kernel again for an address that it knows less of.
+        # Rows lie 16 bytes apart, since Triton would compile a kernel again for other addresses.
         read = torch.zeros(len(layers), 4, dtype=torch.int32, device=module.device)
         self.experts_read = read[:, 0]
         self.num_mixtures = sum(map(has_experts, layers))
@@ -60,7 +60,7 @@ class FusedForward:
         for index, call in enumerate(_recorded_calls(module)):
             place = index, turns[index], call, following[index], read[index, :1]
             fused.append(FusedLayer.of_layer(layers[index], module.config, family, *place))
-            # As in the loader: fragments of freed memory would otherwise hold the next layer.
+            # Memory is returned as in the loader: the next layer would otherwise lie in fragments.
             if sum(p.numel() for p in layers[index].parameters()) >= LARGE:
                 return_unused(module.device)
         # Kept, since a tied head is also the embedding, and drafts may borrow any head.
@@ -82,7 +82,7 @@ class FusedForward:
 
     @property
     def storages(self) -> dict[int, int]:
-        """Bytes of each block of memory that is held, by its address or another number."""
+        """The bytes of each held block of memory, by its address or another number."""
         return storages_of([self.cos, self.sin, self.head, self.embedding, *self.stack.held])
 
     def __call__(
@@ -118,7 +118,8 @@ class FusedForward:
         return logits, hidden
 
     def _hidden(self, x: Normed, states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:
-        """[T, L * H] of `layers`, from the inputs of layers and what the last of them gives."""
+        """Hidden states [T, L * H] of `layers`, from the layers' inputs and the last layer's
+        output."""
         count, last = len(self.stack.layers), self.stack.layers[-1]
         if count in layers and x.squares is None:
             states[count] = x.scaled
@@ -128,14 +129,16 @@ class FusedForward:
 
 
 def busy_width(module: Any) -> int:
-    """Tokens from which on a pass keeps a GPU busier than the host; needs no weights."""
+    """The number of tokens from which on a pass takes the GPU longer than the host; needs no
+    weights."""
     family, layers = fusable_family(module), module.model.layers
     numbers = sum(numbers_multiplied(layer, module.config, family) for layer in layers)
     return width_busy_with(numbers / len(layers))
 
 
 def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
-    """The fused form of a loaded model, which holds its weights once; None where it has none."""
+    """The fused form of a loaded model, which holds the weights once; None for families without
+    one."""
     return FusedForward(module, max_len, parallel) if is_fusable(module) else None
 
 
@@ -152,7 +155,8 @@ def bytes_held_twice(module: Any) -> int:
 
 @torch.inference_mode()
 def _recorded_calls(module: Any) -> list[ops.AttentionCall]:
-    """The arguments of the original layers' calls; attributes of their modules may be stale."""
+    """The arguments with which the original layers call attention; their modules' attributes may be
+    stale."""
     recorder = Recorder()
     attach(module, recorder)
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)

@@ -1,4 +1,4 @@
-"""Decoder layers as fused passes take them: merged weights, and what differs by family."""
+"""Decoder layers for fused passes: merged weights, and the differences between families."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -21,11 +21,11 @@ class Family:
     activation: the config's key for it. is_gemma: norms multiply by 1 + their weight, in fp32, and
     embeddings are multiplied by the root of their width. has_post_norms: outputs of attention and
     MLP are normed before they are added. turns_by_type: each type of layer has its own rotary
-    embedding. halves_turns: rotary tables have each angle once, although heads use it twice.
+    embedding. halves_turns: rotary tables have each angle once, although heads use each twice.
     caps_logits: a config may set a softcap of the logits. rounds_routes: the weights of experts are
     rounded to the model's dtype. clamps_experts: experts are gpt-oss's, with a clamped activation,
     biases, and weights that are stored transposed. norms_all_heads: query and key are normed over
-    all heads together. turns_partly: a config may turn a part of each head alone.
+    all heads together. turns_partly: a config may rotate only a part of each head.
     has_sigmoid_routes: experts are chosen by sigmoids, with a bias and by groups, and their sum is
     scaled.
     """
@@ -62,7 +62,7 @@ _FAMILIES = {
 
 
 def family_of(module: Any) -> Family | None:
-    """The family of a model, or None where it has no fused form; needs no weights."""
+    """The family of a model; None if it has no fused form. Needs no weights."""
     layers = getattr(getattr(module, "model", None), "layers", None) or ()
     names = {type(layer).__name__ for layer in layers}
     family = _FAMILIES.get(names.pop()) if len(names) == 1 else None
@@ -92,8 +92,8 @@ def has_experts(layer: Any) -> bool:
 
 
 def dense_mlp(layer: Any) -> Any:
-    """The MLP that all tokens pass: the layer's own, or its shared experts as one, or None. As an
-    expert it would last longer than the others."""
+    """The MLP for all tokens: the layer's own, its shared experts as one, or None. As one of the
+    experts it would take longer than the others."""
     return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
 
@@ -112,7 +112,8 @@ class ExpertSizes(NamedTuple):
 
 
 def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> ops.Experts:
-    """A layer's experts, which share the module's weights. read: [1], counts those of each pass."""
+    """A layer's experts, which share the module's weights. read: [1], the number of experts in each
+    pass."""
     if family.clamps_experts:
         return _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
     router, choice_bias = layer.mlp.gate, None
@@ -172,10 +173,10 @@ class FusedLayer:
     """One decoder layer: its merged weights and its arguments to attention.
 
     turn: the index of its rotary embedding among the model's. post_attention_norm, post_mlp_norm:
-    weights of the norms of the outputs of attention and MLP, before they are added. following_norm:
-    the weight of the next layer's first norm, or of the final norm. gate_up, down: of
-    the MLP that all tokens pass; None where there are experts alone. query_norm, key_norm: of each
-    head; all_heads_norms: of query and key as a whole, in their place.
+    weights of the norms that follow attention and MLP, before the sums. following_norm: the weight
+    of the next layer's first norm, or of the final norm. gate_up, down: weights of the MLP for all
+    tokens; None if there are only experts. query_norm, key_norm: norms of each head.
+    all_heads_norms: norms of query and key as a whole instead.
     """
 
     index: int
@@ -214,9 +215,8 @@ class FusedLayer:
         read: Tensor | None = None,
     ) -> Self:
         """The fused form of a transformers layer, whose matrices become views of the merged ones.
-
-        index: of its entry in the cache. following_norm: the norm module after it. read: int32 [1],
-        gets the number of experts that a pass reads.
+        index: that of its entry in the cache. following_norm: the norm module after it. read: int32
+        [1], for the number of experts that a pass reads.
         """
         attention = layer.self_attn
         before_mlp = layer.post_attention_layernorm
@@ -273,7 +273,7 @@ class FusedLayer:
 
 
 def numbers_multiplied(layer: Any, config: Any, family: Family) -> int:
-    """Numbers of a layer's weights that each token is multiplied by; needs no weights."""
+    """The number of a layer's weights with which each token is multiplied; needs no weights."""
     found = sum(p.numel() for group in matrices(layer) for p in group)
     if has_experts(layer):
         count, chosen, _ = ExpertSizes.of(layer, config, family)
@@ -295,8 +295,8 @@ def _norm(norm: Any, family: Family) -> Tensor:
 
 
 def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
-    """A layer's weights in groups that are merged: q, k, v; output; gate, up; down, if all pass
-    them."""
+    """A layer's weights in the groups that are merged: q, k, v; output; gate, up; down. The MLP's
+    are there if it is for all tokens."""
     attention, mlp = layer.self_attn, dense_mlp(layer)
     groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
     if mlp is not None:
@@ -305,9 +305,9 @@ def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weight:
-    """One weight of the rows of all [N_i, K]; the parameters become views of it.
-
-    A packed weight has no plain form: they then keep their shapes alone, or with `keep` all.
+    """One weight with the rows of all parameters [N_i, K], which become views of it. A packed
+    weight has no plain form: then the parameters keep only their shapes, or with `keep` their
+    numbers too.
     """
     if isinstance(parameters[0], StoredParameter):
         return _joined([p for p in parameters if isinstance(p, StoredParameter)])

@@ -1,9 +1,9 @@
-"""A pass through a stack of fused layers: the target's own, and that of every head.
+"""A pass through a stack of fused layers: the target's, or a head's.
 
 A layer is five kernels: norm and q, k, v; rotary embedding, KV write and attention; output
 projection and residual; norm and gated MLP; down projection and residual. Norms of outputs are two
-more, and experts three in place of the MLP. Of several ranks, what ends in the residual stream is
-summed and then added once. Legend: T packed tokens, D features of a head.
+more kernels, and experts take three in place of the MLP. With several ranks, parts of the residual
+stream are summed over ranks and then added once. Legend: T packed tokens, D features of a head.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Enter = Callable[[int, Normed], Normed]
 
 @dataclass(frozen=True, slots=True)
 class FusedStack:
-    """num_turns: rotary embeddings that the tables hold side by side."""
+    """num_turns: the number of rotary embeddings that lie side by side in the tables."""
 
     layers: list[FusedLayer]
     split: SplitProducts
@@ -42,11 +42,11 @@ class FusedStack:
     ) -> Normed:
         """The residual stream after the last layer, ready for the norm and product that follow.
 
-        start: as from `ops.embed`: the stream before the first layer, normed for it, and rows of
-        the rotary tables. enter: replaces or records the input of each layer.
+        start: the result of `ops.embed`: the stream before the first layer, the same normed, and
+        rows of the rotary tables. enter: replaces or records the input of each layer.
         """
         x, cos, sin = start
-        del start  # which would keep the first layer's input until the last layer is done
+        del start  # a reference would keep the first layer's input until the last layer is done
         attend = _attention_of(batch, cos, sin, self.num_turns)
         for place, layer in enumerate(self.layers):
             x = enter(place, x)
@@ -60,7 +60,7 @@ class FusedStack:
         return x
 
     def _second_half(self, x: Normed, layer: FusedLayer) -> Normed:
-        """The MLP that all tokens pass, or experts, with the product of such an MLP beside them."""
+        """The MLP for all tokens, or experts, with the output of such an MLP beside them."""
         mlp = None
         if layer.gate_up is not None and layer.down is not None:
             if layer.gate_up_bias is None:
@@ -77,7 +77,7 @@ class FusedStack:
 
     @property
     def held(self) -> list[Any]:
-        """All that the layers hold, for `storages_of`."""
+        """All tensors of the layers, for `storages_of`."""
         layers, names = self.layers, [field.name for field in dataclass_fields(FusedLayer)]
         mixtures = [layer.experts for layer in layers if layer.experts is not None]
         stacked = [weight for one in mixtures for weight in (one.gate_up, one.down)]
@@ -85,7 +85,7 @@ class FusedStack:
 
 
 def storages_of(held: list[Any]) -> dict[int, int]:
-    """Bytes of each block of memory that `held` holds, by its address or another number."""
+    """The bytes of each block of memory in `held`, by its address or another number."""
     packed = [weight for weight in held if isinstance(weight, ops.PackedWeight)]
     plain = [*held, *(weight.plain for weight in packed)]
     plain += [t for weight in held if isinstance(weight, ops.Stored) for t in weight.tensors]

@@ -1,4 +1,4 @@
-"""The check, before weights are read, that a model would not write wrong text: that all its layers
+"""The check, before weights are read, that a model would not write wrong text: all its layers must
 ask for causal or sliding-window attention."""
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import one_line, reason_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Tables of these depend on the longest position in the batch, so a sequence's logits would depend
-# on its neighbours.
+# Rotary tables of these types depend on the longest position in the batch, so a sequence's logits
+# would depend on its neighbours.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _PROBE_TOKENS = 3
 
 
 def check_config(config: Any, name: str) -> None:
-    """Refuse a model that its configuration shows to be unsupported. Raises `Unsupported`."""
+    """Raise `Unsupported` for a model whose configuration shows that it is unsupported."""
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(name, f"{config.model_type} is an encoder-decoder model")
     if any(hasattr(config, key) for key in ("vision_config", "audio_config", "text_config")):
@@ -80,7 +80,7 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def probe(model: Any, name: str) -> list[LayerShape]:
-    """Run a pass on the meta device; returns the cache shapes of the layers, in order.
+    """Run a pass on the meta device. Returns the cache shapes of the layers in order.
 
     Raises `Unsupported` unless each layer calls our attention once and nothing else mixes tokens.
     """
@@ -118,7 +118,7 @@ def _trial_pass(model: Any, name: str) -> None:
     except NotPlainAttention as problem:
         raise Unsupported(name, str(problem)) from None
     except NotImplementedError as problem:
-        # The meta device raises this where code reads values, which would also stall a GPU.
+        # The meta device raises this if code reads values, which would also stall a GPU.
         raise Unsupported(
             name, f"{kind} looks at values in the middle of a pass to decide what to compute"
         ) from problem
@@ -129,7 +129,7 @@ def _trial_pass(model: Any, name: str) -> None:
 
 @contextmanager
 def batched_experts(model: Any) -> Iterator[None]:
-    """Let experts run by the one implementation whose shapes do not depend on the routing."""
+    """Let experts run by the only implementation whose shapes do not depend on the routing."""
     chosen = model.get_experts_implementation()
     model.set_experts_implementation(dict.fromkeys(chosen, "batched_mm"))
     try:

@@ -13,15 +13,16 @@ from specdec_cli.recipe import Recipe, SamplingSection
 from specdec_cli.text import of_many, shown
 
 FILE = "generation_config.json"
-# Values of transformers' `generate` where the file has none. Those of a draw count if it draws.
+# Values of transformers' `generate` for keys that the file lacks. Those for drawing count if it
+# draws.
 _PROCESSING: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "suppress_tokens": (),
     "min_new_tokens": 0,
 }
 _DRAW: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-# Keys that change a text and have no counterpart here, with the values that change nothing; None
-# and False never do.
+# Keys that change a text and have no counterpart here, with the values that change nothing. None
+# and False never change anything.
 _UNSUPPORTED_DRAW: dict[str, Any] = {
     "min_p": 0,
     "top_h": None,
@@ -51,30 +52,29 @@ _UNSUPPORTED: dict[str, Any] = {
 
 
 def generation_config(place: Path) -> dict[str, Any]:
-    """The content of generation_config.json in a model's folder; empty where there is none."""
+    """The content of generation_config.json in a model's folder; empty without the file."""
     file = place / FILE
     return json_object(file, str(file)) if file.is_file() else {}
 
 
 def recommended(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `sampling` that the file sets, with its values: those of a draw only where it
-    says `do_sample`; without it `generate` is greedy."""
+    """The keys of `sampling` that the file sets, with its values. Keys for drawing count only if it
+    has `do_sample`; otherwise `generate` is greedy."""
     known = {**_PROCESSING, **(_DRAW if stored.get("do_sample") else {})}
     found = {key: stored[key] for key in known if stored.get(key) is not None}
     return {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()}
 
 
 def unsupported(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the file that change a text in `generate` and nothing here."""
+    """The keys of the file that change a text in `generate` but have no effect here."""
     known = {**_UNSUPPORTED, **(_UNSUPPORTED_DRAW if stored.get("do_sample") else {})}
     values = {key: stored[key] for key in known if stored.get(key) not in (None, False)}
     return {key: value for key, value in values.items() if value != known[key]}
 
 
 def with_sampling(recipe: Recipe) -> Recipe:
-    """The recipe with the sampling of its target, where `sampling.from` is model.
-
-    Raises `UsageError` where the two differ, and `SetupError` for a damaged file.
+    """The recipe with the sampling of its target, if `sampling.from` is model. Raises `UsageError`
+    if the recipe has other values, and `SetupError` for a damaged file.
     """
     asked, target = recipe.sampling, recipe.target
     if asked.source == "recipe":

@@ -23,9 +23,9 @@ from specdec_cli.text import inert, shortened
 
 T = TypeVar("T")
 
-TEXT_SECONDS = 10.0  # for a text, and as much again for each million of characters or ids
-TEMPLATE_SECONDS = 10.0  # of the processor's time, for one conversation
-TEMPLATE_BYTES = 2 * 2**30  # of memory beyond what the process has
+TEXT_SECONDS = 10.0  # seconds for a text, and the same again for each million characters or ids
+TEMPLATE_SECONDS = 10.0  # seconds of the processor's time for one conversation
+TEMPLATE_BYTES = 2 * 2**30  # bytes beyond the process's present memory
 MOST_CHARACTERS = 2**25  # of a rendered conversation, and of a text that steps make longer
 FILE_BYTES = 2**28
 _READ = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe"}
@@ -34,7 +34,7 @@ _MOST_STEPS = 1000
 
 
 def unsafe_file(folder: Path) -> Path | None:
-    """A file of a tokenizer that is no regular one, or too large to read, if there is one."""
+    """A tokenizer's file that is not regular or too large to read, if there is one."""
     for file in sorted(folder.iterdir()):
         if file.suffix in _READ and (not file.is_file() or file.stat().st_size > FILE_BYTES):
             return file
@@ -42,9 +42,8 @@ def unsafe_file(folder: Path) -> Path | None:
 
 
 def growth_of(steps: Any, part: str) -> int:
-    """The most by which steps, as tokenizer.json describes them, can multiply a text's length.
-
-    Raises `ValueError`, which names the `part`, if they are so many that native code would abort.
+    """The largest factor by which the steps in tokenizer.json can multiply a text's length. Raises
+    a `ValueError` that names the `part` if there are so many steps that native code would abort.
     """
     growth, count, inner = 1, 0, [steps]
     while inner:
@@ -70,7 +69,7 @@ def _copies(template: Any) -> int:
 
 
 def check_length(length: int, growth: int) -> None:
-    """Raise `ValueError` if steps could make too long a text of one of `length` characters."""
+    """Raise `ValueError` if steps could make a text of `length` characters too long."""
     if growth > 1 and length * growth > MOST_CHARACTERS:
         raise ValueError(
             f"it can make a text {growth} times as long, and there is one of {length} characters"
@@ -81,10 +80,10 @@ def check_length(length: int, growth: int) -> None:
 def bounded(seconds: float, size: int) -> Iterator[None]:
     """Bound the Python code inside; works in the main thread only.
 
-    seconds: processor time, after which it raises `TimeoutError`. size: bytes that it may take
-    beyond what the process has; more raise `MemoryError`.
+    seconds: processor time after which `TimeoutError` is raised. size: bytes that the code may take
+    beyond the process's present memory; more raise `MemoryError`.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals arrive in that one
+    if threading.current_thread() is not threading.main_thread():  # signals arrive there
         yield
         return
 
@@ -107,7 +106,7 @@ def bounded(seconds: float, size: int) -> Iterator[None]:
 
 
 def is_panic(problem: BaseException) -> bool:
-    """Whether native code panicked, which Python has no `Exception` for."""
+    """Whether native code panicked. A panic is no `Exception` of Python's."""
     return type(problem).__name__ == "PanicException"
 
 
@@ -115,7 +114,7 @@ def is_panic(problem: BaseException) -> bool:
 def refusing(
     error: Callable[[BaseException], Exception], passed: type[Exception]
 ) -> Iterator[None]:
-    """Turn failures and panics inside into an `error`, except those that are `passed` on."""
+    """Turn failures and panics during the block into an `error`, except those in `passed`."""
     try:
         yield
     except passed:
@@ -127,8 +126,8 @@ def refusing(
 
 
 def in_time(work: Callable[[], T], length: int) -> T:
-    """The result of `work` on a text of a length. Raises `TimeoutError` if it takes too long; then
-    it is left behind in its thread."""
+    """The result of `work` on a text of a length. Raises `TimeoutError` if it takes too long; its
+    thread then goes on alone."""
     done = Future[T]()
 
     def run() -> None:
@@ -149,12 +148,12 @@ def in_time(work: Callable[[], T], length: int) -> T:
 
 @contextmanager
 def native_lines() -> Iterator[None]:
-    """Lead lines of native code, but those of its panics, from descriptors 1 and 2 to standard
-    error, by way of memory, at the end."""
+    """Collect the lines that native code writes to descriptors 1 and 2, and write them to standard
+    error at the end, without those about panics."""
     with _held:
         held: dict[int, tuple[int, int]] = {}  # a copy of the descriptor, and the memory
         for descriptor in (1, 2):
-            # A closed stream, or another system than Linux.
+            # The stream is closed, or the system is not Linux.
             with suppress(OSError, AttributeError):
                 held[descriptor] = _copy(descriptor), _memory()
         is_panicking = False
@@ -182,7 +181,8 @@ def native_lines() -> Iterator[None]:
 
 
 def _copy(descriptor: int) -> int:
-    """A copy of a descriptor. Its number is none of the standard streams', which may be closed."""
+    """A copy of a descriptor. Its number is not a standard stream's, even if that stream is
+    closed."""
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
@@ -196,9 +196,9 @@ def _memory() -> int:
 
 
 def _escaped(said: bytes) -> bytes:
-    """Lines without control characters: they may quote names in files."""
+    """Lines without control characters, which names in files may bring."""
     lines = said.decode(errors="replace").splitlines()
     return "".join(f"{inert(shortened(line))}\n" for line in lines).encode()
 
 
-_held = threading.RLock()  # one thread at a time changes what the descriptors are
+_held = threading.RLock()  # only one thread at a time may redirect the descriptors

@@ -1,4 +1,4 @@
-"""Parameters of a module that are held as their checkpoint stores them, or borrowed of the
+"""Parameters of a module that are held as their checkpoint stores them, or borrowed from the
 target."""
 
 import ctypes
@@ -8,12 +8,13 @@ import torch
 from specdec_kernels.linear.stored import Storage, Stored, plain_of
 from torch import Tensor, nn
 
-LARGE = 1 << 18  # numbers of weights that leave much memory unused where they were before
+LARGE = 1 << 18  # a weight with this many numbers leaves much unused memory when it moves
 
 
 class StoredParameter(nn.Parameter):
-    """A parameter that a module has the shape and dtype of, and no numbers: they are in `value`,
-    which is None on meta. is_transposed: the module's last two dimensions are exchanged."""
+    """A parameter with the shape and dtype that a module needs, but without numbers. These are in
+    `value`, which is None on meta. is_transposed: whether the module's last two dimensions are
+    exchanged."""
 
     stored_as: Storage
     value: Stored | None
@@ -42,7 +43,7 @@ class StoredParameter(nn.Parameter):
 
 
 def weight_of(parameter: Tensor) -> Tensor | Stored:
-    """The weight of a module's parameter, as it is held."""
+    """The weight of a module's parameter, in the form in which it is held."""
     if not isinstance(parameter, StoredParameter):
         return parameter.data
     assert parameter.value is not None, "on meta"
@@ -50,14 +51,14 @@ def weight_of(parameter: Tensor) -> Tensor | Stored:
 
 
 def held_bytes(parameter: Tensor) -> int:
-    """Bytes that a module's parameter, which may be on meta, takes on a device."""
+    """Bytes of a module's parameter on a device. The parameter may be on meta."""
     if isinstance(parameter, StoredParameter):
         return parameter.stored_as.num_bytes(parameter.shape_written)
     return parameter.numel() * parameter.element_size()
 
 
 def plain_weight(parameter: Tensor) -> Tensor:
-    """The numbers of a module's parameter; on meta, the parameter."""
+    """The numbers of a module's parameter; on meta, the parameter itself."""
     if isinstance(parameter, StoredParameter) and parameter.value is None:
         return parameter.data
     found = plain_of(weight_of(parameter), parameter.dtype)
@@ -72,7 +73,7 @@ def lendable(model: Any) -> dict[str, Any]:
 
 
 def borrowed_weights(draft: Any, target: Any, share: tuple[str, ...]) -> dict[str, nn.Parameter]:
-    """The target's weights that the draft module is to use, by their names in the draft. Modules
+    """The target's weights for the draft module, by their names in the draft. Modules themselves
     are not shared, because those of some families scale their outputs."""
     names = {id(module): name for name, module in draft.named_modules()}
     ours, theirs = lendable(draft), lendable(target)

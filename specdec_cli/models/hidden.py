@@ -1,7 +1,7 @@
 """Hidden states of transformers' own modules, for proposers that read them.
 
 State 0 is the embedding output, state i the input of layer i, and the last the output of the final
-norm. `models.fused` has them at hand.
+norm. `models.fused` has its own way to them.
 """
 
 from functools import partial
@@ -14,9 +14,9 @@ from specdec_cli.errors import SetupError
 
 
 def check_hidden_layers(module: Any, layers: tuple[int, ...]) -> None:
-    """Raise `SetupError` unless `module` has the hidden states of `layers`, one vector of
-    `hidden_size` numbers a token each: gemma3n carries several, and OPT-350m embeds in another
-    width."""
+    """Raise `SetupError` unless `module` has the hidden states of `layers`, each with one vector of
+    `hidden_size` numbers a token. gemma3n has several vectors, and OPT-350m's embeddings have
+    another width."""
     if not layers:
         return
     config = module.config
@@ -34,7 +34,8 @@ def check_hidden_layers(module: Any, layers: tuple[int, ...]) -> None:
 
 
 class HiddenStates:
-    """Keeps hidden states while `module` runs, by hooks; compiled passes trace those set before."""
+    """Keeps hidden states while `module` runs, by hooks. Compiled passes trace the hooks that were
+    set before."""
 
     def __init__(self, module: Any, layers: tuple[int, ...]) -> None:
         decoder, stack = _decoder_of(module)
@@ -49,17 +50,17 @@ class HiddenStates:
             self._hooks.append(decoder.register_forward_hook(partial(_keep, self._states, last)))
 
     def take(self) -> Tensor:
-        """The states [T, L * H] of the pass that just ran, side by side in the order asked for."""
+        """The states [T, L * H] of the pass that just ran, side by side in the requested order."""
         taken = torch.cat([self._states[layer] for layer in self._layers], dim=-1)
         self.forget()
         return taken[0]
 
     def forget(self) -> None:
-        """Let go of the states of a pass that failed: the next compiled one expects none."""
+        """Drop the states of a pass that failed: the next compiled pass expects none."""
         self._states.clear()
 
     def remove(self) -> None:
-        """Take the hooks off the module."""
+        """Remove the hooks from the module."""
         for hook in self._hooks:
             hook.remove()
 

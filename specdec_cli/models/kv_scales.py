@@ -1,7 +1,7 @@
 """Scales of a cache in fp8: a checkpoint's own, or 1. Does not know passes.
 
-A checkpoint has one scale of keys and one of values a layer, or one a head, for numbers that are
-divided by them, by the names of compressed-tensors, Model-Optimizer or AutoFP8.
+A checkpoint has a scale for keys and one for values in each layer, or in each head. Numbers are
+divided by them. Their names are those of compressed-tensors, Model-Optimizer or AutoFP8.
 """
 
 import re
@@ -33,7 +33,7 @@ def cache_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
 
 
 def cache_note(spec: ModelSpec, place: Path | None = None) -> dict[str, str]:
-    """A fact for the record of a run. place: of a checkpoint whose scales are used."""
+    """A fact for the record of a run. place: that of the checkpoint whose scales are used."""
     has_scales = place is not None and bool(_scales_in(spec, place))
     if spec.cache == "fp8":
         told = "the checkpoint's scales" if has_scales else "scales of 1"
@@ -50,9 +50,8 @@ def read_scales(
     parallel: TensorParallel,
     device: torch.device,
 ) -> list[torch.Tensor] | None:
-    """The scales of each of this rank's layers, as in `ops.LayerCache`; None where there are none.
-
-    Raises `SetupError`, with the tensor or the key, for scales that do not fit, or are not of fp8.
+    """The scales of each of this rank's layers, as in `ops.LayerCache`; None without scales. Raises
+    `SetupError` with the tensor or the key for scales that do not fit or are not for fp8.
     """
     names = _scales_in(spec, place) if spec.cache == "fp8" else {}
     if not names:
@@ -89,7 +88,8 @@ def _of_heads(
     found, size = stored.float().flatten(), parallel.size
     if not (count := len(found)) or not bool(((found > 0) & found.isfinite()).all()):
         raise SetupError(f"{told} has a value that is no scale: {stored.tolist()}", _WITHOUT)
-    # Ranks hold heads of their own, or one that several share; some families cache all on each.
+    # Ranks hold their own heads, or a head that several share. Some families cache all heads on
+    # each rank.
     if count in (1, heads):
         return found.expand(heads)
     if count != heads * size and (heads != 1 or size % count):

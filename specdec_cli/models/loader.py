@@ -47,7 +47,8 @@ _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors
 
 
 class Names(Protocol):
-    """The names of a module's tensors in a file, and its own; own: None for another module's."""
+    """The names of a module's tensors in a file, and its own names. own: returns None for tensors
+    of other modules."""
 
     def own(self, stored: str, /) -> str | None: ...
     def stored(self, own: str, /) -> str: ...
@@ -55,8 +56,9 @@ class Names(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfilled:
-    """A model on meta, as far as its weights follow from it. draft_tensors: names in its files that
-    its draft reads. names: of the module's tensors in a file that holds another model too."""
+    """The part of a model on meta that determines its weights. draft_tensors: names in its files
+    that its draft reads. names: those of the module's tensors in a file that also holds another
+    model."""
 
     spec: ModelSpec
     place: Path
@@ -74,9 +76,9 @@ def load(
 ) -> Any:
     """Fill the described module with its weights on `device` and return it.
 
-    borrowed: parameters of another model, by name, in place of its own; a tied one is replaced only
-    under the names given. Raises `SetupError`, which names the file or tensor, where the checkpoint
-    does not fit the config.
+    borrowed: parameters of another model, by name, in place of its own. A tied parameter is
+    replaced only under the given names. Raises a `SetupError` that names the file or tensor if the
+    checkpoint does not fit the config.
     """
     module, spec, borrowed = description.module, description.spec, borrowed or {}
     if spec.load_format == "dummy":
@@ -91,7 +93,7 @@ def load(
 
 @contextmanager
 def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
-    """Plain readers of all tensors in a model's files. Raises `SetupError` for GGUF, and damaged
+    """Plain readers of all tensors in a model's files. Raises `SetupError` for GGUF and for damaged
     files."""
     spec, config = description.spec, description.module.config
     if is_gguf(description.place):
@@ -105,7 +107,7 @@ def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
 
 
 def _by_own_names(description: Unfilled, tensors: dict[str, Read]) -> dict[str, Read]:
-    """A file's tensors, or those of them that the model has, by its names for them."""
+    """A file's tensors, or only the model's among them by its own names."""
     names = description.names
     if names is None:
         return tensors
@@ -117,7 +119,7 @@ ReadWeight = Callable[[Part | None], torch.Tensor | Stored]
 
 @contextmanager
 def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list[str]]]:
-    """Readers of the module's tensors by its names, and the stored names without a use."""
+    """Readers of the module's tensors by its names, and the stored names that nothing uses."""
     module, spec, place = description.module, description.spec, description.place
     if is_gguf(place):
         header, held = read_model(place), stored_parameters(module)
@@ -177,8 +179,8 @@ def _fill(
 ) -> None:
     """Fill every parameter and stored buffer from `source`, with this rank's part of each.
 
-    A tied parameter is read once; a head that is a part of the embedding becomes a view of it. What
-    the source does not have is left to transformers' own initialisation.
+    A tied parameter is read once. A head that is a part of the embedding becomes a view of it.
+    transformers' own initialisation fills tensors that the source lacks.
     """
     module, shards = description.module, description.shards
     exact = _exact_names(module, description.dtype)
@@ -214,8 +216,8 @@ def _fill(
                 came = value.codes if isinstance(value, Stored) else value
                 if came is not None and came.data_ptr() != filled.data_ptr():
                     # Otherwise later weights lie in fragments of the source's buffers and keep
-                    # those reserved: 17 GiB with a 70B model on two GPUs, and on a CPU three times
-                    # the weights where these are made fp8.
+                    # these reserved: 17 GiB with a 70B model on two GPUs, and three times the
+                    # weights on a CPU if weights become fp8.
                     left_on = came.device
                     del value, came
                     if filled.numel() >= LARGE:
@@ -227,12 +229,12 @@ def _fill(
 def _placed(
     value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A weight of its own on `device`: the value itself or a copy; zeros without a value, since
-    initialisation misses some tensors (activations of apertus)."""
+    """A weight on `device` that nothing else uses: the value itself or a copy. Without a value it
+    is zeros, since initialisation misses some tensors (activations of apertus)."""
     if value is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     is_whole = value.untyped_storage().nbytes() == value.nbytes and value.is_contiguous()
-    # On the host its memory may be that of a file.
+    # On the host the value's memory may be that of a file.
     if value.is_cuda and is_whole and (value.device, value.dtype) == (device, dtype):
         assert value.shape == shape
         return value
@@ -240,8 +242,8 @@ def _placed(
 
 
 def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
-    """The tensors that a checkpoint holds, as (name, owning module, name there, tensor), by every
-    name."""
+    """The tensors of a module that a checkpoint holds, as (name, owning module, name there,
+    tensor). A tied tensor comes under each of its names."""
     found = []
     for name, tensor in module.state_dict(keep_vars=True).items():
         prefix, _, leaf = name.rpartition(".")
@@ -250,8 +252,8 @@ def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
 
 
 def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Names of tensors, such as routers' biases, that the family keeps in float32; None without
-    any."""
+    """A pattern of names of tensors, such as routers' biases, that the family keeps in float32;
+    None without any."""
     globs = [glob for glob, kept in module._get_dtype_plan(dtype).items() if kept == torch.float32]
     return re.compile("|".join(glob.replace("*", ".*") for glob in globs)) if globs else None
 
@@ -263,7 +265,7 @@ def _checkpoint_source(
     borrowed: Set[str],
     device: torch.device,
 ) -> Source:
-    """Tensors from a checkpoint. Raises `SetupError` where it lacks some of the module's."""
+    """Tensors from a checkpoint. Raises `SetupError` if it lacks some of the module's."""
     module, spec, tied = description.module, description.spec, description.shards.tied
     told = description.names.stored if description.names is not None else str
     method, lent = quantisation(module.config), description.draft_tensors
@@ -295,7 +297,7 @@ def _checkpoint_source(
 
     def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor | Stored:
         shape = list(meta.shape if part is None else part.shape)
-        # Quantised here, its columns share scales with those of other ranks.
+        # If it is quantised here, its columns share scales with those of other ranks.
         is_whole = isinstance(meta, StoredParameter) and spec.weights == FP8
         try:
             value = found[name](None if is_whole else part)
@@ -307,7 +309,7 @@ def _checkpoint_source(
                 f"({reason_of(problem)})",
                 "its config and the weights do not belong together, or a file is missing",
             ) from None
-        # Quantised numbers would be copied as if they were the weights themselves.
+        # Codes of quantised numbers would be copied as if they were the weights.
         is_plain = isinstance(value, Stored) or (
             value.element_size() > 1 and value.is_floating_point()
         )
@@ -329,7 +331,8 @@ def _checkpoint_source(
 
 
 def _same(names: list[str], readers: dict[str, ReadWeight], spec: ModelSpec) -> ReadWeight:
-    """The reader of one tensor that the weights hold under these names, which must not differ."""
+    """The reader of one tensor that the weights hold under several names. The stored tensors must
+    be equal."""
     if len(names) == 1:
         return readers[names[0]]
     first = readers[names[0]](None)  # kept, since not every tensor can be read twice
@@ -358,8 +361,8 @@ def _wrong_shape(name: str, spec: ModelSpec, stored: list[int], wanted: list[int
 def _dummy_source(module: Any, device: torch.device) -> Source:
     """Random matrices, seeded by parameter name; each rank takes its part of them.
 
-    Norms and biases, some of them stacked, are left to transformers' initialisation, which makes
-    them neutral. It would draw each rank's sinks of attention anew.
+    transformers' initialisation makes norms and biases, some of them stacked, neutral, so they are
+    left to it. Sinks of attention are not, since it would draw them anew on each rank.
     """
     std = float(getattr(module.config, "initializer_range", 0.02))
 
@@ -372,7 +375,7 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
         generator = torch.Generator(device).manual_seed(seed)
         count = math.prod(shape)
         if device.type == "cpu":
-            # Drawing billions of numbers takes minutes on a CPU, repeating a tile does not.
+            # Drawing billions of numbers takes minutes on a CPU; repeating a tile does not.
             tile = torch.empty(min(count, _DUMMY_TILE)).normal_(0.0, std, generator=generator)
             repeats = -(-count // tile.numel())
             value = tile.repeat(repeats)[:count].view(shape)
@@ -394,7 +397,7 @@ def _restore_buffers(module: Any, device: torch.device) -> None:
                 owner._buffers[name] = torch.empty_like(buffer, device=device)
     touched = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(touched):
-        # With torch.manual_seed, a device that is not used yet would note the stack.
+        # With torch.manual_seed, a device that is not used yet would record the stack.
         (torch.manual_seed if touched else torch.default_generator.manual_seed)(0)
         with initialization.guard_torch_init_functions():
             module.initialize_weights()

@@ -25,9 +25,9 @@ from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 class PassOutput(NamedTuple):
     """The results of a pass, in the model's dtype.
 
-    logits: [M, V] of the rows that were asked for, or [B, Q or 1, V] of a padded pass. hidden: the
-    hidden states of `PagedModel.hidden_layers`, [T, L * H] of all packed tokens or [B, Q, L * H];
-    None where no layer is asked for.
+    logits: [M, V] of the requested rows, or [B, Q or 1, V] of a padded pass. hidden: the hidden
+    states of `PagedModel.hidden_layers`, [T, L * H] of all packed tokens or [B, Q, L * H]; None
+    without layers.
     """
 
     logits: torch.Tensor
@@ -37,11 +37,11 @@ class PassOutput(NamedTuple):
 class PagedModel:
     """Runs passes through `module`, keeping keys and values in `cache`.
 
-    vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary,
-    which are fed as the last id (a draft beside a target with more padding). fused: runs all passes
-    in place of `module`. compiled: runs padded passes. hidden_layers: whose hidden states passes
-    return too, counted as in `models.hidden`; setting it, before a pass is compiled or captured,
-    raises `SetupError` for what the model does not have.
+    vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary.
+    They are fed as the last id (for a draft beside a target with more padding). fused: runs all
+    passes in place of `module`. compiled: runs padded passes. hidden_layers: the layers whose
+    hidden states passes return too, counted as in `models.hidden`. It is set before a pass is
+    compiled or captured; this raises `SetupError` for layers that the model does not have.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class PagedModel:
         return self.cache.device
 
     def use(self, cache: KVCache) -> None:
-        """Keep keys and values in `cache` from now on; graphs captured over another are void."""
+        """Keep keys and values in `cache` from now on. Graphs captured over another cache become
+        invalid."""
         self.cache = self._attention.cache = cache
         self._prompts = None
 
@@ -94,7 +95,8 @@ class PagedModel:
 
     @property
     def mixtures(self) -> FusedForward | None:
-        """The fused form, if it has layers with experts and so counts those it reads."""
+        """The fused form, if it has layers with experts, and so counts the experts that it
+        reads."""
         return self.fused if self.fused is not None and self.fused.num_mixtures else None
 
     @property
@@ -108,8 +110,8 @@ class PagedModel:
     def forward(
         self, spans: list[Span], logits_per_span: list[int], *, with_hidden: bool = True
     ) -> PassOutput:
-        """Feed `spans`; logits [M, V] as `core.batch.make_batch` says, hidden states of all
-        rows."""
+        """Feed `spans`. Returns logits [M, V] of the rows that `core.batch.make_batch` chooses, and
+        hidden states of all rows."""
         found = make_batch(spans, logits_per_span, self.cache.block_size, self.device)
         return self._run(found, with_hidden=with_hidden)
 
@@ -123,8 +125,9 @@ class PagedModel:
     ) -> Results:
         """Feed `spans`; the results are valid until the next call.
 
-        num_logits: spans, from the first on, whose last rows get logits [M, V]. draws: a captured
-        pass draws the M tokens itself, and has no logits. Others leave it to the caller.
+        num_logits: the number of spans, counted from the first, whose last rows get logits [M, V].
+        draws: whether a captured pass draws the M tokens itself and returns no logits. After other
+        passes the caller draws.
         """
         if self._prompts is None or not self._prompts.fits(spans):
             rows = [1] * num_logits + [0] * (len(spans) - num_logits)
@@ -145,7 +148,8 @@ class PagedModel:
     def forward_slots(
         self, what: Rectangle, state: BatchState, *, with_hidden: bool = True
     ) -> PassOutput:
-        """Feed tokens of every slot, as `what` says; keys and values of padding go to waste.
+        """Feed the tokens of every slot that `what` describes. Keys and values of padding go to
+        block 0.
 
         Returns logits [B, N, V], N = `Rectangle.num_logits`, and hidden states [B, Q, F].
         """
@@ -161,7 +165,7 @@ class PagedModel:
         )
 
     def _run_live(self, what: Rectangle, state: BatchState, with_hidden: bool) -> PassOutput:
-        """The live tokens alone; zeros in the place of what padding would have."""
+        """Feed only the live tokens; padding gets zeros."""
         found, live = live_batch(what, state, self.cache.block_size, self.vocab_size)
         batch, width = what.token_ids.shape
         num_rows = batch * what.num_logits
@@ -169,7 +173,7 @@ class PagedModel:
             return self._run(found, with_hidden=with_hidden)
         if len(found.token_ids):
             logits, hidden = self._run(found, with_hidden=with_hidden)
-        else:  # every slot is idle, as in a round that was launched before the last one was read
+        else:  # every slot is idle, as in a round launched ahead
             width_of_states = len(self.hidden_layers) * int(self.module.config.hidden_size)
             logits = torch.zeros(0, self.vocab_size, dtype=self.module.dtype)
             has_hidden = with_hidden and self.hidden_layers
@@ -187,7 +191,7 @@ class PagedModel:
         compiled: CompiledForward | None = None,
         with_hidden: bool = True,
     ) -> PassOutput:
-        """Logits [M, V] of the rows that `batch` wants, hidden states of all."""
+        """Logits [M, V] of the rows that `batch` names, and hidden states of all rows."""
         token_ids = batch.token_ids
         if self.foreign_ids:
             token_ids = token_ids.clamp(max=self.vocab_size - 1)

@@ -1,5 +1,5 @@
-"""Memory that a pass of a transformers model takes at its peak, from shapes: known for fused
-layers, found by a pass on the meta device for others."""
+"""The memory of a pass of a transformers model at its peak, from shapes. For fused layers it is
+computed; for others a pass on the meta device finds it."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ from specdec_cli.models.rotary_tables import num_turns
 
 
 class PassShapes(NamedTuple):
-    """The part of a module, on meta, of one of `ranks` ranks; shape: of a layer's cache."""
+    """The part of a module on meta that one of `ranks` ranks holds. shape: that of a layer's
+    cache."""
 
     module: Any
     shape: LayerShape
@@ -35,7 +36,7 @@ class PassShapes(NamedTuple):
     num_features: int
 
     def hidden_bytes(self, tokens: int) -> int:
-        """Bytes of the hidden states [T, L * H] that a pass returns, which it keeps meanwhile."""
+        """Bytes of the hidden states [T, L * H] that a pass keeps and returns."""
         numbers = tokens * self.num_features * int(self.module.config.hidden_size)
         return numbers * self.dtype.itemsize
 
@@ -45,7 +46,7 @@ def peak_bytes(
 ) -> int:
     """Bytes of the tensors that are alive at once at a pass's peak; see `models.draft.Draft`."""
     itemsize = model.dtype.itemsize
-    # With several ranks the head's parts are gathered, and then joined.
+    # With several ranks the parts of the logits are gathered, and then joined.
     logits = logit_rows * int(model.module.config.vocab_size) * (1 if model.ranks == 1 else 3)
     if is_compiled or not is_fusable(model.module):
         inside = max(_live_bytes(model, tokens), logits * itemsize)
@@ -61,7 +62,8 @@ def peak_bytes(
 
 
 def _plain_numbers(model: PassShapes, tokens: int) -> int:
-    """Numbers of the stored weights that a product, or a layer's experts, make plain at once."""
+    """The largest number of stored weights that a product, or a layer's experts, make plain at
+    once."""
     config, family, found = model.module.config, fusable_family(model.module), 0
     for layer in model.module.model.layers:
         if tokens > STORED_ROWS:
@@ -78,8 +80,8 @@ def _stored_numbers(parameters: Iterable[Any]) -> int:
 
 
 class _LayerNumbers(NamedTuple):
-    """Numbers per token that a fused layer holds: throughout; in attention, or in prefill; in the
-    MLP."""
+    """The numbers of values per token that a fused layer holds: all the time; in attention, or in
+    prefill; and in the MLP."""
 
     common: int
     attention: int
@@ -94,7 +96,7 @@ def _fused_layer(model: PassShapes, tokens: int) -> _LayerNumbers:
     mixed = int(layer.self_attn.q_proj.out_features)
     shape = model.shape
     qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
-    # Norms over all heads leave query and key beside their joined form.
+    # With norms over all heads, query and key are alive beside their joined form.
     normed = 2 * qkv if family.norms_all_heads else 0
     # A post-norm's output is alive beside the sum that it is added to.
     streams = hidden * (4 if family.has_post_norms else 3)
@@ -108,7 +110,7 @@ def _fused_layer(model: PassShapes, tokens: int) -> _LayerNumbers:
 
 
 def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -> int:
-    """Numbers per token that the MLP or the experts of a fused layer hold at once."""
+    """The number of values per token that the MLP or the experts of a fused layer hold at once."""
     config, layers = model.module.config, model.module.model.layers
     hidden = int(config.hidden_size)
     found = 0
@@ -119,8 +121,9 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
         streams += 2 * hidden  # a rank's own part of the experts' sum comes with a norm
     for layer in filter(has_experts, layers):
         count, chosen, inner = ExpertSizes.of(layer, config, family)
-        # Rows of every choice: as they come, gated and not, and results; fp32 is two numbers. The
-        # clamped activation runs in torch, whose steps each have a result.
+        # Rows of every choice: inputs, both gate and up, the gated product, and results; fp32
+        # counts as two numbers. The clamped activation runs in torch, and each of its steps has a
+        # result.
         steps = 10 if family.clamps_experts else 3
         sorted_rows = chosen * (hidden + steps * inner + hidden) + 4 * count
         few_rows = min(count, chosen * tokens) * inner + 2 * PARTIAL_SUMS * hidden
@@ -131,7 +134,7 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
             rows = grouped_rows
         else:
             rows = sorted_rows
-        # The sum of the stream and what shared experts give is alive beside the stream.
+        # The sum of the stream and the shared experts' output is alive beside the stream.
         with_shared = 0 if dense_mlp(layer) is None else hidden
         found = max(found, streams + with_shared + rows)
     return found
@@ -149,6 +152,6 @@ def _live_bytes(model: PassShapes, tokens: int) -> int:
             module(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=none)
     except (RuntimeError, TypeError):  # an operator that the meta device lacks
         widest = max(int(weight.shape[-2]) for weight in module.parameters() if weight.dim() >= 2)
-        narrow = min(widest, 16 * int(module.config.hidden_size))  # not the vocabulary
+        narrow = min(widest, 16 * int(module.config.hidden_size))  # logits are not in it
         return int(tokens * 8 * narrow * model.dtype.itemsize)
     return int(live.peak)

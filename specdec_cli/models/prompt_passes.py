@@ -1,9 +1,9 @@
 """Passes over prompts, padded to one of a few widths, which CUDA captures as graphs.
 
-A short pass takes the device less time than the host needs to queue its kernels. Each width is run
-as it is first, then captured, and replayed from then on. A pass reads inputs and leaves results at
-addresses that stay, so graphs of several models can share memory. Legend: W a pass's width, B most
-sequences.
+A short pass takes the device less time than the host needs to queue its kernels. The first pass of
+a width runs eagerly. Then the width is captured, and later passes are replayed. A pass reads inputs
+and leaves results at fixed addresses, so graphs of several models can share memory. Legend: W a
+pass's width, B most sequences.
 """
 
 import gc
@@ -31,22 +31,22 @@ def width_of(num_tokens: int) -> int | None:
     return WIDTHS[place] if place < len(WIDTHS) else None
 
 
-# Multiplications by a layer's weights that a GPU does while the host queues the layer's kernels:
-# 0.4 to 0.9 ms by host, at 350 of them a picosecond on an H200.
+# The number of multiplications by a layer's weights that a GPU does while the host queues the
+# layer's kernels. Hosts take 0.4 to 0.9 ms, and an H200 does 350 multiplications a picosecond.
 _WHILE_QUEUED = 2.5e11
 
 
 def width_busy_with(numbers: float) -> int:
-    """Tokens from which on passes through layers of so many numbers gain nothing from a graph. They
-    would only compute their padding."""
+    """The number of tokens from which on passes gain nothing from a graph, for layers with this
+    many numbers. They would only compute their padding."""
     return max((w for w in WIDTHS if w * numbers <= _WHILE_QUEUED), default=WIDTHS[0])
 
 
 class Results(NamedTuple):
     """logits: [M, V] of the last tokens of the first sequences. hidden: [T, F]. tokens: int64 [M],
-    drawn from the logits, which are left out then. told: int64 [B], the tokens on the host, and
-    more behind them, valid when the pass has ended, until the next but one ends. None for what is
-    not wanted. What a body returns has the rows of its padding too."""
+    drawn from the logits, which are then left out. told: int64 [B], the tokens on the host, with
+    further values after them; valid from the end of the pass to the end of the second pass after
+    it. Results that are not wanted are None. A body's results include rows of padding."""
 
     logits: Tensor | None = None
     hidden: Tensor | None = None
@@ -54,16 +54,17 @@ class Results(NamedTuple):
     told: Tokens | None = None
 
 
-# A pass over a batch. `kind` says what is wanted. `given`: [W, ...], rows of further input, or
-# None. It reads nothing on the host.
+# A pass over a batch. `kind` names the wanted results. `given`: [W, ...], rows of further input, or
+# None. The pass reads nothing on the host.
 Body = Callable[[ForwardBatch, Any, Tensor | None], Results]
 
 
 class PromptGraphs:
     """The passes over prompts of an engine's models, and the memory that their graphs share.
 
-    num_tokens: most of one pass; longer ones run as they are, all if it is 0. num_columns: of block
-    tables. is_captured: False runs padded passes without graphs, as tests do.
+    num_tokens: the most tokens of a padded pass; longer passes are not padded, and none is if it is
+    0. num_columns: that of block tables. is_captured: whether padded passes are captured; tests run
+    them without graphs.
     """
 
     def __init__(
@@ -84,27 +85,28 @@ class PromptGraphs:
         self._stream: torch.cuda.Stream | None = None
 
     def of(self, body: Body, block_size: int, most: int = WIDTHS[-1]) -> "PromptPasses":
-        """The passes of one model, over a cache of blocks of this size. most: tokens of one."""
+        """The passes of one model, over a cache with blocks of this size. most: the most tokens of
+        a pass."""
         sizes = min(most, self.num_tokens), self.num_sequences, self.num_columns
         self._passes.append(PromptPasses(self, body, PackedInputs(*sizes, block_size, self.device)))
         return self._passes[-1]
 
     @property
     def largest(self) -> list[int]:
-        """Tokens of the largest captured pass of each model, rising."""
+        """The tokens of the largest captured pass of each model, in ascending order."""
         return sorted({passes.inputs.num_tokens for passes in self._passes})
 
     def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-        """`run` as a graph. It has been run before, which compiled its kernels."""
+        """Capture `run` as a graph. It has run before, which compiled its kernels."""
         if not self._is_captured or is_ahead():  # without launches a graph would be empty
             return None
-        if self._stream is None:  # one for all: the workspace of matrix products is a stream's
+        if self._stream is None:  # shared, since each has its workspace of products
             self._stream = torch.cuda.Stream(self.device)
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        # Unlike `torch.cuda.graph` without collecting garbage, which takes longer than the capture,
-        # and without giving back memory that the next pass needs again.
+        # In contrast to `torch.cuda.graph`, this collects no garbage, which would take longer than
+        # the capture, and returns no memory, which the next pass needs again.
         with torch.cuda.stream(self._stream), _garbage_stays():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -114,7 +116,7 @@ class PromptGraphs:
         return graph
 
     def close(self) -> None:
-        """Give up the graphs and the memory that they hold; later passes are captured again."""
+        """Free the graphs and the memory that they hold. Later passes are captured again."""
         for passes in self._passes:
             passes.close()
         self._pool = self._stream = None
@@ -122,7 +124,8 @@ class PromptGraphs:
 
 @contextmanager
 def _garbage_stays() -> Iterator[None]:
-    """Collect no garbage: what it frees, such as another graph, could end a capture."""
+    """Collect no garbage during the block: freeing another graph, for example, could end a
+    capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -140,7 +143,7 @@ class Captures(Protocol):
 
 
 class PromptPasses:
-    """The passes over prompts of one model; made by `PromptGraphs.of`."""
+    """The passes over prompts of one model; `PromptGraphs.of` makes them."""
 
     def __init__(self, graphs: PromptGraphs, body: Body, inputs: PackedInputs) -> None:
         self.inputs = inputs
@@ -149,7 +152,7 @@ class PromptPasses:
         self._given: Tensor | None = None
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Results]] = {}
-        # As many rows of logits as a round has: its kernels are compiled.
+        # The pass has as many rows of logits as a round, whose kernels are compiled.
         counts = (0, *slot_counts(inputs.num_sequences))
         self._num_rows = [
             next(n for n in counts if n >= count) for count in range(inputs.num_sequences + 1)
@@ -173,7 +176,7 @@ class PromptPasses:
     ) -> Results:
         """A pass over `spans`. Its results are valid until the next one.
 
-        kind: handed to the body. given: [T, ...] further input of each token. shift: as in
+        kind: an argument of the body. given: [T, ...], further input of each token. shift: as in
         `PackedInputs.fill`. num_logits, draws: as in `PagedModel.prefill`.
         """
         count = sum(stop - start for _, start, stop in spans)
@@ -199,7 +202,7 @@ class PromptPasses:
 
     @torch.inference_mode()
     def _give(self, given: Tensor, count: int) -> None:
-        """Copy further input of the first `count` tokens to an address that stays."""
+        """Copy further input of the first `count` tokens to a fixed address."""
         if self._given is None:
             self._given = given.new_zeros(self.inputs.num_tokens, *given.shape[1:])
         self._given[:count].copy_(given)
@@ -208,7 +211,7 @@ class PromptPasses:
     def _first(
         self, key: tuple[int, Hashable, int, object], draws: SamplingParams | None
     ) -> Results:
-        """Run a pass of a new kind as it is, then capture it."""
+        """Run a pass of a new kind eagerly, then capture it."""
         width, kind, num_rows, _ = key
 
         def run() -> Results:
@@ -222,7 +225,7 @@ class PromptPasses:
             return Results(logits, hidden, tokens)
 
         results = run()
-        if not is_ahead():  # kernels that are only compiled are no pass
+        if not is_ahead():  # kernels that are only compiled do not count as a pass
             self.inputs.passed()
         if (captured := self._graphs.capture(run)) is not None:
             self._captured[key] = captured, results

@@ -1,1 +1,2 @@
-"""Models in GGUF files, which hold all that a folder does: header, config, tensors, tokenizer."""
+"""Models in GGUF files, which hold everything that a folder holds: header, config, tensors,
+tokenizer."""

@@ -1,4 +1,4 @@
-"""Blocks of a GGUF file as codes, scales and minima: the types that can stay as they are.
+"""Blocks of a GGUF file as codes, scales and minima, for the types that can stay in stored form.
 
 `Stored.plain` gives the numbers of `gguf.quants` bit for bit where scales are in fp32.
 """
@@ -15,10 +15,10 @@ from torch import Tensor
 class Layout(NamedTuple):
     """One type of block.
 
-    fields: their bytes, in order: factors `d` of scales and `m` of minima, half floats; `scales`,
-    the codes of both; `low`, the low four bits of numbers, and `high`, the others, or `whole` ones.
-    low: bytes of which all low halves come before the high ones. high: likewise, and the bits of a
-    number in a byte.
+    fields: the parts in order, with their bytes: factors `d` of scales and `m` of minima, half
+    floats; `scales`, the codes of both; `low`, the low four bits of numbers, and `high`, the other
+    bits, or `whole` numbers. low: the number of bytes whose low halves all come before their high
+    halves. high: the same for the high bits, and the number of bits in a byte.
     """
 
     storage: Storage
@@ -45,11 +45,11 @@ KEPT = {
 
 
 def kept_as(kind: str, dtype: torch.dtype) -> Storage | None:
-    """The storage of a type in a run of `dtype`; None where it is dequantised.
+    """The storage of a type in a run of `dtype`; None if it is dequantised.
 
     A scale of the K types is the product of a half float and an integer of 6 or 8 bits. Runs in
-    fp32 have it exactly; others round it to a half float, by 2^-11 at most, where bf16 rounds each
-    number by up to 2^-8.
+    fp32 have it exactly. Other runs round it to a half float, by at most 2^-11; bf16 would round
+    each number by up to 2^-8.
     """
     if (layout := KEPT.get(kind)) is None:
         return None
@@ -58,7 +58,7 @@ def kept_as(kind: str, dtype: torch.dtype) -> Storage | None:
 
 
 def shared_by(storages: Collection[Storage]) -> Storage:
-    """A storage that has the numbers of several results of `kept_as` exactly, in int8."""
+    """A storage in int8 that holds the numbers of several results of `kept_as` exactly."""
     wide = min(storage.group[1] for storage in storages)
     scales = max((storage.scales for storage in storages), key=lambda dtype: dtype.itemsize)
     return replace(
@@ -105,13 +105,14 @@ def _factors(parts: dict[str, Tensor]) -> list[Tensor]:
     if "scales" in parts:
         shares = _shares(parts["scales"]) if "m" in parts else [parts["scales"].view(torch.int8)]
         found = [factor * share for factor, share in zip(found, shares, strict=True)]
-    elif "m" in parts:  # added where those of the K types are subtracted
+    elif "m" in parts:  # these minima are added; those of the K types are subtracted
         found[1] = -found[1]
     return found
 
 
 def _spread(content: Tensor, width: int, bits: int) -> Tensor:
-    """Numbers of so many bits: of each `width` bytes the lowest bits of all, then the next ones."""
+    """Numbers of `bits` bits: from each `width` bytes the lowest bits of all, then the next
+    bits."""
     parts, mask = content.unflatten(-1, (-1, width)), (1 << bits) - 1
     return torch.stack([parts >> at & mask for at in range(0, 8, bits)], -2).flatten(-3)
 

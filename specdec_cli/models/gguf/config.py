@@ -24,11 +24,11 @@ from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import one_line, shown
 
 _TEXT_ONLY = {"gemma3": "gemma3_text"}
-# Whose queries are scaled by hidden_size / heads instead of the head's size: the 27B models, which
-# are told by their number of layers, since no key says so.
+# Numbers of layers of the 27B models, whose queries are scaled by hidden_size / heads instead of
+# the head's size. No key tells this.
 _OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _PLAIN = {"F32": None, "F16": "float16", "BF16": "bfloat16"}
-_SIGMOID = 2  # the number that files give to scoring experts by a sigmoid
+_SIGMOID = 2  # the files' number for scoring experts by a sigmoid
 _ROTARY_FACTORS = "rope_freqs.weight"
 
 
@@ -61,7 +61,7 @@ def gguf_config(name: str, header: Header) -> Any:
 def _mapped(architecture: str, header: Header) -> dict[str, Any]:
     """A config's keys and values, by transformers' tables and then by the keys they leave out."""
     known = FROM_GGUF[architecture]
-    # transformers tells mistral from llama by the model's name, and so do its texts' lengths.
+    # transformers distinguishes mistral from llama by the model's name.
     is_mistral = architecture == "llama" and header.values.get("general.name") == "mistral"
     family = "mistral" if is_mistral else known
     values: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(family) or {})
@@ -90,11 +90,11 @@ def _mapped(architecture: str, header: Header) -> dict[str, Any]:
         "final_logit_softcapping": said("final_logit_softcapping"),
     }
     if family == "phi3":
-        del more["head_dim"]  # it has none of its own
+        del more["head_dim"]  # the file has none
     if family in ("phi3", "mistral"):
         more["sliding_window"] = said("attention.sliding_window")
     if family in ("llama", "mistral", "qwen2"):
-        del more["head_dim"]  # rope.dimension_count, or none of its own
+        del more["head_dim"]  # rope.dimension_count, or the file has none
     if family == "llama" and "blk.0.attn_q.bias" in header.tensors:
         more["attention_bias"] = True
     if family == "llama" and "blk.0.ffn_gate.bias" in header.tensors:
@@ -112,7 +112,7 @@ def _mapped(architecture: str, header: Header) -> dict[str, Any]:
 
 
 def _dtype(header: Header) -> str | None:
-    """The dtype of a file without quantised numbers; float32 alone is its own."""
+    """The dtype of a file without quantised numbers; only float32 files keep float32."""
     kinds = {name_of(t.kind) for t in header.tensors.values()}
     if not kinds <= _PLAIN.keys():
         return None
@@ -121,7 +121,7 @@ def _dtype(header: Header) -> str | None:
 
 
 def _check_heads(name: str, architecture: str, header: Header, config: Any) -> None:
-    """Refuse sizes of heads, and experts, that the config cannot say."""
+    """Refuse sizes of heads, and experts, that a config cannot express."""
     experts = header.values.get(f"{architecture}.expert_count")
     if experts and not any(hasattr(config, key) for key in ("num_experts", "num_local_experts")):
         raise Unsupported(name, f"transformers reads no experts from GGUF files of {architecture}")

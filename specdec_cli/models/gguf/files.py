@@ -1,4 +1,4 @@
-"""The GGUF files of a folder, and the one that is meant; models split over several files."""
+"""The GGUF files of a folder, the choice of one, and models split over several files."""
 
 import re
 from collections.abc import Iterable
@@ -13,14 +13,13 @@ _MOST_SHOWN = 20
 
 
 def first_parts(names: Iterable[str]) -> list[str]:
-    """The names that stand for models: of a split one, the first file's."""
+    """The names that stand for models: a split model has its first file's."""
     found = (name for name in names if name.endswith(".gguf"))
     return sorted(n for n in found if not (m := _PART.fullmatch(n)) or int(m[2]) == 1)
 
 
 def chosen(name: str, names: Iterable[str], file: str | None) -> str | None:
-    """The GGUF file that is named, or alone in its folder; None without any. Raises
-    `SetupError`."""
+    """The named GGUF file, or the only one of its folder; None without any. Raises `SetupError`."""
     all_names = list(names)
     models = first_parts(all_names)
     told = ", ".join(one_line(n) for n in models[:_MOST_SHOWN])
@@ -49,7 +48,7 @@ def parts_named(name: str) -> list[str]:
 
 def read_model(file: Path) -> Header:
     """The header of a model, with the tensors of all its files. Raises `SetupError` for bad
-    ones."""
+    files."""
     header = read_header(file)
     count = header.values.get("split.count", 1)
     if type(count) is not int or count < 2:
@@ -71,7 +70,7 @@ def read_model(file: Path) -> Header:
 
 
 def layers_in(header: Header) -> int | None:
-    """The number of layers that the names of the tensors show; None where they show none."""
+    """The number of layers by the tensors' names; None if they tell none."""
     found = filter(None, (re.match(r"blk\.(\d{1,9})\.", name) for name in header.tensors))
     return max((int(match[1]) + 1 for match in found), default=None)
 

@@ -17,8 +17,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"}
 _SCALARS |= {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-_MOST_STRINGS = 1 << 22  # in arrays: tokens and merges of the largest vocabularies are 1 << 20
-_MOST_NUMBERS = 1 << 22  # of one array
+_MOST_STRINGS = 1 << 22  # in arrays: the largest vocabularies have 1 << 20 tokens and merges
+_MOST_NUMBERS = 1 << 22  # numbers in one array
 _MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 20
 _NAME_BYTES = 1 << 12
 _MOST_DIMS = 4
@@ -27,8 +27,8 @@ _MOST_ALIGNMENT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor in a file: its shape, slowest dimension first, the number of its type in GGUF, and
-    its place, in bytes from the beginning."""
+    """A tensor in a file: its shape with the slowest dimension first, the number of its type in
+    GGUF, and its place in bytes from the file's beginning."""
 
     file: Path
     shape: tuple[int, ...]
@@ -39,7 +39,8 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Values by key, arrays as lists; tensors by name; the bytes before the first tensor."""
+    """The values by key, with arrays as lists; the tensors by name; and the number of bytes before
+    the first tensor."""
 
     file: Path
     values: dict[str, Any]
@@ -48,8 +49,8 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """The header of a file. Raises `SetupError` for a file that is none, is cut off or contradicts
-    itself."""
+    """The header of a file. Raises `SetupError` if the file is not in GGUF, is cut off or
+    contradicts itself."""
     try:
         status = file.stat()
         return _read(file, status.st_size, status.st_mtime_ns)
@@ -164,7 +165,8 @@ class _HeaderReader:
         return self.texts(count, what)
 
     def texts(self, count: int, what: str) -> list[str]:
-        """So many texts. A loop of its own, since there are hundreds of thousands."""
+        """A list of `count` texts. It has its own loop, since there may be hundreds of
+        thousands."""
         found, at, content, size = [], self.at, self.content, self.size
         length_of = struct.Struct("<Q").unpack_from
         try:
@@ -213,7 +215,7 @@ def block_bytes(kind: int) -> int:
 
 
 def _block(kind: int, name: str) -> tuple[int, int]:
-    """Numbers and bytes of a block of a type."""
+    """The numbers and the bytes of a block of a type."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:

@@ -1,6 +1,5 @@
-"""A GGUF file's tensors as those of transformers' module: names, numbers or codes, layouts.
-
-They are undone some rows at a time, straight into the wanted dtype, by up to four threads.
+"""A GGUF file's tensors as those of transformers' module: names, numbers or codes, layouts. Tensors
+are dequantised some rows at a time, straight into the wanted dtype, by up to four threads.
 """
 
 import os
@@ -39,20 +38,20 @@ FROM_GGUF = {
 _NAMED_LIKE = {"mistral": "llama"}  # the gguf package has no names for mistral itself
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _PLAIN |= {"BF16": torch.bfloat16}
-_NUMBERS_AT_ONCE = 1 << 18  # by one thread
-_KEPT_AT_ONCE = 1 << 24  # that stay stored
-_MOST_THREADS = min(4, os.cpu_count() or 1)  # numpy lets other threads run meanwhile
+_NUMBERS_AT_ONCE = 1 << 18  # elements that one thread reads
+_KEPT_AT_ONCE = 1 << 24  # matrices that stay stored
+_MOST_THREADS = min(4, os.cpu_count() or 1)  # numpy lets other threads run during the work
 _ALL = slice(None)
 _GATE_UP = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
 _ROUTER_BIAS = re.compile(r"model\.layers\.(\d+)\.mlp\.e_score_correction_bias")
-_USED_ELSEWHERE = ("rope_freqs.weight",)  # by the config
+_USED_ELSEWHERE = ("rope_freqs.weight",)  # according to the config
 
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def architecture_of(name: str, header: Header) -> str:
-    """The architecture of a model. Raises `Unsupported` for one that is not known."""
+    """The architecture of a model. Raises `Unsupported` if it is unknown."""
     found = header.values.get("general.architecture")
     if not isinstance(found, str) or found not in FROM_GGUF:
         raise Unsupported(
@@ -64,14 +63,14 @@ def architecture_of(name: str, header: Header) -> str:
 
 
 def check_kinds(name: str, header: Header) -> None:
-    """Raise `Unsupported` for a quantisation that cannot be undone."""
+    """Raise `Unsupported` for a quantisation that cannot be dequantised."""
     for kind in sorted({t.kind for t in header.tensors.values()}):
         if name_of(kind) not in _PLAIN and not is_undone(kind):
             raise Unsupported(name, f"the gguf package does not dequantise {name_of(kind)}")
 
 
 def kinds_of(header: Header) -> list[str]:
-    """The types that the tensors' numbers are stored in, those with most bytes first."""
+    """The types of the tensors' numbers. Types with the most bytes come first."""
     sizes: dict[str, int] = {}
     for tensor in header.tensors.values():
         kind = name_of(tensor.kind)
@@ -80,7 +79,7 @@ def kinds_of(header: Header) -> list[str]:
 
 
 def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, Read], list[str]]:
-    """Readers of the tensors of `module`, in `dtype`, and the file's names that have no use."""
+    """Readers of the tensors of `module` in `dtype`, and the file's names that nothing uses."""
     found, used = {}, set()
     for name, sources, change in _sources(module, header):
         found[name] = _reader([header.tensors[source] for source in sources], dtype, change)
@@ -93,8 +92,8 @@ ReadAs = Callable[[Storage], Stored]
 
 
 def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, ReadAs]]:
-    """Storages and readers, into these or shared ones, of matrices that can stay as the file has
-    them."""
+    """Storages and readers of matrices that can stay as the file has them. Readers read into these
+    storages or into shared ones."""
     found: dict[str, tuple[Storage, ReadAs]] = {}
     for name, sources, change in _sources(module, header):
         stored = [header.tensors[source] for source in sources]
@@ -110,7 +109,8 @@ def is_plain(header: Header) -> bool:
 
 
 def _sources(module: Any, header: Header) -> Iterator[tuple[str, list[str], Change | None]]:
-    """The tensors of `module` that a file has: name, names in the file, way to its layout."""
+    """The tensors of `module` that a file has: their name, names in the file, and change of
+    layout."""
     architecture = str(header.values["general.architecture"])
     name_in_file = _names(architecture, module.config.num_hidden_layers)
     for name in module.state_dict():
@@ -127,7 +127,7 @@ def _sources(module: Any, header: Header) -> Iterator[tuple[str, list[str], Chan
 def _as_stored(
     name: str, stored: list[TensorPlace], change: Change | None, storage: Storage
 ) -> Stored:
-    """A matrix in `storage`; raises `SetupError`, with its name, for scales that do not fit it."""
+    """A matrix in `storage`. Raises `SetupError` with its name for scales that do not fit."""
     parts = []
     for place in stored:
         with _told(place):
@@ -162,7 +162,7 @@ def _names(architecture: str, layers: int) -> Callable[[str], str]:
 
     def name_in_file(name: str) -> str:
         base, dot, leaf = name.rpartition(".")
-        if leaf not in ("weight", "bias"):  # stacked experts have neither ending here
+        if leaf not in ("weight", "bias"):  # the names of stacked experts have neither ending here
             base, dot, leaf = name, ".", "weight"
         return f"{table.get_name(base)}{dot}{leaf}"
 
@@ -170,7 +170,7 @@ def _names(architecture: str, layers: int) -> Callable[[str], str]:
 
 
 def _layout(architecture: str, name: str, module: Any) -> Change | None:
-    """The way from a tensor's layout in the file to the module's; None where they are one."""
+    """The change from a tensor's layout in the file to the module's; None if they are equal."""
     config = module.config
     if architecture in ("llama", "mistral") and (match := re.search(r"\.attn_([qk])\.", name)):
         heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
@@ -183,7 +183,8 @@ def _layout(architecture: str, name: str, module: Any) -> Change | None:
 
 
 def _halves(value: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head, pairs of rotary dimensions side by side, as first and second halves."""
+    """Reorder the rows of each head from pairs of rotary dimensions side by side to first and
+    second halves."""
     rows = value.shape[0]
     if rows % (2 * heads):
         raise WrongShape(tuple(value.shape))
@@ -192,11 +193,11 @@ def _halves(value: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _reader(stored: list[TensorPlace], dtype: torch.dtype, change: Change | None) -> Read:
-    """Reads a tensor that the file has whole, or, of experts, in two: gates, then values."""
+    """Reads a tensor that the file has as one, or for experts as two: gates, then values."""
 
     def read(part: Part | None = None) -> torch.Tensor:
-        # Norms are shifted before they are rounded, as they were when they were stored, and some
-        # families keep biases exact.
+        # Norms are shifted before rounding, as at the time of storing, and some families keep
+        # biases exact.
         exact = torch.float32 if len(stored[0].shape) == 1 else dtype
         if len(stored) == 1:
             is_rows = part is not None and part.dim == 0 and part.blocks == 1
@@ -227,14 +228,14 @@ def read_stored(
 ) -> torch.Tensor:
     """A tensor of a file, or some rows of a matrix, in `dtype`.
 
-    out: of that shape, to be filled instead. Raises `SetupError` if the file has changed.
+    out: a tensor of that shape to fill. Raises `SetupError` if the file has changed.
     """
     first, last, _ = rows.indices(stored.shape[0])
     shape = (last - first, *stored.shape[1:])
     out = torch.empty(shape, dtype=dtype) if out is None else out
     width, nbytes = prod(stored.shape[1:]), stored.nbytes // stored.shape[0]
     kind = name_of(stored.kind)
-    # Whole rows only, since blocks end with them. A vector is one row.
+    # Pieces are whole rows, since blocks end with rows. A vector is one row.
     if len(stored.shape) == 1:
         assert shape == stored.shape
         first, last, width, nbytes, out = 0, 1, stored.shape[0], stored.nbytes, out[None]
@@ -273,13 +274,13 @@ def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tenso
 
     if kind in _PLAIN:
         return torch.from_numpy(np.array(content)).view(_PLAIN[kind])
-    with np.errstate(all="ignore"):  # scales may be anything
+    with np.errstate(all="ignore"):  # scales may be any bytes
         found = dequantize(np.array(content)[None], GGMLQuantizationType(number))
     return torch.from_numpy(found).flatten()
 
 
 def is_undone(kind: int) -> bool:
-    """Whether the gguf package dequantises a type: tried on a block of zeros."""
+    """Whether the gguf package dequantises a type. This is tried on a block of zeros."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]

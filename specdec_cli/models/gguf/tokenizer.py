@@ -1,6 +1,7 @@
 """The tokenizer in a GGUF file, built by transformers from the file's vocabulary.
 
-Its versions differ in special tokens and ids that begin and end texts, which are set here.
+Versions of transformers differ in special tokens and in the ids that begin and end texts, so these
+are set here.
 """
 
 from typing import Any
@@ -11,15 +12,15 @@ from specdec_cli.models.gguf.header import Header
 from specdec_cli.models.gguf.tensors import FROM_GGUF
 from specdec_cli.text import shown
 
-_VOCABULARY_BYTES = 1 << 25  # without merges, transformers tries every cut of every token
+_VOCABULARY_BYTES = 1 << 25  # without merges transformers tries every cut of every token
 _TOKEN_BYTES = 1 << 12
 _CONTROL, _USER_DEFINED = 3, 4
 _BYTE_LEVEL, _PIECES = "gpt2", "llama"  # kinds of tokenizers
-# The ways of cutting texts into words that earlier versions of transformers follow, by family.
+# Ways of cutting texts into words, by family, that earlier versions of transformers follow.
 _CUT_BEFORE = {"llama": {"smollm", "gpt-2", "default"}, "qwen2": {"qwen2", "deepseek-r1-qwen"}}
 _CUT_BEFORE |= {"qwen3": {"qwen2"}, "qwen2_moe": {"qwen2"}, "qwen3_moe": {"qwen2"}}
-# The ways of cutting texts whose models read a first token before each, as llama.cpp has it
-# (src/llama-vocab.cpp), also where the file does not say so.
+# The ways of cutting texts whose models read a first token before each text, even if the file does
+# not say so. llama.cpp does the same (src/llama-vocab.cpp).
 _BEGIN_WITH_BOS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"}
 _BEGIN_WITH_BOS |= {"lfm2", "tekken", "chameleon"}
 _TEMPLATE = "tokenizer.chat_template"
@@ -32,7 +33,7 @@ _SPECIAL = {
 
 
 def gguf_tokenizer(header: Header) -> Any:
-    """transformers' tokenizer of a model. Raises `ValueError` for a vocabulary that cannot be."""
+    """transformers' tokenizer of a model. Raises `ValueError` for an impossible vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
     values, vocabulary = header.values, _vocabulary(header)
@@ -59,7 +60,7 @@ def gguf_tokenizer(header: Header) -> Any:
 
 
 def _vocabulary(header: Header) -> dict[str, Any]:
-    """The values that transformers' builders take, by their names for them."""
+    """The arguments of transformers' builders, by their names there."""
     try:
         from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING as table
     except ImportError:  # earlier versions
@@ -106,7 +107,7 @@ def _backend(architecture: str, vocabulary: dict[str, Any]) -> Any:
 
 
 def _add_special(backend: Any, vocabulary: dict[str, Any]) -> None:
-    """Mark the tokens that never come from text, and those that are never cut."""
+    """Mark the tokens that text never becomes, and those that are never split."""
     known = backend.get_vocab()
     kinds = vocabulary.get("token_type") or ()
     marked = {_CONTROL: [], _USER_DEFINED: []}  # type: dict[int, list[AddedToken]]

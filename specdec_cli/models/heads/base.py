@@ -1,8 +1,8 @@
 """The interface of a head: a small net beside the target that reads its hidden states.
 
 Row t of a head has the target's hidden state of token t and embeds token t + shift. Its keys lie at
-position t. Legend: T packed rows, H width of the head, F of the features, V ids of the target, Vd
-ids that the head can propose.
+position t. Legend: T packed rows, H width of the head, F width of the features, V ids of the
+target, Vd ids that the head can propose.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from specdec_cli.models.heads.layers import layers_of
 from specdec_cli.models.tp import shard_layers
 from specdec_cli.models.weights import Part
 
-# The names that every head's embedding [V, H] and matrix of logits [Vd, H] get.
+# The names of every head's embedding [V, H] and matrix of logits [Vd, H].
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 
@@ -28,14 +28,15 @@ HEAD = "lm_head.weight"
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
     """A head's weights on one device, by the names of `HeadConfig.shapes`; ids: int64 [Vd], the
-    target's of each that the head proposes, None where they are the same."""
+    target's id of each of the head's; None if they are the same."""
 
     tensors: Mapping[str, Tensor]
     ids: Tensor | None
 
 
 class Other(NamedTuple):
-    """A reading of a config, who reads it otherwise, and the fields that are then others."""
+    """A reading of a config, the tools that read it otherwise, and the fields that differ in their
+    reading."""
 
     told: str
     changes: Mapping[str, Any]
@@ -43,16 +44,14 @@ class Other(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """The settings that a head's checkpoint, memory and cache follow from, whatever its kind.
-
-    name: of the checkpoint, for messages. body: transformers' config of its layers. windows:
-    sliding window of each layer, 0 for none. target_hidden_size: of the target. vocab_size: V.
-    draft_vocab_size: Vd. num_target_layers: None where the checkpoint does not say. others: the
-    ways in which tools read it differently. quantisation: settings of matrices that the checkpoint
-    stores in few bits; None for plain ones.
-    noun: of the kind, for messages. shift: 1 where a row embeds the token that follows, 0 where it
-    embeds its own. carries: whether the output of the last true row is kept, for the first
-    proposal.
+    """The settings of a head of any kind, which determine its checkpoint, memory and cache. name:
+    the checkpoint's, for messages. body: transformers' config of its layers. windows: the sliding
+    window of each layer, 0 for none. target_hidden_size: the target's width. vocab_size: V.
+    draft_vocab_size: Vd. num_target_layers: None if the checkpoint does not say. others: the
+    readings by which tools differ. quantisation: settings of matrices that the checkpoint stores in
+    few bits; None for plain ones. noun: the word for the kind, for messages. shift: 1 if a row
+    embeds the token that follows, 0 if it embeds its own. carries: whether the output of the last
+    true row is kept, for the first proposal.
     """
 
     noun: ClassVar[str]
@@ -70,36 +69,36 @@ class HeadConfig:
     quantisation: Settings | None = None
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """The hidden states of the target that it reads, in transformers' counting.
-
-        Raises `SetupError` for layers that the target does not have.
+        """The hidden states of the target that it reads, as transformers counts them. Raises
+        `SetupError` for layers that the target does not have.
         """
         raise NotImplementedError
 
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights outside its layers. Without HEAD the embedding serves as it."""
+        """The shapes of the weights outside its layers. Without HEAD the embedding is used for
+        it."""
         raise NotImplementedError
 
     def renamed(self, name: str) -> str | None:
-        """The name in `shapes` of a checkpoint's tensor; None for one that is not needed."""
+        """The name in `shapes` of a checkpoint's tensor; None for a tensor that is not needed."""
         return name
 
     def width_read(self, layer: int) -> int:
-        """Numbers that q, k and v of a layer read."""
+        """The width of the input of a layer's q, k and v."""
         return self.hidden_size
 
     @property
     def numbers_fused(self) -> int:
-        """Numbers that `Head.fuse` makes of each row's features, beside its result."""
+        """The number of values that `Head.fuse` makes for each row besides its result."""
         return 0
 
     @property
     def sizes_held(self) -> dict[str, int]:
-        """Numbers of weights that are held in another form, by name."""
+        """The sizes of the weights that are held in another form, by name."""
         return {}
 
     def carried_bytes(self, itemsize: int) -> int:
-        """Bytes that are kept of a sequence beside the keys of each block."""
+        """Bytes of a sequence that are kept with the keys of each block."""
         return self.hidden_size * itemsize * self.carries
 
     @property
@@ -117,17 +116,17 @@ class HeadConfig:
 
     @property
     def lends(self) -> frozenset[str]:
-        """The weights that the target's may serve for where the checkpoint has none."""
+        """The weights that may be the target's if the checkpoint has none."""
         has_all_ids = self.draft_vocab_size == self.vocab_size
         return frozenset({EMBEDDING, HEAD} if has_all_ids else {EMBEDDING})
 
     @property
     def facts(self) -> dict[str, str]:
-        """Further facts for the record of a run, by a word for each."""
+        """Further facts for the record of a run, each with a name."""
         return {}
 
     def passes(self, k: int) -> Passes:
-        """Its passes in a round of k proposals, the one over true rows among them."""
+        """Its passes in a round of k proposals, including the pass over true rows."""
         return Passes(k)
 
     def cache_layers(self, parallel: TensorParallel = ALONE) -> list[LayerShape]:
@@ -136,9 +135,8 @@ class HeadConfig:
         return [LayerShape(heads, self.body.head_dim, self.body.head_dim)] * len(self.windows)
 
     def split(self, parallel: TensorParallel) -> tuple[nn.ModuleDict, dict[str, Part]]:
-        """This rank's layers on meta, and its parts of the weights that ranks share.
-
-        The others are whole on every rank. Raises `Indivisible` for sizes that do not divide.
+        """This rank's layers on meta, and its parts of the weights that are split over ranks. All
+        other weights are whole on every rank. Raises `Indivisible` for sizes that do not divide.
         """
         body = layers_of(self.body, [self.width_read(i) for i in range(len(self.windows))])
         if parallel.size == 1:
@@ -155,7 +153,7 @@ class HeadConfig:
         return found | {name: tuple(p.shape) for name, p in body.named_parameters()}
 
     def products(self) -> list[list[str]]:
-        """The names of the matrices that each of its products is made of."""
+        """The names of the matrices in each of its products."""
         own, (body, _) = self.own_shapes(), self.split(ALONE)
         found = [[n] for n, shape in own.items() if len(shape) == 2 and n != EMBEDDING]
         names = {id(parameter): name for name, parameter in body.named_parameters()}
@@ -164,13 +162,13 @@ class HeadConfig:
         return found if HEAD in own else [*found, [EMBEDDING]]
 
     def row_numbers(self, parallel: TensorParallel, *, gathers: bool) -> int:
-        """Numbers that each row of a pass has at the pass's peak; gathers: see
+        """The number of values of each row at the peak of a pass. gathers: see
         `models.draft.Draft`."""
         (cached, *_), size = self.cache_layers(parallel), parallel.size
         width, head_dim = self.hidden_size, self.body.head_dim
         mixed = self.body.num_attention_heads // size * head_dim
         qkv = mixed + 2 * cached.num_kv_heads * head_dim
-        common = 2 * head_dim + 3 * width  # the embedding, it normed, the hidden state
+        common = 2 * head_dim + 3 * width  # the embedding, the normed embedding, the hidden state
         attention = 3 * width + (2 * qkv + 5 * mixed if gathers else qkv + 2 * mixed)
         mlp = 2 * width + 3 * (self.body.intermediate_size // size)
         layer = attention + mlp if gathers else max(attention, mlp)
@@ -178,7 +176,7 @@ class HeadConfig:
 
 
 class HeadSizes(Protocol):
-    """The sizes of a head that its passes follow from; see `HeadConfig`."""
+    """The sizes of a head that determine its passes; see `HeadConfig`."""
 
     @property
     def shift(self) -> int: ...

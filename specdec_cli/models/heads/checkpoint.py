@@ -1,7 +1,8 @@
 """The tensors of a head: read, checked, borrowed from the target, or drawn at random.
 
-`HeadConfig.shapes` names them. A reduced vocabulary has two more: d2t, int64 [Vd], how far each id
-of the head lies from the target's, and t2d, bool [V], the ids of the target that it has.
+`HeadConfig.shapes` names them. A reduced vocabulary has two more tensors: d2t, int64 [Vd], the
+difference of the target's id and each of the head's, and t2d, bool [V], which marks the target's
+ids that the head has.
 """
 
 import hashlib
@@ -38,9 +39,8 @@ def borrowed_by(
     lent: Lent,
     allow_pickle: bool = False,
 ) -> frozenset[str]:
-    """The weights that the checkpoint lacks and `lent`, which may be on meta, serves for.
-
-    Raises as `read_weights` does for names, and for weights that cannot serve.
+    """The weights that the checkpoint lacks and takes from `lent`, which may be on meta. Raises as
+    `read_weights` does for names, and for weights that do not fit.
     """
     with _opened(config, folder, dtype, allow_pickle) as found:
         pass
@@ -60,10 +60,9 @@ def read_weights(
     allow_pickle: bool = False,
     parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
-    """Read this rank's part of the weights of a head. lent: serves for what the checkpoint lacks.
-
-    Raises `SetupError`, with the tensor, for one that is missing, unknown, or of another shape or
-    dtype, and for ids that the target does not have.
+    """Read this rank's part of the weights of a head. lent: weights of the target for those that
+    the checkpoint lacks. Raises `SetupError` with the name of a tensor that is missing, unknown, or
+    of another shape or dtype, and for ids that the target does not have.
     """
     with _opened(config, folder, dtype, allow_pickle) as found:
         wanted, (_, parts) = config.shapes(), config.split(parallel)
@@ -89,8 +88,8 @@ def dummy_weights(
     lent: Lent = MappingProxyType({}),
     parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
-    """This rank's part of random matrices, seeded by name; norms are one, biases zero, ids spread
-    evenly. The embedding is the target's, as of most heads."""
+    """This rank's part of random matrices, seeded by name. Norms are one, biases zero, and ids are
+    spread evenly. The embedding is the target's, as for most heads."""
     tensors = dict[str, torch.Tensor]()
     shapes, (_, parts) = config.shapes(), config.split(parallel)
     for name in config.shapes(parallel):
@@ -137,7 +136,7 @@ def _check_names(
     wanted: dict[str, tuple[int, ...]],
     lent: Lent,
 ) -> None:
-    """Raise for tensors that are missing and cannot be borrowed, or are unknown."""
+    """Raise `SetupError` for tensors that are unknown, or missing without being borrowed."""
     missing = sorted(wanted.keys() - found.keys() - (config.lends & lent.keys()))
     reduced = config.draft_vocab_size < config.vocab_size
     if reduced and "d2t" not in found:
@@ -156,7 +155,7 @@ def _check_serves(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
-    """Raise unless the target's weight can serve as the head's."""
+    """Raise `SetupError` unless the target's weight can serve as the head's."""
     if serves(source, shape, dtype):
         return
     theirs, ours = (str(kind).removeprefix("torch.") for kind in (source.dtype, dtype))
@@ -180,7 +179,8 @@ def _read(config: HeadConfig, name: str, read: Read, part: Part) -> torch.Tensor
 
 
 def _target_ids(config: HeadConfig, found: dict[str, Read]) -> torch.Tensor | None:
-    """The target's id of each draft id, int64 [Vd], from d2t; checked against t2d, if there."""
+    """The target's id of each draft id, int64 [Vd], from d2t. They are checked against t2d if there
+    is one."""
     size, vocab = config.draft_vocab_size, config.vocab_size
     ids = torch.arange(size)
     if "d2t" in found:

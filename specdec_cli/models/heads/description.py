@@ -33,8 +33,8 @@ from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.resolve import place_of
 from specdec_cli.models.spec import ModelSpec
 
-# A head from settings of its own kind, weights, and the number of positions that it may use. All
-# ranks that share it make it together.
+# A function that makes a head from settings of its kind, weights, and the number of positions that
+# it may use. All ranks that share the head call it together.
 Make = Callable[[Any, HeadWeights, int, TensorParallel], Head]
 Bind = Callable[[Head, KVCache], PagedHead]
 
@@ -43,11 +43,11 @@ Bind = Callable[[Head, KVCache], PagedHead]
 class HeadDescription:
     """A head that belongs to its target and holds no weights yet.
 
-    config: of the whole head, however many ranks share it. max_len: positions that it may use,
-    whatever its config's context length. num_target_layers: of the target's own. feature_layers:
-    the target's hidden states that the head reads.
-    borrows: the weights that it takes from the target. gathers_head: whether the target's head is
-    among them and split over other ranks, so that it keeps a copy.
+    config: that of the whole head, for any number of ranks. max_len: the number of positions that
+    it may use, which may exceed its config's context length. num_target_layers: the number of the
+    target's own layers. feature_layers: the target's hidden states that the head reads. borrows:
+    the weights that it takes from the target. gathers_head: whether it borrows the target's head
+    from other ranks, so that it keeps a copy.
     """
 
     spec: ModelSpec
@@ -94,17 +94,16 @@ class HeadDescription:
         return self.loaded_bytes()
 
     def loaded_bytes(self, *, is_compiled: bool = False) -> int:
-        """Bytes of the weights on its device, without those that it borrows, and of the rotary
-        tables."""
+        """Bytes of the weights on its device, without borrowed ones, and of the rotary tables."""
         config, is_cpu = self.config, self.device.type == "cpu"
         not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
         sizes = {name: math.prod(s) for name, s in config.shapes(self.parallel).items()}
         sizes |= config.sizes_held
         numbers, packed_names = 2 * self.max_len * int(config.body.head_dim), set[str]()
         for names in config.products() if is_cpu else ():
-            # It holds a product in one form or two, and none in the embedding's.
+            # A product's weight is held in one form or two, but not in that of the embedding.
             packed, plain = ops.forms_of(count := sum(sizes[name] for name in names), self.dtype)
-            # The target's head has its plain form already.
+            # The plain form of the target's head is counted there.
             is_lent = names[0] == HEAD and HEAD in not_held
             numbers += count * (packed + (plain and not is_lent))
             packed_names |= {*names} - {EMBEDDING}
@@ -144,7 +143,7 @@ class HeadDescription:
         return found
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its cache, and of what is carried with it."""
+        """Bytes of one block of its cache, and of the outputs that are carried with it."""
         carried = self.config.carried_bytes(self.dtype.itemsize)
         held = block_bytes(self.layers, block_size, cache_dtype(self.spec, self.dtype))
         return held + carried
@@ -152,7 +151,7 @@ class HeadDescription:
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
     ) -> int:
-        """See `models.draft.Draft`; its logits are computed outside its passes."""
+        """See `models.draft.Draft`. A head's logits are computed outside its passes."""
         row = self.config.row_numbers(self.parallel, gathers=gathers)
         return tokens * row * self.dtype.itemsize
 
@@ -163,7 +162,7 @@ class HeadDescription:
         block_size: int,
         on_compile: Callable[[str], None] | None = None,
     ) -> PagedHead | None:
-        """The head with its weights; all of the target's ranks call this, since parts may be
+        """The head with its weights. All of the target's ranks call this, since parts may be
         gathered."""
         device, config = self.device, self.config
         lent = _lent_by(target.module) if self.borrows else {}
@@ -193,9 +192,9 @@ def describe_head(
 ) -> HeadDescription:
     """Read a head's config and the names of its weights, and check them against its target.
 
-    read: gives its settings by its name, its folder and the number of the target's layers. bind:
-    puts it over a cache. Raises `SetupError`, with the key or the tensor, where they do not fit,
-    `UsageError` for weights in fp8, and what `read` raises.
+    read: returns its settings, given its name, its folder and the number of the target's layers.
+    bind: puts it over a cache. Raises `SetupError` with the key or tensor that does not fit,
+    `UsageError` for weights in fp8, and the errors of `read`.
     """
     spec, target, parallel = place.spec, place.target, place.parallel
     if spec.weights == "fp8":
@@ -209,11 +208,11 @@ def describe_head(
     config.split(parallel)
     layers = check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
     check_hidden_layers(target.module, layers)
-    # The config's dtype is that of training; tools run a head in its target's.
+    # The config's dtype is that of training. Tools run a head in its target's dtype.
     dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
     lent = _lent_by(target.module)
     whole = lent[HEAD].new_empty(target.vocab_size, lent[HEAD].shape[1])
-    # Where as many ranks share both models, each of them holds the part that it needs.
+    # If the same number of ranks shares both models, each holds the part that it needs.
     is_apart = lent[HEAD].shape != whole.shape and parallel.size != target.parallel.size
     lent[HEAD] = whole
     if spec.load_format == "dummy":
@@ -241,7 +240,7 @@ def describe_head(
 def check_target(
     config: HeadConfig, hidden_size: int, vocab_size: int, num_layers: int
 ) -> tuple[int, ...]:
-    """The target's hidden states that the head reads. Raises `SetupError`, which names the key,
+    """The target's hidden states that the head reads. Raises a `SetupError` that names the key
     unless the head belongs to a target of these sizes."""
     for key, ours, theirs in (
         ("target_hidden_size", config.target_hidden_size, hidden_size),
@@ -258,6 +257,6 @@ def check_target(
 
 
 def _lent_by(module: Any) -> dict[str, torch.Tensor]:
-    """Embedding and head of a transformers model, or the part of its head that a rank holds."""
+    """The embedding and the head of a transformers model, or a rank's part of the head."""
     inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
     return {EMBEDDING: inputs.weight.data, HEAD: plain_weight(outputs.weight)}

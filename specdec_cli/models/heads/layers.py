@@ -19,7 +19,8 @@ _LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 
 
 def layers_of(config: Any, widths: list[int]) -> nn.ModuleDict:
-    """Layers and their final norm, on meta. widths: numbers that q, k and v of each layer read."""
+    """Layers and their final norm, on meta. widths: the width of the input of each layer's q, k and
+    v."""
     layers = nn.ModuleList()
     with torch.device("meta"):
         for index, width in enumerate(widths):
@@ -40,7 +41,8 @@ def fused_layers(
     tensors: Mapping[str, Tensor],
     causal: bool = True,
 ) -> list[FusedLayer]:
-    """The fused form of `body`, from `layers_of`, with weights from `tensors`; 0 is no window."""
+    """The fused form of `body`, a result of `layers_of`, with weights from `tensors`. A window of 0
+    is none."""
     body.load_state_dict({name: tensors[name] for name in body.state_dict()}, assign=True)
     layers: Any = body["layers"]
     following = [*(layer.input_layernorm for layer in layers[1:]), body["norm"]]

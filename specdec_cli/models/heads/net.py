@@ -1,6 +1,6 @@
-"""A head with its weights: what `PagedHead` asks of it, and what nets of decoder layers share.
-
-Legend: T packed rows, H width of the head, F of the features, Vd ids that it can propose.
+"""A head with its weights: the interface for `PagedHead`, and the common part of nets of decoder
+layers. Legend: T packed rows, H width of the head, F width of the features, Vd ids that it can
+propose.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ from specdec_cli.models.split_products import SplitProducts
 
 
 class Head:
-    """embedding: in the order of the target's, if it lends it. norm: weight [H] of the final norm,
-    and eps its own. head: of the logits. ids: see `HeadWeights`. feeds_norm: whether the next step
-    reads hidden states after the final norm."""
+    """embedding: the head's or the target's. norm: weight [H] of the final norm, with its eps.
+    head: the matrix of logits. ids: see `HeadWeights`. feeds_norm: whether the next step reads
+    hidden states after the final norm."""
 
     config: HeadSizes
     ids: Tensor | None = None
@@ -38,7 +38,7 @@ class Head:
 
     @property
     def held(self) -> list[Any]:
-        """All that it holds, for `storages_of`."""
+        """All tensors that it holds, for `storages_of`."""
         values = vars(self).values()
         return [x for value in values for x in (value if isinstance(value, list) else [value])]
 
@@ -55,14 +55,14 @@ class Head:
     ) -> ops.Normed:
         """One pass over T rows, whose keys and values are written to `cache`.
 
-        token_ids: int64 [T], of the tokens that the rows embed, in place of the batch's. hidden:
-        [T, H], from `fuse`, or from `fed_back` of the row before; [T, 0] for rows of a head that
-        read a token alone.
+        token_ids: int64 [T], the tokens that the rows embed, in place of the batch's. hidden: [T,
+        H], from `fuse`, or from `fed_back` of the row before; [T, 0] for rows that read only a
+        token.
         """
         raise NotImplementedError
 
     def normed(self, hidden: Tensor) -> ops.Normed:
-        """The result of `__call__`, made again from its hidden states [T, H]."""
+        """The result of `__call__`, computed again from its hidden states [T, H]."""
         return ops.Normed(hidden, ops.rms_norm(hidden, self.norm, self.eps), None, 0.0)
 
     def logits(self, x: ops.Normed) -> Tensor:
@@ -70,18 +70,17 @@ class Head:
         return self.split.logits(x, self.head)
 
     def fed_back(self, x: ops.Normed) -> Tensor:
-        """Hidden states [T, H] that the next step reads in place of fused features."""
+        """The hidden states [T, H] that the next step reads instead of fused features."""
         if not self.feeds_norm:
             return x.hidden
         return x.scaled if x.squares is None else self.normed(x.hidden).scaled
 
 
 class LayeredHead(Head):
-    """A head of decoder layers of its own, over this rank's part of its weights.
-
-    fc: reads the features. stack: the layers. max_len: positions that passes may use, whatever the
-    config's context length. parallel: the ranks that share it, which make it together. causal: see
-    `ops.AttentionCall`.
+    """A head with its own decoder layers, over this rank's part of its weights. fc: the product
+    that reads the features. stack: the layers. max_len: the number of positions that passes may
+    use, which may exceed the config's context length. parallel: the ranks that share it; they make
+    it together. causal: see `ops.AttentionCall`.
     """
 
     def __init__(

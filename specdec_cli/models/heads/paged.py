@@ -1,7 +1,7 @@
 """A head bound to a paged cache: features and token ids in, hidden states out.
 
-Keys and values of row t lie at position t, in the same blocks as the target's.
-Legend: B slots, Q rows of each, H width of the head, F of the features.
+Keys and values of row t lie at position t, in the same blocks as the target's. Legend: B slots, Q
+rows of each, H width of the head, F width of the features.
 """
 
 import sys
@@ -31,8 +31,8 @@ class PagedHead:
 
     carry: [num_blocks, H], the output of each sequence's last complete row, in the entry of the
     block that holds the row's key. So it follows a sequence through slots, graphs and preemption,
-    and costs one vector a block. Of a head that carries nothing it has no rows. captured_width:
-    tokens of the largest prefill pass that is captured; 0 for none.
+    and costs one vector a block. It has no rows if the head carries nothing. captured_width: tokens
+    of the largest captured prefill pass; 0 for none.
     """
 
     def __init__(self, head: Head, cache: KVCache, captured_width: int = sys.maxsize) -> None:
@@ -50,7 +50,8 @@ class PagedHead:
         return self.head.storages
 
     def use(self, cache: KVCache) -> None:
-        """Keep keys and values in `cache` from now on; graphs captured over another are void."""
+        """Keep keys and values in `cache` from now on. Graphs captured over another cache become
+        invalid."""
         self.cache = cache
         self._prompts: PromptPasses | None = None
         config = self.head.config
@@ -101,7 +102,7 @@ class PagedHead:
         """Hidden states [T, H] of true rows. The last one of each sequence is carried."""
         hidden = self._run(batch, self.head.fuse(features)).hidden
         if self.head.config.carries:
-            # Block 0 takes what nobody reads, that of rows without a sequence.
+            # Block 0 takes the values of rows without a sequence, which nobody reads.
             blocks = last_blocks(batch, self.cache.block_size)
             self.carry.index_copy_(0, blocks, hidden[last_rows(batch)])
         return hidden
@@ -110,15 +111,15 @@ class PagedHead:
     def forward_slots(
         self, what: Rectangle, state: BatchState, inputs: torch.Tensor, *, fused: bool
     ) -> ops.Normed:
-        """Write rows of every slot, as `what` says; keys and values of padding go to waste.
-
-        inputs: features [B, Q, F], or with `fused` hidden states [B, Q, H]. `what.token_ids` are
-        the tokens that the rows embed. Returns B * Q rows; those of padding mean nothing.
+        """Write the rows of every slot that `what` describes. Keys and values of padding go to
+        block 0. inputs: features [B, Q, F], or with `fused` hidden states [B, Q, H].
+        `what.token_ids` are the tokens that the rows embed. Returns B * Q rows; those of padding
+        mean nothing.
         """
         batch, live = self._batch(what, state)
         rows = inputs.flatten(0, 1)
         if live is not None:
-            if not len(live.tokens):  # as in a round that was launched before the last one was read
+            if not len(live.tokens):  # a round launched ahead may be empty
                 return self.head.normed(rows.new_zeros(len(rows), self.head.config.hidden_size))
             rows = rows[live.tokens]
         x = self._run(batch, rows if fused else self.head.fuse(rows))
@@ -126,21 +127,19 @@ class PagedHead:
 
     @torch.inference_mode()
     def carry_on(self, state: BatchState, hidden: torch.Tensor, place: torch.Tensor) -> None:
-        """Keep the outputs of row `place` of each slot, those that are complete last.
-
-        hidden: [B, Q, H], rows from position length - shift on. place: int64 [B]; below 0 nothing
-        is kept.
+        """Keep the output of each slot's last complete row, at `place`. hidden: [B, Q, H], rows
+        from position length - shift on. place: int64 [B]; nothing is kept for places below 0.
         """
         at = place.clamp(min=0)
         rows = hidden.gather(1, at[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
         position = state.length - 1 - self._behind + at
         is_kept = state.active & (place >= 0) & (position >= 0)
-        # Block 0 takes what nobody reads.
+        # Block 0 takes values that nobody reads.
         self.carry.index_copy_(0, self._block_at(state, position) * is_kept, rows)
 
     @torch.inference_mode()
     def carried(self, state: BatchState) -> ops.Normed:
-        """The outputs of each slot's last complete row, [B, H]; zeros where there is none yet."""
+        """The output of each slot's last complete row, [B, H]; zeros if it has none yet."""
         position = state.length - 2 - self._behind
         rows = self.carry[self._block_at(state, position)]
         return self.head.normed(rows.masked_fill((position < 0)[:, None], 0.0))
@@ -150,7 +149,7 @@ class PagedHead:
         return state.block_tables.gather(1, column[:, None])[:, 0].long()
 
     def _batch(self, what: Rectangle, state: BatchState) -> tuple[ForwardBatch, LiveRows | None]:
-        """The live rows alone on a CPU, and their places; elsewhere all rows."""
+        """On a CPU only the live rows, with their places; on other devices all rows."""
         size, vocab = self.cache.block_size, self.head.config.vocab_size
         if self.device.type == "cpu":
             return live_batch(what, state, size, vocab)

@@ -12,14 +12,14 @@ from specdec_cli.models.heads.layers import CONFIGS
 from specdec_cli.text import first_line, shown
 
 _ACTIVATIONS = {a: a for a in ("silu", "gelu_pytorch_tanh")} | {"swish": "silu"}
-# The tables of other kinds depend on the longest position of a batch.
+# Rotary tables of other kinds depend on the longest position of a batch.
 _ROPES = ("default", "linear", "llama3", "yarn")
-_DEFAULT_ROPE_BASE = 10000.0  # heads without rope_theta were trained with it, whatever the target's
+_DEFAULT_ROPE_BASE = 10000.0  # of heads without rope_theta, with any target
 
 
 @contextmanager
 def reading(noun: str, name: str) -> Iterator[None]:
-    """Raises `SetupError` for what a reader of a head's config.json stumbles over inside."""
+    """Turns errors of reading a head's config.json during the block into `SetupError`."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as problem:
@@ -31,8 +31,8 @@ def reading(noun: str, name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
-    """A head's config.json, `raw`, and the part that describes its layers, `body`. All raise
-    `SetupError`, which names the key."""
+    """A head's config.json, `raw`, and the part that describes its layers, `body`. All methods
+    raise a `SetupError` that names the key."""
 
     noun: str
     name: str
@@ -53,7 +53,7 @@ class HeadSettings:
 
     @property
     def quantisation(self) -> Settings | None:
-        """The settings of matrices that are stored in few bits; None for plain ones."""
+        """The settings of matrices stored in few bits; None for plain ones."""
         if not (found := self.raw.get("quantization_config")):
             return None
         if not isinstance(found, dict):
@@ -65,7 +65,7 @@ class HeadSettings:
         return found
 
     def common(self) -> dict[str, Any]:
-        """The fields of a `HeadConfig` that every kind reads alike."""
+        """The fields of a `HeadConfig` that all kinds read in the same way."""
         layers, raw = self.layers(), self.raw
         return {
             "name": self.name,
@@ -111,7 +111,7 @@ class HeadSettings:
         return found
 
     def _rope(self) -> dict[str, Any]:
-        """transformers' `rope_parameters`, from that key or the older two."""
+        """transformers' `rope_parameters`, from the key of that name or the two older keys."""
         body = self.body
         stored = body.get("rope_parameters") or body.get("rope_scaling") or {}
         if not isinstance(stored, dict):

@@ -18,19 +18,19 @@ from specdec_cli.models.heads.settings import HeadSettings, reading
 from specdec_cli.recipe.choices.forms import DSPARK, first_seen, speculator
 from specdec_cli.text import shown
 
-_KINDS = ("qwen3", "llama")  # copied from the target's config; layers are qwen3's
+_KINDS = ("qwen3", "llama")  # these keys are copied from the target's config; layers are qwen3's
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_")
 MARKOV_EMBEDDING, MARKOV_OUT = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
-MARKOV_JOINT = "markov_head.joint"  # the product of the kinds that read the row too
+MARKOV_JOINT = "markov_head.joint"  # the product of kinds that also read the row
 CONFIDENCE = "confidence_head.proj"
-# The shape of that product by rank and width of a row; nothing where there is none.
+# The shape of that product, by rank and width of a row; empty without one.
 MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "vanilla": lambda rank, width: (),
     "gated": lambda rank, width: (rank, width + rank),
     "rnn": lambda rank, width: (3 * rank, 2 * rank + width),
 }
 _JOINT = re.compile("^markov_head[.](gate_proj|joint_proj)")
-# Variants of the net that some readers know, with the value that means its plain form.
+# Variants of the net in some tools, with the values that stand for the plain form.
 _VARIANTS = {
     **dict.fromkeys(("use_swa", "causal", "add_swa_attention_sink_bias"), False),
     "is_neox_style": True,
@@ -40,14 +40,13 @@ _VARIANTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(HeadConfig):
-    """A drafter's settings, DSpark's too.
-
-    block_size: rows of a pass in training. mask_id: the token that rows without one of their own
-    embed. layer_ids: layers of the target whose inputs are read, counted as hidden states; None
-    where the config names none. anchor_predicts: whether the row of the last known token decides
-    the one after it; else each row decides the token at its own place. keeps_width: whether all
-    passes have the trained width. markov_rank: r, 0 without a Markov head. markov_type: of it, one
-    of MARKOV_TYPES. confidence_width: numbers that the confidence head reads, 0 without one.
+    """The settings of a drafter, DSpark's included. block_size: rows of a pass in training.
+    mask_id: the token that rows without a known token embed. layer_ids: layers of the target whose
+    inputs are read, counted as hidden states; None if the config names none. anchor_predicts:
+    whether the row of the last known token decides the next one; otherwise each row decides the
+    token at its own place. keeps_width: whether all passes have the trained width. markov_rank: r,
+    0 without a Markov head. markov_type: its type, one of MARKOV_TYPES. confidence_width: the
+    number of values that the confidence head reads, 0 without one.
     """
 
     noun: ClassVar[str] = "DFlash drafter"
@@ -72,14 +71,14 @@ class DFlashConfig(HeadConfig):
         return self.confidence_width > 0
 
     def rows_for(self, k: int) -> int:
-        """Rows of the pass that drafts k tokens."""
+        """The number of rows of the pass that drafts k tokens."""
         if self.keeps_width:
             return self.block_size
         return k if self.anchor_predicts else k + 1
 
     @property
     def num_features(self) -> int:
-        """Hidden states of the target that it reads."""
+        """The number of hidden states of the target that it reads."""
         return len(self.windows) if self.layer_ids is None else len(self.layer_ids)
 
     @property
@@ -126,8 +125,9 @@ class DFlashConfig(HeadConfig):
         return found
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """The target's hidden states that the drafter reads, in transformers' counting. Raises
-        `SetupError` for layers that are not there, and for the last, whose output is normed."""
+        """The target's hidden states that the drafter reads, as transformers counts them. Raises
+        `SetupError` for layers that do not exist, and for the last layer, whose output is
+        normed."""
         last, found = num_target_layers, self.layer_ids
         if found is None:
             count = self.num_features
@@ -146,14 +146,14 @@ class DFlashConfig(HeadConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
-    """The same, with another name in messages."""
+    """The same settings with another name in messages."""
 
     noun: ClassVar[str] = "DSpark drafter"
 
 
 def read_dflash_config(name: str, folder: Path) -> DFlashConfig:
-    """The settings of the drafter in `folder`. Raises `SetupError` for what cannot be, or is not
-    built."""
+    """The settings of the drafter in `folder`. Raises `SetupError` for settings that are impossible
+    or not built."""
     raw = config_file(name, folder)
     kind = DFlashConfig if first_seen(DSPARK, raw) is None else DSparkConfig
     with reading(kind.noun, name):
@@ -165,7 +165,7 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
     is_dspark = kind is DSparkConfig
     body = raw["transformer_layer_config"] if is_nested else raw
     told = body.get("model_type", "qwen3")
-    own = raw | (raw.get("dflash_config") or {})  # keys of the kind, wherever a tool puts them
+    own = raw | (raw.get("dflash_config") or {})  # keys of the kind in either place
     settings = HeadSettings(kind.noun, name, own, body | {"model_type": "qwen3"})
     if told not in _KINDS:
         raise settings.bad("model_type", told, "layers of qwen3 are built")
@@ -194,8 +194,8 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
 
 
 def _layer_ids(settings: HeadSettings, is_nested: bool, is_dspark: bool) -> tuple[int, ...] | None:
-    """The layers of the target whose inputs are read. speculators names these, others the layers
-    whose outputs are read: an output of DeepSpec's layer -1 is the embedding's."""
+    """The layers of the target whose inputs are read. speculators names these layers, and other
+    tools name the layers whose outputs are read. DeepSpec's layer -1 stands for the embedding."""
     key = "aux_hidden_state_layer_ids" if is_nested else "target_layer_ids"
     ids, least = settings.raw.get(key), 0 if is_nested or not is_dspark else -1
     if ids is None and not is_nested and not is_dspark:
@@ -206,7 +206,7 @@ def _layer_ids(settings: HeadSettings, is_nested: bool, is_dspark: bool) -> tupl
 
 
 def _heads(settings: HeadSettings, is_nested: bool, width: int) -> dict[str, Any]:
-    """The Markov head's rank and type, and the numbers that the confidence head reads."""
+    """The Markov head's rank and type, and the width of the confidence head's input."""
     own = settings.raw
     rank = own.get("markov_rank", 256 if is_nested else 0)
     if type(rank) is not int or rank < 0:

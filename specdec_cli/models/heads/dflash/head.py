@@ -1,11 +1,11 @@
 """The arithmetic of a DFlash drafter, in the kernels of fused layers.
 
-Keys and values of the context follow from the target's features: one projection, normed, is what
-every layer's products read. Rows of a block pass the layers and see the context and each other. Of
-a DSpark drafter two small heads read the token before the one that they judge: the Markov head adds
-to the logits of a row, and the confidence head says how likely its token is to stand. Legend: T
-packed rows, B rows of a step, H width of the drafter, F of the features, r rank, V ids of the
-target, Vd of the drafter.
+Keys and values of the context follow from the target's features: every layer's products read one
+normed projection of them. Rows of a block pass through the layers and see the context and each
+other. A DSpark drafter has two small heads, which read the token before the one that they judge.
+The Markov head adds to the logits of a row. The confidence head gives the chance that its token is
+accepted. Legend: T packed rows, B rows of a step, H width of the drafter, F of the features, r
+rank, V ids of the target, Vd of the drafter.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,9 @@ from specdec_cli.models.heads.net import LayeredHead
 
 
 class Judged(NamedTuple):
-    """added: [B, Vd], to the logits; None without a Markov head. confidence: fp32 [B] from 0 to 1;
-    None without a confidence head. memory: [B, r], for the next token; None where none is kept."""
+    """added: [B, Vd], added to the logits; None without a Markov head. confidence: fp32 [B] from 0
+    to 1; None without a confidence head. memory: [B, r], for the next token; None if the head keeps
+    none."""
 
     added: Tensor | None
     confidence: Tensor | None
@@ -39,7 +40,8 @@ class Judged(NamedTuple):
 
 
 class MarkovHead:
-    """The Markov and the confidence head of a drafter, or one of them, whole on every rank."""
+    """The Markov head and the confidence head of a drafter, or one of them. Both are whole on every
+    rank."""
 
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor]) -> None:
         self.config = config
@@ -57,10 +59,9 @@ class MarkovHead:
         return [*own, self.joint_bias, self.confidence_bias]
 
     def __call__(self, h: Tensor, before: Tensor, memory: Tensor | None) -> Judged:
-        """Judge the token that each row of h [B, H], normed, decides.
-
-        before: int64 [B], the token before it, the target's id. memory: from that token; None for a
-        block's first.
+        """Judge the token that each row of h, [B, H] and normed, decides. before: int64 [B], the
+        target's id of the token before it. memory: the memory after that token; None for a block's
+        first token.
         """
         e = None if self.embedding is None else self.embedding[before]
         confidence = None
@@ -101,8 +102,8 @@ class DFlashHead(LayeredHead):
         self.hidden_norm = tensors["hidden_norm.weight"]
         is_plain = not config.markov_rank and not config.confidence_width
         self.markov = None if is_plain else MarkovHead(config, tensors)
-        # What the layers make of the context: rows of their merged products. A CPU packs these, so
-        # that they cannot be cut.
+        # The layers' products over the context are rows of their merged products. A CPU packs
+        # these, so they cannot be cut.
         self.key_values: list[tuple[ops.Weight, Tensor | None]] = []
         for names, layer in zip(config.key_values(), self.stack.layers, strict=True):
             parts, whole = [tensors[name] for name in names], layer.qkv
@@ -128,8 +129,9 @@ class DFlashHead(LayeredHead):
     def __call__(
         self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: KVCache
     ) -> ops.Normed:
-        """Write keys and values of T rows: of the context `hidden` [T, H], which is returned, or,
-        for [T, 0], of blocks, which embed `token_ids`, int64 [T], and pass the layers."""
+        """Write keys and values of T rows. `hidden` [T, H] is context, and is returned. For [T, 0]
+        the rows belong to blocks: they embed `token_ids`, int64 [T], and pass through the
+        layers."""
         if not hidden.shape[1]:
             return self.stack.run(self.embedded(token_ids, batch), batch, cache)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]

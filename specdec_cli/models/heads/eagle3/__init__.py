@@ -1,2 +1,2 @@
-"""EAGLE-3 heads (Li et al., arXiv 2503.01840): a decoder of few layers that reads hidden states of
-the target beside embeddings of tokens."""
+"""EAGLE-3 heads (Li et al., arXiv 2503.01840): decoders of few layers that read hidden states of
+the target and embeddings of tokens."""

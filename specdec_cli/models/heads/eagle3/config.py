@@ -23,22 +23,20 @@ from specdec_cli.text import shown
 _DEFAULT_NUM_AUX = 3
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 _MIDDLE = re.compile("^midlayer[.]")
-# What training leaves behind, and tables that follow from the config.
+# Tensors that only training needs, and tables that follow from the config.
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(HeadConfig):
-    """A head's settings, by its config unless `overridden`.
-
-    aux_ids: the config's ids of the target's layers, None where it has none. ids_key: the key that
-    names them. takes_embedding: use the target's in place of its own. counting: whether an
-    id means a layer's input or its output. norm_before_residual: whether the first residual is the
-    normed hidden state. norm_before_fc: whether one norm is applied to all features. fc_norm:
-    whether each layer's features have a norm of their own. feeds_norm: whether the next step is fed
-    the hidden state after the final norm. ties_head: whether the embedding serves as the head.
-    is_wide: whether every layer reads the embedding, and not the first one alone.
-    """
+    """A head's settings: its config's, except those in `overridden`. aux_ids: the config's ids of
+    the target's layers; None if it has none. ids_key: the key that names them. takes_embedding:
+    whether to use the target's embedding instead of its own. counting: whether an id means a
+    layer's input or its output. norm_before_residual: whether the first residual is the normed
+    hidden state. norm_before_fc: whether one norm is applied to all features. fc_norm: whether each
+    layer's features have their own norm. feeds_norm: whether the next step reads the hidden state
+    after the final norm. ties_head: whether the embedding serves as the head. is_wide: whether
+    every layer reads the embedding; otherwise only the first does."""
 
     noun: ClassVar[str] = "EAGLE-3 head"
 
@@ -55,7 +53,7 @@ class Eagle3Config(HeadConfig):
 
     @property
     def num_aux(self) -> int:
-        """Number of the target's layers whose hidden states the head reads."""
+        """The number of the target's layers whose hidden states the head reads."""
         return _DEFAULT_NUM_AUX if self.aux_ids is None else len(self.aux_ids)
 
     @property
@@ -64,12 +62,12 @@ class Eagle3Config(HeadConfig):
         return self.num_aux * self.target_hidden_size if has_norms else 0
 
     def width_read(self, layer: int) -> int:
-        """Twice H for a layer that reads embedding and hidden state."""
+        """The width is 2 * H for a layer that reads embedding and hidden state."""
         return self.hidden_size * (2 if layer == 0 or self.is_wide else 1)
 
     def renamed(self, name: str) -> str | None:
-        """As speculators and Model-Optimizer name it. SafeAILab and SpecForge call the first layer
-        `midlayer`."""
+        """Names are those of speculators and Model-Optimizer. SafeAILab and SpecForge call the
+        first layer `midlayer`."""
         own = _MIDDLE.sub("layers.0.", name.removeprefix("model."))
         is_tied = own == HEAD and self.ties_head
         is_taken = own == EMBEDDING and self.takes_embedding
@@ -93,8 +91,9 @@ class Eagle3Config(HeadConfig):
         return found
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """The target's hidden states that the head reads, in transformers' counting. Raises
-        `SetupError` for layers that are not there, and for the last, whose output is normed."""
+        """The target's hidden states that the head reads, as transformers counts them. Raises
+        `SetupError` for layers that do not exist, and for the last layer, whose output is
+        normed."""
         n = num_target_layers
         found: tuple[int, ...] = (2, n // 2, n - 3)
         if self.aux_ids is not None:
@@ -114,8 +113,8 @@ class Eagle3Config(HeadConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PEagleConfig(Eagle3Config):
-    """A head that drafts all tokens in one pass. mask_id: the token that rows of masks embed, which
-    read `mask_hidden` in place of features. most_drafted: tokens of the longest round."""
+    """A head that drafts all tokens in one pass. mask_id: the token that rows of masks embed; they
+    read `mask_hidden` instead of features. most_drafted: tokens of the longest round."""
 
     noun: ClassVar[str] = "P-EAGLE head"
     carries: ClassVar[bool] = False
@@ -134,14 +133,14 @@ class PEagleConfig(Eagle3Config):
 
     @property
     def sizes_held(self) -> dict[str, int]:
-        """A row of masks, fused."""
+        """The size of the fused row of masks."""
         return {"mask_hidden": self.hidden_size}
 
     def passes(self, k: int) -> Passes:
         return Passes(1, k + 1)
 
     def carried_bytes(self, itemsize: int) -> int:
-        """The rows that may wait for a round's pass, and their number."""
+        """Bytes of the rows that may wait for a round's pass, and of their number."""
         return (self.most_drafted + 1) * self.hidden_size * itemsize + 8
 
 
@@ -149,8 +148,8 @@ Config = TypeVar("Config", bound=Eagle3Config)
 
 
 def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Config:
-    """The config with the layers that a recipe chooses. Raises `UsageError`, with the key, for
-    wrong ones."""
+    """The config with the layers that a recipe chooses. Raises a `UsageError` with the key for
+    wrong layers."""
     others = tuple(other for other in config.others if "counting" not in other.changes)
     ids, own = config.aux_ids, {"aux_ids": config.aux_ids, "counting": config.counting}
     named = "no layers" if ids is None else f"{shown(list(ids))} as {config.counting} of layers"
@@ -181,8 +180,8 @@ def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Conf
 
 
 def read_head_config(name: str, folder: Path) -> Eagle3Config:
-    """The settings of the head in `folder`. Raises `SetupError` for another kind's, or what is not
-    built."""
+    """The settings of the head in `folder`. Raises `SetupError` for a head of another kind, or with
+    settings that are not built."""
     raw = config_file(name, folder)
     dialect = dialect_of(raw)
     if dialect is None:
@@ -206,7 +205,7 @@ def read_peagle_config(name: str, folder: Path) -> PEagleConfig:
 def _read(
     kind: type[Config], dialect: Dialect, name: str, raw: dict[str, Any], **own: Any
 ) -> Config:
-    """own: further fields of this kind."""
+    """own: further fields of the head's kind."""
     settings = HeadSettings(kind.noun, name, raw, raw)
     with reading(kind.noun, name):
         _refuse_other_kinds(settings)
@@ -252,7 +251,7 @@ def _body(settings: HeadSettings, dialect: Dialect) -> dict[str, Any]:
         if not isinstance(body, dict) or not body:
             raise settings.bad("transformer_layer_config", body, "it holds a layer's settings")
     kind = body.get("model_type", "llama")
-    # SpecForge's configs for phi4 and QwQ give the target's type; the class has llama layers.
+    # SpecForge's configs for phi4 and QwQ name the target's type, but the class has llama layers.
     classes = raw.get("architectures") or ()
     if kind not in CONFIGS and body is raw and "LlamaForCausalLMEagle3" in classes:
         kind = "llama"
@@ -264,8 +263,8 @@ def _body(settings: HeadSettings, dialect: Dialect) -> dict[str, Any]:
 def _aux_ids(
     settings: HeadSettings, dialect: Dialect
 ) -> tuple[str, tuple[int, ...] | None, Counting]:
-    """The key of the config's ids, these, and whether they mean a layer's input, as vLLM and
-    speculators count, or its output, as Model-Optimizer, SGLang and DeepSpec do."""
+    """The key of the config's ids, the ids, and their meaning: a layer's input, as in vLLM and
+    speculators, or its output, as in Model-Optimizer, SGLang and DeepSpec."""
     counting: Counting = "inputs"
     raw = settings.raw
     key, ids = _AUX_IDS, raw.get(_AUX_IDS)
@@ -288,7 +287,7 @@ def _windows(settings: HeadSettings, layers: int) -> tuple[int, ...]:
     kinds = body.get("layer_types") or ["full_attention"] * layers
     if len(kinds) < layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise settings.bad("layer_types", kinds, f"it has to name attention of {layers} layers")
-    # qwen3 has windows only where it is told so twice.
+    # qwen3 has windows only if two keys say so.
     is_used = body.get("use_sliding_window", body["model_type"] != "qwen3")
     if "sliding_attention" not in kinds[:layers] or not is_used:
         return (0,) * layers
@@ -301,7 +300,7 @@ def _others(raw: dict[str, Any], dialect: Dialect, kind: type[Eagle3Config]) -> 
         told = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
         yield Other(told, {"counting": "inputs"})
     is_silent = dialect == "speculators" and "norm_before_residual" not in raw
-    if is_silent and kind is Eagle3Config:  # all read P-EAGLE's as false
+    if is_silent and kind is Eagle3Config:  # all tools read P-EAGLE's as false
         told = "norm_before_residual: not given, read as false; vLLM takes true"
         yield Other(told, {"norm_before_residual": True})
     if dialect != "speculators" and raw.get("norm_output"):

@@ -1,9 +1,9 @@
 """The arithmetic of an EAGLE-3 head, in the kernels of fused layers.
 
-The first layer reads the embedding of the token that follows beside the hidden state of each row,
-both normed: 2 * H numbers. Further layers are plain, except in DeepSpec's heads. True rows of a
-P-EAGLE head wait for the pass of the next round, which takes them and the rows of masks behind
-them. Legend: T packed rows, B slots, W rows that may wait, H width of the head, F of the features.
+The first layer reads the embedding of the next token and the hidden state of each row, both normed:
+2 * H numbers. Further layers are plain, except in DeepSpec's heads. True rows of a P-EAGLE head
+wait for the next round's pass, which takes them and the rows of masks after them. Legend: T packed
+rows, B slots, W rows that may wait, H width of the head, F width of the features.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class Eagle3Head(LayeredHead):
-    """A head's passes. mask_hidden: [1, H], what rows of masks read in place of fused features."""
+    """A head's passes. mask_hidden: [1, H], which rows of masks read instead of fused features."""
 
     config: Eagle3Config
 
@@ -81,18 +81,18 @@ class Eagle3Head(LayeredHead):
 
 
 class Waiting(NamedTuple):
-    """rows: [B, W, H], fused features of each slot's last true rows, the first `counts` of them;
-    the others mean nothing. counts: int64 [B], 0..W."""
+    """rows: [B, W, H], fused features of each slot's last true rows. The first `counts` of them are
+    valid. counts: int64 [B], 0..W."""
 
     rows: torch.Tensor
     counts: torch.Tensor
 
 
 class WaitingHead(PagedHead):
-    """rows: [num_blocks, W, H], and counts: int64 [num_blocks], as `Waiting` has them, in the entry
-    of the block that holds the last row's key. So they follow a sequence as `PagedHead.carry` does.
-    The last row of a prompt waits too, since its output is still to be read.
-    """
+    """rows: [num_blocks, W, H] and counts: int64 [num_blocks], as in `Waiting`. A sequence's entry
+    is that of the block that holds its last row's key. So they follow a sequence as
+    `PagedHead.carry` does. The last row of a prompt waits too, since its output is still to be
+    read."""
 
     def use(self, cache: KVCache) -> None:
         super().use(cache)
@@ -109,7 +109,7 @@ class WaitingHead(PagedHead):
 
     def _written(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
         fused = self.head.fuse(features)
-        # Block 0 takes what nobody reads, that of rows without a sequence.
+        # Block 0 takes the values of rows without a sequence, which nobody reads.
         blocks = last_blocks(batch, self.cache.block_size)
         self.rows[:, 0].index_copy_(0, blocks, fused[last_rows(batch)])
         self.counts.index_fill_(0, blocks, 1)
@@ -117,13 +117,12 @@ class WaitingHead(PagedHead):
 
     @torch.inference_mode()
     def keep(self, state: BatchState, features: torch.Tensor, last: torch.Tensor) -> None:
-        """Let the rows up to `last` of each slot, int64 [B], wait for the next pass; none below 0.
-
-        features: [B, Q, F], from the row of position length - 1 on.
+        """Let the rows up to `last` of each slot, int64 [B], wait for the next pass; below 0 there
+        are none. features: [B, Q, F], from the row at position length - 1 on.
         """
         count, width = features.shape[:2]
         rows = features.flatten(0, 1)
-        if self.device.type == "cpu":  # true rows alone
+        if self.device.type == "cpu":  # only true rows
             is_true = (torch.arange(width) <= last[:, None]) & state.active[:, None]
             places = is_true.flatten().nonzero()[:, 0]
             fused = torch.zeros(len(rows), self.rows.shape[2], dtype=self.head.dtype)
@@ -131,16 +130,17 @@ class WaitingHead(PagedHead):
         else:
             fused = self.head.fuse(rows)
         position = state.length - 1 + last.clamp(min=0)
-        # Block 0 takes what nobody reads.
+        # Block 0 takes values that nobody reads.
         blocks = self._block_at(state, position) * (state.active & (last >= 0))
         self.rows[:, :width].index_copy_(0, blocks, fused.view(count, width, -1))
         self.counts.index_copy_(0, blocks, last + 1)
 
     @torch.inference_mode()
     def waiting(self, state: BatchState, most: int) -> Waiting:
-        """The rows of each slot that wait, up to `most`: none before a text's second token."""
+        """The waiting rows of each slot, up to `most`. There are none before a text's second
+        token."""
         position = state.length - 2
         blocks = self._block_at(state, position)
-        # A slot without a sequence may have the entry of another run.
+        # A slot without a sequence may have an entry from another run.
         counts = self.counts[blocks].clamp(0, most).masked_fill(position < 0, 0)
         return Waiting(self.rows[blocks, :most], counts)

@@ -1,7 +1,6 @@
-"""Several MTP modules, of which each reads the hidden states of the one before.
-
-Row t of module i is complete i tokens later than that of the first. All keep their keys in one
-cache, a layer each. Legend: T rows, B slots, Q rows of each, H width of the target.
+"""Several MTP modules; each reads the hidden states of the module before. Row t of module i is
+complete i tokens later than row t of the first. All keep their keys in one cache, with a layer for
+each. Legend: T rows, B slots, Q rows of each, H width of the target.
 """
 
 import torch
@@ -31,7 +30,8 @@ class MtpChain:
             one.clear()
 
     def fed(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The input of the module after `index`, from the hidden states [T, H] of that one."""
+        """The input of the module after `index`, from the hidden states [T, H] of module
+        `index`."""
         head = self.heads[index].head
         return head.fed_back(head.normed(hidden))
 
@@ -41,7 +41,7 @@ class MtpChain:
         for index, one in enumerate(self.heads):
             if not spans:
                 return
-            # The next module begins with the row that was complete before.
+            # The next module begins with the previous complete row.
             before = self._carried_before(index, spans)
             hidden = one.forward(spans, features)
             states = self.fed(index, hidden).split([span.length for span in spans])
@@ -56,7 +56,7 @@ class MtpChain:
             spans, features = found, torch.cat(rows) if rows else features[:0]
 
     def _carried_before(self, index: int, spans: list[Span]) -> list[torch.Tensor]:
-        """[1, H] of each span: what follows from the row before it."""
+        """[1, H] of each span: the input that the row before it gives."""
         one, size = self.heads[index], self.cache.block_size
         blocks = [s.seq.block_table[max(0, s.start - 1) // size] for s in spans]
         rows = one.carry[torch.tensor(blocks, device=one.device)]

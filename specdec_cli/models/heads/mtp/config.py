@@ -1,5 +1,5 @@
-"""MTP modules as a target's config and file describe them: each as a model of the target's family
-with one layer, and a projection with two norms before it. Reads no weights."""
+"""MTP modules as a target's config and file describe them. Each is a model of the target's family
+with one layer, and has a projection with two norms before it. Reads no weights."""
 
 from collections.abc import Collection
 from copy import deepcopy
@@ -19,8 +19,8 @@ PROJECTION, NORMS = "eh_proj.weight", ("enorm.weight", "hnorm.weight")
 
 
 class Form(NamedTuple):
-    """Names of a module's tensors in a file, `{}` for its `number`, and ours, as `loader.Names`:
-    `layer` begins those of its decoder layer, `outer` has the others."""
+    """The names of a module's tensors in a file and ours, as `loader.Names`. `{}` stands for the
+    module's `number`. Names of its decoder layer begin with `layer`; `outer` has the others."""
 
     layer: str
     outer: dict[str, str]
@@ -67,7 +67,7 @@ _QWEN3_NEXT = Form(
 )
 
 
-# A module in a folder of its own, by speculators.
+# A module in its own folder, as speculators writes it.
 EXTRACTED = Form(
     "mtp_layers.{}.",
     {
@@ -82,10 +82,10 @@ EXTRACTED = Form(
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """count: modules in the file. hidden_size: H. vocab_size: V. form: of the first module. keys:
-    the recipe's readings. index: of one module; the row of token t embeds token t + 1 + index.
-    quantisation: settings of a module's own folder that stores matrices in few bits.
-    """
+    """count: the number of modules in the file. hidden_size: H. vocab_size: V. form: that of the
+    first module. keys: the recipe's readings. index: the module's number; its row of token t embeds
+    token t + 1 + index. quantisation: settings of a folder of a module that stores matrices in few
+    bits."""
 
     carries: ClassVar[bool] = True
 
@@ -104,7 +104,7 @@ class MtpConfig:
 
     @property
     def max_k(self) -> int | None:
-        """A single module is run again and again; several are a chain."""
+        """A single module runs again and again; several modules are a chain."""
         return None if self.count == 1 else self.count
 
     def lacks(self, index: int, missing: Collection[str]) -> SetupError:
@@ -121,8 +121,8 @@ def read_mtp_config(
 ) -> MtpConfig:
     """The modules that the target's config.json promises.
 
-    config: transformers' of the target. names: of the tensors in its file; none where it has none.
-    Raises `SetupError`, which names the key, where it promises no modules.
+    config: transformers' config of the target. names: those of the tensors in its file, or none.
+    Raises a `SetupError` that names the key if the config promises no modules.
     """
     raw = config_file(name, place)
     key = next((key for key in _KEYS if raw.get(key) is not None), _KEYS[0])
@@ -141,7 +141,8 @@ def read_mtp_config(
 
 
 def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> MtpConfig:
-    """A module in a folder of its own. Raises `SetupError`, with the key, for another target's."""
+    """A module in its own folder. Raises a `SetupError` with the key for another target's
+    module."""
     whole = config_file(name, place)
     raw = whole.get("transformer_layer_config")
     stored = raw if isinstance(raw, dict) else {}
@@ -159,8 +160,8 @@ def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> Mt
 
 
 def layer_config(config: Any, index: int) -> Any:
-    """transformers' config of one module's layer, from its target's; experts are in every
-    module."""
+    """transformers' config of one module's layer, made from the target's. Every module has experts
+    if the target has."""
     own = deepcopy(config)
     for key, default in (("layer_types", None), ("mlp_layer_types", "sparse")):
         if (kinds := getattr(own, key, None)) is not None:

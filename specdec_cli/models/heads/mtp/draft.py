@@ -43,7 +43,7 @@ _SHARED = ("embeddings", "lm_head")
 
 @dataclass(frozen=True, slots=True)
 class MtpDraft:
-    """The MTP modules of a target that hold no weights yet; bodies: each one's layer as a model."""
+    """The MTP modules of a target, without weights yet. bodies: each module's layer as a model."""
 
     spec: ModelSpec
     config: MtpConfig
@@ -140,7 +140,7 @@ class MtpDraft:
         return replace(self, bodies=tuple(body.within(reach) for body in self.bodies))
 
     def passes(self, k: int) -> Passes:
-        """Every module takes in the true rows, the first alone the first proposal."""
+        """Every module takes the true rows; only the first module takes the first proposal."""
         return Passes(k - 1 + len(self.bodies))
 
     def block_bytes(self, block_size: int) -> int:
@@ -150,13 +150,13 @@ class MtpDraft:
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
     ) -> int:
-        """Logits are computed outside its passes."""
+        """Its logits are computed outside its passes."""
         inside = self.body.pass_bytes(tokens, 0, gathers=gathers)
         joined = 2 * tokens * self.config.hidden_size * self.dtype.itemsize
         return inside + joined
 
     def readings(self) -> list[Reading]:
-        """The ways of vLLM. It feeds back another hidden state for glm4_moe alone."""
+        """vLLM's readings. Only for glm4_moe it feeds back another hidden state."""
         choices = {"mtp_first_embedding": ("used", "zeroed"), "mtp_fed_back": ("normed", "raw")}
         if self.body.module.config.model_type != "glm4_moe":
             del choices["mtp_fed_back"]
@@ -216,10 +216,9 @@ class MtpDraft:
 
 
 def describe_mtp(place: DraftPlace) -> MtpDraft:
-    """The MTP modules of a target: in its own file, or the one that lies at another name.
-
-    Raises `SetupError`, which names the key or the tensor, for a target without them and a module
-    that does not fit it, and `UsageError` for another number of ranks.
+    """The MTP modules of a target: those in its own file, or one in another place. Raises a
+    `SetupError` that names the key or the tensor for a target without modules and for a module that
+    does not fit, and `UsageError` for another number of ranks.
     """
     spec, target, speculation = place.spec, place.target, place.speculation
     settings, is_dummy = target.module.config, spec.load_format == "dummy"
@@ -240,7 +239,7 @@ def describe_mtp(place: DraftPlace) -> MtpDraft:
         )
     num_layers = int(settings.num_hidden_layers)
     check_hidden_layers(target.module, (num_layers,))
-    # Later modules are of no use to shorter chains.
+    # Shorter chains do not use later modules.
     count = min(config.count, speculation.num_speculative_tokens)
     bodies = tuple(_body(place, folder, names, config, index) for index in range(count))
     return MtpDraft(spec, config, bodies, num_layers)
@@ -249,11 +248,11 @@ def describe_mtp(place: DraftPlace) -> MtpDraft:
 def _body(
     place: DraftPlace, folder: Path, names: Collection[str], config: MtpConfig, index: int
 ) -> Description:
-    """The layer of one module. folder, names: of its file, and of the tensors there; none if they
-    are not known."""
+    """The layer of one module. folder, names: its file's folder and the names of the tensors there;
+    none if unknown."""
     spec, target = place.spec, place.target
     settings, form = layer_config(target.module.config, index), config.form.of(index)
-    if config.form is EXTRACTED:  # whose form is its own, whatever the target's
+    if config.form is EXTRACTED:  # its form may differ from the target's
         settings.quantization_config = config.quantisation
     own_spec = replace(spec, weights="dequantise", name=f"{spec.name} (MTP module {index})")
     body = describe_config(own_spec, folder, settings, target.device, place.parallel, form)

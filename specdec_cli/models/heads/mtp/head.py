@@ -1,8 +1,8 @@
 """The arithmetic of an MTP module.
 
-Row t projects the embedding of token t + 1 and the target's hidden state of token t, after its
-final norm, each normed, embedding first: 2 * H numbers to H. A layer of the target's family and a
-norm follow, and the target's head. Legend: T packed rows, H width of the target.
+Row t projects 2 * H numbers to H: the normed embedding of token t + 1, then the normed hidden state
+of token t, which the target gives after its final norm. A layer of the target's family, a norm and
+the target's head follow. Legend: T packed rows, H width of the target.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from specdec_cli.models.split_products import SplitProducts
 
 
 class MtpHead(Head):
-    """A module's passes. module: a model of one layer, with final norm, embedding and head; fused:
+    """A module's passes. module: a model of one layer, with final norm, embedding and head. fused:
     its fused form, if any. tensors: projection and norms, whole on every rank."""
 
     config: MtpConfig
@@ -44,7 +44,7 @@ class MtpHead(Head):
         self.fused, self.decoder = fused, module.model
         for part in module.modules():
             if hasattr(part, "layer_idx"):
-                part.layer_idx = config.index  # of its keys in the cache of all modules
+                part.layer_idx = config.index  # the layer of its keys in the cache of all modules
         if fused is not None:
             (layer,) = fused.stack.layers
             fused.stack.layers[0] = replace(layer, index=config.index)
@@ -66,7 +66,7 @@ class MtpHead(Head):
         return super().storages | (self.fused.storages if self.fused is not None else {})
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's hidden states [T, H], which the first pass reads as they are."""
+        """The target's hidden states [T, H]; the first pass reads them unchanged."""
         return features.to(self.dtype)
 
     def __call__(
