@@ -9,6 +9,7 @@ queries, and "read" by one that also reads the cache as early as it can. "bytes"
 the keys and values of the context; "of peak" is the time of moving them at the bandwidth of a
 matrix-vector read, which the run measures first, over the measured time. "library" is the same step
 with cuBLAS products and our small kernels for the rest. Errors are against fp64.
+--weights times the products of layers alone, over weights that are stored in that form.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
@@ -16,6 +17,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +25,11 @@ import triton
 import triton.language as tl
 from graph_times import alternated_times, graph_times
 from rates import read_rate
-from shapes import MODELS, Model
+from shapes import MODELS, STORAGES, Model
 from specdec_kernels import ops
 from specdec_kernels.launch_triton import after_predecessor
 from specdec_kernels.linear.reference import rms_norm_reference
+from specdec_kernels.linear.stored import Storage, Stored
 from torch import Tensor
 
 BLOCK_SIZE = 16
@@ -53,45 +56,56 @@ def timed(step: Callable[[int], object], launches: int) -> float:
     return median(graph_times(step, launches, 5))
 
 
+def wide(weight: Tensor | Stored) -> Tensor:
+    return weight.plain(torch.float64) if isinstance(weight, Stored) else weight.double()
+
+
 def error_of(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
 
 class Bench:
-    """Random tensors of one dtype, and the table rows measured with them."""
+    """Random tensors of one dtype, and the table rows measured with them. storage: of the weights
+    of layers; None for plain ones."""
 
-    def __init__(self, dtype: torch.dtype, in_fp8: bool = False) -> None:
-        self.dtype, self.in_fp8 = dtype, in_fp8
+    def __init__(
+        self, dtype: torch.dtype, in_fp8: bool = False, storage: Storage | None = None
+    ) -> None:
+        self.dtype, self.in_fp8, self.storage = dtype, in_fp8, storage
         self.rows: list[Row] = []
 
     def normal(self, *size: int, scale: float = 1.0) -> Tensor:
         return torch.empty(size, dtype=self.dtype, device="cuda").normal_(std=scale)
 
-    def weights(self, features: int, width: int) -> list[Tensor]:
+    def weights(self, features: int, width: int) -> list[Tensor | Stored]:
         """Copies of weights, enough that none is still in the L2 cache when it is read again."""
-        size = features * width * self.dtype.itemsize
+        size, held = features * width * self.dtype.itemsize, self.storage
+        if held is not None:
+            size = held.num_bytes((features, width))
         copies = max(2, int(4 * L2_BYTES / size) + 1)
-        return [self.normal(features, width, scale=width**-0.5) for _ in range(copies)]
+        plain = (self.normal(features, width, scale=width**-0.5) for _ in range(copies))
+        return [weight if held is None else held.quantised(weight) for weight in plain]
 
     def product(
         self,
         name: str,
-        weights: list[Tensor],
+        weights: list[Tensor | Stored],
         rows: int,
-        ours: Callable[[Tensor], Tensor],
+        ours: Callable[[Any], Tensor],
         library: Callable[[Tensor], Tensor],
         expected: Tensor | None,
     ) -> None:
-        launches = max(8, len(weights))
+        launches, first = max(8, len(weights)), weights[0]
+        plain = [weight for weight in weights if isinstance(weight, Tensor)]
         self.rows.append(
             Row(
                 name,
                 rows,
                 0,
                 timed(lambda i: ours(weights[i % len(weights)]), launches),
-                weights[0].numel() * weights[0].itemsize,
-                timed(lambda i: library(weights[i % len(weights)]), launches),
-                None if expected is None else error_of(ours(weights[0]), expected),
+                first.num_bytes if isinstance(first, Stored) else first.nbytes,
+                timed(lambda i: library(plain[i % len(plain)]), launches) if plain else None,
+                None if expected is None else error_of(ours(first), expected),
             )
         )
 
@@ -102,8 +116,10 @@ class Bench:
         norm = 1 + self.normal(width, scale=0.1)
         square = self.normal(width, width, scale=width**-0.5)
 
-        qkv, head = self.weights(heads, width), self.weights(model.vocabulary, width)[:2]
-        for label, weights in (("qkv", qkv), ("head", head)):
+        layers = {"qkv": self.weights(heads, width)}
+        if self.storage is None:
+            layers["head"] = self.weights(model.vocabulary, width)[:2]
+        for label, weights in layers.items():
             for rows in all_rows:
                 x = ops.linear_add_norm(
                     self.normal(rows, width), square, self.normal(rows, width), norm, EPS
@@ -116,22 +132,22 @@ class Bench:
                     lambda w, x=x: ops.norm_linear(x, w),
                     lambda w, x=x: F.linear(ops.rms_norm(x.hidden, norm, EPS), w),
                     # The head in fp64 would take 4 GB, and it is the same kernel.
-                    F.linear(normed, weights[0].double()) if label == "qkv" else None,
+                    F.linear(normed, wide(weights[0])) if label == "qkv" else None,
                 )
-        del qkv, head, weights
+        del layers, weights
 
         outs = self.weights(width, model.heads * model.head_dim)
         downs = self.weights(width, model.ffn)
         for label, weights in (("out", outs), ("down", downs)):
             for rows in all_rows:
-                x, residual = self.normal(rows, weights[0].shape[1]), self.normal(rows, width)
+                x, residual = self.normal(rows, weights[0].shape[-1]), self.normal(rows, width)
                 self.product(
                     f"{name} {label}",
                     weights,
                     rows,
                     lambda w, x=x, r=residual: ops.linear_add_norm(x, w, r, norm, EPS).hidden,
                     lambda w, x=x, r=residual: F.linear(x, w) + r,
-                    residual.double() + F.linear(x.double(), weights[0].double()),
+                    residual.double() + F.linear(x.double(), wide(weights[0])),
                 )
         del outs, downs, weights
 
@@ -147,7 +163,7 @@ class Bench:
                 rows,
                 lambda w, x=x: ops.norm_gate_up(x, w),
                 lambda w, x=x: ops.gate(F.linear(ops.rms_norm(x.hidden, norm, EPS), w)),
-                ops.gate.reference(F.linear(normed, weights[0].double())),
+                ops.gate.reference(F.linear(normed, wide(weights[0]))),
             )
 
     def argmax(self, name: str, model: Model, all_rows: list[int]) -> None:
@@ -467,12 +483,16 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--cache", default="auto", choices=["auto", "fp8"])
+    parser.add_argument("--weights", choices=STORAGES, help="stored, as this kind")
     arguments = parser.parse_args()
+    storage = STORAGES.get(arguments.weights)
+    if storage is not None:
+        arguments.parts = ["products"]
 
     torch.manual_seed(0)
     bandwidth = read_rate(graph_times)
     print(f"a matrix-vector read at {bandwidth:.2f} TB/s")
-    bench = Bench(getattr(torch, arguments.dtype), arguments.cache == "fp8")
+    bench = Bench(getattr(torch, arguments.dtype), arguments.cache == "fp8", storage)
     sizes = [tuple(map(int, batch.split("x"))) for batch in arguments.batches]
     rows = sorted({sequences * queries for sequences, queries in sizes})
     if "ngrams" in arguments.parts:

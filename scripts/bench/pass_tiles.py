@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from graph_times import alternated_times, graph_times
 from rates import read_rate
-from shapes import MODELS, Model
+from shapes import MODELS, STORAGES, Model
 from specdec_kernels import ops
 from specdec_kernels.comm.peers import Peers
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
@@ -44,16 +44,6 @@ from specdec_cli.core.peers import shared_memory
 EPS = 1e-5
 KINDS = {"norm": "norm", "out": "add", "gate": "gate", "down": "add"}
 READ = "read"
-STORAGES = {
-    "fp8": Storage("fp8"),
-    "fp8-blocks": Storage("fp8", (128, 128)),
-    "int8": Storage("int8"),
-    "int4": Storage("int4", (1, 128), scales=torch.bfloat16),
-    "int4-32": Storage("int4", (1, 32), scales=torch.float16),
-    "int4-minima": Storage("int4", (1, 32), scales=torch.float16, has_minima=True),
-    "int8-16": Storage("int8", (1, 16), scales=torch.float16),
-    "mxfp4": Storage("mxfp4", (1, 32), scales=torch.uint8),
-}
 Try = dict[str, Tiles | RowTiles | None]
 Outputs = tuple[Tensor, Tensor, Tensor]
 

@@ -1,6 +1,9 @@
-"""Shapes of the models whose kernels and passes are timed."""
+"""Shapes of the models whose kernels and passes are timed, and forms of their weights."""
 
 from dataclasses import dataclass
+
+import torch
+from specdec_kernels.linear.stored import Storage
 
 
 @dataclass(frozen=True)
@@ -36,4 +39,14 @@ MODELS = {
     "gemma-2-2b": Model(2304, 9216, 26, 8, 4, 256, 256000),
     "gemma-2-9b": Model(3584, 14336, 42, 16, 8, 256, 256000),
     "gemma-3-1b": Model(1152, 6912, 26, 4, 1, 256, 262144),
+}
+STORAGES = {
+    "fp8": Storage("fp8"),
+    "fp8-blocks": Storage("fp8", (128, 128)),
+    "int8": Storage("int8"),
+    "int4": Storage("int4", (1, 128), scales=torch.bfloat16),
+    "int4-32": Storage("int4", (1, 32), scales=torch.float16),
+    "int4-minima": Storage("int4", (1, 32), scales=torch.float16, has_minima=True),
+    "int8-16": Storage("int8", (1, 16), scales=torch.float16),
+    "mxfp4": Storage("mxfp4", (1, 32), scales=torch.uint8),
 }
