@@ -3,9 +3,10 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import aiohttp
 import pytest
 
 from specdec_cli.backends.base import Finished
@@ -439,3 +440,27 @@ def test_chunks_are_rounds_only_where_their_numbers_agree() -> None:
     assert not chunks_tell([[2, 1]], 3, 2, 0), "they hold more than was accepted"
     assert not chunks_tell([[2, 1]], 3, 2, 5), "more was accepted than the last can hide"
     assert not chunks_tell([[5, 1]], 3, 2, 4), "two rounds in a chunk, and one in pieces"
+
+
+def test_an_interruption_ends_the_requests_under_way(caplog: pytest.LogCaptureFixture) -> None:
+    """They would go on while connections close, and write a traceback."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    async def work(http: aiohttp.ClientSession) -> None:
+        async def again() -> None:
+            while True:
+                await asyncio.sleep(0)
+                with suppress(aiohttp.ClientError):
+                    await http.get("http://127.0.0.1:1")
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(again())
+            asyncio.get_running_loop().call_later(0.05, interrupt)
+
+    line = Line()
+    with pytest.raises(KeyboardInterrupt):
+        line.run(work)
+    line.close()
+    assert not caplog.records

@@ -54,10 +54,17 @@ class Line:
         return self._runner.run(connected())
 
     def close(self) -> None:
-        if self._http is not None:
-            self._runner.run(self._http.close())
-            self._http = None
+        self._runner.run(self._closed())
         self._runner.close()
+
+    async def _closed(self) -> None:
+        # An interruption leaves requests under way, which would go on without their connections.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
 
 
 async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:

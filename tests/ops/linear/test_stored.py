@@ -231,7 +231,7 @@ def test_experts_equal_those_with_plain_weights(only, num_rows, where, device) -
         mixture(x, ops.Experts(router=router, routing=ops.Routing(2), **w), norm, EPS)
         for w in (plain, kept)
     )
-    if where == "ops":
+    if where == "ops" and hidden.device.type == "cpu":
         assert torch.equal(got.hidden, want.hidden)
     # Kernels have other tiles for stored weights, and so sum in another order on some processors.
     assert_close("hidden", want.hidden.double(), got.hidden, TOLERANCE[torch.float32])
