@@ -14,15 +14,15 @@ from specdec_cli.text import one_line
 
 STRATIFIED = "stratified"
 _NO_CATEGORY = "(none)"
-_FAR_OFF = 0.25  # of all prompts would have to change their category
+_FAR_OFF = 0.25  # share of all prompts that would have to change their category
 _MAX_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The prompts to take: `limit` of them, or all. sample: None takes the first, `random` draws,
-    and `stratified` draws as many of each category as there are. Raises `UsageError` for a sample
-    without a size."""
+    and `stratified` draws evenly from all categories. Raises `UsageError` for a sample without a
+    size."""
 
     limit: int | None = None
     sample: str | None = None
@@ -36,7 +36,8 @@ class Choice:
 
 
 def sampled(prompts: Sequence[Prompt], choice: Choice) -> list[Prompt]:
-    """The sample of `prompts`, in their order. A larger one of the same seed contains a smaller.
+    """The sample of `prompts`, in their order. With one seed a larger sample contains a smaller
+    one.
 
     Raises `UsageError` for a stratified sample of prompts without categories.
     """
@@ -48,12 +49,14 @@ def sampled(prompts: Sequence[Prompt], choice: Choice) -> list[Prompt]:
 
 
 def _draw(seed: int, place: int) -> bytes:
-    """A prompt's place in the order of the draw: a hash, the same with every version of Python."""
+    """A prompt's place in the order of the draw: a hash that is the same in every version of
+    Python."""
     return hashlib.sha256(f"{seed} {place}".encode()).digest()
 
 
 def _in_turn(order: Sequence[int], categories: Sequence[str | None]) -> list[int]:
-    """The places of `order`, one of each category in turn, so that shares are as even as can be."""
+    """The places of `order`, one of each category in turn, so that shares are as even as
+    possible."""
     if not any(category is not None for category in categories):
         raise UsageError(
             "a stratified sample needs categories, and no prompt has one",
@@ -72,9 +75,8 @@ def _in_turn(order: Sequence[int], categories: Sequence[str | None]) -> list[int
 def uneven(
     taken: Sequence[Prompt], further: Mapping[str | None, int], *, is_whole: bool
 ) -> list[Notice]:
-    """A warning where the first prompts are not of the categories that the data have.
-
-    further: the number of prompts after them by category: of all, or (not is_whole) of the next.
+    """A warning if the first prompts have other categories than the data. further: the number of
+    later prompts by category; is_whole: whether it counts all of them or only the next ones.
     """
     first = Counter(prompt.category for prompt in taken)
     data = first + Counter(further)

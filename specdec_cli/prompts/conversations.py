@@ -22,13 +22,13 @@ def as_conversations(
     *,
     skip_bad: bool = False,
 ) -> list[Prompt]:
-    """The prompts as they go to a model under `data.chat`, `data.system` and `data.template`.
+    """The prompts as a model gets them under `data.chat`, `data.system` and `data.template`.
 
     chat: `auto` leaves prompts as they are, `on` makes a conversation of each text, `off` refuses
     messages. system: opens every conversation that has no system message, and turns `auto` into
-    `on`. A row's own system message opens its text, where that is no conversation. template: what
-    every conversation's template gets; a row's own values count before. Prompts that do not fit the
-    setting are bad, see `refuse`.
+    `on`. A row's own system message opens its text if the row is no conversation. template: values
+    for every conversation's template; a row's own values take precedence. Prompts that do not fit
+    the setting are bad, see `refuse`.
     """
     if system is not None and chat == "auto":
         chat = "on"
@@ -45,7 +45,7 @@ def as_conversations(
 
 
 def refuse(bad: Sequence[UsageError], *, skip: bool) -> None:
-    """Raise a `UsageError` that names up to five bad prompts, or warn of their number."""
+    """Raise a `UsageError` that names up to five bad prompts, or warn about their number."""
     told = [one.message for one in bad]
     if bad and not skip:
         raise UsageError(in_lines(told, "prompts"), bad[0].hint)
@@ -56,7 +56,8 @@ def refuse(bad: Sequence[UsageError], *, skip: bool) -> None:
 def unused_keys(prompts: Sequence[Prompt]) -> list[Notice]:
     """A warning that names the rows' keys that have no effect, and counts the rows of each.
 
-    Raises `UsageError` where every row has images or the like: none of these prompts is whole."""
+    Raises `UsageError` if every row has images or the like, since no prompt is complete then.
+    """
     counts = Counter(key for prompt in prompts for key in dict.fromkeys(prompt.unused))
     if not counts:
         return []

@@ -77,5 +77,5 @@ def sliced(rows: Rows, split: str | None, name: str) -> Rows:
 
 
 def _row(percent: str, whole: Sized) -> int:
-    """A percentage in rows, rounded as `datasets` rounds it."""
+    """A percentage as a number of rows, rounded as in `datasets`."""
     return round(int(percent.removesuffix("%")) * len(whole) / 100)

@@ -21,7 +21,7 @@ _CARD_BYTES = 1 << 20  # `datasets` parses 100 KiB of settings in a second
 def hub_source(
     path: str, subset: str | None, split: str | None, column: str | None, *, is_folder: bool
 ) -> Source:
-    """One split of a dataset; without `split`, its only one.
+    """One split of a dataset. Without `split` the dataset must have a single one.
 
     path: a hub id, or a folder (`is_folder`). split: a name or slice (`train[:100]`). Raises
     `UsageError` for an unknown subset or split, naming the known ones, and `SetupError` if the
@@ -91,7 +91,7 @@ def _loaded(datasets: Any, path: str, subset: str | None, split: str | None) -> 
 
 
 def _is_cached(datasets: Any, path: str) -> bool:
-    """True if there is something of this id on the disk."""
+    """True if the local cache has something under this id."""
     from huggingface_hub import constants
 
     prepared = Path(datasets.config.HF_DATASETS_CACHE, path.replace("/", "___"))
@@ -135,7 +135,7 @@ def _rows(data: Any, name: str) -> Rows:
             yield f"{name}: row {number}", record
     except MemoryError:
         raise
-    except Exception as problem:  # of any kind where a file is damaged
+    except Exception as problem:  # damaged files raise errors of any kind
         told = f"cannot be read: {one_line(first_line(problem))}"
         raise UsageError(f"{name}: row {number + 1}: {told}") from problem
 

@@ -94,7 +94,8 @@ def _skip_space(text: str, place: int) -> int:
 
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines counted from 1, without byte order mark; a too long line is cut after the limit."""
+    """Lines with their numbers from 1, without byte order mark. Lines that are too long are cut
+    after the limit."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1

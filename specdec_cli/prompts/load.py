@@ -41,8 +41,8 @@ from specdec_cli.text import in_lines, of_many, one_line
 
 EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
-_MAX_AHEAD = 20_000  # rows after the first ones whose categories are looked at
-_PATIENCE_S = 1.0  # for a pipe's first bytes
+_MAX_AHEAD = 20_000  # later rows whose categories are compared with the first ones'
+_PATIENCE_S = 1.0  # seconds of waiting for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
 _ONE_OBJECT = (
     'a .jsonl file has one JSON object a line, such as {"prompt": "..."}; --dataset FILE::KEY '
@@ -65,11 +65,11 @@ def load_prompts(
     """The prompts that a recipe's `data` names.
 
     `data.path` is a file (`EXTENSIONS`), `demo:prompts`, or the folder or id of a Hugging Face
-    dataset. Rows after the first `data.limit` prompts count for warnings only; a sample, which
-    `seed` decides, is of all rows. skip_bad: leave out bad rows with a warning that counts
-    them; otherwise they raise a `UsageError` that names each by file and line. is_file: the path
-    can only be a file's. Raises `UsageError` for an unknown split, subset or column, `SetupError`
-    for a dataset that is not available.
+    dataset. Rows after the first `data.limit` prompts count for warnings only. A sample, which
+    `seed` decides, is drawn from all rows. skip_bad: whether to leave out bad rows with a warning
+    that counts them; otherwise they raise a `UsageError` with file and line of each. is_file:
+    whether the path can only be a file's. Raises `UsageError` for an unknown split, subset or
+    column, `SetupError` for a dataset that is not available.
     """
     choice = Choice(data.limit, data.sample, seed)
     path = data.path or ""
@@ -102,12 +102,12 @@ def load_prompts(
 def _unevenness(
     found: list[Prompt], rows: Rows, named: Callable[[str | None], str | None]
 ) -> list[Notice]:
-    """Warnings about categories, by a look at the rows after the prompts that were taken."""
+    """Warnings about categories, from the rows after the prompts that were taken."""
     if all(prompt.category is None for prompt in found):
         return []
     further: Counter[str | None] = Counter()
     is_whole = False
-    with contextlib.suppress(UsageError):  # a damaged file's rest counts for nothing
+    with contextlib.suppress(UsageError):  # the rest of a damaged file does not count
         ahead = list(islice(rows, _MAX_AHEAD + 1))
         is_whole = len(ahead) <= _MAX_AHEAD
         for _, row in ahead:
@@ -166,14 +166,14 @@ def _from_option(text: str) -> Prompt:
 def _read_stdin(
     stream: TextIO | BinaryIO | None, limit: int | None, *, skip_bad: bool
 ) -> list[Prompt]:
-    """Prompts as of a .jsonl file if the input starts with an object, as of a .json file if it is a
-    list of them or of texts, and else as of a .txt file."""
+    """Prompts from standard input. It is read like a .jsonl file if it starts with an object, like
+    a .json file if it is a list of objects or texts, and otherwise like a .txt file."""
     if stream is None or stream.closed or stream.isatty():
         return []
     _say_if_it_waits(stream)
     try:
         raw = getattr(stream, "buffer", stream).read()
-    except OSError:  # the terminal of a background job, or a stream that a test replaced
+    except OSError:  # a background job's terminal, or a stream that a test replaced
         return []
     if isinstance(raw, str):
         raw = raw.encode("utf-8", "surrogateescape")
@@ -193,7 +193,7 @@ def _read_stdin(
 
 
 def _is_json_list(raw: bytes) -> bool:
-    """Whether bytes begin a list of objects, or are a list of texts; `[INST] ...` is a text."""
+    """Whether bytes begin a list of objects, or are a list of texts. `[INST] ...` is a text."""
     if re.match(rb"\s*\[\s*\{", raw := raw.removeprefix(BOM)):
         return True
     try:
@@ -204,7 +204,7 @@ def _is_json_list(raw: bytes) -> bool:
 
 
 def _say_if_it_waits(stream: TextIO | BinaryIO) -> None:
-    """Tell the user of a pipe that has nothing to read yet: it may be an accident."""
+    """Tell the user that a pipe has no data yet: it may be there by accident."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         if not select.select([stream.fileno()], [], [], _PATIENCE_S)[0]:
             _log.warning(
@@ -214,7 +214,7 @@ def _say_if_it_waits(stream: TextIO | BinaryIO) -> None:
 
 
 def _is_file_name(path: str) -> bool:
-    """True if a name means a file, existing or not; otherwise it is a dataset's id."""
+    """True if a name means a file, even a missing one; otherwise it is a dataset's id."""
     try:
         if Path(path).exists():
             return True
@@ -227,8 +227,8 @@ def _is_file_name(path: str) -> bool:
 
 @contextmanager
 def _file_source(name: str, column: str | None) -> Iterator[Source]:
-    """The rows of a file, which is open during the block."""
-    if not name.strip():  # such as "$UNSET" in a script
+    """The rows of a file. It is open during the block."""
+    if not name.strip():  # from "$UNSET" in a script, for example
         raise UsageError("the name of the prompt file is empty")
     if "://" in name:
         raise UsageError(f"{one_line(name)}: is an address", "download it and name the file")
@@ -240,7 +240,7 @@ def _file_source(name: str, column: str | None) -> Iterator[Source]:
                 f"{name}: is a directory, not a prompt file",
                 "name a file in it; a folder of a dataset goes into the recipe's data.path",
             )
-        if not stat.S_ISREG(mode):  # opening a pipe could wait for ever
+        if not stat.S_ISREG(mode):  # opening a pipe could wait forever
             raise UsageError(
                 f"{name}: not a regular file", "pipe prompts into standard input instead"
             )
@@ -298,9 +298,8 @@ def _prompts_of(
     skip_bad: bool,
     turn: int = 1,
 ) -> list[Prompt]:
-    """The first `limit` prompts of a source; bad rows up to there are reported or counted.
-
-    rows: the source's, of which those taken are gone. split: the split that selected them, for
+    """The first `limit` prompts of a source. Bad rows before the last of them are reported or
+    counted. rows: the source's rows, which this consumes. split: the split that selected them, for
     messages.
     """
     name = source.name

@@ -12,7 +12,7 @@ from specdec_cli.prompts.turns import LATER_KEY, later_turns, shared_conversatio
 from specdec_cli.prompts.types import BadRow, Message, Prompt
 from specdec_cli.text import is_unicode, one_line, shown
 
-TEXT_KEYS = ("prompt", "text", "question", "instruction", "turns")  # the first present counts
+TEXT_KEYS = ("prompt", "text", "question", "instruction", "turns")  # a row's first one counts
 MESSAGES_KEY = "messages"
 IDS_KEY = "prompt_token_ids"
 CATEGORY_KEY = "category"
@@ -23,7 +23,7 @@ TEMPLATE_KEYS = ("tools", "documents")  # arguments that transformers gives ever
 SYSTEM_KEYS = ("system", "system_prompt")
 JOINED_KEYS = ("input", "context")  # follow the `instruction` in Alpaca's rows and Dolly's
 MEDIA_KEYS = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
-# What requests to a server, such as OpenAI's batches, ask for beside the prompt.
+# Keys besides the prompt in requests to a server, such as OpenAI's batches.
 _REQUEST_KEYS = (
     *("temperature", "top_p", "top_k", "stop", "seed", "max_tokens", "max_completion_tokens"),
     *("max_new_tokens", "output_len", "output_tokens", "response_format", "functions"),
@@ -34,7 +34,7 @@ _PART_KEYS = ("passage", "choices", "options", "history", "function")
 _TOLD_KEYS = (*_REQUEST_KEYS, *JOINED_KEYS, *_PART_KEYS)
 MORE_KEYS = (CATEGORY_KEY, SWITCHES_KEY, *TEMPLATE_KEYS, *SYSTEM_KEYS, *_TOLD_KEYS)
 ROLES = ("system", "developer", "user", "assistant", "tool")
-DATE_KEY = "strftime_now"  # of `Prompt.template`: the moment that templates write
+DATE_KEY = "strftime_now"  # key in `Prompt.template`: the date that templates write
 _ANSWER = "assistant"
 NOT_UNICODE = "not valid Unicode text: half of a surrogate pair"
 
@@ -42,7 +42,7 @@ _MAX_COLUMNS = 12
 
 
 def jsonl_of(prompts: Iterable[Prompt]) -> str:
-    """The text of a .jsonl file with these prompts, in the form that `prompt_of` reads."""
+    """The text of a .jsonl file with these prompts; `prompt_of` reads this form."""
     lines = []
     for prompt in prompts:
         found: dict[str, object]
@@ -61,13 +61,11 @@ def jsonl_of(prompts: Iterable[Prompt]) -> str:
 
 
 def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
-    """The prompt that a row holds; the caller sets its index and place.
-
-    row: text, or a record by column name; a line of an OpenAI batch has it in its `body`. column:
-    the column of the prompt; None takes the first of `PROMPT_KEYS` that the record has. The value
-    decides its kind. The first of several turns is the prompt, and of a conversation the `turn`-th.
-    Raises `BadRow`, and `NoSuchTurn` for one that is shorter.
-    """
+    """The prompt in a row. The caller sets its index and place. row: text, or a record by column
+    name; a line of an OpenAI batch has the record in its `body`. column: the column of the prompt;
+    None takes the first of `PROMPT_KEYS` that the record has. The value decides the kind of prompt.
+    Of several turns the first is the prompt, and of a conversation the `turn`-th. Raises `BadRow`,
+    and `NoSuchTurn` for a shorter conversation."""
     if isinstance(row, str) and column is None:
         return Prompt(0, checked(row))
     if not isinstance(row, Mapping):
@@ -106,13 +104,13 @@ def _key_of(row: Mapping[str, object]) -> str | None:
 
 
 def _is_given(value: object, kind: type = object) -> bool:
-    """Whether a value of this kind says something."""
+    """Whether a value of this kind is not empty."""
     blank = isinstance(value, str) and not value.strip()
     return isinstance(value, kind) and not blank and value not in (None, [], {})
 
 
 def _of_value(value: object, key: str, turn: int) -> Prompt:
-    """The prompt that the value of a column is."""
+    """The prompt that a column's value stands for."""
     name = one_line(key)
     first = value[0] if isinstance(value, list) and value else None
     if key == CONVERSATION_KEY or (isinstance(first, Mapping) and "from" in first):
@@ -129,7 +127,7 @@ def _of_value(value: object, key: str, turn: int) -> Prompt:
 
 
 def _template_of(row: Mapping[str, object]) -> dict[str, object]:
-    """The values of a row for its chat template, beside messages. Tables hold them as JSON."""
+    """The values of a row for its chat template, besides messages. Tables hold them as JSON."""
     found: dict[str, object] = {}
     for key in (SWITCHES_KEY, *TEMPLATE_KEYS):
         value, kind = row.get(key), dict if key == SWITCHES_KEY else list
@@ -165,7 +163,7 @@ def checked(text: str, where: str = "") -> str:
 
 
 def category_of(row: object) -> str | None:
-    """The category of a row; raises `BadRow`, also for a row that cannot be read."""
+    """The category of a row. Raises `BadRow`, even for a row that cannot be read."""
     if isinstance(row, BadRow):
         raise row
     value = row.get(CATEGORY_KEY) if isinstance(row, Mapping) else None
@@ -179,7 +177,8 @@ def category_of(row: object) -> str | None:
 
 
 def _messages(value: object, key: str) -> tuple[Message, ...]:
-    """The messages up to the last that is not the assistant's: data sets keep its answer too."""
+    """The messages up to the last that is not the assistant's. Data sets keep the assistant's
+    answer after it."""
     if not isinstance(value, list):
         raise BadRow(f"{key} should be a list, not {shown(value)}")
     if not value:

@@ -109,6 +109,6 @@ def _parquet_rows(file: Any, name: str, columns: list[str]) -> Rows:
 
 
 def wanted(columns: Sequence[str], column: str | None) -> list[str]:
-    """The columns to read; images and audio beside a prompt are not decoded."""
+    """The columns to read. Images and audio beside a prompt are not decoded."""
     own = (*PROMPT_KEYS, LATER_KEY) if column is None else (column,)
     return [name for name in columns if name in (*own, *MORE_KEYS)]

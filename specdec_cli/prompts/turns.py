@@ -1,4 +1,4 @@
-"""Conversations of several turns in the data of others: Spec-Bench, MT-bench, ShareGPT.
+"""Conversations of several turns in common data sets: Spec-Bench, MT-bench, ShareGPT.
 
 Renders nothing and generates nothing.
 """
@@ -15,14 +15,14 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
     **{role: role for role in ("system", "developer", "tool")},
 }
-# The eight categories of MT-bench, which Spec-Bench's authors report as one of six subtasks.
+# The eight categories of MT-bench. Spec-Bench's authors report them as one of six subtasks.
 _MT_BENCH = frozenset(
     ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 )
 
 
 class NoSuchTurn(Exception):
-    """The conversation of a row has fewer turns than are asked for."""
+    """The conversation of a row has fewer turns than requested."""
 
 
 def subtask(category: str | None) -> str | None:
@@ -33,9 +33,9 @@ def subtask(category: str | None) -> str | None:
 def shared_conversation(value: object, turn: int) -> list[Message]:
     """The messages of a conversation up to the user's `turn`-th, from 1 on.
 
-    Its items have `from` and `value`, as ShareGPT's, or `role` and `content`. Answers before that
-    turn are those of the file. What stands before the first turn of the user, except a system
-    message, is left out. Raises `BadRow`, and `NoSuchTurn`.
+    Its items have `from` and `value`, as in ShareGPT, or `role` and `content`. Answers before that
+    turn are those of the file. Messages before the user's first turn are left out, except a system
+    message. Raises `BadRow`, and `NoSuchTurn`.
     """
     if not isinstance(value, list):
         raise BadRow("conversations should be a list of messages with from and value")
@@ -59,7 +59,7 @@ def shared_conversation(value: object, turn: int) -> list[Message]:
 
 
 def later_turns(rest: object) -> tuple[str, ...]:
-    """The user's turns after the first, if that is what `rest` is."""
+    """The user's turns after the first, if `rest` has this form."""
     if not isinstance(rest, list) or not all(isinstance(one, str) for one in rest):
         return ()
     return tuple(rest)

@@ -15,10 +15,10 @@ class Prompt:
     """One prompt, with exactly one of `text`, `token_ids` and `messages`.
 
     After rendering, `text` is the chat template's output for `messages`. `index` counts over all
-    prompts of a run; `where` is the file and line, for later error messages. later: what the user
-    asks after the answer to this. system: the row's own system message, until
-    `as_conversations` puts it first. template: what the chat template gets beside the messages, by
-    its names. unused: keys of the row that would change the answer, and have no effect.
+    prompts of a run; `where` is the file and line, for later error messages. later: the user's
+    turns after the answer to this prompt. system: the row's own system message, until
+    `as_conversations` puts it first. template: values for the chat template besides the messages,
+    by its names. unused: keys of the row that would change the answer but have no effect.
     """
 
     index: int
@@ -57,9 +57,9 @@ class PromptSet:
     """The prompts of a run.
 
     data: the section of a recipe that names them; None for prompts that no recipe can name. chat:
-    the setting that they were read with. notices: warnings about them. own: the text of the
-    prompts that a run folder is to keep, since no other file holds them. skip_bad: leave out those
-    that cannot be rendered or tokenised.
+    the setting with which they were read. notices: warnings about them. own: the text of the
+    prompts, which the run folder keeps if no other file holds them. skip_bad: whether to leave out
+    prompts that cannot be rendered or tokenised.
     """
 
     prompts: list[Prompt]
