@@ -1,4 +1,4 @@
-"""The kinds of values that keys of a recipe hold, and what each refuses."""
+"""The kinds of values in a recipe, and their checks."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +24,8 @@ _EXPONENTIAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
 def _switch_word(value: object) -> object:
-    """Turn booleans back into on/off, which YAML 1.1 tools write so. Yes is on, no is off."""
+    """Turn booleans back into on/off, since YAML 1.1 tools write these as booleans. Yes is on, no
+    is off."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return {"yes": "on", "no": "off"}.get(value, value) if isinstance(value, str) else value
@@ -37,7 +38,8 @@ def _yes_or_no(value: object) -> object:
 
 
 def _number(value: object) -> object:
-    """Refuse text and booleans as numbers, except text like 1e-6, which YAML 1.1 takes for text."""
+    """Refuse text and booleans as numbers. Text like 1e-6, which YAML 1.1 takes for text, is
+    allowed."""
     if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENTIAL.fullmatch(value)):
         raise PydanticCustomError("float_type", "Input should be a valid number")
     return value
@@ -77,7 +79,7 @@ _GGUF = _refusing(
 
 # Counts stay far below what a tensor index or a file size can hold.
 MAX_COUNT = 2**31 - 1
-MAX_BATCH = 2**16  # far above what any device decodes together
+MAX_BATCH = 2**16  # far more than any device decodes together
 MAX_BYTES = 2**63 - 1
 # torch counts a timeout's nanoseconds in 64 bits: ten times as many seconds overflow.
 MAX_SECONDS = 1e9
@@ -94,12 +96,12 @@ ByteCount = Annotated[_Bytes, BeforeValidator(_byte_count, json_schema_input_typ
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)]
 Truth = Annotated[StrictBool, BeforeValidator(_yes_or_no)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_word)]
-NUMBER = BeforeValidator(_number)  # behind limits, which JSON Schema has no names for before it
+NUMBER = BeforeValidator(_number)  # after the limits, so that JSON Schema names them
 Probability = Annotated[float, Field(ge=0.0, le=1.0), NUMBER]
 Part = Annotated[float, Field(gt=0.0, le=1.0), NUMBER]
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER]
 BatchSize = Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)]
-Tokens = Annotated[StrictInt, Field(ge=0, le=1024)]  # of one round's proposals
+Tokens = Annotated[StrictInt, Field(ge=0, le=1024)]  # proposals of one round
 
 
 def _rates(value: object) -> object:
@@ -131,12 +133,13 @@ Rates = Annotated[
 
 
 def entry(default: object, description: str, **more: Any) -> Any:
-    """A key's default and its meaning, for `pydantic.Field`, as are `more`."""
+    """A key's default and its meaning, as `pydantic.Field` takes them. more: its further
+    arguments."""
     return Field(default=default, description=description, **more)
 
 
 class Section(BaseModel):
-    """Keys of a recipe: known ones only, and none of them ever changed."""
+    """A section of a recipe: only known keys, and values that never change."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True

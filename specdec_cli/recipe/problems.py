@@ -1,6 +1,5 @@
-"""Messages for errors in a recipe, with a guess at the key that was meant.
-
-Knows the schema and pydantic's error records; not where a value came from.
+"""Messages for errors in a recipe, with a guess at the intended key. Knows the schema and
+pydantic's error records, but not the origin of a value.
 """
 
 import re
@@ -21,7 +20,7 @@ _OTHER_NAMES = {
     "temp": "temperature",
     "name": "model",
 }
-# Values that plugins add to.
+# Keys whose values plugins add to.
 _OF_PLUGINS = ("speculation.method", "speculation.acceptance", "speculation.length.policy")
 _NOTHING = ("none", "no", "off", "false")
 
@@ -60,7 +59,7 @@ def describe(error: ErrorDetails) -> str:
         case "bool_type":
             return f"should be true or false, not {shown(value)}"
         case "string_type":
-            # As numbers, revisions such as 1.0 and 012 would become other texts.
+            # Read as numbers, revisions such as 1.0 and 012 would become other texts.
             quote = " (put it in quotes)" if isinstance(value, int | float) else ""
             return f"should be text, not {shown(value)}{quote}"
         case "string_unicode":
@@ -91,7 +90,7 @@ def unknown_key(key: str) -> str:
 
 
 def nearest_key(key: str) -> tuple[str, bool]:
-    """The most similar valid key, and whether it is close enough to be meant."""
+    """The most similar valid key, and whether it is close enough to be the intended one."""
     section, _, last = key.lower().replace("-", "_").rpartition(".")
     last = _OTHER_NAMES.get(last, last)
     models = section_models()

@@ -1,7 +1,7 @@
 """From a recipe's name and overrides to one checked `Recipe`, and back to YAML.
 
-Knows precedence, where each value came from, and the bundled recipes. Knows neither the names of
-options (callers name the origins) nor which models or devices exist.
+Knows precedence, the origin of each value, and the bundled recipes. Knows neither the names of
+options (callers name the origins) nor the existing models and devices.
 """
 
 import os
@@ -29,7 +29,7 @@ from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
 from specdec_cli.text import inert, one_line, shown
 
 DEMO_RECIPE = "demo"
-PROMPTS = "prompts.jsonl"  # in a run folder: prompts that no file of the user holds
+PROMPTS = "prompts.jsonl"  # in a run folder: the prompts, if no file of the user holds them
 EVERY_DTYPE = "*.dtype"  # an override: the dtype of every model that the recipe has
 
 _MODEL_KEYS = ("target.model", "draft.model")
@@ -90,9 +90,9 @@ def load_recipe(
     """A recipe file or bundled recipe, changed by `overrides` (dotted key to value) and checked.
 
     Without a source the recipe is the demo pair, or only defaults if the overrides name a target.
-    origins: where each override came from (`--temperature`), for messages. overridden: values of
-    `--set` that options replace; they are checked, as are values of the file that are replaced.
-    One `UsageError` reports all problems, a line each.
+    origins: the source of each override (`--temperature`), for messages. overridden: values of
+    `--set` that options replace. They are checked, and so are replaced values of the file. One
+    `UsageError` reports all problems, a line each.
     """
     overrides = dict(overrides or {})
     if source is None and not _names_target(overrides):
@@ -146,7 +146,7 @@ def _said(found: _Found) -> str:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """YAML that `load_recipe` reads back as an equal recipe, control characters escaped."""
+    """YAML that `load_recipe` reads back as an equal recipe. Control characters are escaped."""
 
     def dumped(allow_unicode: bool) -> str:
         data = recipe.model_dump(mode="json")
@@ -157,7 +157,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def read_source(source: str) -> Document:
-    """The document of a recipe file or bundled recipe, with its relative paths located."""
+    """The document of a recipe file or bundled recipe, with relative paths made absolute."""
     path = find_source(source)
     document = read(path, source if Path(source).is_file() else str(path))
     if isinstance(document.data, dict):
@@ -172,7 +172,7 @@ def read_source(source: str) -> Document:
 
 
 def _own_prompts(value: object, recipe: Path) -> str | None:
-    """The path of a run folder's own prompts, wherever the folder is now; None for others."""
+    """The present path of a run folder's own prompts; None for other prompts."""
     own = recipe.parent / PROMPTS
     is_run = recipe.name == "recipe.yaml" and (recipe.parent / "environment.json").is_file()
     return os.path.abspath(own) if is_run and value == PROMPTS and own.is_file() else None
@@ -272,7 +272,7 @@ class _Merge:
         for section in sections:
             inner = values.get(section)
             if inner is not None and not isinstance(inner, dict):
-                return  # the check of the whole recipe reports it
+                return  # the check of the whole recipe reports this
             values[section] = inner = dict(inner or {})
             values = inner
         around = {path[:depth] for depth in range(1, len(path) + 1)}
@@ -284,7 +284,7 @@ class _Merge:
         self._replaced.add(path)
 
     def check(self, key: str, value: object, line: int, where: str) -> None:
-        """Enter a problem for a value that another one replaces, if its key cannot have it."""
+        """Enter a problem for a replaced value that its key cannot have."""
         fields = key_fields()
         if key not in fields:
             is_known = key in {**section_models(), **INNER_SECTIONS}

@@ -1,4 +1,4 @@
-"""The recipe: its sections and what they ask of each other, and the table of all keys.
+"""The recipe: its sections, conditions between them, and the table of all keys.
 
 Knows nothing of YAML, files, positions or options: `source` reads, `resolve` merges, this checks.
 """
@@ -40,7 +40,7 @@ class Recipe(Section):
     data: DataSection | None = None
 
     def changed(self, section: str, **values: object) -> Self:
-        """The recipe with other values of some keys of a section that it has."""
+        """The recipe with other values for some keys of one of its sections."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     @model_validator(mode="before")
@@ -48,7 +48,7 @@ class Recipe(Section):
     def _method_without_draft(cls, data: Any) -> Any:
         """Without a draft model `method` defaults to none; draft_model with k = 0 becomes none.
 
-        A draft of the name of a method without a draft model is that method.
+        If the draft is the name of a method without a draft model, it selects that method.
         """
         if not isinstance(data, dict):
             return data
@@ -113,7 +113,7 @@ def section_models() -> dict[str, type[BaseModel]]:
     return {name: (get_args(kind) or (kind,))[0] for name, kind in kinds.items()}
 
 
-# Sections whose keys plugins know, or chat templates, or servers.
+# Mappings whose keys belong to plugins, chat templates or servers.
 OPEN_SECTIONS = ("speculation.options.", "data.template.", "engine.env.", "load.slo.")
 INNER_SECTIONS: dict[str, type[BaseModel]] = {"speculation.length": LengthSection}
 

@@ -72,7 +72,7 @@ class ModelSection(Section):
     )
     weights: Literal["auto", "stored", "dequantise", "fp8"] = entry(
         "auto",
-        "of quantised checkpoints: stored (auto on CUDA) keeps codes, dequantise (auto "
+        "for quantised checkpoints: stored (auto on CUDA) keeps codes, dequantise (auto "
         "on CPU) makes plain ones; fp8 quantises plain weights while loading",
     )
 
@@ -81,7 +81,7 @@ class DraftSection(ModelSection):
     """The model that proposes tokens, on the first ranks of the target's."""
 
     share: tuple[Literal["embeddings", "lm_head"], ...] = entry(
-        (), "what the draft borrows; by default, what its checkpoint lacks"
+        (), "weights that the draft borrows; by default those that its checkpoint lacks"
     )
 
 
@@ -176,11 +176,11 @@ class CacheSection(Section):
 
     block_size: Count = entry(16, "tokens a block")
     dtype: Literal["auto", "fp8"] = entry(
-        "auto", "of keys and values; auto is the models', and fp8 (e4m3) changes the text"
+        "auto", "dtype of keys and values; auto is the models', and fp8 (e4m3) changes the text"
     )
-    gpu_memory_utilization: Part = entry(0.9, "part of the device's memory that may be used in all")
+    gpu_memory_utilization: Part = entry(0.9, "share of the device's memory that the run may use")
     num_blocks: Annotated[StrictInt, Field(ge=2, le=MAX_COUNT)] | None = entry(
-        None, "null takes what fits and can be used; the first of them holds nothing"
+        None, "blocks; null takes all that fit and can be used; the first block holds nothing"
     )
     max_model_len: Count | None = entry(
         None, "longest prompt plus output, at most the model's own limit, which null is"
@@ -229,7 +229,7 @@ class EngineSection(Section):
         30.0, "seconds from SIGTERM to SIGKILL of a server that was started"
     )
     request_timeout_s: Seconds = entry(600.0, "seconds in which a request has to be answered")
-    retries: CountOrZero = entry(2, "further attempts at a request that failed in passing")
+    retries: CountOrZero = entry(2, "further attempts at a request after a temporary failure")
 
 
 class LoadSection(Section):
@@ -273,7 +273,7 @@ class LoadSection(Section):
         return self
 
 
-# Keys of `data` that describe the rows of its path.
+# Keys of `data` that describe the rows at its path.
 ABOUT_ROWS = {"split", "subset", "column", "limit", "sample", "turn", "categories"}
 
 
@@ -293,7 +293,7 @@ class DataSection(Section):
         "question, instruction, turns (the first turn), messages, prompt_token_ids and "
         "conversations (ShareGPT's)",
     )
-    limit: Count | None = entry(None, "use only the first so many prompts")
+    limit: Count | None = entry(None, "use only the first N prompts")
     sample: Literal["random", "stratified"] | None = entry(
         None,
         "draw the limit's prompts by run.seed, stratified evenly over categories; null "
@@ -323,7 +323,7 @@ class DataSection(Section):
     date: Name | None = entry(
         None,
         "date, or date and time, that chat templates write, such as 2026-01-31; null "
-        "is the run's start, which its folder keeps",
+        "takes the run's start, and the run folder keeps it",
     )
 
     @model_validator(mode="before")

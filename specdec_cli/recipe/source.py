@@ -40,7 +40,7 @@ class Document:
     problems: tuple[Problem, ...] = ()
 
     def line_of(self, path: KeyPath) -> int:
-        """The line of the key, or of the nearest section around it."""
+        """The line of the key, or else of the nearest section around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -64,7 +64,7 @@ def _add_core_scalars(target: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> 
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes only, so that no tag can run code; `_Walk` turns nodes into data."""
+    """Composes nodes only, so that no tag can run code. `_Walk` turns nodes into data."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -83,7 +83,7 @@ class Dumper(yaml.SafeDumper):
     """Quotes text so that YAML 1.1 readers and this module both read it back as text."""
 
 
-_Loader.yaml_implicit_resolvers = {}  # forget YAML 1.1's
+_Loader.yaml_implicit_resolvers = {}  # without the resolvers of YAML 1.1
 _add_core_scalars(_Loader)
 _add_core_scalars(Dumper)
 
@@ -100,7 +100,7 @@ class _Walk:
     def data(self, node: yaml.Node, path: KeyPath) -> object:
         line = node.start_mark.line + 1
         self.lines.setdefault(path, line)
-        # A long text counts for more, because aliases repeat it too.
+        # A long text counts as several nodes, because aliases repeat it too.
         self._seen += 1 + (len(node.value) // 16 if isinstance(node, yaml.ScalarNode) else 0)
         if self._seen > MAX_EXPANDED:
             raise _Refused(line, "too large once its aliases are expanded")
@@ -172,7 +172,7 @@ def _scalar(node: yaml.Node) -> object:
 
 
 def dotted(path: KeyPath) -> str:
-    """`("sampling", "stop", 0)` as `sampling.stop[0]`."""
+    """A key's path, such as `sampling.stop[0]` for `("sampling", "stop", 0)`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part

@@ -4,8 +4,8 @@ from specdec_cli.recipe.fields import Section, Tokens, entry
 
 
 class AdaptiveKeys(Section):
-    """The keys of the policy that chooses k by its gain."""
+    """The keys of the policy that chooses k by the gain."""
 
     choices: tuple[Tokens, ...] = entry(
-        (0, 1, 2, 4, 8), "adaptive: lengths to choose from, beside k itself"
+        (0, 1, 2, 4, 8), "adaptive: lengths to choose from, besides k itself"
     )

@@ -1,7 +1,7 @@
 """Facts about a method, a rule or a policy that are known before anything heavy is imported.
 
-The code of a name is in the module of that name in `methods`, `acceptance` or `lengths`, unless a
-plugin brought it: then the choice holds it.
+The code of a name is in the module of that name in `methods`, `acceptance` or `lengths`. The choice
+itself holds a plugin's code.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SglangValues = Callable[[int], dict[str, str | int]]
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    """A method's part of vLLM's `speculative_config`, and what its reader has to know."""
+    """A method's part of vLLM's `speculative_config`, and notes for its reader."""
 
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
@@ -30,9 +30,8 @@ VllmMaker = Callable[[Setting, str | None], VllmConfig]
 
 
 def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
-    """For a method of vLLM's with a draft: its config, and notes that hold for all of them.
-
-    noun: names the draft in a note. notes, more: of the method itself.
+    """The config of a vLLM method with a draft, and notes that hold for all such methods. noun: the
+    word for the draft in a note. notes, more: notes and keys of the method itself.
     """
 
     def config_of(setting: Setting, draft: str | None) -> VllmConfig:
@@ -54,22 +53,21 @@ def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
 
 
 def sglang_block(algorithm: str) -> SglangValues:
-    """For a method that drafts k tokens at once."""
+    """SGLang's values for a method that drafts k tokens at once."""
     return lambda k: {"algorithm": algorithm, "num-draft-tokens": k + 1}
 
 
 def sglang_steps(algorithm: str) -> SglangValues:
-    """For a method that takes k steps, one token each."""
+    """SGLang's values for a method that takes k steps of one token each."""
     return lambda k: sglang_block(algorithm)(k) | {"num-steps": k, "eagle-topk": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """what: a few words for the recipe's reference. weights_from: where the method's weights are:
-    in the draft that the recipe names, or in the target's own files. to_vllm: None if vLLM has no
-    such method. to_sglang: likewise. form: of its drafts; None for models that transformers knows.
-    code: a plugin's `methods.Method`.
-    """
+    """what: a few words for the recipe's reference. weights_from: the place of the method's
+    weights: the draft that the recipe names, or the target's own files. to_vllm: None if vLLM has
+    no such method. to_sglang: None if SGLang has none. form: the form of its drafts; None for
+    models that transformers knows. code: a plugin's `methods.Method`."""
 
     what: str = ""
     weights_from: WeightsFrom = "none"
@@ -80,7 +78,7 @@ class MethodChoice:
 
 
 def sglang_flags(choice: MethodChoice, k: int, draft: str | None) -> list[tuple[str, str]]:
-    """SGLang's flags for a method that it has. draft: where its own weights are."""
+    """SGLang's flags for a method that it has. draft: the place of the method's own weights."""
     assert choice.to_sglang is not None
     found = choice.to_sglang(k)
     if choice.weights_from == "draft" and draft is not None:
@@ -91,9 +89,8 @@ def sglang_flags(choice: MethodChoice, k: int, draft: str | None) -> list[tuple[
 @dataclass(frozen=True, slots=True)
 class RuleChoice:
     """what: a few words for the recipe's reference. is_given: whether the recipe, not the target,
-    says what is accepted. check: raises `PydanticCustomError` where this rule's keys contradict
-    each other or k. code: a plugin's `acceptance.Rule`.
-    """
+    decides what is accepted. check: raises `PydanticCustomError` if this rule's keys contradict
+    each other or k. code: a plugin's `acceptance.Rule`."""
 
     what: str = ""
     is_given: bool = False

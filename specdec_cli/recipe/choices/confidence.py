@@ -4,10 +4,10 @@ from specdec_cli.recipe.fields import Probability, Section, entry
 
 
 class ConfidenceKeys(Section):
-    """The keys of the policies that stop a draft which is unsure."""
+    """The keys of the policies that stop an unsure draft."""
 
     threshold: Probability = entry(
         0.4,
-        "confidence: a draft stops behind a less likely token; head: before one that "
-        "its confidence head finds less likely to stand",
+        "confidence: a draft stops after a less likely token; head: before a token whose "
+        "acceptance its confidence head finds less likely",
     )

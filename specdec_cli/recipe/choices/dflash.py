@@ -1,4 +1,4 @@
-"""Drafters of a whole block in one pass, DFlash and DSpark: in a recipe, and in vLLM's config."""
+"""Drafters of a whole block in one pass, DFlash and DSpark, in a recipe and in vLLM's config."""
 
 from typing import Literal
 
@@ -19,7 +19,7 @@ class BlockKeys(Section):
 
 
 def _dspark_to_sglang(k: int) -> dict[str, str | int]:
-    """SGLang refuses a k that differs from the drafter's `block_size` unless it is said twice."""
+    """SGLang refuses a k that differs from the drafter's `block_size`, unless two flags give it."""
     return sglang_block("DSPARK")(k) | {"dspark-block-size": k}
 
 
@@ -35,7 +35,7 @@ DFLASH = MethodChoice(
     ),
 )
 DSPARK = MethodChoice(
-    "the same with a head that reads the token drawn before",
+    "the same with a head that reads the previously drawn token",
     weights_from="draft",
     to_vllm=drafted(
         *("dspark", "drafter", "vLLM runs DSpark drafters with vanilla Markov heads alone.")

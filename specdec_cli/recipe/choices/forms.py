@@ -1,4 +1,4 @@
-"""Kinds of drafts, told apart by config.json alone: keys that one must and must not have."""
+"""Kinds of drafts, distinguished by config.json alone: keys that a kind must and must not have."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ class Sign:
     counts: Callable[[Any], bool] = lambda value: value is not None
 
     def seen(self, config: Mapping[str, Any]) -> str | None:
-        """The key with its value, for a message; None where the config does not have it."""
+        """The key with its value, for a message; None if the config does not have it."""
         value: Any = config
         for part in self.key.split("."):
             value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
@@ -31,8 +31,8 @@ class Sign:
 class DraftForm:
     """A kind of drafts other than ordinary models.
 
-    noun: names one in messages, with its article. must: groups of signs; it has one of each group.
-    must_not: groups of signs of other kinds; it has none of them.
+    noun: its name in messages, with an article. must: groups of signs; a config of the kind has one
+    of each group. must_not: groups of signs of other kinds; a config of the kind has none of them.
     """
 
     noun: str
@@ -40,7 +40,7 @@ class DraftForm:
     must_not: tuple[tuple[Sign, ...], ...] = ()
 
     def seen(self, config: Mapping[str, Any]) -> str | None:
-        """The sign that a config describes one; None if it does not."""
+        """The sign by which a config is of this kind; None if it is not."""
         if any(first_seen(group, config) is not None for group in self.must_not):
             return None
         found = [first_seen(group, config) for group in self.must]
@@ -53,7 +53,7 @@ def first_seen(signs: tuple[Sign, ...], config: Mapping[str, Any]) -> str | None
 
 
 def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
-    """Signs of a config of speculators' whose kind is one of `names`, or is none of them."""
+    """Signs of a config by speculators whose kind is one of `names`, or is not among them."""
 
     def counts(value: Any) -> bool:
         return value is not None and (value in names) != others
@@ -88,7 +88,7 @@ EAGLE3 = (
     Sign("eagle_config", lambda value: isinstance(value, Mapping)),
     Sign("draft_vocab_size", lambda _: True),
 )
-# EAGLE-1, EAGLE-2 and HASS, whose own configs are those of a llama of one layer.
+# EAGLE-1, EAGLE-2 and HASS. Their own configs describe a llama of one layer.
 EAGLE = (*speculator("eagle"), valued("model_type", "eagle"), named("(?<!p)eagle(?!3)"))
 PEAGLE = (*speculator("peagle"), named("peagle"))
 DSPARK = (
@@ -103,7 +103,7 @@ DFLASH = (
     named("dflash|museglimmerassistant"),
     Sign("dflash_config", lambda value: isinstance(value, Mapping)),
 )
-# DFlash 2, Domino and what else has grown out of DFlash.
+# DFlash 2, Domino and other successors of DFlash.
 BEYOND_DFLASH = (
     named(r"dflash\d|domino"),
     valued("dflash_config.projector_type", "dflash", "dspark", others=True),

@@ -8,7 +8,7 @@ from specdec_cli.recipe.fields import Section, entry
 
 
 class MtpKeys(Section):
-    """The keys that override conventions which tools read differently."""
+    """The keys that override conventions of a checkpoint. Tools read these differently."""
 
     mtp_fed_back: Literal["normed", "raw"] = entry(
         "normed",
@@ -37,7 +37,7 @@ MTP = MethodChoice(
     to_sglang=sglang_steps("NEXTN"),
 )
 MTP_MODULE = MethodChoice(
-    "such a module in a folder of its own",
+    "such a module in its own folder",
     weights_from="draft",
     to_vllm=_to_vllm,
     form=DraftForm("an MTP module", (speculator("mtp"),)),

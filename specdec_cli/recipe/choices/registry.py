@@ -1,7 +1,6 @@
-"""The methods, acceptance rules and length policies that a recipe may name, plugins' too.
-
+"""The methods, acceptance rules and length policies that a recipe may name, with those of plugins.
 A new one has a line here, its code in a module of its name, and its keys and the form of its
-drafts, if any, in a module beside this one. Imports nothing heavy.
+drafts, if it has any, in a module beside this one. Imports nothing heavy.
 """
 
 from collections.abc import Mapping
@@ -46,7 +45,7 @@ RULES: dict[str, RuleChoice] = {
 }
 POLICIES: dict[str, PolicyChoice] = {
     "fixed": PolicyChoice("k every round"),
-    "confidence": PolicyChoice("a draft that is unsure stops"),
+    "confidence": PolicyChoice("an unsure draft stops"),
     "head": PolicyChoice("a draft stops before a token that its confidence head doubts"),
     "adaptive": PolicyChoice("k by its gain"),
 }
@@ -61,14 +60,14 @@ class PolicyKeys(AdaptiveKeys, ConfidenceKeys):
 
 
 def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
-    """Let recipes name `choice`. Raises ValueError where the name is taken."""
+    """Let recipes name `choice`. Raises ValueError if the name is taken."""
     if name in choices:
         raise ValueError(f"{name!r} is registered already")
     choices[name] = choice
 
 
 class Fitting(NamedTuple):
-    """A form that a config has, what shows it, and the method that runs it, if one is built."""
+    """A form of a config, the sign that shows it, and the method that runs it, if one is built."""
 
     form: DraftForm
     seen: str
@@ -76,7 +75,7 @@ class Fitting(NamedTuple):
 
 
 def fitting_forms(config: Mapping[str, Any]) -> list[Fitting]:
-    """The forms of drafts that a config.json has; none for an ordinary model."""
+    """The forms of drafts that a config.json fits; none for an ordinary model."""
     forms: list[tuple[DraftForm, str | None]] = [(form, None) for form in UNBUILT]
     forms += [(choice.form, name) for name, choice in METHODS.items() if choice.form is not None]
     found = [Fitting(form, form.seen(config) or "", method) for form, method in forms]
@@ -89,7 +88,7 @@ def weights_from(method: object) -> WeightsFrom:
 
 
 def without_draft(name: str | None) -> bool:
-    """Whether `name` is that of a method that proposes without a draft in the recipe."""
+    """Whether `name` is a method that proposes without a draft in the recipe."""
     return name in METHODS and name != NONE and weights_from(name) != "draft"
 
 

@@ -56,7 +56,7 @@ def _check(keys: SyntheticKeys, k: int) -> None:
 
 
 def even_rate(length: float, k: int) -> float:
-    """The one rate at each of k places that gives a round `length` tokens on average.
+    """The rate for each of k places that gives a round `length` tokens on average.
 
     Solves (1 - a^(k+1)) / (1 - a) = length for a (Leviathan et al., equation 1).
     """
@@ -68,10 +68,9 @@ def even_rate(length: float, k: int) -> float:
 
 
 def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]:
-    """The shares of drafts accepted up to each place, k of them at least.
-
-    own_k: the recipe's, to which a mean length belongs; its rate is used for every k. Raises
-    `UsageError` if fewer rates than k are given.
+    """The shares of drafts accepted up to each place, at least k of them. own_k: the recipe's k. A
+    mean length belongs to it, and its rate is used for every k. Raises `UsageError` if fewer rates
+    than k are given.
     """
     rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length
     if rates is None:
