@@ -1,1 +1,1 @@
-"""Run folders turned into something to look at: HTML, plots, tables, a config to deploy."""
+"""Reports on run folders: HTML, plots, tables, and a config to deploy."""

@@ -1,4 +1,4 @@
-"""The card that a report opens with: the verdict, what it gains and costs, and what to start.
+"""The card at the top of a report: the verdict, its gain and cost, and the servers' commands.
 
 Knows nothing of HTML.
 """
@@ -28,7 +28,7 @@ _VERDICTS = {
 def card(
     run: ReportedRun, bests: Sequence[Finding], deployment: Deployment | None
 ) -> list[tuple[str, str]]:
-    """Titles and texts, of the first batch size; empty where nothing was measured."""
+    """The card's titles and texts, for the first batch size; empty if nothing was measured."""
     best = next((one for one in bests if one.point is not None), None)
     if best is None or best.recorded is None:
         return []
@@ -51,7 +51,7 @@ def card(
 
 
 def _memory(run: ReportedRun, point: Point) -> list[str]:
-    """The memory that a point's draft takes, where the run recorded it."""
+    """The memory that a point's draft takes, if the run recorded it."""
     if run.setting("engine", "kind") not in (None, "native"):
         return ["the servers' own, which they do not tell"]
     costs = run.summary.memory
@@ -72,7 +72,7 @@ def _memory(run: ReportedRun, point: Point) -> list[str]:
 
 
 def _sequences(cost: MemoryCost) -> str:
-    """The sequences that no longer fit."""
+    """The number of sequences that no longer fit, in words."""
     length = cost.longest_tokens
     plain = cost.target_token_bytes * length
     if cost.device_bytes is None:
@@ -113,7 +113,7 @@ def _needed_acceptance(shown: Point | None) -> str | None:
     needs = even.draft_acceptance_rate
     if needs is None:
         return "a cheaper round: here no acceptance would make up for what it costs"
-    if needs < 0.005:  # pays whatever is accepted
+    if needs < 0.005:  # it pays at any acceptance
         return None
     way = "fewer" if rate > needs else "more"
     return (

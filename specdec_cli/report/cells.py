@@ -1,5 +1,5 @@
-"""Cells, the figures of points for people, with heading, unit and value once for terminals and
-reports; and the tables that are made of them. CSV files name fields instead, see `export`."""
+"""Cells, which are the figures of points for people, and tables of them. Heading, unit and value
+are defined once for terminals and reports. CSV files name fields instead, see `export`."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,9 +25,10 @@ Figures = Point | CategoryMetrics
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A figure of what a row is about, such as a point. title, unit: of a report's column. digits:
-    after the decimal point; None for text and whole numbers. heading, places: likewise on a
-    terminal, where the unit is part of the heading. interval: its 95 % interval, if it has one."""
+    """A figure of a row's object, such as a point. title, unit: those of a report's column. digits:
+    the number after the decimal point; None for text and whole numbers. heading, places: title and
+    digits on a terminal, where the heading includes the unit. interval: its 95 % interval, if it
+    has one."""
 
     title: str
     of: Callable[[Any], Value]
@@ -70,14 +71,14 @@ def span(ends: Sequence[float] | None) -> str | None:
 
 
 def span_of(found: Figures, ends: Sequence[float] | None) -> str | None:
-    """An interval, or why a figure over few prompts has none."""
+    """An interval, or the reason why a figure over few prompts has none."""
     if ends is None and found.is_ok and (found.number("num_prompts") or FEWEST) < FEWEST:
         return "too few prompts"
     return span(ends)
 
 
 def first_token_part(name: str, point: Point) -> float | None:
-    """A part of the mean time to the first token; None where it was not recorded."""
+    """A part of the mean time to the first token; None if it was not recorded."""
     return (point.metrics.ttft_parts_ms or {}).get(name) if point.metrics is not None else None
 
 
@@ -140,7 +141,7 @@ def columns_of(cells: Sequence[Cell], rows: Sequence[Any]) -> dict[str, list[str
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column. digits: after the decimal point; None for text and whole numbers."""
+    """A column. digits: the number after the decimal point; None for text and whole numbers."""
 
     title: str
     digits: int | None = None
@@ -149,7 +150,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. name: of its file. note: below the title. strong: rows to mark."""
+    """A table. name: that of its file. note: the text below the title. strong: rows to mark."""
 
     name: str
     title: str

@@ -1,5 +1,5 @@
-"""The content of a report, the same for every format, and the conclusions of its sections, which
-stand at their head and in captions of plots. Knows no drawing."""
+"""The content of a report, the same for every format, with the conclusions of its sections. These
+stand at the head of sections and in captions of plots. Knows no drawing."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,9 +25,9 @@ from specdec_cli.report.vllm import deployment
 class Content:
     """The content of a report on a run, complete or not.
 
-    answers: one by batch size. reasons: the run's own words for those that are decided. lossless:
-    how the promise was kept. tables: by name; one without rows is not shown. category_point,
-    shown: the point that categories are of, in words and itself.
+    answers: one for each batch size. reasons: the run's own words for decided answers. lossless:
+    the result of checking the promise. tables: by name; a table without rows is not shown.
+    category_point, shown: the point of the category table, in words and as a record.
     """
 
     def __init__(self, run: ReportedRun) -> None:
@@ -108,7 +108,7 @@ def speedup(content: Content) -> str:
 
 
 def break_even(content: Content) -> str:
-    """The point that pays most over its break-even, or that none does."""
+    """The point that is farthest above its break-even, or the finding that none is above."""
     run = content.run
     found = [
         (length / needed, point, even)
@@ -132,7 +132,7 @@ def break_even(content: Content) -> str:
 
 
 def comparisons(content: Content) -> str:
-    """Each two drafts in words."""
+    """The comparison of each pair of drafts, in words."""
     told = []
     for one in content.run.comparisons:
         if not (one.arm.k and one.against.k) or one.speed_ratio is None:
@@ -146,7 +146,8 @@ def comparisons(content: Content) -> str:
 
 
 def acceptance(content: Content) -> str:
-    """The first and the last position of each draft's longest proposal, which is drawn."""
+    """The rates of the first and last position of each draft's longest proposal, which the plot
+    shows."""
     told = []
     for point in longest_proposals(content.run).values():
         rates = (point.metrics.acceptance_rate_per_pos if point.metrics else None) or []
@@ -158,7 +159,7 @@ def acceptance(content: Content) -> str:
 
 
 def latencies(content: Content) -> str:
-    """The medians at the point of the category table, beside plain decoding's."""
+    """The median latencies at the point of the category table, and those of plain decoding."""
     point = content.shown
     plain = baseline_of(content.run.points, point) if point is not None else None
     if point is None or plain is None:
@@ -175,7 +176,7 @@ def latencies(content: Content) -> str:
 
 
 def rounds(content: Content) -> str:
-    """The largest stage of the point of the category table."""
+    """The largest stage of a round at the point of the category table."""
     point = content.shown
     whole = point.number("round_ms") if point is not None else None
     if point is None or not whole:

@@ -39,13 +39,13 @@ def _setting(point: Point) -> dict[str, Value]:
 
 
 def _ends(of: str, found: object, prefix: str = "") -> dict[str, Value]:
-    """The ends of an interval, by column; of: the figure's name."""
+    """The ends of an interval, by column. of: the figure's name."""
     ends = getattr(found, f"{of}_ci", None) or (None, None)
     return {f"{prefix}{of}_{end}": value for end, value in zip(("lo", "hi"), ends, strict=True)}
 
 
 def raw_points(run: ReportedRun) -> Table:
-    """One row a point with every figure of it."""
+    """A row for each point with all its figures."""
     setting: tuple[str, ...] = ("draft", "k", "batch_size")
     names = (*_FIGURES, *(["distinct_experts"] if counts_experts(run) else ()))
     if run.is_comparison:
@@ -99,7 +99,7 @@ def _table(name: str, rows: Sequence[Mapping[str, Value]]) -> Table:
 
 
 def raw_comparisons(run: ReportedRun) -> Table:
-    """One row for each two arms, and one for each of their categories."""
+    """A row for each pair of arms, and one for each of its categories."""
     rows: list[dict[str, Value]] = []
     for one in run.comparisons:
         setting = {
@@ -115,7 +115,7 @@ def raw_comparisons(run: ReportedRun) -> Table:
 
 
 def raw_acceptance(run: ReportedRun) -> Table:
-    """One row a point and position."""
+    """A row for each point and position."""
     rows = []
     for point in run.points:
         rates = ("acceptance_rate", "conditional_acceptance_rate")
@@ -128,7 +128,7 @@ def raw_acceptance(run: ReportedRun) -> Table:
 
 
 def raw_categories(run: ReportedRun) -> Table:
-    """One row a point and category."""
+    """A row for each point and category."""
     names = ("num_prompts", "mean_acceptance_length", "draft_acceptance_rate", "speedup")
     rows = [
         _setting(point)
@@ -202,7 +202,7 @@ def csv_of(table: Table) -> str:
 
 
 def _cell(value: Value) -> str:
-    """A cell as text; an apostrophe precedes what a spreadsheet would run as a formula."""
+    """A cell as text. An apostrophe precedes text that a spreadsheet would run as a formula."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -215,13 +215,13 @@ def _cell(value: Value) -> str:
 
 
 def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
-    """The report as markdown. folder: of its pictures, relative to it."""
+    """The report as markdown. folder: that of its pictures, relative to the report."""
     lines = [f"# {_plain(content.title)}", "", f"**{_plain(content.headline)}**", ""]
     lines += [f"> - {_plain(warning)}" for warning in content.warnings]
     lines.append("")
     for title, told in content.card:
         is_command = title in ("vLLM", "SGLang") and "`" not in told and told.isprintable()
-        shown = f"`{told}`" if is_command else _plain(told)  # as it is, to be copied
+        shown = f"`{told}`" if is_command else _plain(told)  # unchanged, so that it can be copied
         lines.append(f"- {title}: {shown}")
     if content.lossless is not None:
         lines += ["", _plain(content.lossless)]
@@ -231,7 +231,7 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     pictures = {plot.name: plot for plot in plots}
     for part in parts(content, plots):
         table = part.table
-        if table is not None and table.name == "category_pairs":  # which is long
+        if table is not None and table.name == "category_pairs":  # this table is long
             continue
         lines += [f"## {part.title if table is None else table.title}", ""]
         if table is not None and table.name == "categories":
@@ -288,7 +288,7 @@ def _plain(text: str) -> str:
 
 
 def _fenced(text: str, language: str) -> list[str]:
-    """A block of code that nothing in it can end."""
+    """A block of code whose fence is longer than any in it."""
     inner = inert(text)
     longest = max((len(run) for run in re.findall(r"`+", inner)), default=0)
     fence = "`" * max(3, longest + 1)

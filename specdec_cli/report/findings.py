@@ -24,10 +24,10 @@ class Finding:
     """The finding at a batch size, or at a rate of requests: that of the point `at`.
 
     point: the best; None if nothing could be measured; k = 0 means no speculation. recorded: the
-    run's own record of it; without one it is the fastest of the points there are. tied: other
-    points that do not differ statistically from the fastest, in words. is_disturbed: the run says
-    that times were disturbed. fastest: the fastest point, with which a recommended one is tied;
-    None where nothing was recorded.
+    run's own record of it; without a record the best is the fastest of the existing points. tied:
+    other points that do not differ statistically from the fastest, in words. is_disturbed: whether
+    the run says that times were disturbed. fastest: the fastest point, with which a recommended one
+    is tied; None without a record.
     """
 
     at: Point
@@ -43,12 +43,12 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """The run's own verdict: none where nothing was to be judged, as at overload."""
+        """The run's own verdict; None if there was nothing to judge, as at overload."""
         return "inconclusive" if self.recorded is None else self.recorded.verdict or "none"
 
     @property
     def is_open(self) -> bool:
-        """Whether the run's evidence decides nothing, so that its best is no advice."""
+        """Whether the run's evidence decides nothing, so that its best point is no advice."""
         return self.recorded is not None and self.verdict == "inconclusive"
 
     @property
@@ -58,8 +58,8 @@ class Finding:
 
 
 def longest_proposals(run: ReportedRun) -> dict[str, Point]:
-    """Each draft's point of the largest k, at the smallest batch size that has it; of a comparison
-    one, as `all`."""
+    """Each draft's point with the largest k, at the smallest batch size with that k. A comparison
+    has one point, as `all`."""
     longest: dict[str, Point] = {}
     for point in run.points:
         if point.metrics is None or point.is_baseline:
@@ -124,7 +124,7 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
         tied = [f"target TP {one.target_tp} draft TP {one.draft_tp}" for one in best.tied]
         fastest = None
     else:
-        # With several drafts, `tied` lists only ks of the chosen one.
+        # With several drafts, `tied` lists only the ks of the chosen draft.
         of_drafts = best.tied_points if len(drafts) > 1 else ()
         tied = [_named(one.k, one.draft) for one in of_drafts] or [f"k = {k}" for k in best.tied]
         leader = best.fastest
@@ -152,13 +152,13 @@ _measured = attrgetter("speedup")
 
 
 def _gain(point: Point) -> float:
-    """A point's speed-up, else the predicted one."""
+    """A point's measured speed-up, or else the predicted one."""
     found = point.predicted_speedup if point.speedup is None else point.speedup
     return found or 0.0
 
 
 def _named(k: int, draft: str | None) -> str:
-    """A point in words; at k = 0 the draft plays no part."""
+    """A point in words, without a draft at k = 0."""
     return f"k = {k} with draft {draft}" if k and draft is not None else f"k = {k}"
 
 
@@ -191,7 +191,7 @@ def interval_in_words(interval: Sequence[float] | None) -> str:
 
 
 def answer(run: ReportedRun, best: Finding) -> str:
-    """The finding at one batch size, a sentence or two."""
+    """The finding at one batch size, in a sentence or two."""
     point = best.point
     at = f"at {best.at.level_in_words}"
     if best.is_open:
@@ -228,7 +228,8 @@ def answer(run: ReportedRun, best: Finding) -> str:
 
 
 def _against_fastest(run: ReportedRun, best: Finding) -> str:
-    """The fastest point in words, why another one is recommended, and what else is tied."""
+    """The fastest point in words, the reason why another one is recommended, and the other tied
+    points."""
     point, leader = best.point, best.fastest
     own = {f"k = {leader.k}", _named(leader.k, leader.draft)} if leader is not None else ()
     others = "; ".join(one for one in best.tied if one not in own)
@@ -262,7 +263,7 @@ def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
 
 
 def headline(run: ReportedRun, bests: list[Finding]) -> str:
-    """The answer of the whole run, in a line."""
+    """The answer of the whole run, in one line."""
     found = [best for best in bests if best.point is not None or best.is_open]
     if not found:
         return "No point was measured."

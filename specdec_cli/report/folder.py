@@ -32,9 +32,9 @@ _LABEL_LENGTH = 32
 class ReportedRun:
     """A run as read from its folder.
 
-    points: with a speed-up each, if there is a baseline. labels: a short name for each draft.
-    has_samples: whether any prompt is finished. is_partial: it did not come to its end, and its
-    summary is empty.
+    points: each with a speed-up if there is a baseline. labels: a short name for each draft.
+    has_samples: whether any prompt is finished. is_partial: whether the run did not come to its
+    end, so that its summary is empty.
     """
 
     path: Path
@@ -56,11 +56,12 @@ class ReportedRun:
 
     @property
     def comparisons(self) -> Sequence[Comparison]:
-        """Arm against arm, in sweeps that came to their end."""
+        """The comparisons of arms, in sweeps that came to their end."""
         return self.summary.comparisons
 
     def method_of(self, draft: str | None) -> Any:
-        """The method that proposed with a draft: its own in a sweep of several, or the recipe's."""
+        """The method that proposed with a draft: the draft's own in a sweep of several, or the
+        recipe's."""
         return self.summary.method_of(draft) or self.setting("speculation", "method")
 
     def setting(self, section: str, key: str) -> Any:
@@ -218,8 +219,8 @@ def _document(
 
 
 def intact_records(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
-    """The intact records of a .jsonl file. Each other line gets a note, such as the last one if a
-    crash has torn it."""
+    """The intact records of a .jsonl file. Every other line gets a note, such as a last line that a
+    crash has torn."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:

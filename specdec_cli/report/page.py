@@ -1,6 +1,6 @@
 """A report as one self-contained HTML page: no scripts, no links, plots inside.
 
-The template engine escapes everything from the folder; only our own plots are not escaped.
+The template engine escapes everything from the folder. Only our own plots are not escaped.
 """
 
 import json
@@ -14,7 +14,7 @@ from specdec_cli.report.content import Content, conclusion
 from specdec_cli.report.plots import Plot
 from specdec_cli.text import inert
 
-_MOST_ROWS = 12  # of a table that is not folded
+_MOST_ROWS = 12  # most rows of a table that is not folded
 # Sections in order: heading, plot, and table.
 SECTIONS = (
     ("The best draft TP", "speeds", "degrees"),
@@ -36,7 +36,7 @@ SECTIONS = (
 @dataclass(frozen=True, slots=True)
 class Part:
     """A section: its heading, the plot's name, the sentence to conclude, and the table. is_folded:
-    whether the table is: it is long, or its plot says enough."""
+    whether the table is folded, because it is long or its plot says enough."""
 
     title: str
     picture: str
@@ -85,6 +85,6 @@ def rendered(template: str, **values: Any) -> str:
     )
     engine.filters["inert"] = lambda value: inert(str(value))
     engine.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
-    engine.filters["drawn"] = Markup  # text in plots was escaped when drawn
+    engine.filters["drawn"] = Markup  # drawing escaped the text in plots
     engine.globals["is_text"] = is_text
     return engine.get_template(template).render(**values)

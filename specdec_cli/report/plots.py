@@ -28,8 +28,8 @@ from specdec_cli.report.drawings.rows import draw_categories, draw_comparisons
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A drawn plot. about: its content, in words. conclusion: what to conclude from it, or "". svg:
-    part of a page, or empty. files: by format, those of `PICTURES` that were asked for."""
+    """A drawn plot. about: its content, in words. conclusion: the conclusion from it, or "". svg:
+    an element for a page, or empty. files: the requested formats of `PICTURES`."""
 
     name: str
     about: str
@@ -39,7 +39,7 @@ class Plot:
 
     @property
     def caption(self) -> str:
-        """Both, also as the alternative text."""
+        """Content and conclusion; also the alternative text."""
         return f"{self.about} {self.conclusion}".rstrip()
 
 
@@ -57,7 +57,7 @@ def drawing(
 ) -> Plot | None:
     """One plot; None if there is nothing to draw. Raises `SetupError` without matplotlib.
 
-    draw: draws into a figure, and returns whether there was anything to draw.
+    draw: draws into a figure. It returns whether there was anything to draw.
     """
     without_display()
     try:
@@ -76,7 +76,7 @@ def drawing(
         return Plot(name, about, conclusion, shown, files)
 
 
-# Of each plot: its content in words, and what draws it.
+# Each plot's content in words, and the function that draws it.
 _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
     "speedup": (
         "Speed-up over plain decoding by {axis}, with 95 % intervals; a ring marks "
@@ -135,9 +135,8 @@ _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
 def plots(
     content: Content, pictures: Collection[str] = ("png",), *, svg: bool = True
 ) -> list[Plot]:
-    """Every plot that the run has figures for. Raises `SetupError` without matplotlib.
-
-    pictures: formats of files. svg: whether to draw for a page too.
+    """All plots for which the run has figures. Raises `SetupError` without matplotlib. pictures:
+    formats of files. svg: whether to draw for a page too.
     """
     names = {"axis": axis_of(content.run), "point": content.category_point}
     found = [

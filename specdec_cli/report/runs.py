@@ -1,4 +1,5 @@
-"""Several runs side by side: paired on the prompts that they share, and what differs otherwise.
+"""Several runs side by side: paired figures on the prompts that they share, and their other
+differences.
 
 Knows nothing of HTML or plots.
 """
@@ -20,16 +21,15 @@ from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_o
 from specdec_cli.report.findings import interval_in_words, setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 
-Prompt = tuple[tuple[int, ...], int]  # its ids, and which of the prompts with these ids
+Prompt = tuple[tuple[int, ...], int]  # ids, and the number among prompts with these ids
 _SEED = 0
 _SETTING = ("draft", "target_tp", "draft_tp", "k")
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A point of a run that is shown: an arm's fastest one, or plain decoding.
-
-    samples: its own, by prompt. is_best: whether it is the run's fastest at its batch size.
+    """A shown point of a run: an arm's fastest one, or plain decoding. samples: its samples, by
+    prompt. is_best: whether it is the run's fastest at its batch size.
     """
 
     run: str
@@ -41,8 +41,8 @@ class Shown:
 
 
 class Ratio(SpeedRatio):
-    """One point's speed over another's on the prompts that both have. num_diverging: texts that
-    differ."""
+    """One point's speed over another's on the prompts that both have. num_diverging: the number of
+    texts that differ."""
 
     num_diverging: int
 
@@ -59,10 +59,10 @@ class Ratio(SpeedRatio):
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Runs side by side. names: of the runs. shown: their points. pairs: every two runs' fastest
-    points at one batch size, the faster one first, with the ratio of their speeds. differences: in
-    recipe and environment, by key, a value a run. by_engine: points of one k and batch size, of
-    which some are servers', each with the ratio over the first of them."""
+    """Runs side by side. names: those of the runs. shown: their points. pairs: the fastest points
+    of each pair of runs at one batch size, the faster one first, with the ratio of their speeds.
+    differences: keys of recipe and environment that differ, with a value for each run. by_engine:
+    points of one k and batch size, some of them servers', each with its ratio over the first."""
 
     names: Sequence[str]
     runs: Sequence[ReportedRun]
@@ -87,7 +87,7 @@ class SideBySide:
 
     @property
     def answers(self) -> list[str]:
-        """A sentence for every two runs at each batch size."""
+        """A sentence for each pair of runs at each batch size."""
         found = []
         for one, other, ratio in self.pairs:
             at = one.point.level_in_words
@@ -159,7 +159,7 @@ class SideBySide:
 
 
 def side_by_side(folders: Sequence[Path]) -> SideBySide:
-    """The runs in some folders. Raises what `read_folder` raises."""
+    """The runs in some folders. Raises the errors of `read_folder`."""
     runs = [read_folder(folder) for folder in folders]
     names = _names(folders)
     shown = [one for name, run in zip(names, runs, strict=True) for one in _shown(name, run)]
@@ -175,7 +175,7 @@ def side_by_side(folders: Sequence[Path]) -> SideBySide:
 def _by_engine(
     names: Sequence[str], runs: Sequence[ReportedRun]
 ) -> list[tuple[Shown, Ratio | None]]:
-    """Every point whose k and batch size several runs have, if one of these is a server's."""
+    """All points whose k and batch size several runs have, if one of these runs is a server's."""
     found: dict[tuple[tuple[float, int], int], list[Shown]] = defaultdict(list)
     for name, run in zip(names, runs, strict=True):
         samples = _samples(run)
@@ -205,20 +205,20 @@ def warnings_of(whole: SideBySide) -> list[str]:
 
 
 def ratio_of(one: Shown, other: Shown) -> Ratio | None:
-    """The ratio of two points' speeds over common prompts; None without any."""
+    """The ratio of two points' speeds over common prompts; None without common prompts."""
     common = sorted(one.samples.keys() & other.samples.keys())
     if not common:
         return None
     ours, theirs = ([of[p] for p in common] for of in (one.samples, other.samples))
     found = stats.measured_speed(ours).over(stats.measured_speed(theirs))
     pairs = zip(ours, theirs, strict=True)
-    # As far as both go: runs may write to different limits.
+    # Texts are compared as far as both go, since runs may have different limits.
     parted = (any(map(ne, a.token_ids, b.token_ids)) for a, b in pairs)
     return Ratio(num_prompts=len(common), **figures_of(found, _SEED), num_diverging=sum(parted))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names, or their paths where these are not unique."""
+    """The folders' own names, or their paths if names are not unique."""
     short = [folder.resolve().name for folder in folders]
     paths = [str(folder) for folder in folders]
     names = [s if short.count(s) == 1 else p for s, p in zip(short, paths, strict=True)]
@@ -248,7 +248,7 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
 def _place(point: Point | Sample) -> tuple[Any, ...]:
     # Samples of plain decoding are those of every pair at a target TP.
     draft_tp = None if point.k == 0 else point.draft_tp
-    # Plain decoding is of no draft, and comparisons have only one.
+    # Plain decoding has no draft, and comparisons have only one.
     draft = point.draft if point.k and point.target_tp is None else None
     return (draft, point.target_tp, draft_tp, point.batch_size, point.request_rate, point.k)
 
@@ -321,7 +321,7 @@ def _side_by_side(whole: SideBySide) -> Table:
 
 
 def _length_in_text(point: Point) -> float | None:
-    """Tokens a round as our own engine counts, which counts so always."""
+    """Tokens a round as our own engine counts them. Its own points always count so."""
     if point.engine is None or point.is_baseline:
         return point.number("mean_acceptance_length")
     metrics = point.metrics

@@ -1,4 +1,4 @@
-"""The tables of a report, for HTML, markdown and LaTeX alike. One without rows is not shown."""
+"""The tables of a report, for HTML, markdown and LaTeX alike. A table without rows is not shown."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -93,7 +93,7 @@ def _needed(rate: float | None) -> Value:
 
 
 def tokens_over_all_rounds(point: Point) -> float | None:
-    """As measured, else as the predicted speed-up says."""
+    """The measured break-even, or else that of the predicted speed-up."""
     found = point.number("tokens_per_round")
     if found is not None or point.break_even is None or point.predicted_speedup is None:
         return found
@@ -101,7 +101,7 @@ def tokens_over_all_rounds(point: Point) -> float | None:
 
 
 def degrees(run: ReportedRun) -> Table:
-    """The best draft TP for each target TP, as the run recorded it, and what decided."""
+    """The best draft TP for each target TP, as the run recorded it, with the stage that decided."""
     rows = [
         (target, size, best)
         for target, row in run.summary.best_by_target_tp.items()
@@ -149,7 +149,7 @@ def latencies(run: ReportedRun) -> Table:
 
 
 def predictions(run: ReportedRun) -> Table:
-    """Predicted speed-up beside the measured one."""
+    """The predicted speed-up beside the measured one."""
     points = [p for p in run.points if not p.is_baseline and p.predicted_speedup is not None]
     cells = [
         replace(
@@ -182,9 +182,8 @@ def _method(points: Sequence[Point]) -> str:
 
 
 def categories(run: ReportedRun, point: Point | None, best: Finding | None = None) -> Table:
-    """One point by category of prompt.
-
-    best: at the point's batch size, with the run's own recommendation for each category.
+    """One point by category of prompt. best: the finding at the point's batch size, with the run's
+    own recommendation for each category.
     """
     own = best.by_category if best is not None else {}
     rows = sorted(
@@ -222,7 +221,7 @@ def _of_category(one: Cell) -> list[Cell]:
 
 
 def _advice(run: ReportedRun, one: Best | None) -> str | None:
-    """The recommendation for a category; of few prompts or disturbed times there is none."""
+    """The recommendation for a category. There is none for few prompts or disturbed times."""
     is_open = one is not None and one.verdict == "inconclusive"
     return "inconclusive" if is_open else _named(run, one)
 
@@ -238,14 +237,14 @@ def _named(run: ReportedRun, one: Best | Fastest | None) -> str | None:
 
 
 def comparisons(run: ReportedRun) -> Table:
-    """Arm against arm; no rows without several drafts."""
+    """Comparisons of arms; no rows without several drafts."""
     note = "Each draft at its fastest k, the faster one first; speeds over the same prompts."
     rows = [(one, "", one) for one in _pairs_of_drafts(run)]
     return _pairs_table(run, ("comparisons", "Arm against arm", note), rows)
 
 
 def category_pairs(run: ReportedRun) -> Table:
-    """Arm against arm by category of prompt; no rows without several drafts."""
+    """Comparisons of arms by category of prompt; no rows without several drafts."""
     rows = [(one, *part) for one in _pairs_of_drafts(run) for part in one.per_category.items()]
     note = "Each at 95 %: of many such comparisons one in twenty differs by chance."
     return _pairs_table(run, ("category_pairs", "Arm against arm, by category", note), rows)
@@ -291,7 +290,7 @@ _NOTE = (
 
 
 def first_tokens(run: ReportedRun) -> Table:
-    """The parts of the time to the first token, of points whose prompts have them."""
+    """The parts of the time to the first token, for points whose prompts have them."""
     points = [p for p in run.points if p.metrics is not None and p.metrics.ttft_parts_ms]
     cells = [
         Cell("first token", number("ttft_ms", "mean"), "ms", 1),

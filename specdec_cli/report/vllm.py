@@ -23,11 +23,11 @@ from specdec_cli.report.folder import ReportedRun
 class Deployment:
     """The recommendation for vLLM.
 
-    speculative_config: None for no speculation. rehearsal: the same with synthetic acceptance as
-    measured, to time vLLM by itself. command: starts a server. recommendation: the report's answer
-    for each batch size: the recommended point, the fastest, and those tied. sglang_command: starts
-    a server of SGLang's; None if it has no such method. places: what to put in place of models that
-    servers do not find by these names; the notes have it too.
+    speculative_config: None for no speculation. rehearsal: the config with the measured acceptance
+    made synthetic, to time vLLM by itself. command: starts a server. recommendation: the report's
+    answer for each batch size: the recommended point, the fastest, and tied ones. sglang_command:
+    starts a server of SGLang's; None if it has no such method. places: replacements for models that
+    servers do not find by these names; the notes have them too.
     """
 
     speculative_config: dict[str, Any] | None
@@ -66,7 +66,8 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
 
 
 def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
-    """The config for the best point, by batch size if k changes with it; None without a point."""
+    """The config for the best point, or by batch size if k changes with it; None without a
+    point."""
     found = [b for b in bests if b.point is not None or b.is_open]
     if not found:
         return None
@@ -102,7 +103,7 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
         if undecided:
             note = f"Nothing is advised: {' '.join(undecided)}"
         return deployed(None, None, [note], sglang=_sglang(run, target, None))
-    # vLLM runs one draft: that of the smallest batch, where speculation pays most.
+    # vLLM runs one draft. It is that of the smallest batch, where speculation pays most.
     chosen = speculating[0]
     largest = max((p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k)
     config, notes = _config(run, largest)
@@ -204,7 +205,8 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
 
 
 def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:
-    """The flags for several GPUs and a cache in fp8. size: the first one's name."""
+    """The flags for several GPUs and a cache in fp8. size: the name of the flag for several
+    GPUs."""
     tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
     flags = [size, str(tp)] if isinstance(tp, int) and tp > 1 else []
     is_fp8 = run.setting("cache", "dtype") == "fp8"
@@ -212,7 +214,8 @@ def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:
 
 
 def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
-    """The command of SGLang 0.5 that does the same (`server_args.py`); None without its method."""
+    """The command of SGLang 0.5 that does the same (`server_args.py`); None if SGLang lacks the
+    method."""
     parts = ["python", "-m", "sglang.launch_server", "--model-path", target]
     parts += _flags(run, point, "--tp-size")
     if point is None:

@@ -26,10 +26,8 @@ _FOLDER = "plots"
 
 
 def write_report(content: Content, folder: Path, formats: Collection[str]) -> list[Path]:
-    """Write the formats asked for into a folder; returns the files in order.
-
-    Raises `SetupError` when the folder cannot be written, or plots are asked for and matplotlib is
-    missing.
+    """Write the requested formats into a folder. Returns the files in order. Raises `SetupError` if
+    the folder cannot be written, or if plots are requested and matplotlib is missing.
     """
     drawn = []
     pictures = [form for form in PICTURES if form in formats]
@@ -51,8 +49,8 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
 
 
 def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> list[Path]:
-    """Write a report on several runs into a folder; returns the files in order. Raises what
-    `write_report` raises."""
+    """Write a report on several runs into a folder. Returns the files in order. Raises the errors
+    of `write_report`."""
     plot = None
     pictures = [form for form in PICTURES if form in formats]
     if pictures or "html" in formats:
@@ -80,7 +78,7 @@ def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> lis
 
 
 def _written(folder: Path, files: Mapping[str, str], drawn: Sequence[Plot]) -> list[Path]:
-    """Write texts and pictures; returns the files in order."""
+    """Write texts and pictures. Returns the files in order."""
     found = {name: _encoded(text) for name, text in files.items()}
     for plot in drawn:
         found |= {f"{_FOLDER}/{plot.name}.{form}": data for form, data in plot.files.items()}

@@ -15,7 +15,7 @@ from specdec_cli.text import inert, one_line
 
 # Okabe and Ito's colours for colour-blind readers; those visible on black and on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-# One more than colours, so that pairs repeat as late as possible.
+# There is one marker more than colours, so that pairs repeat as late as possible.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _INK = "#1b1e24"  # replaced by the page's own colour in SVG
 FAINT = "#8a8f98"
@@ -42,7 +42,7 @@ STYLE = {
 
 
 def without_display() -> None:
-    """Prepare the first import of matplotlib, which fails where MPLBACKEND names no backend."""
+    """Prepare the first import of matplotlib: it fails if MPLBACKEND names no backend."""
     os.environ["MPLBACKEND"] = "agg"
 
 
@@ -60,7 +60,7 @@ def without_talk() -> Iterator[None]:
         logger.setLevel(level)
 
 
-# What would make the bytes of a picture depend on more than what it shows.
+# Metadata that would make a picture's bytes depend on more than its content.
 _METADATA: Mapping[str, Mapping[str, None]] = {
     "png": {"Software": None},
     "pdf": dict.fromkeys(("Creator", "CreationDate")),
@@ -69,7 +69,7 @@ _METADATA: Mapping[str, Mapping[str, None]] = {
 
 
 def picture_of(figure: Any, form: str, name: str, **look: Any) -> bytes:
-    """The figure as a file of this format, on white. name: keeps ids of SVG the same."""
+    """The figure as a file of this format, on white. name: makes the ids in SVG reproducible."""
     import matplotlib
 
     buffer = io.BytesIO()
@@ -136,7 +136,7 @@ def style_of(index: int) -> dict[str, Any]:
 
 
 def reach(value: float, ends: Sequence[float]) -> list[list[float]]:
-    """The arms of an error bar, down and up from a value to the ends of its interval."""
+    """The lengths of an error bar, down and up from a value to the ends of its interval."""
     return [[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]]
 
 
@@ -162,7 +162,7 @@ def line_at_one(axis: Any) -> None:
 
 
 def dodged(index: int, count: int) -> float:
-    """The shift of one of several lines along x, so that their intervals stand side by side."""
+    """The shift along x of one of several lines, so that their intervals stand side by side."""
     return (index - (count - 1) / 2) * min(0.14, 0.5 / max(1, count))
 
 
@@ -185,7 +185,7 @@ def add_intervals(
     ends: Sequence[Sequence[float] | None],
     **look: Any,
 ) -> None:
-    """The interval of each value that has one, all drawn at once, which is quicker."""
+    """Draw the interval of each value that has one. Drawing all at once is quicker."""
     known = [
         (place, value, *(arm for (arm,) in reach(value, interval)))
         for place, value, interval in zip(places, values, ends, strict=True)

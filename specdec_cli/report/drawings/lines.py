@@ -1,7 +1,7 @@
 """Lines over proposal lengths or draft TPs, a panel for each setting.
 
-Speed-ups over plain decoding; tokens a round, and those at which speculation is as fast as plain
-decoding; predicted speed-ups beside measured ones; decoding speeds of a comparison.
+They show speed-ups over plain decoding; tokens a round, with those at which speculation breaks
+even; predicted speed-ups beside measured ones; and decoding speeds of a comparison.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> boo
 
     def draw(line: Line) -> None:
         known = [(line.place(x), p.speedup or 0.0, p) for x, p in line.points.items()]
-        # The line starts at plain decoding if x is k.
+        # If x is k, the line starts at plain decoding.
         first = [] if run.is_comparison else [(line.shift, 1.0, None)]
         xs, ys, ends = zip(*first, *((x, y, p.speedup_ci) for x, y, p in known), strict=True)
         canvas.plot_with_intervals(line.axis, xs, ys, ends, label=line.name, **line.style)
@@ -111,7 +111,7 @@ def draw_speeds(figure: Any, run: ReportedRun) -> bool:
     axes = draw_panels(figure, run, panels, draw, "tokens/s")
     for axis in axes:
         axis.set_yscale("log")
-        # Powers of ten would be markup, which text in drawings is never taken for.
+        # Powers of ten would need markup, and text in drawings is always plain.
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")
         axis.tick_params(axis="y", which="minor", labelsize=7)

@@ -1,4 +1,4 @@
-"""Goodput and latency of each k over the rate of requests, and the k that is recommended there."""
+"""Goodput and latency of each k over the rate of requests, and the recommended k at each rate."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -9,12 +9,13 @@ from specdec_cli.report.drawings import canvas
 from specdec_cli.report.folder import ReportedRun
 
 MOST_PANELS = 12
-Panels = Mapping[str, dict[str, dict[int, Point]]]  # by panel, line and x
+Panels = Mapping[str, dict[str, dict[int, Point]]]  # points by panel, line and x
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a panel. points: by x. shift: along x, so that intervals stand side by side."""
+    """A line of a panel. points: by x. shift: the offset along x, so that intervals stand side by
+    side."""
 
     axis: Any
     name: str
@@ -72,15 +73,14 @@ def draw_panels(
     from_zero: bool = False,
     is_titled: bool = True,
 ) -> list[Any]:
-    """Draw the lines of each panel; returns the axes, none without panels.
-
-    begin: called with each of them first. from_zero: whether lines begin at k = 0. is_titled:
-    whether a single panel has a title.
+    """Draw the lines of each panel. Returns the axes; none without panels. begin: called first with
+    each of the axes. from_zero: whether lines begin at k = 0. is_titled: whether a single panel has
+    a title.
     """
     panels = dict(list(panels.items())[:MOST_PANELS])
     if not panels:
         return []
-    # In an order that gives each line its colour in every drawing.
+    # Lines are sorted, so that each has the same colour in every drawing.
     names = sorted({name for lines in panels.values() for name in lines})
     if run.is_comparison:
         names.sort(key=first_number)

@@ -1,5 +1,5 @@
-"""Values in rows with their intervals: categories of prompts at one point, arms in pairs, and
-points of several runs over those of the first."""
+"""Drawings of values in rows with their intervals: categories of prompts at one point, pairs of
+arms, and points of several runs relative to those of the first."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +46,7 @@ def draw_categories(figure: Any, point: Point | None, title: str) -> bool:
 def _draw_values(
     axis: Any, spans: Sequence[tuple[float | None, list[float] | None]], style: dict[str, Any]
 ) -> None:
-    """A point and its interval a row, with the value written above its right end."""
+    """Draw a point and its interval in each row, with the value above its right end."""
     for row, (value, ends) in enumerate(spans):
         if value is None:
             continue
@@ -61,7 +61,8 @@ def _draw_values(
 
 
 def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
-    """Draw a row for each two arms, and one for each category. Returns whether there are any."""
+    """Draw a row for each pair of arms, and one for each of its categories. Returns whether there
+    are any."""
     if not comparisons(run).rows:
         return False
     rows = _pairs(run)[:_MOST_PAIRS]
@@ -81,7 +82,7 @@ def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
 
 
 def _pairs(run: ReportedRun) -> list[tuple[str, SpeedRatio, bool]]:
-    """Name, figures, and whether they are over all prompts."""
+    """Each row's name, its figures, and whether they are over all prompts."""
     with_batch = len({one.batch_size for one in run.comparisons}) > 1
     rows: list[tuple[str, SpeedRatio, bool]] = []
     for one in run.comparisons:
@@ -96,7 +97,7 @@ _MOST_ROWS = 40
 
 
 def draw_runs(figure: Any, whole: SideBySide) -> bool:
-    """Draw a row for each point that has one in the first run. Returns whether there are any."""
+    """Draw a row for each point that the first run has too. Returns whether there are any."""
     rows = [(one, r) for one in whole.shown if (r := whole.against_first(one)) is not None]
     rows = rows[:_MOST_ROWS]
     if not rows:
