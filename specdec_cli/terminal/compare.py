@@ -39,9 +39,8 @@ def print_results(document: Mapping[str, Any]) -> None:
 
 
 def results_tables(points: Sequence[Point], width: int) -> list[Table]:
-    """Tables with a row for each point, k = 0 of each target TP first.
-
-    The times of rounds get a table of their own if one table would be wider than `width`.
+    """Tables with a row for each point; k = 0 comes first at each target TP. The times of rounds
+    get their own table if one table would be wider than `width`.
     """
     shown = [point for point in points if point.status != "skipped"]
     timed = [point for point in shown if point.metrics is not None]
@@ -69,7 +68,7 @@ def _table(points: Sequence[Point], cells: Sequence[Cell], *, is_narrow: bool = 
 
 
 def _without_results(points: Sequence[Point]) -> list[str]:
-    """Lines for points without results, since reasons do not fit into a column."""
+    """Lines about points without results, since reasons do not fit into a column."""
     skipped = (f"{_pair_of(p)}: skipped: {p.reason}" for p in points if p.status == "skipped")
     failed = (point_line(p) for p in points if p.status in ("failed", "oom"))
     return [*dict.fromkeys(skipped), *failed]

@@ -15,7 +15,8 @@ from specdec_cli.text import inert
 
 Document = Mapping[str, Any]
 
-# Part, letter without colours, colour (Okabe and Ito's), and its bytes in a rank's record.
+# Each part, its letter on terminals without colours, its colour (Okabe and Ito's), and the name of
+# its bytes in a rank's record.
 PARTS = (
     ("target weights", "T", "#0072b2", "target_weight_bytes"),
     ("draft weights", "D", "#e69f00", "draft_weight_bytes"),
@@ -86,7 +87,7 @@ def print_profile(document: Document) -> None:
 
 
 def answers(document: Document) -> list[str]:
-    """The meaning of the numbers, a sentence each."""
+    """The meaning of the numbers, in a sentence for each."""
     fit, context = document["fit"], document["context"]
     found = [
         f"{document['num_blocks']:,} blocks of {document['block_size']} tokens fit "

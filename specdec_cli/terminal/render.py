@@ -24,19 +24,19 @@ from specdec_cli.experiment.statistics.stats import among_rounds
 from specdec_cli.text import inert
 
 _WORD = 20  # columns
-_WIDE = 1000  # columns of a table in a file: no row is folded
+_WIDE = 1000  # width of a table in a file, in columns: no row is folded
 _NO_LIMIT = 100_000  # columns
 _NO_PROPOSALS = "no round had a proposal"
 ACCEPTED, PROMPT, HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
 
 def console(stream: TextIO) -> Console:
-    """A console that adds nothing of its own: no markup, no highlighting, no emoji."""
+    """A console that adds nothing: no markup, no highlighting, no emoji."""
     return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def console_of_results() -> Console:
-    """The console on stdout; wide enough for any table if it is no terminal."""
+    """The console on stdout. If stdout is no terminal, it is wide enough for any table."""
     out = console(sys.stdout)
     if not sys.stdout.isatty():
         out.width = _WIDE
@@ -53,8 +53,8 @@ def table_within(
 ) -> Table:
     """A table of columns, by heading.
 
-    spare: columns that are left out to stay within `width`, in this order. names: columns that are
-    left-aligned and folded instead of cut. long: columns whose cells may take several lines.
+    spare: columns that may be left out to stay within `width`, in this order. names: columns that
+    are left-aligned and folded instead of cut. long: columns whose cells may take several lines.
     """
     shown = dict(columns)
     for heading in spare:
@@ -86,7 +86,7 @@ def say(line: str, out: Console | None = None) -> None:
 
 
 def least_width(columns: Mapping[str, Sequence[str]], wrapped: Collection[str]) -> int:
-    """The least width at which nothing is cut; wrapped columns need room for a word."""
+    """The least width at which nothing is cut. Wrapped columns need room for a word."""
     widths = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
     for name in widths.keys() & wrapped:
         widths[name] = min(widths[name], max(cell_len(name), _WORD))
@@ -100,7 +100,7 @@ def table_width(table: Table) -> Measurement:
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Whether `stream` shows colours; it does not under NO_COLOR."""
+    """Whether `stream` shows colours. It shows none under NO_COLOR."""
     out = console(stream)
     return out.color_system is not None and not out.no_color
 
@@ -114,7 +114,7 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(),
         console=console(sys.stderr),
         transient=True,
-        redirect_stdout=False,  # it would send results to stderr
+        redirect_stdout=False,  # a redirection would send results to stderr
         disable=not sys.stderr.isatty(),
     )
 
@@ -137,10 +137,8 @@ def summary_table(
     tinted: bool,
     remarks: Sequence[str] = (),
 ) -> Table:
-    """A small table of acceptance and times, with k = 0 if it was measured.
-
-    tinted: whether accepted tokens were tinted in the text above. remarks: notes on the text and
-    the figures.
+    """A small table of acceptance and times, with k = 0 if it was measured. tinted: whether
+    accepted tokens are tinted in the text above. remarks: notes on the text and the figures.
     """
     table = plain_table(show_header=False)
     table.add_column(style="bold")
@@ -243,12 +241,12 @@ def print_summary(
         out.print(verdict_line(metrics, baseline))
 
 
-_SILENCE_S = 30.0  # after which a line comes
+_SILENCE_S = 30.0  # seconds of silence before a line
 _LOOK_S = 1.0
 
 
 class Ticker:
-    """Prints `text()` whenever nothing was said for half a minute, from a thread, until `close`."""
+    """Prints `text()` from a thread whenever half a minute was silent, until `close`."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         self._text = text

@@ -21,10 +21,10 @@ from specdec_cli.text import inert
 
 
 class Sink:
-    """Receives tokens as they come, then each answer and its output; a method may do nothing."""
+    """Receives tokens as they come, then each answer and its output. A method may do nothing."""
 
     def tokens(self, written: Written, *, is_last: bool) -> None:
-        """Some of a prompt's tokens; none if it could not run."""
+        """Receive some of a prompt's tokens; none if the prompt could not run."""
 
     def answer(self, answer: Finished) -> None: ...
 
@@ -34,9 +34,8 @@ class Sink:
 
 
 class LiveText(Sink):
-    """Prints dimmed prompts and completions as they arrive, accepted draft tokens tinted.
-
-    For a terminal, one sequence at a time. Nothing is wrapped and tabs stay.
+    """Prints dimmed prompts and completions as they arrive, with accepted draft tokens tinted. It
+    is for a terminal and one sequence at a time. Lines are not wrapped, and tabs stay.
     """
 
     def __init__(self, job: Job) -> None:
@@ -45,7 +44,7 @@ class LiveText(Sink):
         # Characters that are held back, since they may begin a stop string.
         self._hold = max((len(s) for s in job.plan.params.stop), default=1) - 1
         self._console = console(sys.stdout)
-        self._pending: list[tuple[str, bool]] = []  # characters, and whether they were proposals
+        self._pending: list[tuple[str, bool]] = []  # characters, each with whether it was proposed
         self._streams: dict[int, TextStream] = {}
         self._written: dict[int, str] = {}
         self._is_open = False  # in the middle of a completion
