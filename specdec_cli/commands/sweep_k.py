@@ -125,6 +125,9 @@ def sweep_k(
     from specdec_cli.commands.reading import find_prompts, recipe_options
     from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 
+    if resume and minutes is not None:
+        told = "--minutes chooses anew, and --resume goes on with what was chosen"
+        raise UsageError(told, "leave --minutes out")
     asked, kept = begun(asked, SweepSettings, resume=resume)
     lengths = kept["ks"] if kept and ks is None else parse_ks(_DEFAULT_KS if ks is None else ks)
     output = asked.output
@@ -153,9 +156,6 @@ def sweep_k(
             f"shard {part[0]}/{part[1]}, from the Slurm array's task; --shard 0/1 takes all",
             err=True,
         )
-    if resume and minutes is not None:
-        told = "--minutes chooses anew, and --resume goes on with what was chosen"
-        raise UsageError(told, "leave --minutes out")
     own, sets = recipe_options(source) | {"repeats": repeats, "serve": serve}, list[str]()
     own |= {
         "request_rate": parse_list(request_rate, "--request-rate"),
