@@ -77,7 +77,7 @@ class LiveText(Sink):
 
     def output(self, output: Output) -> None:
         if output.error is not None or output.index not in self._written:
-            return  # nothing was written, or an earlier run wrote it
+            return  # nothing was written now: there is none, or an earlier run wrote it
         whole = self._tokenizer.decode(output.token_ids)
         if whole.startswith(written := self._written[output.index]):
             # Bytes of an incomplete character.
@@ -104,14 +104,14 @@ class LiveText(Sink):
         )
 
     def _write(self, segments: Iterable[Segment]) -> None:
-        # Segments, because rich turns tabs of a `Text` into spaces.
+        # Segments are used, because rich turns tabs of a `Text` into spaces.
         self._console.print(Segments(segments), end="")
 
 
 class PlainText(Sink):
     """Prints completions in the order of their prompts, with headings if there are several.
 
-    bar: hidden while text is written to its terminal.
+    bar: is hidden while text is written to its terminal.
     """
 
     def __init__(self, job: Job, bar: "PromptProgress | None") -> None:
@@ -140,7 +140,7 @@ class PromptProgress(Sink):
         self._task = self._bar.add_task("prompts", total=len(job.prompts))
 
     def tokens(self, written: Written, *, is_last: bool) -> None:
-        # Not earlier: from here on `close` is certain to be called, which restores the cursor.
+        # The bar starts only here, since from here on `close` is certain to restore the cursor.
         self._bar.start()
 
     def output(self, output: Output) -> None:
@@ -160,7 +160,7 @@ class PromptProgress(Sink):
 
 
 class PromptLines(Sink):
-    """Prints how far a run is, now and then, on a stderr that is no terminal."""
+    """Prints the progress of a run now and then on a stderr that is no terminal."""
 
     def __init__(self, job: Job) -> None:
         self._total, self._done, self._tokens = len(job.prompts), 0, 0
@@ -208,7 +208,7 @@ def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool)
     sinks: list[Sink] = []
     is_live = not as_json and shows_live_text(job)
     bar = PromptProgress(job) if len(job.prompts) > 1 and not quiet and not is_live else None
-    if folder is not None:  # first, so that outputs are on disk even if a pipe is closed
+    if folder is not None:  # comes first, so that outputs are on disk even if a pipe is closed
         sinks.append(SampleFile(job, folder))
     if not as_json:
         sinks.append(LiveText(job) if is_live else PlainText(job, bar))
@@ -224,8 +224,8 @@ def collector(
 ) -> tuple[OnRound, Callable[[], list[Output]]]:
     """A callback for `Session.run`, and a function that returns all outputs after the run.
 
-    An answer becomes an output as soon as it comes. earlier: outputs that
-    the sinks receive at once.
+    An answer becomes an output as soon as it comes. earlier: outputs that the sinks receive at
+    once.
     """
     prompts = {p.index: p for p in job.prompts}
     outputs: dict[int, Output] = {}

@@ -36,16 +36,16 @@ from specdec_cli.terminal.render import Ticker
 from specdec_cli.text import inert, one_line
 
 _MARK = ""
-# The columns of a terminal that is too narrow for all.
+# The columns for a terminal that is too narrow for all.
 _DECIDING = {"draft", "requests/s", "batch", "k", "tokens a round", "tokens/s", "x k = 0", _MARK}
 _MANY = "so many comparisons at 95 % each: one in twenty differs by chance"
 _NO_DRAFT = "–"
-_LINE_EVERY = 0.1  # share of the samples between lines without a terminal
+_LINE_EVERY = 0.1  # share of the samples between two lines, without a terminal
 
 
 class _Progress(Watcher):
-    """Leaves a line for each finished point. unseen: the samples that other processes have written
-    since its last call."""
+    """Prints a line for each finished point. unseen: returns the samples that other processes have
+    written since its last call."""
 
     def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
         self._total = total
@@ -60,8 +60,8 @@ class _Progress(Watcher):
 
 
 class SweepLines(_Progress):
-    """Prints each point on stderr, the time left after every tenth of the samples, and a line where
-    half a minute went by without one."""
+    """Prints each point on stderr, the time left after every tenth of the samples, and a line after
+    half a minute without one."""
 
     def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
         super().__init__(total, unseen)
@@ -128,7 +128,7 @@ class SweepTable(_Progress):
             self.sample(Key.of(sample), sample)
         shown = {
             key: dict(of)
-            for key, of in list(self._samples.items())  # copies: another thread draws
+            for key, of in list(self._samples.items())  # copies, since another thread draws
             if key.batch_size == self._shown
         }
         plain = {Pair.of(key): without_errors(of) for key, of in shown.items() if key.k == 0}
@@ -143,7 +143,7 @@ class SweepTable(_Progress):
                 sum(getattr(s, name) for s in own.values())
                 for name in ("num_drafts", "num_accepted")
             )
-            # The speed-up so far is over the prompts that k = 0 has had too.
+            # The speed-up so far is over the prompts that k = 0 has decoded too.
             gain = speedup(own, plain.get(Pair.of(key), {}))
             table.add_row(
                 *((str(key.target_tp), str(key.draft_tp)) if has_degrees else (draft,)),
@@ -192,8 +192,8 @@ def point_line(point: Point) -> str:
 
 
 def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> None:
-    """Print the table of points and the recommendation on stdout. with_pairs: also arm against arm
-    by category."""
+    """Print the table of points and the recommendation on stdout. with_pairs: whether to compare
+    arms by category too."""
     out = render.console_of_results()
     table, needed = results_table(document["points"], out.width, document["best_by_batch_size"])
     out.print(table, soft_wrap=False)
@@ -250,7 +250,7 @@ def _first_token_line(
     points: Sequence[Point], batch_size: int, best: Best, *, with_draft: bool
 ) -> str | None:
     """The time to the first token by its parts, at k = 0 and at the recommended or else the fastest
-    point; None where not all prompts have one."""
+    point; None if some prompts have none."""
     arm = best if best.k else best.fastest or best
     shown = []
     for p in points:
@@ -268,8 +268,8 @@ def results_table(
 ) -> tuple[Table, int]:
     """The table of points, and the width that all its columns would need, 0 if it has them.
 
-    Draft and batch size are columns only if there are several, see `stages_in` for stages. best:
-    by batch size; where the table is too wide, it marks the points that decide.
+    Draft and batch size are columns only if there are several; for stages see `stages_in`. best: by
+    batch size; if the table is too wide, the points that decide are marked.
     """
     stages = stages_in(p.metrics for p in points)
     cells = [
@@ -282,7 +282,7 @@ def results_table(
     columns = cell.columns_of(cells, points)
     if not any(columns["proposing"]):
         del columns["proposing"], columns["all rounds"]
-    if not any(columns[_EVEN.title]):  # of k = 0 alone
+    if not any(columns[_EVEN.title]):  # only k = 0 has these
         del columns[_EVEN.title]
     wrapped = {"names": ["draft"], "long": ["tokens/s"]}
     needed = render.least_width(columns, ("draft", "tokens/s"))
@@ -312,7 +312,7 @@ def _length(point: Point) -> Value:
 
 
 def _speed(point: Point) -> Value:
-    """The speed of decoding, or why there is none."""
+    """The speed of decoding, or the reason why there is none."""
     if point.metrics is not None:
         return point.metrics.decode_tokens_per_second
     why = "" if point.status == "skipped" else f": {inert(point.reason or '')[:60]}"
@@ -321,7 +321,7 @@ def _speed(point: Point) -> Value:
 
 _DRAFT = Cell("draft", lambda p: one_line(p.draft or _NO_DRAFT))
 _LENGTH, _SPEED = replace(cell.LENGTH, of=_length), replace(cell.SPEED, of=_speed)
-# With the interval of points that were not measured: others would make the table too wide.
+# Only points that were not measured have their interval here: others would make the table too wide.
 _PREDICTED = replace(
     cell.PREDICTED,
     interval=lambda p: p.prediction.speedup_ci if not p.metrics and p.prediction else None,
@@ -335,7 +335,7 @@ def _speedup(row: CategoryMetrics) -> str:
 
 
 def _break_even(point: Point) -> str:
-    """`1.72 (31%)`: tokens a round at which k = 0 is as fast, and the acceptance that takes."""
+    """`1.72 (31%)`: tokens a round at which k = 0 is as fast, and the acceptance for it."""
     if (even := point.break_even) is None or even.tokens_per_round is None:
         return ""
     rate = even.draft_acceptance_rate
@@ -346,7 +346,7 @@ _EVEN = Cell("break-even", _break_even)
 
 
 def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Table]:
-    """Arm against arm, then by category where there are several."""
+    """Comparisons of arms, and by category if there are several."""
     with_batch = len({one.batch_size for one in comparisons}) > 1
 
     def named(arm: Arm, batch_size: int | None = None) -> str:
@@ -409,7 +409,7 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
 
 
 def _advice(best: Best, *, with_draft: bool) -> str:
-    """The recommendation for a category's prompts, or why there is none."""
+    """The recommendation for a category's prompts, or the reason why there is none."""
     if best.verdict == "inconclusive" or best.k is None:
         return "inconclusive"
     return one_line(in_words(best.k, best.draft, with_draft=with_draft))
