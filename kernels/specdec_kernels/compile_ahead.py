@@ -1,5 +1,5 @@
-"""Compiling kernels side by side, before they run: code is first run without launches, which only
-finds out which kernels it needs."""
+"""Compiling kernels side by side before they run. Code first runs without launches, only to find
+out which kernels it needs."""
 
 import hashlib
 import os
@@ -25,19 +25,19 @@ def is_ahead() -> bool:
 def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
     """Compile the kernels that `run` launches; does nothing where there is nothing to compile.
 
-    On CUDA `run` is called without launches. What they would write is zero if it is allocated
-    inside, else unchanged. So `run` must not read on the host what kernels write.
+    On CUDA `run` is called without launches. Tensors that kernels would write are zero if `run`
+    allocates them, else unchanged. So `run` must not read results of kernels on the host.
     """
     if device.type != "cuda":
         return
     try:
         from triton.runtime._async_compile import AsyncCompileMode
         from triton.runtime.jit import JITFunction
-    except ImportError:  # a release of Triton that cannot
+    except ImportError:  # this release of Triton cannot compile so
         return
     with ExitStack() as stack:
         compilers = stack.enter_context(_Compilers(device))
-        # The launch that needs a kernel tells why it does not compile.
+        # A kernel's launch reports later why it does not compile.
         stack.enter_context(AsyncCompileMode(compilers, ignore_errors=True))
         stack.callback(compilers.begin.set)
         stack.enter_context(_launchers_of_own_names())
@@ -46,15 +46,13 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         with _ZerosForEmpty():
             run()
-    torch.cuda.empty_cache()  # for the run's own streams and graphs
+    torch.cuda.empty_cache()  # needed for the run's own streams and graphs
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads for what `AsyncCompileMode` submits.
-
-    They wait for `begin`: code that is run meanwhile would take several times as long, because most
-    of it and some of each compilation is Python. They also load what they have compiled. Its
-    launcher may be C code, which Triton compiles then.
+    """Threads for the work that `AsyncCompileMode` submits. They wait for `begin`: other code would
+    take several times as long beside them, because it and some of each compilation is Python. They
+    also load the compiled kernels. A launcher may be C code, which Triton compiles then.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,7 +65,7 @@ class _Compilers(ThreadPoolExecutor):
         def compiled() -> Any:
             self.begin.wait()
             kernel = fn(*args, **kwargs)
-            with suppress(Exception):  # the launch tells
+            with suppress(Exception):  # the launch reports it
                 kernel.run  # noqa: B018, a property
             return kernel
 
@@ -76,7 +74,7 @@ class _Compilers(ThreadPoolExecutor):
 
 @contextmanager
 def _launches_that_compile(kernel: Any) -> Iterator[None]:
-    """Every launch of Triton's class `kernel` only asks for its compilation."""
+    """During the block, launches of Triton's class `kernel` only ask for compilation."""
     launch = kernel.run
 
     def ask(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -92,8 +90,9 @@ def _launches_that_compile(kernel: Any) -> Iterator[None]:
 
 @contextmanager
 def _launchers_of_own_names() -> Iterator[None]:
-    """Each launcher of C code is loaded under a name of its own, since Python finds all of Triton's
-    by one: a thread would give its functions to the module that another has just loaded."""
+    """During the block, each launcher of C code gets its own name. Triton loads all launchers under
+    one name, so a thread would give its functions to the module that another thread has just
+    loaded."""
     driver: Any = sys.modules.get("triton.backends.nvidia.driver")
     load = getattr(driver, "compile_module_from_src", None)
     if load is None:
@@ -112,7 +111,7 @@ def _launchers_of_own_names() -> Iterator[None]:
 
 
 class _ZerosForEmpty(TorchFunctionMode):
-    """Uninitialised tensors are zeros. Garbage would be indices out of bounds."""
+    """During the block, uninitialised tensors are zeros. Garbage could be indices out of bounds."""
 
     _MAKERS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
 

@@ -14,7 +14,7 @@ HAS_CUDA = torch.backends.cuda.is_built()
 
 
 class Kernel(Generic[P, R]):
-    """A public function. `reference` is its torch implementation, on whatever device."""
+    """A public function. `reference` is its torch implementation, for any device."""
 
     def __init__(self, reference: Callable[P, R], path: str) -> None:
         self.reference = reference
@@ -22,7 +22,8 @@ class Kernel(Generic[P, R]):
         update_wrapper(self, reference)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # Small models on a CPU come here thousands of times a second: no loop in the usual case.
+        # Small models on a CPU call this thousands of times a second, so the usual case has no
+        # loop.
         if not HAS_CUDA:
             return self.reference(*args, **kwargs)
         first = args[0] if args else None
@@ -43,6 +44,6 @@ class Kernel(Generic[P, R]):
 
 
 def kernel(path: str) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Make a torch function public, with a Triton implementation, "module:function", for CUDA
-    tensors, as the first tensor (of the first argument, if that has one) is."""
+    """Make a torch function public, with a Triton implementation, "module:function". The first
+    tensor, or the first argument's first tensor, decides: CUDA tensors go to Triton."""
     return lambda reference: Kernel(reference, path)

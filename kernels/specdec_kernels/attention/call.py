@@ -1,4 +1,5 @@
-"""A layer's arguments to attention and its cache: a value each, from the model to the kernels."""
+"""A layer's arguments to attention, and its cache. Both are values that the model hands to the
+kernels."""
 
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ class LayerCache(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether the shapes fit, and the elements are those that the scales say."""
+        """Whether the shapes fit, and the elements have the dtype that belongs to the scales."""
         keys, values, scales = self
         is_alike = keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
         has_scales = scales is None or (
@@ -74,7 +75,7 @@ class AttentionCall(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Sizes of a layer and its cache that kernels are compiled for; group: query heads of a key
+    """Sizes of a layer and its cache, for which kernels are compiled. group: query heads of a key
     head."""
 
     kv_heads: int

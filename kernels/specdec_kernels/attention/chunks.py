@@ -1,7 +1,7 @@
 """Attention of long chunks of prompts over copies of their keys and values.
 
-Blocks of the cache are too small for TMA, which loads large tiles at no cost to the warps that
-multiply. So one sequence's keys and values are gathered first, where many queries read them.
+TMA loads large tiles at no cost to the warps that multiply, but blocks of the cache are too small
+for it. So if many queries read one sequence's keys and values, these are gathered first.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec_kernels.gpu import gpu_of
 
 HEAD_DIMS = (64, 128)
-LONGEST = 32768  # tokens of a context that is gathered; it bounds memory
+LONGEST = 32768  # most tokens of a gathered context, as a bound of memory
 
 
 class Bound(NamedTuple):
@@ -25,8 +25,9 @@ class Bound(NamedTuple):
     """Queries times context."""
 
 
-# By compute capability; other devices leave all sequences to `paged_attention`. On an H200 four
-# chunks of 511 queries gain a quarter over 2048 keys each (heads of 128), and lose over 511.
+# The least chunks by compute capability. Other devices leave all sequences to `paged_attention`. On
+# an H200 four chunks of 511 queries gain a quarter with 2048 keys each (heads of 128), and lose
+# with 511 keys.
 BOUNDS = {(9, 0): Bound(448, 2**20)}
 
 
@@ -40,7 +41,7 @@ class LongChunk(NamedTuple):
 
 
 class ShortRun(NamedTuple):
-    """Sequences of a pass that follow each other and have no long chunk."""
+    """Consecutive sequences of a pass without a long chunk."""
 
     sequences: slice
     tokens: slice
@@ -51,7 +52,8 @@ class ShortRun(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The gathered chunks of a pass, for all of its layers. longest: tokens of one's context."""
+    """The gathered chunks of a pass, for all of its layers. longest: tokens of the longest
+    context."""
 
     chunks: list[LongChunk]
     runs: list[ShortRun]
@@ -66,7 +68,7 @@ def bound_of(device: torch.device) -> Bound | None:
 def plan_chunks(
     query_lens: list[int], context_lens: list[int], device: torch.device, bound: Bound | None
 ) -> ChunkPlan | None:
-    """The plan of a pass with a long chunk; None for others."""
+    """The plan of a pass with a long chunk; None for other passes."""
     if bound is None or max(query_lens, default=0) < bound.queries:
         return None
     starts = [0, *accumulate(query_lens)]

@@ -10,10 +10,11 @@ from specdec_kernels.attention.chunks import HEAD_DIMS, ChunkPlan
 from specdec_kernels.attention.reference import dense_attention, gather_kv, paged_attention
 from specdec_kernels.launch_triton import launch_options
 
-ROWS = 8  # positions of a program that gathers
+ROWS = 8  # positions that a gathering program copies
 
 
-# Lengths change from pass to pass; a variant for each kind of value would cost seconds.
+# Lengths change from pass to pass, and a compiled variant for each kind of value would cost
+# seconds.
 @triton.jit(do_not_specialize=["context"])
 def gather_kv_kernel(
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D]
@@ -74,7 +75,7 @@ def gather_kv_triton(
 def takes_chunks(
     plan: ChunkPlan | None, cache: LayerCache, call: AttentionCall, dtype: torch.dtype
 ) -> bool:
-    """Whether a layer's chunks can be gathered: 16 bits, and no mask but the causal one."""
+    """Whether a layer's chunks can be gathered: they need 16 bits and only the causal mask."""
     return (
         plan is not None
         and dtype.itemsize == 2

@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec_kernels.attention.call import AttentionCall, LayerCache, Side
 
 # A batch with at most this many queries a sequence (decoding, scoring) is padded and attended in
-# one call. Longer ones (prefill) go one sequence at a time, since padding would waste more.
+# one call. Batches with more (prefill) go one sequence at a time, since padding would cost more.
 FEW_QUERIES = 16
 
 
@@ -103,8 +103,9 @@ class GatherPlan:
         return parts
 
     def _in_one_piece(self, b: int, first_token: int, view: View) -> GatherPart | None:
-        """The part of a sequence whose keys are contiguous in the cache, as of one alone, else
-        None: its rounds are so short that the dozen operations of `_build_part` matter."""
+        """The part of a sequence whose keys are contiguous in the cache, as those of a single
+        sequence are; else None. Its rounds are so short that the dozen operations of `_build_part`
+        matter."""
         num_queries, context = self.query_lens[b], self.context_lens[b]
         older = context - num_queries
         if older < 0 or self._ends(view)[b] < context:
@@ -206,7 +207,7 @@ def gather_plan(
         is_live = (slots >= block_size).tolist()
         for start, end, context in zip(starts, starts[1:], contexts, strict=False):
             padding = [*reversed(is_live[start:end]), True].index(True)
-            # Rows of padding alone see the first of them: without a key a result would be NaN.
+            # Rows of padding see the first key: without a key a result would be NaN.
             ends.append(max(1, context - min(padding, max(0, end - start - 1))))
     return GatherPlan(block_tables, query_lens, contexts, block_size, ends or None)
 
@@ -261,7 +262,7 @@ def gather_attention(
 
 
 def _visible(side: Side, part: GatherPart, dtype: torch.dtype) -> Tensor:
-    """[n, Hkv, C, D] of the part's keys or values, in `dtype`."""
+    """The part's keys or values, [n, Hkv, C, D] in `dtype`."""
     slots, sizes = part.slots, side.pool.shape[2:]
     pool = side.pool.view(1, -1, *sizes)
     if isinstance(slots, slice):

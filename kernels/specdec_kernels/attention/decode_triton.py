@@ -3,9 +3,9 @@
 A program holds all rows (query token x query head of one key head) of a sequence and one part of
 its context (Flash-Decoding). New keys and values come from the projection and are stored on the
 way. Older ones come from the cache and do not depend on the preceding kernel, so the first of them
-are loaded while that kernel still runs. When all programs of a key head are done, each combines
-the parts of some rows. Shapes decide the largest number of parts; the lengths on the device decide
-how many are used. A short context uses few, since few parts are combined faster.
+are loaded while that kernel still runs. When all programs of a key head are done, each combines the
+parts of some rows. Shapes decide the largest number of parts, and the lengths on the device decide
+the number in use. A short context uses few parts, since few parts are combined faster.
 """
 
 import torch
@@ -62,7 +62,7 @@ def zero_padding(
     dim,
     FORM: tl.constexpr,
 ):
-    """Zeros for the padding tokens [begin, end) of one key head, which no program attends."""
+    """Write zeros for the padding tokens [begin, end) of one key head, which no program attends."""
     GROUP: tl.constexpr = FORM.group
     zeros = tl.zeros(dim.shape, out_ptr.dtype.element_ty)
     for tail in range(begin, end):
@@ -74,9 +74,8 @@ def zero_padding(
 
 @triton.jit
 def anchored(tile):
-    """A tile in fp8, whose way to a product's layout begins here.
-
-    The compiler would move it to the loads, where it waits for them with barriers.
+    """A tile in fp8, whose change to a product's layout begins here. The compiler would move the
+    change to the loads, where it would wait for them with barriers.
     """
     key, value, visible = tile
     if not INTERPRETED:
@@ -93,7 +92,7 @@ def _moved(x):
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "alone", "min_keys", "table_stride"])
 def rope_attention_kernel(
     qkv_ptr,  # [T, (H + 2 Hkv) D]
-    cos_ptr,  # [T, D], of which the halves are equal
+    cos_ptr,  # [T, D] with equal halves
     sin_ptr,  # [T, D], likewise
     query_norm_ptr,  # [D], or None
     key_norm_ptr,  # [D], or None
@@ -128,13 +127,13 @@ def rope_attention_kernel(
     BLOCK_NEW: tl.constexpr = CUT.block_new
     BLOCK_D: tl.constexpr = CUT.block_d
     BLOCK_HALF: tl.constexpr = CUT.block_d // 2
-    # Of a part's length.
+    # Shift of a part's length.
     UNIT: tl.constexpr = FORM.block_size if BLOCK_N % FORM.block_size == 0 else 16
     HEADS: tl.constexpr = FORM.kv_heads * FORM.group
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
-    # A Python float reaches a kernel inside torch.compile as fp64.
+    # Inside torch.compile a Python float reaches a kernel as fp64.
     scale = tl.full([], scale, tl.float32)
     if scales_ptr is not None:
         key_scale = tl.load(scales_ptr + kv_head)
@@ -150,7 +149,7 @@ def rope_attention_kernel(
 
     # Older keys that some query sees: [low, old). This program has [first, high).
     old = tl.maximum(context - query_len, 0)
-    early = tl.maximum(query_len - context, 0)  # padding before the first token; never seen
+    early = tl.maximum(query_len - context, 0)  # padding before the first token
     low, begin = first_seen(old, FORM, CUT)
     keys = old - begin
     if CUT.splits > 1:
@@ -166,7 +165,8 @@ def rope_attention_kernel(
         first = begin
         high = old
 
-    # Nothing up to the wait depends on the preceding kernel: older keys, cosines, sines, slots.
+    # Reads before the wait do not depend on the preceding kernel: older keys, cosines, sines,
+    # slots.
     dim = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_HALF)
     half_live = half < FORM.dim // 2
@@ -197,7 +197,7 @@ def rope_attention_kernel(
     fresh_mask = fresh_live[:, None] & half_live[None, :]
     new_turn = load_turn(cos_ptr, sin_ptr, fresh_token, half, fresh_mask, rope_stride)
     slot = tl.load(slots_ptr + fresh_token, mask=fresh_live, other=0)
-    if not FORM.causal:  # rows do not see padding after them either
+    if not FORM.causal:  # rows do not see later padding either
         fresh_live = fresh_live & (slot >= FORM.block_size)
     after_predecessor(DEPENDENT)
     if scales_ptr is not None:
@@ -232,7 +232,7 @@ def rope_attention_kernel(
     if num_fresh > 0:
         new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, FORM.dim)
         if scales_ptr is not None:
-            dtype: tl.constexpr = qkv_ptr.dtype.element_ty  # has e4m3's numbers, all of them
+            dtype: tl.constexpr = qkv_ptr.dtype.element_ty  # contains all numbers of e4m3
             new_key = (
                 coded(new_key[0], key_scale).to(dtype),
                 coded(new_key[1], key_scale).to(dtype),
@@ -271,7 +271,7 @@ def rope_attention_kernel(
             at_a_time = tl.where(few, CUT.few_rows, CUT.many_rows)
             mine = 0
             step = at_a_time
-            if INTERPRETED:  # programs run one by one: the last combines all
+            if INTERPRETED:  # programs run one by one, so the last combines all
                 if not last:
                     return
             else:
@@ -294,7 +294,7 @@ def rope_attention_kernel(
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-MAX_ROWS = 128  # rows of a tile, with heads of 256 bytes or less
+MAX_ROWS = 128  # rows of a tile for heads of up to 256 bytes
 
 
 def rope_attention_triton(

@@ -1,8 +1,8 @@
 """Attention of a chunk of a prompt over contiguous keys and values, which TMA loads.
 
 A program holds the rows (query token x query head) of one tile of queries and one key head. Loads
-take no registers and no addresses of the warps that multiply, so larger tiles fit than in
-`paged_triton`. Programs with most keys start first.
+use neither registers nor addresses of the warps that multiply, so larger tiles fit than in
+`paged_triton`. The programs with the most keys start first.
 """
 
 from typing import NamedTuple
@@ -20,12 +20,13 @@ class DenseTiles(NamedTuple):
     """Launch configuration of `dense_attention_kernel`."""
 
     block_m: int  # rows: query tokens times query heads of a key head
-    block_n: int  # keys at a time
+    block_n: int  # keys of one step
     num_warps: int
     num_stages: int
 
 
-# By features of a head, measured on an H200 with 8B's heads (scripts/bench/chunks.py).
+# Tiles by features of a head, measured on an H200 with the heads of an 8B model
+# (scripts/bench/chunks.py).
 TILES = {64: DenseTiles(64, 64, 4, 2), 128: DenseTiles(128, 64, 8, 3)}
 
 
@@ -39,7 +40,7 @@ def added(
     unit,
     MASKED: tl.constexpr,
 ):
-    """Add a tile of keys and values to the softmax. Each row has seen a key by its end."""
+    """Add a tile of keys and values to the softmax. At its end each row has seen a key."""
     row_max, row_sum, acc = softmax
     if INTERPRETED:
         key = key.to(tl.float32)
@@ -91,7 +92,7 @@ def dense_attention_kernel(
         tl.zeros([BLOCK_M], tl.float32),
         tl.zeros([BLOCK_M, D], tl.float32),
     )
-    whole = (older + first + 1) // BLOCK_N * BLOCK_N  # every query sees the keys before
+    whole = (older + first + 1) // BLOCK_N * BLOCK_N  # every query sees all keys before this place
     for start in range(0, whole, BLOCK_N):
         key = key_desc.load([start, kv_head * D])
         value = value_desc.load([start, kv_head * D])

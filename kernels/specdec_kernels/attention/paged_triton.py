@@ -6,10 +6,11 @@ Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). Few queries make to
 fill a GPU, so the context is also split and the partial results are combined (Flash-Decoding). The
 number of splits is chosen from shapes alone: the lengths stay on the device.
 
-Tiles are numbered by sequence, each with as many as the longest may need, or by packed token where
-that makes fewer. Sequence b then has those from query_start[b] // TILE + b on, which are enough.
-Programs start in the order of their numbers. A prompt's last tiles see most keys, so they come
-first, of all heads: otherwise the device would wait for a few of them in the end.
+Tiles are numbered by sequence, where each sequence has as many as the longest may need, or by
+packed token if that makes fewer. Then sequence b has those from query_start[b] // TILE + b on,
+which are enough. Programs start in the order of their numbers. A prompt's last tiles see the most
+keys, so those of all heads come first: otherwise the device would wait for a few of them at the
+end.
 """
 
 import torch
@@ -34,7 +35,7 @@ from specdec_kernels.launch_triton import INTERPRETED, launch_options, options_o
 
 @triton.jit
 def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
-    """The sequence that a tile belongs to, of tiles that are numbered by packed token."""
+    """The sequence of a tile, if tiles are numbered by packed token."""
     low = tile * 0
     high = low + num_sequences - 1
     while low < high:
@@ -50,10 +51,10 @@ def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
 def joined(
     softmax,  # maxima [M] in units of log2, sums [M], and weighted values [M, BLOCK_DV] so far
     query,  # [M, BLOCK_DK]
-    cache,  # of a key head: pointers to keys and values, and the block table
+    cache,  # for a key head: pointers to keys and values, and the block table
     start,  # position of the first key
     limits,  # the key positions' end, the number of older keys, and the queries' positions [M]
-    slots_ptr,  # of the tokens after the older ones, or None
+    slots_ptr,  # keys and values of the tokens after the older ones, or None
     scaling,
     FORM: tl.constexpr,
     TILES: tl.constexpr,
@@ -83,8 +84,9 @@ def joined(
             value_at, mask=stored[:, None] & (dim_v < FORM.value_dim)[None, :], other=0.0
         )
         value = value.to(query.dtype)
-        # Padding among the queries counts as context, but its keys and values went elsewhere: what
-        # its places hold may be NaN, which a weight of 0 would not hide from the queries before.
+        # Padding among the queries counts as context, but its keys and values went elsewhere. The
+        # values in its places may be NaN, which a weight of 0 would not hide from the earlier
+        # queries.
         value = tl.where((position < num_old)[:, None] | (value == value), value, 0.0)
     else:
         if FORM.dim == TILES.block_dk:
@@ -113,13 +115,13 @@ def joined(
                 visible = visible & (position[None, :] < query_position[:, None] + FORM.window)
         scores = tl.where(visible, scores, float("-inf"))
     new_max, keep, weights = weighed(row_max, scores, unit)
-    # The sum comes before the product, after which wide tiles spill more registers.
+    # The sum comes before the product: after it, wide tiles would spill more registers.
     row_sum = row_sum * keep + tl.sum(weights, axis=1)
     acc = weighted(weights, value, acc * keep[:, None])
     return new_max, row_sum, acc
 
 
-# Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
+# Counts change from pass to pass, and a compiled variant for each kind of value would cost seconds.
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "table_stride"])
 def paged_attention_kernel(
     query_ptr,  # [T, H, DK]
@@ -163,7 +165,7 @@ def paged_attention_kernel(
         sequence = (tile % num_sequences).to(tl.int64)
         tile_start = tile // num_sequences * TILE
     split = tl.program_id(2)
-    # A Python float reaches a kernel inside torch.compile as fp64.
+    # Inside torch.compile a Python float reaches a kernel as fp64.
     scale = tl.full([], scale, tl.float32)
     if scales_ptr is not None:
         scale *= tl.load(scales_ptr + kv_head)
@@ -174,8 +176,8 @@ def paged_attention_kernel(
     context = tl.load(context_lens_ptr + sequence)
     row = tl.arange(0, BLOCK_M)
     if SPLITS == 1:
-        # No program attends the tokens past the last sequence, whose output is zero: the programs
-        # of a head write a tile of them each, in turn.
+        # No program attends the tokens past the last sequence. Their output is zero, and each
+        # program of a head in turn writes a tile of it.
         padding = tl.load(query_start_ptr + num_sequences) + tl.program_id(1) * TILE
         for begin in range(padding, num_tokens, tl.num_programs(1) * TILE):
             past = (begin + row // GROUP).to(tl.int64)
@@ -211,7 +213,7 @@ def paged_attention_kernel(
     if FORM.window > 0:
         low = tl.maximum(first_position - FORM.window + 1, 0)
     high = context
-    certain = context - query_len  # before here every query sees every key, if there is no window
+    certain = context - query_len  # without a window every query sees every key before this place
     if FORM.causal:
         high = tl.minimum(context, first_position + TILE)
         certain = first_position + 1
@@ -232,8 +234,8 @@ def paged_attention_kernel(
         tl.zeros([BLOCK_M], tl.float32),
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
     )
-    # Keys that every query of the tile sees need no mask: [low, whole). In fp32 a second loop would
-    # only take long to compile.
+    # Keys that every query of the tile sees need no mask: [low, whole). In fp32 a second loop gains
+    # nothing and takes long to compile.
     IN_TWO: tl.constexpr = FORM.window == 0 and query_ptr.dtype.element_ty.primitive_bitwidth == 16
     whole = low
     if IN_TWO:
@@ -254,7 +256,7 @@ def paged_attention_kernel(
         partial = out_row * SPLITS + split
         tl.store(row_max_ptr + partial, row_max, mask=row_live)
         tl.store(row_sum_ptr + partial, row_sum, mask=row_live)
-        # The combine step skips splits without keys, which are most of them in a short context.
+        # The combine step skips splits without keys. In a short context these are most splits.
         tl.store(
             out_ptr + (partial * DV)[:, None] + dim_v[None, :],
             acc,
@@ -361,7 +363,7 @@ def paged_attention_triton(
     cut = PagedTiles(block_m, block_n, block_dk, block_dv, splits, packed, num_warps)
     form = form_of(call, num_heads, cache)
     device = query.device
-    # Rows past the last sequence are written too, by the combine step if there is one.
+    # Rows past the last sequence are written too, if necessary by the combine step.
     out = torch.empty((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
     if splits > 1:
         partial = torch.empty((num_tokens, num_heads, splits, dv), device=device)

@@ -7,9 +7,9 @@ Block 0 of a cache is the trash block. Legend: T packed tokens, B sequences, H q
 heads, D features of a head, NB blocks of BS slots, MB block-table columns. The paged arguments are
 the layer's cache; block_tables [B, MB] int32; query_start [B + 1] int32, where each sequence begins
 among the tokens; context_lens [B] int32, tokens in the cache, this pass's included; max_query_len,
-at least the longest sequence's queries; and slots [T] int64, as from `slot_mapping`. cos and sin
-are [T, D]. Norms of query and key, [D], are weights of per-head RMS norms before the rotation, and
-eps is theirs.
+at least the longest sequence's number of queries; and slots [T] int64, as `slot_mapping` returns
+them. cos and sin are [T, D]. Norms of query and key, [D], are the weights of per-head RMS norms
+before the rotation, with their eps.
 """
 
 from typing import NamedTuple, Self
@@ -23,7 +23,7 @@ from specdec_kernels.attention.cpu import gather_attention, gather_plan
 from specdec_kernels.dispatch import kernel
 from specdec_kernels.linear.reference import rms_norm_reference
 
-MANY = 64  # fewer slots are not worth a look at them
+MANY = 64  # fewer slots are not examined
 
 
 @kernel("specdec_kernels.attention.cache_triton:slot_mapping_triton")
@@ -49,12 +49,12 @@ def slot_mapping(
 def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Store each token's key [T, Hkv, Dk] and value [T, Hkv, Dv] at its slot, in place.
 
-    Only trash slots may occur twice; which of their tokens remains is not defined.
+    Only trash slots may occur twice; it is undefined which of their tokens remains.
     """
     first = _first_of_run(slots)
     for side, heads in zip(cache.sides, (key, value), strict=True):
         pool, new = side.pool.view(-1, *side.pool.shape[2:]), side.coded(heads)
-        if side.scales is not None:  # on a CPU torch copies no fp8 by index
+        if side.scales is not None:  # torch cannot copy fp8 by index on a CPU
             pool, new = pool.view(torch.uint8), new.view(torch.uint8)
         if first is None:
             pool.index_copy_(0, slots, new)
@@ -63,8 +63,8 @@ def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> No
 
 
 def _first_of_run(slots: Tensor) -> int | None:
-    """The first of many slots that follow each other, which a CPU copies five times as fast; else
-    None."""
+    """The first of many consecutive slots, or None if they are not consecutive. A CPU copies
+    consecutive slots five times as fast."""
     if slots.is_cuda or len(slots) < MANY:
         return None
     numbers = slots.numpy()
@@ -89,9 +89,9 @@ def paged_attention(
     their own keys are already in the cache. fp32, fp16 or bf16, accumulated in fp32.
 
     query: [T, H, Dk]; tokens at or past `query_start[B]` give zeros. Head h reads key head h // (H
-    // Hkv). slots: where the queries' keys were written. Those in block 0 belong to padding at the
-    beginning or the end of a sequence's queries, which rows that are not causal do not see; causal
-    rows do not need them. Returns [T, H, Dv], contiguous.
+    // Hkv). slots: the places of the queries' keys. Slots in block 0 belong to padding at the
+    beginning or the end of a sequence's queries. Rows that are not causal do not see this padding;
+    causal rows do not need the slots. Returns [T, H, Dv], contiguous.
     """
     plan = gather_plan(block_tables, query_start, context_lens, cache.keys.shape[1], slots)
     return gather_attention(query, cache, plan, call)
@@ -112,7 +112,7 @@ class Rotation(NamedTuple):
         return cls(cos[:, None], torch.cat((-first, second), dim=1)[:, None])
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x [T, H, D]: a new tensor of its shape."""
+        """The rotated x [T, H, D], as a new tensor."""
         return (x * self.cos).addcmul_(x.roll(x.shape[2] // 2, 2), self.sin)
 
 
@@ -179,15 +179,15 @@ def rope_attention(
 ) -> Tensor:
     """Rotary embedding, storing the new keys and values, and `paged_attention` of one layer.
 
-    New tokens' keys and values are rounded as the cache holds them. On CUDA all but `qkv` and the
-    new keys must be complete before the kernel that writes `qkv` starts: it is read while that
-    runs.
+    New tokens' keys and values are rounded as the cache holds them. On CUDA everything except `qkv`
+    and the new keys must be complete before the kernel that writes `qkv` starts: it is read while
+    that kernel runs.
 
     qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token. Tokens at
-    or past `query_start[B]` give zeros. slots: those of a sequence's last positions, or of block 0,
-    whose contents are then undefined; if a sequence has more queries than context tokens, the first
-    are padding, and lie there. chunks: the pass's long chunks, which on CUDA go to another kernel
-    where that is faster, with the same result within rounding. Returns [T, H * D], contiguous.
+    or past `query_start[B]` give zeros. slots: those of a sequence's last positions, or in block 0,
+    whose contents are then undefined. If a sequence has more queries than context tokens, the first
+    queries are padding in block 0. chunks: the pass's long chunks. On CUDA another kernel takes
+    them if that is faster, with the same result within rounding. Returns [T, H * D], contiguous.
     """
     _, block_size, kv_heads, head_dim = cache.keys.shape
     query, key, value = split_heads_reference(
@@ -202,7 +202,7 @@ def rope_attention(
 def gather_kv(
     cache: LayerCache, table: Tensor, context: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of a sequence's positions, two of [C, Hkv, D] in `dtype`, contiguous.
+    """Keys and values of a sequence's positions, each [C, Hkv, D] in `dtype`, contiguous.
 
     table: [MB] int32, the sequence's blocks. context: C, tokens of the sequence in the cache.
     """
@@ -217,8 +217,8 @@ def gather_kv(
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> None:
     """Causal attention of the last L of C positions, written to `out` [L, H, D].
 
-    query: [L, H, D], heads and features contiguous, as of out; on CUDA 16 bits, D a power of 2, and
-    Hopper or later. key, value: [C, Hkv, D], contiguous. scale: positive.
+    query: [L, H, D]. Heads and features of query and out are contiguous. CUDA needs 16 bits, a
+    power of 2 as D, and Hopper or later. key, value: [C, Hkv, D], contiguous. scale: positive.
     """
     group, older = query.shape[1] // key.shape[1], key.shape[0] - query.shape[0]
     q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))

@@ -1,8 +1,8 @@
-"""Heads of the projection: per-head norms, rotary embedding, and their place in the cache.
+"""Heads of the projection: per-head norms, rotary embedding, and storing in the cache.
 
 Rotary embedding combines the first half of a head with the second (RoFormer, arXiv 2104.09864, in
-transformers' layout), so heads are loaded and passed on as halves. `rope_kv` is a kernel of its own
-for more queries than `rope_attention_triton` takes in one tile.
+transformers' layout), so heads are loaded and passed on as halves. `rope_kv` is a separate kernel
+for more queries than fit into a tile of `decode_triton`.
 """
 
 import torch
@@ -28,9 +28,8 @@ def normed(first, second, norm_ptr, half, eps, D: tl.constexpr):
 
 @triton.jit
 def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr):
-    """Heads [R, D] as halves, normed (unless the pointer is None) and rotated in fp32.
-
-    turn: cosines and sines.
+    """Heads [R, D] as halves, normed (unless the pointer is None) and rotated in fp32. turn:
+    cosines and sines.
     """
     first, second = head
     cos, sin = turn
@@ -46,7 +45,7 @@ def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr):
 
 @triton.jit
 def load_turn(cos_ptr, sin_ptr, token, half, mask, rope_stride):
-    """Cosines and sines [R, D / 2] of the tokens [R]; they are complete before a pass."""
+    """The cosines and sines [R, D / 2] of the tokens [R]. They are complete before a pass."""
     at = token[:, None] * rope_stride + half[None, :]
     cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
@@ -99,7 +98,7 @@ def store_heads(
 @triton.jit
 def rope_kv_kernel(
     qkv_ptr,  # [T, (H + 2 Hkv) D]
-    cos_ptr,  # [T, D], of which the halves are equal
+    cos_ptr,  # [T, D] with equal halves
     sin_ptr,  # [T, D], likewise
     query_norm_ptr,  # [D], or None
     key_norm_ptr,  # [D], or None
@@ -134,7 +133,7 @@ def rope_kv_kernel(
     dtype = first.dtype
     first = first.to(tl.float32)
     second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    # Heads without a norm or rotation pass with factors of 1 and 0.
+    # Heads without a norm or rotation get factors of 1 and 0.
     if query_norm_ptr is not None:
         one, two = normed(first, second, query_norm_ptr, half, eps, D)
         first = tl.where(is_query[:, None], one, first)
@@ -177,7 +176,7 @@ def rope_kv(
     key_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Store every token's rotated key and its value; return the rotated query [T, H, D]."""
+    """Store every token's rotated key and its value. Returns the rotated query [T, H, D]."""
     num_tokens, width = qkv.shape
     kv_heads, head_dim = cache.keys.shape[2:]
     assert cache.is_sound

@@ -1,9 +1,9 @@
 """Tiles of keys and values, and an online softmax over them.
 
-Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Maxima are in units of log2. A tile is
-keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that each query sees. Both
-are as the cache holds them, in the queries' dtype or in fp8. Scores are scaled by a positive factor
-and a softcap, `scaling`.
+Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Maxima are in units of log2. A tile has
+keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that each query sees. Keys
+and values have the cache's dtype: that of the queries, or fp8. Scores are scaled by a positive
+factor and a softcap, `scaling`.
 """
 
 import triton
@@ -25,8 +25,8 @@ def attend(
 ):
     """Add one tile of keys to the softmax.
 
-    Returns the new maxima, the factor [M] of the earlier sums, the tile's weights [M, N], which are
-    still to be summed, and the new `acc`.
+    Returns the new maxima, the factor [M] of the earlier sums, the tile's weights [M, N], which the
+    caller still has to sum, and the new `acc`.
     """
     key, value, visible = tile
     value = value.to(query[0].dtype)
@@ -50,8 +50,8 @@ def weighed(row_max, scores, unit):
 def attend_both(query, tile, fresh_tile, scaling, FORM: tl.constexpr):
     """Start a softmax with two tiles at once, so that their steps do not wait for each other.
 
-    Returns maxima [M], the weights of both tiles, [M, N] and [M, F], which are still to be summed,
-    and the weighted values [M, D].
+    Returns maxima [M], the weights of both tiles, [M, N] and [M, F], which the caller still has to
+    sum, and the weighted values [M, D].
     """
     key, value, visible = tile
     fresh_key, fresh_value, seen = fresh_tile
@@ -87,7 +87,7 @@ def scored(query, key, visible, scaling, FORM: tl.constexpr):
 
 @triton.jit
 def capped(scores, scaling, FORM: tl.constexpr):
-    """Scores after the softcap, if there is one, and the factor that `scored` returns too."""
+    """Scores after the softcap, if there is one, and the same factor as from `scored`."""
     scale, softcap = scaling
     if FORM.has_softcap:
         # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
@@ -106,15 +106,14 @@ def weighted(weights, value, acc):
 
 @triton.jit
 def finite(row_max):
-    """The maxima, 0 for rows that see no key: they are at -inf, and inf - inf would be NaN."""
+    """The maxima, with 0 for rows that see no key: theirs are -inf, and inf - inf would be NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
 def weighted_mean(row_max, row_sum, acc, sinks_ptr, head, live):
-    """Weighted mean of the values [M, D], zeros for a row that sees no key.
-
-    sinks_ptr: sinks of all heads, which are keys without a value, or None. head: [M].
+    """The weighted mean of the values [M, D]; zeros for a row that sees no key. sinks_ptr: sinks of
+    all heads, or None. A sink is a key without a value. head: [M].
     """
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E

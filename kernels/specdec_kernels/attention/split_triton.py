@@ -1,4 +1,5 @@
-"""A softmax over a context cut into parts, a program each, and combining the parts.
+"""A softmax over a context that is cut into parts, with a program for each, and the combination of
+the parts.
 
 Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023). Maxima are in units of log2.
 """
@@ -9,16 +10,16 @@ import triton.language as tl
 from specdec_kernels.attention.softmax_triton import finite, weighted_mean
 
 BESIDE = tl.constexpr(8)
-NOTHING = tl.constexpr(-(0x800000 << 32))  # `packed_stats` of a maximum of -inf and a sum of 0
+NOTHING = tl.constexpr(-(0x800000 << 32))  # `packed_stats` for a maximum of -inf and a sum of 0
 
 
 @triton.jit
 def part_of(keys, part, alone, min_keys, UNIT: tl.constexpr, CUT: tl.constexpr):
-    """The number of parts of `keys` older keys, at most SPLITS, and one part's begin and end.
+    """The number of parts of `keys` older keys, at most SPLITS, and the begin and end of one part.
 
     Each part has an equal share of at least `min_keys`. Part 0 also has the new keys, which arrive
-    later and need more work, so it has `min_keys` fewer of the older ones, unless another part
-    would need one more tile of BLOCK_N for that. Up to `alone` keys all belong to part 0.
+    later and need more work. So it has `min_keys` fewer older keys, unless another part would then
+    need one more tile of BLOCK_N. Up to `alone` keys all belong to part 0.
     """
     least = tl.cdiv(min_keys, UNIT) * UNIT
     share = tl.cdiv(tl.maximum(tl.cdiv(keys, CUT.splits), least), UNIT) * UNIT
@@ -50,7 +51,7 @@ def store_part(
     row_live,
     CUT: tl.constexpr,
 ):
-    """Store one part's maxima and sums of all rows, and weighted values of live rows."""
+    """Store one part's maxima and sums for all rows, and weighted values for live rows."""
     row_max, row_sum, acc = softmax
     row = tl.arange(0, CUT.block_m)
     dim = tl.arange(0, CUT.block_d)
@@ -67,9 +68,8 @@ def few_parts(
     row,  # [R], below M
     CUT: tl.constexpr,
 ):
-    """Maxima and sums [R] and weighted values [R, BLOCK_D] of a softmax of parts.
-
-    Every thread goes through all parts. No load depends on another, so all are in flight together,
+    """The maxima and sums [R] and weighted values [R, BLOCK_D] of a softmax over parts. Every
+    thread goes through all parts. Loads do not depend on each other, so all are in flight together,
     and threads exchange nothing.
     """
     PARTS: tl.constexpr = CUT.few_parts
@@ -98,8 +98,8 @@ def few_parts(
 
 @triton.jit
 def many_parts(partial_ptr, stats_ptr, parts, row, CUT: tl.constexpr):
-    """`few_parts` for many parts, which take long to compile unrolled: BESIDE at a time over
-    threads."""
+    """The same for many parts, which would take long to compile unrolled: threads take BESIDE parts
+    at a time."""
     PARTS: tl.constexpr = CUT.splits
     beside = tl.arange(0, BESIDE)
     dim = tl.arange(0, CUT.block_d)
@@ -135,9 +135,8 @@ def combine_rows(
     CUT: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Combine and store some rows from `first` on, then from `first + step` on and so on.
-
-    FEW: there are few parts.
+    """Combine and store some rows from `first` on, then from `first + step` on, and so on. FEW:
+    whether there are few parts.
     """
     HEADS: tl.constexpr = FORM.kv_heads * FORM.group
     partial_ptr, stats_ptr, sinks_ptr, out_ptr = memory

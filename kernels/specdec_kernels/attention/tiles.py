@@ -16,9 +16,9 @@ from specdec_kernels.tiles import Case, first_fit, table_for
 MAX_SPLITS = 33
 MAX_PAGED_SPLITS = 32
 FEW_SPLITS = 9
-MIN_KEYS = 128  # the shortest part, and the number of older keys that the new ones count as
+MIN_KEYS = 128  # the shortest part; new keys count as this many older ones
 COMBINED = 64  # values that a thread combines at a time
-ALONE = 128  # up to this many older keys go with the new ones into one part: nothing to combine
+ALONE = 128  # up to this many older keys and the new ones are one part, with nothing to combine
 SCRATCH = 8192  # bytes of shared memory for exchanges between warps
 SHORT_CONTEXT = 2048  # up to this length fewer parts with more registers each are faster
 
@@ -26,23 +26,23 @@ SHORT_CONTEXT = 2048  # up to this length fewer parts with more registers each a
 class Cut(NamedTuple):
     """Launch configuration of `decode_triton.rope_attention_kernel`."""
 
-    splits: int  # most parts of the context
-    few_parts: int  # so many parts or fewer are combined `few_rows` at a time, others `many_rows`
+    splits: int  # the most parts of the context
+    few_parts: int  # up to this many parts are combined `few_rows` at a time, more `many_rows`
     few_rows: int
     many_rows: int
     block_m: int  # rows: query tokens times query heads of a key head
     block_new: int  # new keys
-    block_n: int  # older keys at a time
+    block_n: int  # older keys of one step
     block_d: int  # head dimension, padded
     num_warps: int
     num_stages: int
     maxnreg: int | None  # registers a thread
 
 
-# Pipeline stages of programs that have a whole context each, by the most bytes of a padded head,
-# rows of a tile, and programs for each multiprocessor. A program that is alone on a multiprocessor,
-# or has small heads, must load further ahead. Fewer than 7 stages would leave room for a third
-# program where two are intended.
+# Pipeline stages of programs with a whole context, by the most bytes of a padded head, rows of a
+# tile, and programs on each multiprocessor. A program alone on a multiprocessor, or with small
+# heads, must load further ahead. Fewer than 7 stages would leave room for a third program where two
+# are intended.
 H200 = (
     Case(7, (128, 16, math.inf)),
     Case(5, (128, 32, math.inf)),
@@ -50,17 +50,18 @@ H200 = (
     Case(2, (256, 16, math.inf)),
 )
 DEPTHS = {(9, 0): H200}  # by compute capability
-SHALLOW = 3  # stages of all others
+SHALLOW = 3  # stages of other programs
 
 
 def depth_of(device: tuple[int, int], head_bytes: int, block_m: int, crowding: float) -> int:
-    """The stages in the table of `device`."""
+    """The pipeline stages in the table of `device`."""
     return first_fit(table_for(DEPTHS, device), (head_bytes, block_m, crowding)) or SHALLOW
 
 
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
-    """Most parts of a context, such that the parts of all `programs` are at most `at_once`, as they
-    wait for each other. One has the new keys; two gain less than combining costs."""
+    """The most parts of a context. The parts of all `programs` must be at most `at_once`, since
+    they wait for each other. One part has the new keys; two parts gain less than combining
+    costs."""
     fitting = at_once // programs
     if fitting < 3:
         return 1
@@ -119,15 +120,17 @@ def choose_cut(
 
 
 def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize: int) -> int:
-    """Pipeline stages over tiles of keys that fit into `room` bytes of shared memory beside
-    queries, weights, and in fp32 one more tile. Fewer than 3 have no room for keys and values."""
+    """The pipeline stages over tiles of keys that fit into `room` bytes of shared memory besides
+    queries, weights, and in fp32 one more tile. With fewer than 3 there is no room for keys and
+    values."""
     tile = block_n * block_d * itemsize
     others = block_m * (block_d + block_n) * itemsize + (tile if itemsize == 4 else 0) + SCRATCH
     return max(0, room - others) // tile + 1
 
 
 def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int:
-    """Rows whose `parts` parts fit into a program's registers; programs share BLOCK_M rows."""
+    """The number of rows whose `parts` parts fit into a program's registers. Programs share BLOCK_M
+    rows."""
     fitting = COMBINED * 32 * num_warps // (parts * block_d)
     return min(block_m // 4, power_of_2_to(fitting))
 
@@ -136,11 +139,11 @@ class PagedTiles(NamedTuple):
     """Launch configuration of `paged_triton.paged_attention_kernel`."""
 
     block_m: int  # rows: query tokens times query heads of a key head
-    block_n: int  # keys at a time
+    block_n: int  # keys of one step
     block_dk: int  # features of a key, padded
-    block_dv: int  # of a value
+    block_dv: int  # features of a value, padded
     splits: int  # parts of the context
-    packed: bool  # tiles of queries are numbered by packed token
+    packed: bool  # whether tiles of queries are numbered by packed token
     num_warps: int
     num_stages: int = 3
 
@@ -148,10 +151,10 @@ class PagedTiles(NamedTuple):
 def paged_tiles(
     max_query_len: int, group: int, head_bytes: int, room: int = SHARED_MEMORY
 ) -> tuple[int, int]:
-    """Rows and keys of a tile of `paged_attention`: shared memory, `room` bytes, holds one tile of
-    queries, of at most 32 KiB unless one group is more, and two each of keys and values.
-
-    max_query_len: the longest sequence's. group: query heads of a key head. head_bytes: padded.
+    """The rows and keys of a tile of `paged_attention`. Shared memory of `room` bytes holds a tile
+    of queries, of at most 32 KiB unless one group is larger, and two tiles each of keys and values.
+    max_query_len: that of the longest sequence. group: query heads of a key head. head_bytes: bytes
+    of a padded head.
     """
     rows = power_of_2_from(max_query_len * group)
     block_m = max(16, min(rows, 128, 2**15 // head_bytes), power_of_2_from(group))
@@ -162,7 +165,7 @@ def paged_tiles(
 
 
 def paged_splits(programs: int, max_context: int, block_n: int) -> int:
-    """Parts of a context: a power of two, so that few variants are compiled; two programs for each
-    multiprocessor are enough."""
+    """The number of parts of a context. It is a power of two, so that few variants are compiled.
+    Two programs for each multiprocessor are enough."""
     wanted = min(2 * MULTIPROCESSORS // programs, -(-max_context // block_n), MAX_PAGED_SPLITS)
     return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1

@@ -8,30 +8,33 @@ from specdec_kernels.linear.reference import Normed
 
 MAX_ROWS = 256  # rows that go through this memory at once
 
-# The tile of one program of a sum, which has flags of its own. Each thread reads 8 numbers of 16
-# bits from each rank.
+# The tile of one program of a sum. It has its own flags. Each thread reads 8 numbers of 16 bits
+# from each rank.
 SUM_ROWS, SUM_COLUMNS = 4, 256
-# Up to so many numbers of 16 bits, a rank writes its part to the others, with a count beside each
-# two. That takes one trip between GPUs, and reading the others' parts takes two, of half the bytes.
+# Up to this many numbers of 16 bits, a rank writes its part to the others, with a count beside each
+# pair. That takes one trip between GPUs. Reading the others' parts takes two trips with half the
+# bytes.
 PUSHED_NUMBERS = 8 * 8192
-# From so many numbers on, more than two ranks sum a share of the rows each, and read the others'.
+# From this many numbers on, each of more than two ranks sums a share of the rows and reads the
+# others' shares.
 SHARED_OUT_NUMBERS = 40 * 8192
 # Tiles of logits. A program takes every GATHER_GROUPS-th tile along the rows.
 GATHER_ROWS, GATHER_COLUMNS, GATHER_GROUPS = 4, 1024, 8
 
 
 def num_sum_flags(width: int) -> int:
-    """Counters for each other rank that sums of rows of `width` numbers need."""
+    """The number of counters for each other rank that sums of rows of `width` numbers need."""
     return -(-width // SUM_COLUMNS) * (MAX_ROWS // SUM_ROWS)
 
 
 def num_pushed_words(size: int, width: int, itemsize: int) -> int:
-    """Words of 64 bits on each rank for numbers that are written to it; 0 where none are."""
+    """The number of words of 64 bits on each rank for numbers that others write to it; 0 if they
+    write none."""
     return size * PUSHED_NUMBERS if itemsize == 2 and width % 2 == 0 else 0
 
 
 def num_gather_flags(share: int) -> int:
-    """Counters for each other rank that gathering shares of `share` columns needs."""
+    """The number of counters for each other rank that gathering shares of `share` columns needs."""
     return -(-share // GATHER_COLUMNS) * GATHER_GROUPS
 
 
@@ -39,12 +42,13 @@ def num_gather_flags(share: int) -> int:
 class Peers:
     """One rank's view of buffers that all ranks of a group share.
 
-    rank, size: of the group. parts: [places, MAX_ROWS, N], this rank's own, read by the others.
-    addresses: int64 [size], addresses of the ranks' parts. flags: int64 [size], addresses of the
-    ranks' counters int32 [F, size], which count the announcements of the others. epochs: int32
-    [F, size], announcements waited for so far; sums, which wait for all ranks at once, use [F].
-    pushed: int64 [size], addresses of the ranks' words int64 [2, size, PUSHED_NUMBERS / 2], which
-    the others write; None where no rank has any. pushes: int32 [F], pushes so far.
+    rank, size: this rank and the number of ranks. parts: [places, MAX_ROWS, N], this rank's own,
+    which the others read. addresses: int64 [size], addresses of the ranks' parts. flags: int64
+    [size], addresses of the ranks' counters int32 [F, size], which count the announcements of the
+    others. epochs: int32 [F, size], announcements waited for so far; sums, which wait for all ranks
+    at once, use [F]. pushed: int64 [size], addresses of the ranks' words int64 [2, size,
+    PUSHED_NUMBERS / 2], which the others write; None if no rank has any. pushes: int32 [F], pushes
+    so far.
     """
 
     rank: int
@@ -67,7 +71,8 @@ class Peers:
 def reduce_add_norm(
     peers: Peers, place: int, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> Normed:
-    """`add_norm` of the sum of all ranks' parts, each in `peers.take(place, T, N)` of its rank.
+    """The result of `add_norm` for the sum of all ranks' parts, each in `peers.take(place, T, N)`
+    of its rank.
 
     CUDA only, at most 256 rows. Every rank of the group calls it, with place 0 and 1 in turn.
     residual: [T, N], rows contiguous, the same on all ranks. norm_weight: [N].

@@ -2,8 +2,8 @@
 
 The sum is a one-shot all-reduce with the residual and the norm in the same kernel. Every rank reads
 the parts of all others and adds them up in the order of ranks, so that all hold the same bits. A
-program handles one tile. It announces to its counterpart on every other rank that this rank's part
-is written, and waits until all have announced theirs. Flags count and are never reset: the k-th
+program handles one tile. It announces to its counterparts on all other ranks that this rank's part
+is written, and waits until they have announced theirs. Flags count and are never reset: the k-th
 call of a tile waits for k. Calls must alternate between two places: when all have announced one
 place, all have read the other, so no second wait is needed. Programs start in order and wait for
 their counterparts alone, so the first unfinished program is running on every rank.
@@ -13,9 +13,9 @@ and a rank waits until all words have its own count. A word arrives whole, so no
 announced (the LL protocol of NCCL). Its place may be written again for the same reason as above:
 a rank that got all words of one place knows that all have read the other.
 
-Of many rows each rank sums its share alone, with the residual, writes it over its own part of these
-rows, which no other rank reads, and announces that. Then it reads the other ranks' shares. With R
-ranks that moves 2 / R of the bytes.
+If there are many rows, each rank sums only its share, with the residual. It writes the sum over its
+own part of these rows, which no other rank reads, and announces that. Then it reads the other
+ranks' shares. With R ranks that moves 2 / R of the bytes.
 
 The gather puts the ranks' shares of the logits side by side. A program copies some tiles of one
 rank's share. It announces its own share to that rank, and waits for the announcement of the
@@ -47,7 +47,7 @@ from specdec_kernels.linear.tiles import FEW_ROWS
 @triton.jit
 def wait_for_peers(flags, epoch):
     """Wait until the counters at all addresses `flags` [N] have reached `epoch`."""
-    # The difference, since counters wrap around.
+    # The difference is compared, since counters wrap around.
     behind = tl.min(load_acquired(flags, "sys") - epoch, axis=0)
     while behind < 0:
         behind = tl.min(load_acquired(flags, "sys") - epoch, axis=0)
@@ -58,14 +58,14 @@ def wait_for_peers(flags, epoch):
 def part_of(addresses_ptr, rank, like_ptr):
     """Pointer to a rank's parts, of the type of `like_ptr`."""
     found = tl.load(addresses_ptr + rank).to(tl.pointer_type(like_ptr.dtype.element_ty))
-    return tl.multiple_of(found, 16)  # without this, loads are of two bytes
+    return tl.multiple_of(found, 16)  # without this, loads have two bytes
 
 
 @triton.jit
 def sum_of_pushed(
-    part,  # [M, N / 2], addresses of this rank's numbers in twos
+    part,  # [M, N / 2], addresses of this rank's numbers in pairs
     pushed_ptr,  # [SIZE] int64
-    place,  # [M, N / 2], of the tile in the words that come from one rank
+    place,  # [M, N / 2], addresses of the tile in the words from one rank
     mask,  # [M, N / 2]
     count,
     PUSHED: tl.constexpr,
@@ -74,7 +74,7 @@ def sum_of_pushed(
     SIZE: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
 ):
-    """The sum [M, N] fp32 of all ranks' tiles, each of which a rank writes to all others."""
+    """The sum [M, N] fp32 of all ranks' tiles. Each rank writes its tile to all others."""
     own = tl.load(part, mask=mask, other=0)
     stamp = count.to(tl.int64) << 32
     word = stamp | (own.to(tl.int64) & 0xFFFFFFFF)
@@ -117,7 +117,7 @@ def reduce_add_norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PUSHED: tl.constexpr,  # words of a rank in one place
-    SHARED_OUT: tl.constexpr,  # each rank sums a share of the rows
+    SHARED_OUT: tl.constexpr,  # whether each rank sums a share of the rows
     DEPENDENT: tl.constexpr,
 ):
     column_block = tl.program_id(0)
@@ -173,7 +173,7 @@ def reduce_add_norm_kernel(
             part_ptr = part_of(addresses_ptr, rank, hidden_ptr) + place + inside
             part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
             summed += part.to(tl.float32)
-    # The sum is rounded first, as by an all-reduce that returns a tensor.
+    # The sum is rounded first, as in an all-reduce that returns a tensor.
     hidden = summed.to(hidden_ptr.dtype.element_ty)
     if residual_ptr is not None:
         hidden = (residual + hidden.to(tl.float32)).to(hidden_ptr.dtype.element_ty)
@@ -208,7 +208,7 @@ def reduce_add_norm_triton(
     assert norm_weight.shape == (width,) and residual.stride(1) == 1
     assert residual.dtype == peers.parts.dtype
     if num_rows > FEW_ROWS:
-        # The library computes products of many rows, and takes no unfinished norm.
+        # The library computes products of many rows. It takes no unfinished norm.
         hidden = reduce_parts_triton(peers, place, num_rows, residual)
         return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)
     scaled = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
@@ -225,8 +225,8 @@ def reduce_parts_triton(
     residual: Tensor | None = None,
     norm: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """See `ops.reduce_parts`. residual: is added. norm: its weight, and outputs `scaled` and
-    `squares`."""
+    """See `ops.reduce_parts`. residual: the stream to add. norm: its weight, and the outputs
+    `scaled` and `squares`."""
     parts = peers.parts
     width = parts.shape[2]
     assert peers.take(place, num_rows, width) is not None

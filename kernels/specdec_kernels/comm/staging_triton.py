@@ -17,7 +17,7 @@ def fetch_staged_kernel(
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     piece = tl.load(passes_ptr) % 2
-    # Past all caches: the host wrote it since this kernel's last run.
+    # Loads avoid all caches: the host has written since this kernel's last run.
     word = tl.load(staged_ptr + piece * num_words + at, mask=at < num_words, cache_modifier=".cv")
     tl.store(words_ptr + at, word, mask=at < num_words)
 
