@@ -1,4 +1,5 @@
-"""GPU limits that determine launch configurations, an H100's without a GPU, and powers of two."""
+"""Limits of a GPU that determine launch configurations (an H100's if there is no GPU), and powers
+of two."""
 
 from functools import cache
 from typing import NamedTuple

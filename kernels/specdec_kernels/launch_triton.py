@@ -22,16 +22,15 @@ from specdec_kernels.gpu import gpu_of
 
 COUNTERS = 1 << 16
 EPOCHS = 1 << 14
-# The interpreter runs one program at a time, and knows no inline assembly. Its products of 16-bit
-# numbers are not to be trusted.
+# The interpreter runs one program at a time and knows no inline assembly. Its products of 16-bit
+# numbers are unreliable.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _kept: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def dependence(tensor: Tensor) -> dict[str, bool]:
-    """The options of a launch over `tensor`, which starts before its predecessor ends if it can.
-
-    DEPENDENT says whether it can, and is a constant of the kernel, for `after_predecessor`.
+    """The options of a launch over `tensor`, which starts before its predecessor ends if possible.
+    DEPENDENT tells whether it does; `after_predecessor` needs this constant of the kernel.
     """
     dependent = tensor.is_cuda and gpu_of(tensor.device).capability[0] >= 9
     return {"DEPENDENT": dependent, **launch_options(dependent)}
@@ -63,8 +62,8 @@ def counters(device: torch.device) -> Tensor:
 def room_for_splits(
     splits: int, blocks: int, size: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Memory for the parts of sums of `size` numbers that programs divide, fp32 [splits, *size],
-    and `counters` for so many blocks of sums; None for undivided ones."""
+    """Memory for the parts of sums of `size` numbers, if programs divide sums: fp32 [splits,
+    *size], and `counters` for the blocks of sums. None for undivided sums."""
     if splits == 1:
         return None, None
     assert blocks <= COUNTERS
@@ -78,7 +77,8 @@ def epochs(device: torch.device) -> Tensor:
 
 def _kept_zeros(name: str, size: int, device: torch.device) -> Tensor:
     if (name, device) not in _kept:
-        # In a capture this would become a memset in every replay, in the graph's own pool.
+        # During a capture the zeros would lie in the graph's own pool, with a memset in every
+        # replay.
         assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
             "run once before capturing"
         )
@@ -109,7 +109,8 @@ def prefetch_l2(pointers):
 
 @triton.jit
 def load_acquired(pointers, SCOPE: tl.constexpr):
-    """int32 counters at pointers or addresses; what they announce is visible after the load.
+    """Load int32 counters at pointers or addresses. Data that they announce are visible after the
+    load.
 
     SCOPE: "gpu", or "sys" for memory that several GPUs share.
     """
@@ -155,7 +156,7 @@ def arrive(epochs_ptr, epoch, COUNTED: tl.constexpr):
     """Count this program as arrived, after its earlier stores.
 
     With COUNTED returns whether it was the last. The answer costs a round trip to memory, so
-    programs that wait do without it.
+    programs that wait do not ask for it.
     """
     tl.debug_barrier()  # the stores of all threads come before the count
     if COUNTED:
@@ -172,7 +173,7 @@ def wait_for(epochs_ptr, epoch):
     Programs start in the order of their ids. Those of a group must be adjacent and few, so that all
     run at once. The others' results must be loaded past L1 (".cg").
     """
-    behind = tl.full([], -1, tl.int32)  # a difference, since counters wrap around
+    behind = tl.full([], -1, tl.int32)  # a difference is compared, since counters wrap around
     while behind < 0:
         behind = load_acquired(epochs_ptr, "gpu") - epoch
     tl.debug_barrier()
@@ -180,5 +181,5 @@ def wait_for(epochs_ptr, epoch):
 
 @triton.jit
 def finish(epochs_ptr, epoch):
-    """Called by one program of a group, after all have arrived."""
+    """One program of a group calls this after all have arrived."""
     tl.store(epochs_ptr + 1, epoch)

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Case(NamedTuple, Generic[T]):
-    """The tiles of problems of up to some sizes, and of others from some sizes on."""
+    """The tiles of problems: upper limits for some sizes, and lower limits for others."""
 
     tiles: T
     most: tuple[float, ...]

@@ -149,7 +149,7 @@ def rope_attention_kernel(
 
     # Older keys that some query sees: [low, old). This program has [first, high).
     old = tl.maximum(context - query_len, 0)
-    early = tl.maximum(query_len - context, 0)  # padding before the first token
+    early = tl.maximum(query_len - context, 0)  # padding before the first token; never seen
     low, begin = first_seen(old, FORM, CUT)
     keys = old - begin
     if CUT.splits > 1:

@@ -92,7 +92,7 @@ def dense_attention_kernel(
         tl.zeros([BLOCK_M], tl.float32),
         tl.zeros([BLOCK_M, D], tl.float32),
     )
-    whole = (older + first + 1) // BLOCK_N * BLOCK_N  # every query sees all keys before this place
+    whole = (older + first + 1) // BLOCK_N * BLOCK_N  # every query sees the keys before
     for start in range(0, whole, BLOCK_N):
         key = key_desc.load([start, kv_head * D])
         value = value_desc.load([start, kv_head * D])

@@ -2,8 +2,8 @@
 
 A program has some features of the stream and all tokens as rows. It runs through the slots of the
 plan and adds the product of each slot's expert to the rows of the tokens that chose it, so the
-weighted sum needs neither atomics nor a pass of its own, and its order is fixed. With more tokens
-the slots are divided among several programs, and the last of them adds their sums up.
+weighted sum needs neither atomics nor its own pass, and its order is fixed. With more tokens
+several programs divide the slots, and the last of them adds up their sums.
 """
 
 from typing import Any
@@ -72,9 +72,9 @@ def down_kernel(
     num_features,  # N
     residual_stride,
     F: tl.constexpr,
-    FORM: tl.constexpr,  # of a stored weight, else None
+    FORM: tl.constexpr,  # the form of a stored weight, else None
     TILES: tl.constexpr,
-    PREFETCH: tl.constexpr,  # numbers, or bytes, of each of their rows
+    PREFETCH: tl.constexpr,  # numbers or bytes of each row of them
     DEPENDENT: tl.constexpr,
 ):
     SWAP: tl.constexpr = TILES.block_m < 16 or FORM is not None
@@ -107,8 +107,8 @@ def down_kernel(
     sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
     if FORM is None:
         inside = depth_of(0, TILES.block_k, TILES.slices)
-        # The next expert is read a step ahead: a load of weights whose address was loaded in the
-        # same step would get half of the pipeline's buffers.
+        # The next expert is read a step ahead: a load of weights would get half of the pipeline's
+        # buffers if its address were loaded in the same step.
         expert = tl.load(experts_ptr + first, mask=first < last, other=0)
         bits = tl.load(chosen_ptr + first, mask=first < last, other=0)
         for step in range(first * CHUNKS, last * CHUNKS):
@@ -198,8 +198,8 @@ def down_add_norm_triton(
 
 
 def down_constants(width: int, experts: Experts, tiles: ExpertTiles, early: bool) -> dict[str, Any]:
-    """The kernel's constants and Triton's own options. early: whether the kernel starts before the
-    one before it has ended."""
+    """The kernel's constants and Triton's own options. early: whether the kernel starts before its
+    predecessor has ended."""
     held = operands_of(experts.down)[0]
     prefetch = power_of_2_to(held.shape[-1])  # must not reach past the end of the weight
     ahead = tiles.ahead if early and prefetch * held.element_size() >= CACHE_LINE else 0

@@ -1,8 +1,8 @@
 """The first half of the chosen experts' MLPs, for a few tokens.
 
-A program has some features of the expert in one slot of the plan, and all tokens as rows, of which
-it loads those that chose the expert. So it reads its part of the weight once, whatever the number
-of tokens. Results are multiplied by the routing weights here, in fp32, so that the next product
+A program has some features of the expert in one slot of the plan, and all tokens as rows. It loads
+the rows of tokens that chose the expert. So it reads its part of the weight once for any number of
+tokens. Results are multiplied by the routing weights here, in fp32, so that the next product needs
 only sums.
 """
 
@@ -80,7 +80,7 @@ def gate_up_kernel(
     SCALED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    FORM: tl.constexpr,  # of a stored weight, else None
+    FORM: tl.constexpr,  # the form of a stored weight, else None
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):

@@ -1,8 +1,8 @@
 """The router of more tokens: logits, experts, weights, and pairs grouped by expert, in one kernel.
 
-Each program computes the logits of some tokens and experts. The last one of some tokens chooses
+Each program computes the logits of some tokens and experts. The last program of some tokens chooses
 their experts, and enters each pair of a token and an expert at the expert's next free place. So the
-order of an expert's pairs varies, which no result depends on. Reads nothing on the host.
+order of an expert's pairs varies, but no result depends on it. Reads nothing on the host.
 """
 
 from functools import partial

@@ -1,9 +1,9 @@
 """The products of experts over tokens that are grouped by expert.
 
-A program has some features of one expert, and the expert's pairs as rows, of which it takes a block
-at a time. Nearly always there is one block, so each weight is read once; if there are more, the L2
-cache still has it. A grid of all experts needs no number from the device. Features are the rows of
-the product and pairs its columns: so tensor cores read the weights from where they were loaded.
+A program has some features of one expert, and the expert's pairs as rows, a block at a time. Nearly
+always there is one block, so each weight is read once. If there are more blocks, the L2 cache still
+has the weight. A grid of all experts needs no number from the device. Features are the rows of the
+product and pairs its columns, so that tensor cores read the weights from the place of loading.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def grouped_linear_kernel(
     SCALED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "" for a plain product
     INTERLEAVED: tl.constexpr,
-    FORM: tl.constexpr,  # of a stored weight, else None
+    FORM: tl.constexpr,  # the form of a stored weight, else None
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):

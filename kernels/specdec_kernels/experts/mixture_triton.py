@@ -56,7 +56,7 @@ def mixture_add_norm_triton(x: Normed, experts: Experts, norm_weight: Tensor, ep
 def readable(
     experts: Experts, tiles: tuple[AnyTiles, AnyTiles], dtype: torch.dtype
 ) -> tuple[Experts, tuple[AnyTiles, AnyTiles]]:
-    """Experts with both weights as `fitted` to their tiles, and the tiles."""
+    """Experts with both weights in the form that `fitted` gives, and their tiles."""
     gate_up, first = fitted(experts.gate_up, tiles[0], dtype)
     down, second = fitted(experts.down, tiles[1], dtype)
     return experts._replace(gate_up=gate_up, down=down), (first, second)
@@ -65,7 +65,8 @@ def readable(
 def fitted(
     weight: Tensor | Stored, tiles: AnyTiles, dtype: torch.dtype
 ) -> tuple[Tensor | Stored, AnyTiles]:
-    """A weight as the kernels read it, and tiles for it: stored where slices fit its groups."""
+    """A weight in the form that the kernels read, and tiles for it. It stays stored if slices fit
+    its groups."""
     if isinstance(weight, Tensor):
         return weight, tiles
     deep = tiles._replace(block_k=max(tiles.block_k, BLOCK))

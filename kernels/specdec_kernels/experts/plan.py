@@ -1,15 +1,15 @@
-"""Experts that tokens chose, in forms that kernels of fixed grids read. A slot is a place in the
-list of those that a few tokens chose; only the device knows how many are in use."""
+"""The experts that tokens chose, in forms for kernels with fixed grids. A slot is a place in the
+list of experts that a few tokens chose. Only the device knows the number of slots in use."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-FEW_TOKENS = 16  # most tokens of a plan; tiles exist for this many
+FEW_TOKENS = 16  # most tokens of a plan; there are tiles for this many
 
 
 def are_few(num_rows: int, num_chosen: int, num_experts: int) -> bool:
-    """Whether a plan serves T = `num_rows` tokens best, since many experts have none of them."""
+    """Whether a plan is best for T = `num_rows` tokens, because many experts have none of them."""
     return 0 < num_rows <= FEW_TOKENS and num_rows * num_chosen < num_experts
 
 
@@ -29,8 +29,8 @@ class ExpertPlan(NamedTuple):
 
 
 class PairGroups(NamedTuple):
-    """The pairs of a token and one of its experts, by expert. Pair t * C + c is token t's, whose
-    experts are in ascending order."""
+    """The pairs of a token and one of its experts, by expert. Pair t * C + c belongs to token t,
+    whose experts are in ascending order."""
 
     sizes: Tensor
     """[E] int32, pairs of each expert."""

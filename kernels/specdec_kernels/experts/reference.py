@@ -1,10 +1,10 @@
 """Mixtures of experts in a decoder layer: the operands, and torch references.
 
-A router scores all experts for each token, which passes through the few with the highest scores
-(Shazeer et al., arXiv 1701.06538). Scores are rounded as transformers rounds them. Sigmoid scores,
-with a bias for the choice alone and groups of experts, are DeepSeek-V3's (arXiv 2412.19437).
-Legend: T packed tokens, K features read and N written (both the stream's), E experts, F features
-inside an expert, C experts that a token chooses.
+A router scores all experts for each token, and the token passes through the few with the highest
+scores (Shazeer et al., arXiv 1701.06538). Scores are rounded as transformers rounds them. Sigmoid
+scores, with groups of experts and a bias that only affects the choice, are DeepSeek-V3's (arXiv
+2412.19437). Legend: T packed tokens, K features read and N written (both the stream's), E experts,
+F features inside an expert, C experts that a token chooses.
 """
 
 from typing import NamedTuple
@@ -17,8 +17,8 @@ from specdec_kernels.dispatch import kernel
 from specdec_kernels.linear.reference import Normed, gate, normed
 from specdec_kernels.linear.stored import Stored, plain_of
 
-CLAMPED = "clamped"  # an activation of experts alone, see `activated`
-TINY = 1e-20  # added to the sum of sigmoids that weights are divided by
+CLAMPED = "clamped"  # an activation that only experts have, see `activated`
+TINY = 1e-20  # added to the sum of sigmoids by which weights are divided
 
 
 class Routing(NamedTuple):
@@ -92,7 +92,8 @@ class Routes(NamedTuple):
 
 
 def logits_of(x: Tensor, experts: Experts) -> Tensor:
-    """The router's logits [T, E] for x [T, K], in at least fp32 where their sigmoids are scores."""
+    """The router's logits [T, E] for x [T, K]. They are at least in fp32 if their sigmoids are
+    scores."""
     router, bias = experts.router, experts.router_bias
     if experts.routing.sigmoid:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -174,9 +175,8 @@ def mixture_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
 @kernel("specdec_kernels.experts.mixture_triton:mixture_add_norm_triton")
 def mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
     """x plus the weighted sum of the chosen experts' outputs, prepared for the norm that follows.
-
     x: [T, K], as `linear_add_norm` or `add_norm` returned it. experts: contiguous; its `read` is
-    written. norm_weight: [K], and `eps`: of the next layer's norm, or of the last one. Returns the
+    written. norm_weight, eps: [K], those of the next layer's norm, or of the last one. Returns the
     new residual stream, in `hidden`, and the input of the next product.
     """
     assert x.squares is None

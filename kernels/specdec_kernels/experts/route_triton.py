@@ -1,8 +1,8 @@
 """The router of a few tokens: logits, experts, weights and the plan, in one kernel.
 
-Each program computes the logits of some tokens and experts. The last one to finish has them all: it
-chooses experts and writes the plan. The router's weight is in registers before the wait, since each
-program's part of it is small.
+Each program computes the logits of some tokens and experts. The last program to finish has all
+logits, chooses experts and writes the plan. The router's weight is in registers before the wait,
+since each program's part of it is small.
 """
 
 from functools import partial
@@ -30,13 +30,14 @@ from specdec_kernels.linear.few_rows_triton import (
 )
 from specdec_kernels.linear.reference import Normed
 
-NONE = tl.constexpr(-(1 << 62))  # comes after all scores
+NONE = tl.constexpr(-(1 << 62))  # sorts after all scores
 LEAST = tl.constexpr(TINY)
 
 
 @triton.jit
 def load_tile(rows_ptr, live, start, K: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr):
-    """DEPTH numbers from `start` on of rows of K numbers at pointers [R], zeros past their end."""
+    """DEPTH numbers of each row from `start` on, with zeros past the end. Rows have K numbers, at
+    pointers [R]."""
     k = depth_of(start, DEPTH, SLICES)
     mask = along_rows(live, SLICES) & along_depth(k < K, SLICES)
     return tl.load(tile_at(rows_ptr, k, SLICES), mask=mask, other=0.0)
@@ -44,17 +45,17 @@ def load_tile(rows_ptr, live, start, K: tl.constexpr, DEPTH: tl.constexpr, SLICE
 
 @triton.jit
 def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
-    """1 for fp32 scores [M, E] that are among the highest of their row, the first of equal ones
-    first.
+    """1 for fp32 scores [M, E] that are among the highest of their row. Of equal scores the first
+    counts.
 
     known: [1, E], false past the last expert.
     """
     column = tl.arange(0, scores.shape[1])
     # One number orders scores, as integers of the same order, and then columns. Reducing it takes
-    # less than reducing scores that carry columns along.
+    # less time than reducing scores together with columns.
     bits = scores.to(tl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    # A row of NaN chooses no expert past the last one, of which there is no weight.
+    # A row of NaN must not choose an expert past the last one, which has no weight.
     left = tl.where(known, (order << 16) - column[None, :], NONE)
     chosen = tl.zeros(scores.shape, tl.int32)
     for _ in range(NUM_CHOSEN):
@@ -66,7 +67,8 @@ def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
 
 @triton.jit
 def in_best_groups(scores, num_experts, ROUTING: tl.constexpr):
-    """True for scores [M, E] of groups that are kept, the first of equal ones; see `Routing`."""
+    """True for scores [M, E] of groups that are kept. Of equal groups the first are kept; see
+    `Routing`."""
     column = tl.arange(0, scores.shape[1])[None, :]
     group = column // (num_experts // ROUTING.num_groups)
     totals = tl.full(scores.shape, float("-inf"), tl.float32)
@@ -139,7 +141,7 @@ def load_routes(logits_ptr, choice_bias, row, num_rows, num_experts, ROUTING: tl
     """`weights_of` the tokens `row` [M], from all programs' logits."""
     column = tl.arange(0, choice_bias.shape[0])
     known = (column < num_experts)[None, :]
-    # Rows past the last one repeat it, so that they divide by no zero.
+    # Rows past the last one repeat it, so that no row divides by zero.
     place = tl.minimum(row, num_rows - 1)[:, None] * num_experts + column[None, :]
     logits = tl.load(logits_ptr + place, mask=known, other=float("-inf"), cache_modifier=".cg")
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
@@ -164,9 +166,8 @@ def store_logits(
     TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The part of a kernel in which a program computes the logits of some tokens and experts.
-
-    Waits for the predecessor. The arguments are those of `route_kernel`.
+    """Compute the logits of some tokens and experts, as the first part of a program. This waits for
+    the predecessor. The arguments are those of `route_kernel`.
     """
     DEPTH: tl.constexpr = TILES.depth
     SLICES: tl.constexpr = TILES.slices
@@ -300,7 +301,8 @@ def launch_router(
 
 
 def router_constants(parts: int, experts: Experts, itemsize: int) -> dict[str, Any]:
-    """Constants of both routers and Triton's own options; parts: sums of squares of each token."""
+    """The constants of both routers and Triton's own options. parts: the number of sums of squares
+    of each token."""
     num_experts, width = experts.router.shape
     tiles = router_tiles(width, itemsize)
     return {

@@ -85,7 +85,7 @@ def combine_triton(
 
 
 def sorted_mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
-    """`ops.mixture_add_norm` of x that is normed, [T, K]; reads nothing on the host."""
+    """`ops.mixture_add_norm` for a normed x, [T, K]. It reads nothing on the host."""
     assert x.squares is None
     routes = routes_of(logits_of(x.scaled, experts), experts.routing, experts.choice_bias)
     if experts.read is not None:
@@ -96,7 +96,8 @@ def sorted_mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, ep
 
 
 def sorted_parts(x: Tensor, routes: Routes, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Outputs [T * C, N] of every choice for x [T, K], by expert, and the row [T, C] of each."""
+    """The outputs [T * C, N] of all choices for x [T, K], sorted by expert, and the row [T, C] of
+    each choice."""
     count = routes.experts.shape[1]
     chosen, order = routes.experts.flatten().sort(stable=True)
     all_experts = torch.arange(experts.num_experts, device=x.device)
@@ -116,6 +117,7 @@ def sorted_parts(x: Tensor, routes: Routes, experts: Experts) -> tuple[Tensor, T
 def _products(
     x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, ends: Tensor
 ) -> Tensor:
-    """x [S, K], sorted by expert, times the weights [E, N, K] of its experts `chosen` [S]."""
+    """The product of x [S, K], sorted by expert, with the weights [E, N, K] of its experts `chosen`
+    [S]."""
     out = F.grouped_mm(x, weight.transpose(-1, -2), offs=ends)
     return out if bias is None else out + bias[chosen]

@@ -6,13 +6,13 @@ from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.linear.tiles import SCRATCH
 from specdec_kernels.tiles import Case, first_fit
 
-MANY_TOKENS = 512  # most tokens that are grouped; more are sorted for the library
+MANY_TOKENS = 512  # most tokens to group; more tokens are sorted for the library
 
 
 class ExpertTiles(NamedTuple):
     """Launch configuration of the kernels of `gate_up_triton` and `down_triton`."""
 
-    block_m: int  # at least the number of tokens; below 16 they are the columns of mma.sync
+    block_m: int  # at least the number of tokens; below 16 tokens are the columns of mma.sync
     block_n: int  # features of a program
     block_k: int  # numbers of the sum at a time
     slices: int  # parts of block_k, each for some warps
@@ -22,16 +22,17 @@ class ExpertTiles(NamedTuple):
     num_stages: int
 
 
-# Of gate and up, and of down, by the most tokens (scripts/bench/experts.py, experts of 2048 x 768).
-# From 8 tokens on, the slots of a program are so many that splitting them pays, although the last
+# Tiles of gate and up, and of down, by the most tokens (scripts/bench/experts.py, experts of 2048 x
+# 768). From 8 tokens on a program has so many slots that splitting them pays, although the last
 # program of a block has to wait for the others.
 H200 = (
     Case((ExpertTiles(8, 64, 128, 1, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (2,)),
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (8,)),
     Case((ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)), (16,)),
 )
-# Of stored weights, whose tiles are the left operand whatever the number of tokens. Up to 16 tokens
-# take these even where each expert has some, and those of groups below are not measured.
+# Tiles for stored weights, which are the left operand for any number of tokens. Up to 16 tokens use
+# them, even if each expert has some tokens. The tiles of groups further down are not measured for
+# so few.
 STORED = (
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 4)), (8,)),
     Case((ExpertTiles(16, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(16, 16, 256, 4, 8, 2, 4, 4)), (16,)),
@@ -42,8 +43,8 @@ PARTIAL_SUMS = max(down.splits for (_, down), *_ in H200)
 def choose_expert_tiles(
     num_rows: int, itemsize: int, stored: bool = False
 ) -> tuple[ExpertTiles, ExpertTiles]:
-    """Tiles of gate and up, and of down, for T = `num_rows` tokens. stored: of stored weights,
-    which `fitted_to` fits to their groups."""
+    """Tiles of gate and up, and of down, for T = `num_rows` tokens. stored: whether they are for
+    stored weights; `fitted_to` fits those to the groups."""
     found = first_fit(STORED if stored else H200, (num_rows,))
     assert found is not None
     gate_up, down = found
@@ -71,7 +72,7 @@ def router_tiles(width: int, itemsize: int) -> RouterTiles:
 class GroupTiles(NamedTuple):
     """Launch configuration of the kernel of `grouped_triton`."""
 
-    block_m: int  # pairs of an expert at a time
+    block_m: int  # pairs of an expert in one step
     block_n: int  # features of a program
     block_k: int  # numbers of the sum at a time
     num_warps: int
@@ -79,9 +80,9 @@ class GroupTiles(NamedTuple):
     slices: int = 1  # parts of block_k; more for stored weights, and those that are made plain
 
 
-# Of gate and up, and of down, by the most pairs of an expert on average. Some have three times the
-# average: tokens of one sequence choose alike. A second block of pairs reads all weights from L2
-# again, which takes nearly as long as the first.
+# Tiles of gate and up, and of down, by the most pairs of an expert on average. Some experts have
+# three times the average, since tokens of one sequence choose alike. A second block of pairs reads
+# all weights from L2 again, which takes nearly as long as the first.
 H200_GROUPS = (
     Case((GroupTiles(16, 64, 128, 4, 3), GroupTiles(16, 128, 128, 8, 3)), (6,)),
     Case((GroupTiles(32, 64, 64, 4, 5), GroupTiles(32, 128, 64, 8, 5)), (12,)),
@@ -103,8 +104,8 @@ def choose_group_tiles(
     room: int = SHARED_MEMORY,
     stored: bool = False,
 ) -> tuple[GroupTiles, GroupTiles] | None:
-    """Tiles of gate and up, and of down, for T = `num_rows` tokens; None where the library is
-    faster. room: bytes of shared memory that a program can have. stored: of stored weights."""
+    """Tiles of gate and up, and of down, for T = `num_rows` tokens; None if the library is faster.
+    room: bytes of shared memory that a program can have. stored: whether weights are stored."""
     pairs = num_rows * num_chosen / num_experts
     found = first_fit(STORED_GROUPS if stored else H200_GROUPS, (pairs,))
     if found is None or not 0 < num_rows <= MANY_TOKENS:
@@ -113,11 +114,12 @@ def choose_group_tiles(
 
 
 def _fitted(tiles: GroupTiles, weights: int, itemsize: int, room: int) -> GroupTiles:
-    """Tiles for 16 bits, fitted to other types and to `room`; weights: that a program reads."""
+    """Tiles for 16 bits, fitted to other types and to `room`. weights: the number of weights that a
+    program reads."""
     if itemsize > 2:
         tiles = tiles._replace(block_k=tiles.block_k // 2)
     if room >= SHARED_MEMORY:
         return tiles
     stage = (tiles.block_m + weights * tiles.block_n) * tiles.block_k * itemsize
-    # Without wgmma a pipeline has one buffer less than stages.
+    # Without wgmma a pipeline has one buffer fewer than stages.
     return tiles._replace(num_stages=min(tiles.num_stages, (room - SCRATCH) // stage + 1))

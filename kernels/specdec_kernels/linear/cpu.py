@@ -18,9 +18,9 @@ from torch import Tensor
 
 from specdec_kernels.linear.stored import Stored
 
-SMALL = 3 << 15  # weights of at most this many numbers are not packed: faster for 1 to 5 rows
-BOTH = 1 << 19  # fp32 weights of at most this many numbers are kept plain too, for single rows
-_ROWS = 8  # rows for which oneDNN chooses its order; it chooses the same for 2 to 64
+SMALL = 3 << 15  # weights up to this size are not packed, which is faster for 1 to 5 rows
+BOTH = 1 << 19  # fp32 weights up to this size also keep their plain form, for single rows
+_ROWS = 8  # rows for which oneDNN chooses its order; for 2 to 64 rows it is the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,14 @@ def forms_of(numel: int, dtype: torch.dtype) -> Forms:
 
 
 def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """The form in which products take a weight [N, K], on CUDA contiguous; call it once, at
-    load."""
+    """The form in which products take a weight [N, K]; on CUDA it is contiguous. Call this once, at
+    loading."""
     return weight.contiguous() if weight.is_cuda else _packed(weight)
 
 
 @torch.no_grad()
 def _packed(weight: Tensor) -> Tensor | PackedWeight:
-    """A weight [N, K] on a CPU: packed, unless it is small. A plain one has contiguous columns,
+    """A weight [N, K] on a CPU: packed, unless it is small. A plain weight has contiguous columns,
     which makes MKL's products of few rows up to twice as fast."""
     forms = forms_of(weight.numel(), weight.dtype)
     plain = weight.T.contiguous().T if forms.plain else None

@@ -1,7 +1,6 @@
-"""A product by cuBLAS that is given no workspace, which torch always gives.
-
-With one, cuBLAS' kernel for wide products counts its tiles there, and cuBLAS fills the counter
-first. The host takes some 0.1 ms longer to launch a CUDA graph with such a fill in each layer.
+"""A product by cuBLAS without a workspace, which torch always gives it. With a workspace, cuBLAS'
+kernel for wide products counts its tiles there, and cuBLAS fills the counter first. The host takes
+about 0.1 ms longer to launch a CUDA graph with such a fill in each layer.
 """
 
 import ctypes
@@ -16,19 +15,19 @@ from torch import Tensor
 # Numbers of cublas_api.h and library_types.h.
 _PLAIN, _TRANSPOSED = 0, 1
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
-_FLOAT_SUMS = 68  # of products of both types
+_FLOAT_SUMS = 68  # for products of both types
 _ANY_KERNEL = -1
 
 
 def linear_without_workspace(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight^T of x [T, K] and weight [N, K], both with contiguous rows: [T, N]; by torch for
-    what is not in 16 bits on the current CUDA device, or what cuBLAS refuses."""
+    """x @ weight^T of x [T, K] and weight [N, K], both with contiguous rows: [T, N]; by torch if x
+    is not in 16 bits on the current CUDA device, or if cuBLAS refuses."""
     assert x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
     library = _library() if x.is_cuda and x.dtype in _TYPES else None
     if library is None:
         return F.linear(x, weight)
     out = x.new_empty(x.shape[0], weight.shape[0])
-    # torch gives its handle the stream here, and the workspace back when it next multiplies.
+    # torch gives its handle the stream here. It gives the workspace back at its next product.
     handle = torch.cuda.current_blas_handle()
     failed = library.cublasSetWorkspace_v2(handle, None, 0) or multiply(
         library, handle, x, weight, out
@@ -40,7 +39,7 @@ def multiply(library: ctypes.CDLL, handle: int, x: Tensor, weight: Tensor, out: 
     """Write x @ weight^T to `out` [T, N], contiguous; returns cuBLAS' status, 0 for success."""
     (num_rows, width), num_features = x.shape, weight.shape[0]
     kind = _TYPES[x.dtype]
-    # By columns, as cuBLAS sees matrices, this is out^T = weight @ x^T.
+    # In column order, as cuBLAS reads matrices, this is out^T = weight @ x^T.
     status: int = library.cublasGemmEx(
         *(handle, _TRANSPOSED, _PLAIN, num_features, num_rows, width),
         *(byref(c_float(1.0)), weight.data_ptr(), kind, weight.stride(0)),

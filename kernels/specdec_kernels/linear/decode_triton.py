@@ -1,8 +1,7 @@
-"""Codes of stored weights as numbers, in registers.
-
-A kind's codes lie in bytes. Where a byte holds two of them, `stored` puts columns 64 apart into it,
-so that each half of a tile meets contiguous numbers of x. The interpreter, and types other than
-bf16, take plain arithmetic; bf16 takes fewer instructions than one for each number.
+"""Decoding the codes of stored weights into numbers, in registers. A kind's codes lie in bytes. If
+a byte holds two codes, `stored` puts columns 64 apart into it, so that each half of a tile meets
+contiguous numbers of x. The interpreter, and types other than bf16, use plain arithmetic. bf16
+needs less than one instruction for each number.
 """
 
 import triton
@@ -11,8 +10,8 @@ import triton.language as tl
 from specdec_kernels.launch_triton import INTERPRETED
 
 # e4m3 and e2m1 have the exponents of a bf16 with another bias: their bits are moved into place, and
-# a product with a power of two corrects the bias, of numbers below the least normal one as well.
-# Those of e4m3 stay 2^-120 of what they are, and sums of their products are corrected, in fp32.
+# a product with a power of two corrects the bias, even for numbers below the least normal one.
+# Numbers of e4m3 stay smaller by 2^-120, and sums of their products are corrected in fp32.
 _FP8 = tl.constexpr(
     """{ .reg .b32 a, b;
     prmt.b32 a, $2, 0, 0x9180; prmt.b32 b, $2, 0, 0xb3a2;  // with 8 more: a byte of its sign
@@ -66,7 +65,8 @@ def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Sums of products with numbers as from `decoded`, fp32, as those with the codes' numbers."""
+    """fp32 sums of products with the results of `decoded`, corrected to those with the codes'
+    numbers."""
     if FORM.kind == "fp8" and dtype == tl.bfloat16 and not INTERPRETED:
         sums *= 2.0**120
     return sums
@@ -76,7 +76,7 @@ def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
 def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
     """The numbers of the low and of the high codes of a tile of bytes, in `dtype`.
 
-    Those of int4 are 128 more than their codes.
+    Numbers of int4 are 128 more than their codes.
     """
     if dtype == tl.bfloat16 and not INTERPRETED:
         low, high = tl.inline_asm_elementwise(
@@ -107,7 +107,7 @@ def _number(code, FORM: tl.constexpr, dtype: tl.constexpr):
 def ones_beside(numbers):
     """Ones in the shape and type of numbers, whose product with x gives sums of x."""
     if numbers.dtype == tl.bfloat16 and not INTERPRETED:
-        # A constant would lie in registers in another order, and x move there once more.
+        # A constant would lie in registers in another order, and x would have to move once more.
         ones = tl.inline_asm_elementwise(
             "mov.b32 $0, 0x3f803f80;", "=r,r", [numbers], tl.bfloat16, is_pure=True, pack=2
         )

@@ -1,15 +1,16 @@
 """A product of few rows with norm, gate, bias and residual, bound by reading the weight once.
 
 A program holds all rows and BLOCK_N features, and streams its rows of the weight through shared
-memory. The norm needs no pass of its own, since its factor is one number a row: the kernel that
-writes the residual stream also writes it times the norm's weight, and sums of squares, and the next
-kernel scales its product at the end. Before a program waits for its predecessor, it prefetches its
-first weights and may load its last ones into registers, so that memory stays busy between kernels.
+memory. The norm needs no separate pass, since its factor is one number a row. The kernel that
+writes the residual stream also writes the stream times the norm's weight, and sums of squares. The
+next kernel scales its product at the end. Before a program waits for its predecessor, it prefetches
+its first weights and may load its last ones into registers, so that memory stays busy between
+kernels.
 
-The depth of a tile can be cut into slices, each for some warps: products of one warp on one sum
-wait for each other, which can take longer than loading the weights. Sums of slices stay apart until
-all tiles are done. A tile of R rows and K features is [R, K], or [SLICES, R, K / SLICES] with more
-than one slice.
+The depth of a tile can be cut into slices, each for some warps. Products of one warp for the same
+sum wait for each other, which can take longer than loading the weights. Sums of slices stay apart
+until all tiles are done. A tile of R rows and K features is [R, K], or [SLICES, R, K / SLICES] with
+more than one slice.
 """
 
 from typing import Any
@@ -47,7 +48,7 @@ def depth_of(start, SIZE: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def along_rows(value, SLICES: tl.constexpr):
-    """Values of a tile's rows, [R], in a shape that broadcasts over its features."""
+    """The values of a tile's rows, [R], in a shape that broadcasts over its features."""
     if SLICES == 1:
         return value[:, None]
     else:
@@ -115,7 +116,8 @@ def transposed(tile, SLICES: tl.constexpr):
 def whole_sums(sums, sums_up, SLICES: tl.constexpr, SWAP: tl.constexpr):
     """Two results of `add_product` as [M, N] each: slices added up, transposed back with SWAP.
 
-    Both together, so that the exchanges between warps for one do not wait for the other's.
+    Both come together, so that the exchanges between warps for one do not wait for those of the
+    other.
     """
     if SLICES > 1:
         sums = tl.sum(sums, axis=0)
@@ -128,7 +130,7 @@ def whole_sums(sums, sums_up, SLICES: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(rows_ptr, first, COUNT: tl.constexpr):
-    """Prefetch COUNT numbers of each row of the weight, [N] pointers, from the `first` on."""
+    """Prefetch COUNT numbers of each row of the weight, from `first` on. Rows are [N] pointers."""
     PER_LINE: tl.constexpr = LINE * 8 // rows_ptr.dtype.element_ty.primitive_bitwidth
     ahead = first + tl.arange(0, COUNT // PER_LINE) * PER_LINE
     prefetch_l2(rows_ptr[:, None] + ahead[None, :])
@@ -239,7 +241,7 @@ def few_rows_linear_kernel(
     DEPENDENT: tl.constexpr,
 ):
     BLOCK_K: tl.constexpr = TILES.block_k
-    SLICES: tl.constexpr = TILES.slices  # of BLOCK_K, one a group of warps
+    SLICES: tl.constexpr = TILES.slices  # slices of BLOCK_K, one for each group of warps
     SPLITS: tl.constexpr = TILES.splits
     EARLY: tl.constexpr = TILES.early
     GATED: tl.constexpr = ACTIVATION != ""

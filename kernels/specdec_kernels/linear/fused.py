@@ -1,4 +1,4 @@
-"""Operands and results of the kernels that multiply few rows, checked and allocated for all."""
+"""Operands and results of the kernels for few rows: checks and allocation for all of them."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""RMS norms and gates as kernels of their own, for products that run on cuBLAS or are summed over
+"""RMS norms and gates as separate kernels, for products that run on cuBLAS or are summed over
 ranks."""
 
 import torch

@@ -2,13 +2,13 @@
 
 A program loads all of its rows of the weight at once, before it waits for its predecessor, and
 needs no shared memory for them. So programs fit beside those of the preceding kernel, and memory
-stays busy while that kernel ends, which decides the time of layers as small as a draft's. Sums are
-of plain multiplications: one row gives the tensor cores nothing to do.
+stays busy while that kernel ends. This decides the time of layers as small as a draft's. Sums use
+plain multiplications, since tensor cores gain nothing for one row.
 
-A stored weight's tiles are of bytes. Of a byte with two codes, the numbers of x are those of two
-columns. A thread loads as many bytes at a time as it loads numbers of x, since tiles would have to
-be exchanged between threads otherwise, and scales and zeros are those of such a load. Where the two
-columns of a byte lie in two groups, a load has those of its low codes and of its high ones.
+A stored weight's tiles are bytes. A byte with two codes meets the numbers of x of two columns. A
+thread loads as many bytes at a time as numbers of x, since threads would otherwise have to exchange
+tiles. Scales and zeros belong to such a load. If the two columns of a byte lie in two groups, a
+load has those of its low codes and those of its high codes.
 """
 
 from typing import Any
@@ -42,19 +42,19 @@ def chunks_of(rows_ptr, K: tl.constexpr, CHUNK: tl.constexpr, EVICTION: tl.const
 
 @triton.constexpr_function
 def per_code_of(form: Form | None) -> int:
-    """Numbers of a byte of a stored weight, or of a number of a plain one."""
+    """The count of numbers in a byte of a stored weight, or in an entry of a plain one."""
     return 1 if form is None else form.per_code
 
 
 @triton.jit
 def low_columns(byte):
-    """The columns of the low codes of bytes with two."""
+    """The columns of the low codes, for bytes with two codes."""
     return byte + byte // HALF * HALF
 
 
 @triton.jit
 def columns_of(rows_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.constexpr):
-    """The numbers of x for each byte with two codes, low and high ones, at pointers [M, 1]: tiles
+    """The numbers of x for the low and the high codes of each byte, from pointers [M, 1]: two tiles
     [M, CHUNK]."""
     low_tiles = ()
     high_tiles = ()
@@ -72,13 +72,13 @@ def columns_of(rows_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.conste
 @triton.jit
 def fields_of(
     fields_ptr,
-    HIGH: tl.constexpr,  # of the high codes, where those are apart
+    HIGH: tl.constexpr,  # of the high codes, if those are separate
     ROW: tl.constexpr,
     CHUNK: tl.constexpr,
     LANE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Scales or zeros at pointers [N, 1], one for each load of a thread: [N, CHUNK / LANE]."""
+    """Scales or zeros from pointers [N, 1], one for each load of a thread: [N, CHUNK / LANE]."""
     tiles = ()
     for start in tl.static_range(0, ROW, CHUNK):
         byte = start + tl.arange(0, CHUNK // LANE)[None, :] * LANE
@@ -124,9 +124,9 @@ def lane_sums(products, LANE: tl.constexpr):
 
 @triton.jit
 def scaled_sums(sums, x_sums, scale, zero, FORM: tl.constexpr):
-    """Sums of x times decoded codes as those of x times numbers, given sums of x."""
+    """Sums of x times decoded codes, corrected to sums of x times numbers. This needs sums of x."""
     if FORM.kind == "int4":
-        offset = 136.0  # 8 is the zero of codes without zeros, which are numbers less 128
+        offset = 136.0  # without zeros 8 is the zero; decoded codes are 128 too large
         if FORM.has_minima:
             offset = 128.0
         elif FORM.has_zeros:
@@ -210,11 +210,11 @@ def one_row_linear_kernel(
     PER_CODE: tl.constexpr = per_code_of(FORM)
     ROW: tl.constexpr = K // PER_CODE
     rows_ptr = weight_ptr + (feature * ROW)[:, None]
-    # A weight is not read again before the next pass, so it is the first to leave the L2 cache.
-    # A thread's load is one of x, or of the weight where that is plain: numbers of 16 bytes.
+    # A weight is not read again before the next pass, so it leaves the L2 cache first. A thread
+    # loads 16 bytes at a time of x, or of a plain weight.
     LANE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     if FORM is not None:
-        # Adds 0, of which the compiler only knows that it is a multiple of LANE.
+        # This adds 0, but the compiler only knows that it is a multiple of LANE.
         rows_ptr += tl.program_id(1) * LANE
     weight = chunks_of(rows_ptr, ROW, TILES.chunk, "evict_first")
     if GATED:
@@ -238,8 +238,8 @@ def one_row_linear_kernel(
         norm = tl.load(norm_ptr + column, mask=live, other=0.0)
     after_predecessor(DEPENDENT)
 
-    # A chunk of x with less than a load for each thread is loaded for each row of the weight. Else
-    # all numbers would move to the threads of one row of x, through shared memory.
+    # If a chunk of x is smaller than one load for each thread, it is loaded for each row of the
+    # weight. Otherwise all numbers would move through shared memory to the threads of one row of x.
     X_ROWS: tl.constexpr = TILES.block_n if TILES.chunk < 32 * TILES.num_warps * LANE else 1
     x_rows = x_ptr + tl.zeros([X_ROWS, 1], tl.int32)
     if PER_CODE == 2:

@@ -47,7 +47,8 @@ def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
 def chosen(
     kind: str, x: Tensor, weight: Tensor | Stored, choose: Choose
 ) -> tuple[Product | None, Tensor | Stored]:
-    """The kernel for a product, and the weight: as it is held if that kernel reads it, or plain."""
+    """The kernel for a product, and the weight: in its held form if that kernel reads it, else
+    plain."""
     product = choose(kind, x, weight)
     if product is None and isinstance(weight, Stored):
         weight = plain_triton(weight, x.dtype)
@@ -62,7 +63,7 @@ def norm_linear_triton(
     into: Tensor | None = None,
     choose: Choose = kernel_for,
 ) -> Tensor:
-    """See `ops.norm_linear`. choose: as `kernel_for`, here and below."""
+    """See `ops.norm_linear`. choose: a function like `kernel_for`, here and below."""
     product, weight = chosen("norm", x.scaled, weight, choose)
     if product is None:
         assert x.squares is None and isinstance(weight, Tensor)
@@ -106,7 +107,7 @@ def linear_add_norm_triton(
     if product is None:
         assert isinstance(weight, Tensor)
         return add_norm_triton(F.linear(x, weight, bias), residual, norm_weight, eps)
-    if x.shape[0] > FEW_ROWS:  # the next product may be cuBLAS', which takes no unfinished norm
+    if x.shape[0] > FEW_ROWS:  # the next product may be cuBLAS', which needs a finished norm
         hidden = product(x, weight, bias=bias, residual=residual)[0]
         return add_norm_triton(hidden, None, norm_weight, eps)
     hidden, scaled, squares = product(

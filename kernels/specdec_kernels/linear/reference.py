@@ -5,10 +5,10 @@ added to the residual. Norms round as transformers' LlamaRMSNorm does, or as its
 weight is fp32.
 
 Legend: T packed tokens, K features read, N features written, F the MLP's features, V vocabulary.
-Rows of a tensor are contiguous. A weight [N, K] is of `pack_weight`, a bias [N]. A `Normed` x has
-all rows as `embed`, `add_norm` or `linear_add_norm` returned them. `into` [T, N], contiguous, is
-where to write a product; on CUDA only. `norm_weight` [N] and `eps` are of the norm that follows:
-the MLP's, the next layer's, or the last one.
+Rows of a tensor are contiguous. A weight [N, K] comes from `pack_weight`; a bias is [N]. A `Normed`
+x has all rows as `embed`, `add_norm` or `linear_add_norm` returned them. `into` [T, N], contiguous,
+is the place for a product, on CUDA only. `norm_weight` [N] and `eps` belong to the norm that
+follows: the MLP's, the next layer's, or the last one.
 """
 
 from functools import lru_cache
@@ -55,8 +55,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square norm of every row of x [..., K] times `weight`, of the same shape,
     contiguous.
 
-    weight: [K], of x's dtype or, as Gemma's 1 + g, fp32, as all norm weights here. eps: added to
-    the mean of squares.
+    weight: [K], in x's dtype, or in fp32 like Gemma's 1 + g; this holds for all norm weights here.
+    eps: added to the mean of squares.
     """
     if x.dtype != torch.float32:
         return rms_norm_reference(x, weight, eps)
@@ -95,7 +95,7 @@ def embed(
     """Embeddings [T, K], their first norm, and the rotary tables' rows [T, D].
 
     token_ids, positions: [T] int64, less than V and L; not checked on CUDA. embedding: [V, K].
-    cos_table, sin_table: [L, D]. scale: factor on the embeddings, as Gemma has.
+    cos_table, sin_table: [L, D]. scale: a factor of the embeddings, as in Gemma.
     """
     hidden = F.embedding(token_ids, embedding)
     if scale != 1.0:
@@ -112,7 +112,7 @@ def add_norm(
     eps: float,
     post_norm: Tensor | None = None,
 ) -> Normed:
-    """residual + x, a projection [T, N] that is complete, prepared for the norm that follows.
+    """The sum residual + x, prepared for the norm that follows. x is a complete projection [T, N].
 
     post_norm: [N], weight of a norm of x before it is added, as in Gemma 2 and 3.
     """
@@ -163,7 +163,7 @@ def linear_add_norm(
 
 
 def normed(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """x [T, K] and its norm, as the input of a product."""
+    """x [T, K] with its norm, as the input of a product."""
     return Normed(x, rms_norm.reference(x, norm_weight, eps), None, eps)
 
 

@@ -1,7 +1,8 @@
 """Weights in the bits of their checkpoint: codes, and scales that groups of them share.
 
-A kind is one entry of `KINDS`. `Stored.plain` is the reference. Does not know files, whose orders
-of codes end in their readers. Legend: N features written, K features read; experts are [E, N, K].
+A kind is one entry of `KINDS`. `Stored.plain` is the reference. Does not know files: their readers
+undo a file's own order of codes. Legend: N features written, K features read; experts are [E, N,
+K].
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +18,11 @@ from torch import Tensor
 class Kind(NamedTuple):
     """One way to write numbers as codes.
 
-    per_code: numbers in each code, of one row. decode: the numbers [..., N, K] of codes [..., N, K
-    / per_code] before zeros and scales, fp32, in a new tensor. encode: the codes of fp32 numbers,
-    rounded to the nearest. largest: the greatest magnitude. middle: what is subtracted from decoded
-    numbers where there are neither zeros nor minima. block: columns of a row whose codes lie
-    together.
+    per_code: the count of numbers of one row in each code. decode: returns the numbers [..., N, K]
+    of codes [..., N, K / per_code] before zeros and scales, fp32, in a new tensor. encode: returns
+    the codes of fp32 numbers, rounded to the nearest. largest: the greatest magnitude. middle: the
+    value that is subtracted from decoded numbers without zeros and minima. block: the number of
+    columns of a row whose codes lie together.
     """
 
     codes: torch.dtype
@@ -34,7 +35,7 @@ class Kind(NamedTuple):
 
 
 def unpacked(codes: Tensor) -> Tensor:
-    """Numbers 0..15, uint8 [..., K], of bytes [..., K / 2].
+    """The numbers 0..15, uint8 [..., K], in bytes [..., K / 2].
 
     Byte j of a block of 128 columns has column j in its low four bits and column j + 64 in its high
     ones. The rest of K, which is even, is a shorter block of two halves.
@@ -44,7 +45,7 @@ def unpacked(codes: Tensor) -> Tensor:
 
 
 def packed(numbers: Tensor) -> Tensor:
-    """Bytes [..., K / 2] of numbers 0..15, uint8 [..., K]; see `unpacked`."""
+    """The bytes [..., K / 2] that hold numbers 0..15, uint8 [..., K]; see `unpacked`."""
     halves = [block.chunk(2, -1) for block in _blocks(numbers, BLOCK)]
     return torch.cat([(low | high << 4).flatten(-2) for low, high in halves], -1)
 
@@ -70,7 +71,7 @@ def _to_e2m1(numbers: Tensor) -> Tensor:
 
 FP8, INT4, INT8, MXFP4 = "fp8", "int4", "int8", "mxfp4"
 BLOCK = 128  # columns of a row of four-bit codes that are interleaved
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0..7; 8..15 are negative
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # numbers of codes 0..7; codes 8..15 are negative
 KINDS = {
     FP8: Kind(
         *(torch.float8_e4m3fn, 1, lambda codes: codes.float()),
@@ -97,13 +98,13 @@ KINDS = {
 class Storage:
     """The form of a stored weight, known without its numbers.
 
-    kind: a name in `KINDS`. group: rows and columns of the numbers that share a scale; 0 columns
-    are all of a row. The last group of a row or column may be smaller. has_zeros: groups have a
-    number, int8 for codes of int8 and else uint8, that is subtracted from their decoded codes.
-    scales: their dtype, fp32, fp16 or bf16, or uint8 for powers of two: the exponent plus 127
-    (e8m0 of https://arxiv.org/abs/2310.10537, which has no zero and no sign; 255 is NaN).
-    has_minima: groups have a number in place of a zero, of the scales' dtype, that is subtracted
-    from the products of codes and scales.
+    kind: a name in `KINDS`. group: the rows and columns of numbers that share a scale; 0 columns
+    stand for a whole row. The last group of a row or column may be smaller. has_zeros: groups have
+    a number, int8 for codes of int8 and else uint8, that is subtracted from their decoded codes.
+    scales: their dtype, fp32, fp16 or bf16, or uint8 for powers of two: the exponent plus 127 (e8m0
+    of https://arxiv.org/abs/2310.10537, which has no zero and no sign; 255 is NaN). has_minima:
+    instead of a zero, groups have a number in the scales' dtype that is subtracted from the
+    products of codes and scales.
     """
 
     kind: str
@@ -134,12 +135,12 @@ class Storage:
         return codes + torch.Size(self.scales_shape(shape)).numel() * of_group
 
     def numbers_of_code(self, dim: int) -> int:
-        """Rows (`dim` -2) or columns (-1) of the numbers in one code."""
+        """The number of rows (`dim` -2) or columns (-1) in one code."""
         return KINDS[self.kind].per_code if dim == -1 else 1
 
     def can_cut(self, dim: int, place: int, size: int) -> bool:
-        """Whether rows (`dim` -2) or columns (-1) of a weight, of which there are `size`, can be
-        cut before entry `place`. Groups and codes stay whole."""
+        """Whether the `size` rows (`dim` -2) or columns (-1) of a weight can be cut before entry
+        `place`. Groups and codes must stay whole."""
         units = self.group[dim] or 1, self.numbers_of_code(dim)
         return place == size or not any(place % unit for unit in units)
 
@@ -156,8 +157,9 @@ class Storage:
         return scales.view(torch.float8_e8m0fnu).float() if powers else scales.float()
 
     def quantised(self, numbers: Tensor) -> "Stored":
-        """Numbers [..., N, K] in this form; the largest of a group has the largest code, or with
-        powers of two at least half of it. Zeros and minima are those of the kind's middle."""
+        """Numbers [..., N, K], stored in this form. The largest number of a group has the largest
+        code, or with powers of two at least half of it. Zeros and minima are those for the kind's
+        middle."""
         kind, (high, wide), (rows, columns) = KINDS[self.kind], self.group, numbers.shape[-2:]
         wide = wide or columns
         most = F.pad(numbers.float().abs(), (0, -columns % wide, 0, -rows % high))
@@ -175,9 +177,8 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight [..., N, K] that products read as it lies; see `Storage` for the shapes.
-
-    codes: of the kind's dtype. scales, zeros: of the storage's dtypes. zeros: or minima, or None.
+    """A weight [..., N, K] that products read in stored form; see `Storage` for the shapes. codes:
+    in the kind's dtype. scales, zeros: in the storage's dtypes. zeros may be minima, or None.
     """
 
     codes: Tensor
@@ -217,7 +218,8 @@ class Stored:
         return self._cut(-2, start, stop)
 
     def columns(self, start: int, stop: int) -> "Stored":
-        """The columns start..stop, likewise, but a copy where a block of codes is cut."""
+        """A view of the columns start..stop, or a copy if a block of codes is cut. Raises as `rows`
+        does."""
         return self._cut(-1, start, stop)
 
     def _cut(self, dim: int, start: int, stop: int) -> "Stored":
@@ -238,7 +240,8 @@ class Stored:
         return self._each(part)
 
     def reordered(self, order: Tensor) -> "Stored":
-        """The rows in another order within each run of P; order: int64 [P], of places before."""
+        """The rows in another order within each run of P rows. order: int64 [P], the previous
+        places."""
         part = self if self.storage.group[0] % len(order) == 0 else self._by_rows()
         places = torch.arange(self.shape[-2], device=order.device)
         places = places.view(-1, len(order))[:, order].flatten()
@@ -264,8 +267,8 @@ class Stored:
 
     @staticmethod
     def joined(parts: Sequence["Stored"]) -> "Stored":
-        """One weight of the rows of all, of one storage. Where a part ends within a group of rows,
-        each row gets scales of its own."""
+        """One weight with the rows of all parts, in one storage. If a part ends within a group of
+        rows, each row gets its own scales."""
         assert len({part.storage for part in parts}) == 1
         high = parts[0].storage.group[0]
         if any(part.shape[-2] % high for part in parts[:-1]):
@@ -287,5 +290,5 @@ class Stored:
 
 
 def plain_of(weight: Tensor | Stored, dtype: torch.dtype) -> Tensor:
-    """A weight's numbers; of a tensor, itself."""
+    """A weight's numbers; a tensor is returned itself."""
     return weight if isinstance(weight, Tensor) else weight.plain(dtype)

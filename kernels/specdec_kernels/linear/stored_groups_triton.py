@@ -1,6 +1,5 @@
 """Places of a stored weight's codes, scales and zeros, for kernels that read them in registers.
-
-A tile's slices each lie in one group of columns.
+Each slice of a tile lies in one group of columns.
 """
 
 from typing import NamedTuple
@@ -23,11 +22,11 @@ class Form(NamedTuple):
     per_code: int  # numbers of a byte
     high: int
     wide: int  # 0 for scales of whole rows
-    groups: int  # of each row
+    groups: int  # bytes of each row
     has_zeros: bool  # or minima
     has_minima: bool
-    is_apart: bool  # the two numbers of a byte may have different scales, or have minima
-    whole: int  # columns before the last block, if that is shorter
+    is_apart: bool  # whether the two numbers of a byte may have different scales, or have minima
+    whole: int  # columns before a shorter last block
     rest: int  # columns between the two numbers of a byte of the last block
 
     @classmethod
@@ -47,7 +46,7 @@ def form_of(weight: Tensor | Stored) -> Form | None:
 
 
 def operands_of(weight: Tensor | Stored) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A weight, or a stored one's codes as bytes, its scales and its zeros, all contiguous."""
+    """A weight, or a stored weight's codes as bytes, scales and zeros, all contiguous."""
     if isinstance(weight, Tensor):
         assert weight.is_contiguous()
         return weight, None, None
@@ -57,14 +56,13 @@ def operands_of(weight: Tensor | Stored) -> tuple[Tensor, Tensor | None, Tensor 
 
 @triton.jit
 def rows_of(codes_ptr, scales_ptr, zeros_ptr, row, K: tl.constexpr, FORM: tl.constexpr):
-    """Pointers to the codes, scales and zeros of rows [N] of a weight of K numbers each.
-
-    Rows of experts are counted through all of them, and groups do not cross their borders.
+    """Pointers to the codes, scales and zeros of rows [N] with K numbers each. Rows are counted
+    through all experts, and groups do not cross the borders of experts.
     """
     row = row.to(tl.int64)
     place = row // FORM.high * FORM.groups
     scales = scales_ptr + place
-    zeros = scales  # in place of None, which no function returns among others
+    zeros = scales  # instead of None, which functions cannot return among other results
     if FORM.has_zeros:
         zeros = zeros_ptr + place
     return codes_ptr + row * (K // FORM.per_code), scales, zeros
@@ -72,7 +70,7 @@ def rows_of(codes_ptr, scales_ptr, zeros_ptr, row, K: tl.constexpr, FORM: tl.con
 
 @triton.jit
 def along_features(scale, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """A result of `row_scales` in a shape that broadcasts over sums [N, M] or [SLICES, N, M]."""
+    """Scales from `row_scales` in a shape that broadcasts over sums [N, M] or [SLICES, N, M]."""
     if FORM.wide == 0:
         scale = tl.trans(scale)
         if SLICES > 1:
@@ -97,7 +95,7 @@ def first_columns(start, begin_low, FORM: tl.constexpr):
 
 @triton.jit
 def high_columns(low, FORM: tl.constexpr):
-    """The columns whose codes are the high ones where those of `low` are the low ones."""
+    """The columns of the high codes in the bytes whose low codes are those of `low`."""
     if FORM.rest > 0:  # a last block that is shorter has two halves as well
         return low + tl.where(low < FORM.whole, HALF, FORM.rest)
     else:
@@ -113,8 +111,8 @@ def in_slices(first, WIDTH: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def of_groups(fields_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """Scales or zeros of rows [N] of pointers, and of the groups of each slice's first column:
-    [N, 1], or [SLICES, N, 1]."""
+    """Scales or zeros from pointers to rows [N], for the groups of each slice's first column: [N,
+    1], or [SLICES, N, 1]."""
     group = column * 0
     if FORM.wide > 0:
         group = tl.minimum(column // FORM.wide, FORM.groups - 1)
@@ -127,8 +125,8 @@ def of_groups(fields_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr
 
 @triton.jit
 def groups_of(scales_ptr, zeros_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """Scales, and zeros or minima, of a tile's codes in the groups of some columns. Constants take
-    the place of absent zeros, and of scales of whole rows, which multiply sums at the end."""
+    """Scales, and zeros or minima, of a tile's codes in the groups of some columns. Constants
+    replace absent zeros. They also replace scales of whole rows, which multiply sums at the end."""
     scale, zero = 1.0, 0
     if FORM.wide > 0:
         scale = of_groups(scales_ptr, column, live, FORM, SLICES)
@@ -141,7 +139,8 @@ def groups_of(scales_ptr, zeros_ptr, column, live, FORM: tl.constexpr, SLICES: t
 def tile_groups(
     scales_ptr, zeros_ptr, start, begin_low, live, FORM: tl.constexpr, SLICES: tl.constexpr
 ):
-    """`groups_of` of the low and of the high codes of the tile that begins at byte `start`."""
+    """The results of `groups_of` for the low and for the high codes of the tile that begins at byte
+    `start`."""
     column = first_columns(start, begin_low, FORM)
     scale, zero = groups_of(scales_ptr, zeros_ptr, column, live, FORM, SLICES)
     scale_high, zero_high = scale, zero
@@ -162,8 +161,8 @@ def row_scales(scales, live, FORM: tl.constexpr):
 
 @triton.jit
 def row_scaled(sums, scale, FORM: tl.constexpr, dtype: tl.constexpr):
-    """fp32 sums as of `stored_sums`, of x of `dtype`, times a result of `row_scales` that
-    broadcasts over them."""
+    """fp32 sums from `stored_sums`, of x in `dtype`, times the scales of rows, which broadcast over
+    them."""
     if FORM.wide == 0:
         sums = corrected(sums, FORM, dtype) * scale
     return sums

@@ -1,8 +1,8 @@
 """A product of rows with a stored weight, by sums as in `stored_sums_triton`.
 
-The work around it is that of `few_rows_triton`. Codes of fp8 that meet x as terms of fp8 (see
-`terms_triton`) need no registers: tensor cores read them as they are stored. Then each row of x is
-two, and its sums are added up before the scales.
+The work around it is that of `few_rows_triton`. If x consists of terms of fp8 (see `terms_triton`),
+codes of fp8 need no registers: tensor cores read them in stored form. Then each row of x is two
+rows, and their sums are added up before the scales.
 """
 
 from typing import Any
@@ -30,8 +30,8 @@ from specdec_kernels.linear.tile_tables import Tiles
 
 @triton.jit
 def sums_of_terms(sums):
-    """Sums [N, M * TERMS] of products with the terms of rows, those of a row side by side, as
-    [N, M]."""
+    """Sums [N, M * TERMS] of products with the terms of rows, added up to [N, M]. The terms of a
+    row lie side by side."""
     M: tl.constexpr = sums.shape[1] // TERMS
     return tl.sum(tl.reshape(sums, [sums.shape[0], M, TERMS]), axis=2)
 
@@ -68,7 +68,7 @@ def stored_rows_kernel(
     SLICES: tl.constexpr = TILES.slices
     SPLITS: tl.constexpr = TILES.splits
     GATED: tl.constexpr = ACTIVATION != ""
-    ROW: tl.constexpr = K // FORM.per_code  # bytes of a row of the weight, and below of a tile
+    ROW: tl.constexpr = K // FORM.per_code  # bytes of a row of the weight; below, bytes of a tile
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     SHARE: tl.constexpr = (ROW + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
     HELD: tl.constexpr = SHARE * FORM.per_code <= TILES.early

@@ -1,9 +1,8 @@
-"""Sums of products of rows with a stored weight, whose codes become numbers in registers.
-
-The weight is the left operand of every product, which tensor cores read from registers, and x the
-right one. Each slice of a tile lies in one group of columns; its product is multiplied by the
-group's scales. Those of whole rows come at the end. Shares of at most `Tiles.early` numbers are
-loaded before the wait, codes and groups, and have no loop.
+"""Sums of products of rows with a stored weight, whose codes become numbers in registers. The
+weight is the left operand of every product, which tensor cores read from registers, and x is the
+right operand. Each slice of a tile lies in one group of columns, and its product is multiplied by
+the group's scales. Scales of whole rows come at the end. Shares of at most `Tiles.early` numbers
+are loaded before the wait, both codes and groups, without a loop.
 """
 
 import triton
@@ -36,7 +35,7 @@ from specdec_kernels.linear.stored_groups_triton import (
 
 @triton.jit
 def without_zeros(numbers, zero, FORM: tl.constexpr):
-    """int4 numbers as of `decoded_halves` minus their zeros."""
+    """int4 numbers from `decoded_halves` minus their zeros."""
     if FORM.has_minima:
         return numbers - tl.full([], 128.0, numbers.dtype)
     elif FORM.has_zeros:
@@ -47,9 +46,8 @@ def without_zeros(numbers, zero, FORM: tl.constexpr):
 
 @triton.jit
 def add_scaled(x, numbers, scale, zero, sums, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """sums + (numbers @ x.T) * scale, slice by slice; without scales where they are of rows.
-
-    Minima, in the place of zeros, are multiplied by sums of x, so that no number is rounded.
+    """sums + (numbers @ x.T) * scale, slice by slice. Scales of whole rows are left out. Minima,
+    which replace zeros, are multiplied by sums of x, so that no number is rounded.
     """
     if FORM.wide == 0:
         sums = add_product(x, numbers, sums, SLICES, True)
@@ -107,8 +105,8 @@ def first_low(FORM: tl.constexpr, TILES: tl.constexpr):
 def load_x(
     x_rows,  # [M] pointers to rows of x
     row_live,  # [M]
-    inside,  # of a tile's features, whether a row has them
-    low,  # first columns of slices, of low codes
+    inside,  # whether a row has each of the tile's features
+    low,  # the first columns of slices, for low codes
     high,
     FORM: tl.constexpr,
     TILES: tl.constexpr,
@@ -132,12 +130,13 @@ def held_share(
     zeros,
     live,  # [N]
     first,  # byte of each row
-    SHARE: tl.constexpr,  # bytes, of whole tiles
+    SHARE: tl.constexpr,  # bytes of whole tiles
     ROW: tl.constexpr,
     FORM: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A program's share of rows, of few tiles: the codes of each, and its `tile_groups`."""
+    """A program's share of rows, if it has few tiles: the codes of each tile, and its
+    `tile_groups`."""
     SLICES: tl.constexpr = TILES.slices
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     WIDTH: tl.constexpr = TILE // SLICES
@@ -153,10 +152,9 @@ def held_share(
 
 @triton.jit
 def pinned(tile):
-    """The tile, in code that stays behind all loads before it.
-
-    The compiler puts the exchange between threads that a product's operand needs right behind the
-    operand's load, so that each load would wait for the one before.
+    """The tile, in code that stays after all earlier loads. A product's operand needs an exchange
+    between threads. The compiler would put it right after the operand's load, so that each load
+    would wait for the one before.
     """
     if INTERPRETED:
         return tile
@@ -186,7 +184,7 @@ def held_sums(
     TILES: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """As `stored_sums`, of weights that are held: all of x is loaded at once."""
+    """As `stored_sums`, for weights in registers: all of x is loaded at once."""
     SLICES: tl.constexpr = TILES.slices
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     WIDTH: tl.constexpr = TILE // SLICES
@@ -196,7 +194,7 @@ def held_sums(
     for place in tl.static_range(0, SHARE, TILE):
         byte = in_slices(bytes_of(first + place, WIDTH, SLICES), WIDTH, SLICES)
         low = first_columns(first + place, first_low(FORM, TILES), FORM)
-        # Slices begin at multiples of 16, which the compiler does not see in a short last block.
+        # Slices begin at multiples of 16. The compiler cannot see that in a short last block.
         high = tl.multiple_of(high_columns(low, FORM), 16)
         inside = along_depth(byte < ROW, SLICES)
         x_tiles += (load_x(x_rows, row_live, inside, low, high, FORM, TILES),)
@@ -228,7 +226,7 @@ def stored_sums(
     FORM: tl.constexpr,
     TILES: tl.constexpr,
     GATED: tl.constexpr,
-    SPLITS: tl.constexpr,  # of a row, among which `first` and `stop` lie
+    SPLITS: tl.constexpr,  # bytes of a row; `first` and `stop` lie among them
 ):
     """sums and sums_up plus the products of x with rows of the weight, from byte to byte.
 

@@ -1,9 +1,9 @@
-"""Rows of bf16 as sums of two numbers of fp8 each, which tensor cores multiply with codes of fp8.
+"""Rows of bf16 as sums of two fp8 numbers each, which tensor cores multiply with codes of fp8.
 
 A bf16 has 8 significant bits and an e4m3 has 4. The first term has a number's first four bits, and
-the second what is left of it. Each row is scaled by a power of two, so that its largest number lies
-between 128 and 256. Then both terms are exact down to 2^-9 of that number, and off by at most 2^-16
-of it below.
+the second has the rest. Each row is scaled by a power of two, so that its largest number lies
+between 128 and 256. Then the sum of both terms is exact for numbers down to 2^-9 of the largest.
+For smaller numbers its error is at most 2^-16 of the largest.
 """
 
 import torch
@@ -32,11 +32,11 @@ def terms_kernel(
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # of magnitudes
-    exponent = tl.maximum(bits >> 23, 8)  # so that both powers below are normal
+    exponent = tl.maximum(bits >> 23, 8)  # so that both powers of two below are normal numbers
     x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
-    # Bits are cut off, not rounded, so that nothing reads a converted number: ptxas 12.8 takes one
-    # from another register where it is also packed into a word.
+    # Bits are cut off, not rounded, so that no code reads a converted number: ptxas 12.8 takes it
+    # from another register if it is also packed into a word.
     first = (x.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
     second = (x - first).to(tl.float8e4nv)
     terms_ptr += row * (TERMS * K) + column

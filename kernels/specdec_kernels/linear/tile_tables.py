@@ -1,5 +1,4 @@
-"""Tiles of products of few rows: a table for each device, as `scripts/bench/tiles.py` measures
-it."""
+"""Tiles of products of few rows: a table for each device, measured by `scripts/bench/tiles.py`."""
 
 from typing import NamedTuple
 
@@ -19,8 +18,8 @@ class Tiles(NamedTuple):
     prefetch: int  # numbers of each weight row to prefetch before the wait
     num_warps: int
     num_stages: int
-    # Numbers of each weight row to load into registers before the wait; of a stored one, all of a
-    # program's share if it has no more.
+    # Numbers of each weight row to load into registers before the wait. For a stored weight this is
+    # the largest share of a program that is loaded whole.
     early: int = 0
 
 
@@ -98,8 +97,9 @@ H200: Products = {
 TABLES = {(9, 0): H200}  # by compute capability
 
 # Products with stored weights, by kind of storage. Tensor cores take the weight from registers, so
-# up to 16 rows have 16 features a program as well, and more rows wgmma's 64 or 128. 0 splits: as
-# many as give every multiprocessor three programs of four warps, or one of eight.
+# programs for up to 16 rows have 16 features too, and those for more rows have wgmma's 64 or 128. 0
+# splits stand for as many as give every multiprocessor three programs of four warps, or one of
+# eight.
 _BYTES: Products = {
     "norm": (
         Case(Tiles(8, 16, 1024, 4, 1, 1024, 4, 3), (8, ANY), (0,)),
@@ -138,8 +138,8 @@ _HALVES: Products = {
         *_BYTES["add"][2:],
     ),
 }
-# With minima, or groups of fewer than 32 columns: larger tiles have more sums than registers, and
-# so have gates that hold a wider share (by the compiler's count; not timed).
+# Tiles for minima, or groups of fewer than 32 columns. Larger tiles would have more sums than
+# registers, and so would gates that hold a wider share (by the compiler's count; not timed).
 FINE: Products = {
     kind: (
         Case(Tiles(8, 16, 256, 4, splits, 256, 4, 3, few), (8, ANY), (0,)),
@@ -153,11 +153,11 @@ FINE: Products = {
         ("add", 2, 1024, 1024),
     )
 }
-STORED_ROWS = 64  # most rows of a product that reads a stored weight; more have it made plain
+STORED_ROWS = 64  # most rows that read a stored weight; more have it made plain
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
 
-# The same for more than 16 rows where x meets codes of fp8 as terms, on devices that have a table.
-# Splits are as many as leave every program a multiprocessor.
+# Tiles for more than 16 rows of terms of x and codes of fp8, on devices with a table. There are as
+# many splits as leave each program a multiprocessor.
 _TERMS: Products = {
     kind: (
         Case(Tiles(32, 128, 128, 1, 0, 256, 8, few), (32, ANY), (0,)),

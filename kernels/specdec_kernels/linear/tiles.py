@@ -24,7 +24,7 @@ WASTE = 1.25  # a partial last wave matters if ceil(waves) is at least this time
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 
 # Products of one row.
-NARROW = 7168  # a residual stream of fewer bytes has products that are small enough
+NARROW = 7168  # products of a residual stream with fewer bytes are small enough
 LANE = 16  # bytes of one load of a thread
 LOADED = 256  # bytes of the weight that a thread holds in registers
 GATE = 4096  # least bytes of each half that a program of a gate loads
@@ -34,14 +34,15 @@ HEAD = 4  # products with more than this many features for each number read are 
 
 # Products with stored weights.
 LEAST = 512  # numbers of a row in each split of a sum
-SPLITS = 8  # most of them
+SPLITS = 8  # most splits
 FEW = 16  # rows up to which codes in registers are faster than terms of x
 SLICE = 16  # least bytes of a slice, a product of tensor cores
 
 
 def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """Add stages until two programs do not fit on one multiprocessor, if there is one for each: a
-    kernel that starts early would crowd where its predecessor happens to end first."""
+    """Add stages until two programs do not fit on one multiprocessor, if there are enough
+    multiprocessors. Otherwise a kernel that starts early would crowd on those where its predecessor
+    ends first."""
     if programs > MULTIPROCESSORS:
         return tiles
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
@@ -50,8 +51,8 @@ def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY
 
 
 def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """Reduce a program's shared memory if that lets all programs run at once: a few that wait for
-    the others double the time."""
+    """Reduce a program's shared memory if that lets all programs run at once. A few programs that
+    wait for the others would double the time."""
     waves = programs / resident(tiles, itemsize, room)
     if waves <= 1 or math.ceil(waves) < WASTE * waves:
         return tiles
@@ -62,7 +63,7 @@ def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMOR
 
 
 def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
-    """Programs that run at once, by shared memory alone."""
+    """The number of programs that run at once, by shared memory alone."""
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
     early = tiles.block_n * tiles.early * itemsize
     used = stage * buffers(tiles, itemsize) + early + SCRATCH
@@ -70,8 +71,8 @@ def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
 
 
 def buffers(tiles: Tiles, itemsize: int) -> int:
-    """Buffers of a pipeline: one less than stages, or as many for wgmma, which reads one while it
-    is refilled."""
+    """The number of buffers of a pipeline: one fewer than stages, or as many for wgmma, which still
+    reads one."""
     is_wgmma = tiles.block_m >= 64 and itemsize == 2
     return tiles.num_stages if is_wgmma else tiles.num_stages - 1
 
@@ -79,12 +80,13 @@ def buffers(tiles: Tiles, itemsize: int) -> int:
 def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
     """Reduce stages, and then their depth, until `room` bytes of shared memory are enough.
 
-    parts: weights that a program reads, 2 for a gate.
+    parts: the number of weights that a program reads, 2 for a gate.
     """
     while True:
         features = parts * tiles.block_n * itemsize
         stage = features * tiles.block_k + tiles.block_m * tiles.block_k * itemsize
-        # One buffer less than stages; weights that were loaded early take shared memory as well.
+        # There is one buffer fewer than stages; weights that were loaded early take shared memory
+        # as well.
         stages = (room - SCRATCH - features * tiles.early) // stage + 1
         if stages >= 2 or tiles.block_k <= 64:
             return tiles._replace(num_stages=max(1, min(tiles.num_stages, stages)))
@@ -98,8 +100,8 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
     """Tiles for a product of `kind` "norm", "gate" or "add"; None for cuBLAS.
 
     The device's table has tiles for 16 bits. They are fitted to other types, to the width and to
-    the shared memory, `room` bytes; for more than `FEW_ROWS` rows they are used as measured, or
-    not.
+    the shared memory, `room` bytes. For more than `FEW_ROWS` rows they are used unchanged or not at
+    all.
     """
     gpu = gpu_of(x.device)
     room = gpu.shared_memory if room is None else room
@@ -120,7 +122,7 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
     programs = -(-num_features // tiles.block_n) * tiles.splits
     if kind != "gate":
         tiles = spread(tiles, programs, x.element_size(), room)
-        if tiles.block_m < 64:  # larger tiles are measured as they are
+        if tiles.block_m < 64:  # larger tiles are used unchanged
             tiles = at_once(tiles, programs, x.element_size(), room)
     if room < SHARED_MEMORY:
         tiles = fitted(tiles, 2 if kind == "gate" else 1, x.element_size(), room)
@@ -131,8 +133,8 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
 def tiles_for(
     device: tuple[int, int], kind: str, num_rows: int, width: int, num_features: int
 ) -> Tiles | None:
-    """Tiles of the first case in the table of `device`, a compute capability, that a product fits;
-    None, for cuBLAS, where it has none or no case fits."""
+    """Tiles of the first case that a product fits in the table of `device`, a compute capability.
+    None, for cuBLAS, without a table or a fitting case."""
     return first_fit(table_for(TABLES, device)[kind], (num_rows, num_features), (width,))
 
 
@@ -145,11 +147,11 @@ class RowTiles(NamedTuple):
 
 
 def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles | None:
-    """Tiles for a product of `kind` "norm", "gate" or "add" of one row; None for more rows, and
-    where other kernels are faster, or groups of stored weights cut a thread's load."""
+    """Tiles for a product of `kind` "norm", "gate" or "add" of one row; None for more rows, if
+    other kernels are faster, or if groups of stored weights cut a thread's load."""
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
-    stream = num_features if kind == "add" else width  # the model's width, whatever a rank holds
+    stream = num_features if kind == "add" else width  # the whole model's width on any rank
     if num_rows != 1 or stream * x.element_size() >= NARROW:
         return None
     held, row = width, width * x.element_size()
@@ -157,7 +159,8 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles 
         if weight.storage.kind not in STORED or not fits_lanes(weight):
             return None
         held = width // KINDS[weight.storage.kind].per_code
-        # Where codes are apart, scales and minima take as many registers as numbers of x would.
+        # If low and high codes have separate scales, scales and minima take as many registers as
+        # numbers of x.
         row = row if weight.storage.is_apart else held
     if kind == "norm" and num_features > HEAD * width:
         return None
@@ -170,15 +173,15 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles 
     least = LANE // x.element_size() * 32 * num_warps // block_n
     chunk = chunk_of(held, least)
     if kind == "norm" and -(-num_features // block_n) > 3 * MULTIPROCESSORS:
-        # The compiler converts a whole chunk to fp32 while it waits for x. With a smaller one five
-        # programs fit on a multiprocessor instead of three.
+        # The compiler converts a whole chunk to fp32 while it waits for x. With a smaller chunk
+        # five programs fit on a multiprocessor instead of three.
         chunk = max(least, min(chunk, CHUNK // 4))
     return RowTiles(block_n, chunk, num_warps)
 
 
 def fits_lanes(weight: Stored) -> bool:
-    """Whether the low codes of every load of a thread lie in one group, and the high ones; or
-    whole rows do, without minima."""
+    """Whether the low codes of every load of a thread lie in one group, and the high codes in one
+    too; or whether groups are whole rows without minima."""
     per_code, (_, wide) = KINDS[weight.storage.kind].per_code, weight.storage.group
     fits = weight.shape[1] % (LANE * per_code) == wide % LANE == 0
     return fits and (wide > 0 or not weight.storage.has_minima)
@@ -194,7 +197,7 @@ def chunk_of(width: int, least: int) -> int:
 
 def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     """Tiles for a product of `kind` "norm", "gate" or "add" of x [T, K] and a stored weight; None
-    where the kernel does not read it, or there are more rows than in the table."""
+    if the kernel does not read the weight, or if there are more rows than in the table."""
     kinds = STORED.get(weight.storage.kind)
     if kinds is None:
         return None
@@ -204,7 +207,7 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     tiles = first_fit(kinds[kind], (x.shape[0], features), (weight.shape[1],))
     if tiles is None:
         return None
-    if x.dtype == torch.float32:  # only for comparisons: mma.sync, and half as many numbers
+    if x.dtype == torch.float32:  # for comparisons only: mma.sync, half as many numbers
         tiles = tiles._replace(block_k=max(128, tiles.block_k // 4), num_stages=2, early=0)
     if tiles.splits == 0:
         wanted = MULTIPROCESSORS * (3 if tiles.num_warps == 4 else 1)
@@ -216,8 +219,8 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 
 
 def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
-    """Tiles for a product whose x [T, K] meets the codes as terms of fp8; None where that is
-    slower, or x or the codes do not have such terms."""
+    """Tiles for a product whose x [T, K] meets the codes as terms of fp8; None if that is slower,
+    or if x or the codes have no such terms."""
     table = TERMS.get(gpu_of(x.device).capability)
     if table is None or weight.storage.kind != FP8 or x.dtype != torch.bfloat16:
         return None
@@ -230,8 +233,8 @@ def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 
 
 def slices_for(weight: Stored, block_k: int, least: int) -> int | None:
-    """At least as many slices of tiles of `block_k`, so that each lies in one group of columns;
-    None for weights that the kernels do not read so."""
+    """The number of slices of tiles of `block_k`, at least `slices`, such that each lies in one
+    group of columns. None for weights that the kernels do not read in slices."""
     if weight.storage.kind not in STORED:
         return None
     kind, (_, wide) = KINDS[weight.storage.kind], weight.storage.group

@@ -1,5 +1,5 @@
-"""A round on the device: inputs of a pass, lookup of proposals, greedy acceptance, state update,
-time stamps.
+"""The steps of a round on the device: inputs of a pass, lookup of proposals, greedy acceptance,
+state update, time stamps.
 
 Legend: B sequences, R rows of L tokens, K proposal length, Q tokens that a pass feeds of each
 sequence, MB block-table columns. Block 0 is the trash block.
@@ -28,12 +28,12 @@ def padded_pass(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs of a pass that feeds Q tokens of each of B sequences, from length + offset on.
 
-    Token j of a sequence is live iff the sequence is active, its position is within the model, and,
-    where lens are given, lens >= offset + j + margin; the others are padding, whose keys go to the
-    trash block.
+    Token j of a sequence is live iff the sequence is active, its position is within the model, and
+    lens >= offset + j + margin, if lens are given. Other tokens are padding, and their keys go to
+    the trash block.
 
     tokens: [B, Q] int64; clamped into 0..num_ids - 1. length, lens: [B] int64. active: [B] bool.
-    block_tables: [B, MB] int32. max_len: positions the model knows.
+    block_tables: [B, MB] int32. max_len: the number of the model's positions.
 
     Returns ids [B * Q] int64; positions [B * Q] int64, clamped into the model's; slots [B * Q]
     int64; context_lens [B] int32, one more than the last token's unclamped position.
@@ -63,7 +63,7 @@ def accept(
     """Greedy verification: proposals stand while they are the target's own choice.
 
     The one-hot case of `reject_logits`. With rates, a proposal stands iff its noise is below the
-    rate of its place, whatever the target says.
+    rate of its place; the target does not matter.
 
     proposed: [B, K] int64, -1 where the draft's logits were not finite. best: [B, K + 1] int64, the
     target's choice at each place, -1 where it has none. lens: [B] int64, proposals of each row.
@@ -139,9 +139,9 @@ def advance(
 
 @kernel("specdec_kernels.round.steps_triton:stamp_triton")
 def stamp(out: Tensor, place: int) -> None:
-    """Write the time in nanoseconds into `out[place]`, int64, after the kernels before it: on CUDA
-    of the device's clock, whose ticks may be a microsecond apart. Only differences mean
-    anything."""
+    """Write the time in nanoseconds into `out[place]`, int64, after earlier kernels have ended. On
+    CUDA it is the device's clock, whose ticks may be a microsecond apart. Only differences have a
+    meaning."""
     out.numpy()[place] = time.perf_counter_ns()
 
 
@@ -159,9 +159,9 @@ def ngram_lookup(
 
     Suffixes of `longest` down to `shortest` tokens are looked for (Saxena, "Prompt Lookup
     Decoding", 2023). history: [R, L] int32, token ids; rows contiguous. rows, length: [B] int64,
-    the row of each text, and its tokens. room: [B] int64, most tokens to find, 0..k.
-
-    Returns found [B, k] int64, of which lens count, the others 0; lens [B] int64.
+    the row of each text, and its tokens. room: [B] int64, the most tokens to find, 0..k. Returns
+    found [B, k] int64 and lens [B] int64: the first lens tokens of a row were found, and the others
+    are 0.
     """
     proposed = torch.zeros(len(rows), k, dtype=torch.int64, device=history.device)
     lens = torch.zeros_like(length)

@@ -1,7 +1,6 @@
-"""The steps of a round: Triton kernels. Pass inputs use one lane a token, the others one program a
-sequence.
-
-Time stamps are kernels, since the events of a CUDA graph cannot be read apart for each replay.
+"""The steps of a round as Triton kernels. Pass inputs use one lane for each token, and the other
+kernels one program for each sequence. Time stamps are kernels too, since events of a CUDA graph
+cannot be read for each replay.
 """
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from specdec_kernels.launch_triton import launch_options
 
 BLOCK = 128
-PLACES = 2048  # of a text, that a program compares at once
+PLACES = 2048  # tokens of a text that a program compares at once
 
 
 @triton.jit
@@ -94,7 +93,7 @@ def advance_kernel(
     old = tl.load(tail_ptr + row * TAIL + at, mask=at < TAIL, other=0)
     is_new = (at >= TAIL) & (at < TAIL + count)
     new = tl.load(tokens_ptr + row * WIDTH + at - TAIL, mask=is_new, other=0)
-    tl.debug_barrier()  # the old tail is read before it is written over
+    tl.debug_barrier()  # the old tail has to be read before the new one is written
     active = tl.load(active_ptr + row) != 0
     before_round = tl.load(length_ptr + row)
     length = before_round + count
@@ -308,8 +307,8 @@ def ngram_lookup_kernel(
     length = tl.load(length_ptr + b).to(tl.int32)
     room = tl.load(room_ptr + b).to(tl.int32)
 
-    # The longest suffix wins, then its first place: the largest rank. Each lane keeps the best rank
-    # of its own places.
+    # The longest suffix wins, and among equal ones its first place: it has the largest rank. Each
+    # lane keeps the best rank of its own places.
     best = tl.zeros([BLOCK], tl.int64)
     for start in range(0, tl.where(room > 0, length, 0), BLOCK):
         place = start + tl.arange(0, BLOCK)

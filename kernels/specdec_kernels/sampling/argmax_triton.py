@@ -1,4 +1,5 @@
-"""Greedy choice of a token: each program reads a part of a row, the last one compares the parts."""
+"""Greedy choice of a token: each program reads a part of a row, and the last one compares the
+parts."""
 
 import torch
 import triton

@@ -1,10 +1,10 @@
 """Softmax statistics of rows of logits, with temperature, top-k and top-p: Triton kernels.
 
-A row is cut into parts, a program each, so that few rows use the whole GPU. The last program of a
-row combines its parts. The normaliser is computed online by parts (Milakov and Gimelshein, arXiv
-1805.02867). Top-k and top-p need no sorting: a logit has few possible values (65281 in bf16), and
-each pass of a search counts, for several of them at once, the tokens or the mass at or above that
-value. Probabilities are never stored.
+A row is cut into parts with a program for each, so that few rows use the whole GPU. The last
+program of a row combines its parts. The normaliser is computed online by parts (Milakov and
+Gimelshein, arXiv 1805.02867). Top-k and top-p need no sorting: a logit has few possible values
+(65281 in bf16), and each pass of a search counts, for several of them at once, the tokens or the
+mass at or above that value. Probabilities are never stored.
 """
 
 import math
@@ -24,10 +24,10 @@ from specdec_kernels.launch_triton import (
 )
 from specdec_kernels.sampling.reference import TINY, LogitRows
 
-BLOCKS = (1024, 4096)  # tokens a program, for few and for many programs
+BLOCKS = (1024, 4096)  # tokens of a program, for few and for many programs
 FEW_PROGRAMS = 264
-# Ranges that a search pass distinguishes, for few and for many programs: with few rows the number
-# of passes costs time, with many the sums of a pass.
+# Ranges that a search pass distinguishes, for few and for many programs. With few rows the number
+# of passes decides the time, with many rows the sums of a pass.
 WAYS = (16, 4)
 # Low bits that are zero in a dtype's numbers as fp32, and the number of bits that differ.
 SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
@@ -44,7 +44,7 @@ def key_of(value, SHIFT: tl.constexpr):
 
 @triton.jit
 def value_of(key, SHIFT: tl.constexpr):
-    """The fp32 value of a key, +0 for 0."""
+    """The fp32 value of a key; +0 for both zeros."""
     key = key.to(tl.int32)
     magnitude = tl.where(key < 0, -key, key) << SHIFT
     value = magnitude.to(tl.float32, bitcast=True)
@@ -86,13 +86,13 @@ def row_sums_kernel(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     after_predecessor(DEPENDENT)
-    # A Python float reaches a kernel inside torch.compile as fp64.
+    # Inside torch.compile a Python float reaches a kernel as fp64.
     scale = tl.full([], scale, tl.float32)
 
     at = part * CUT.block + tl.arange(0, CUT.block)
     x = logits_at(logits_ptr + row * stride, at, True, CUT.vocab)
     top = tl.max(x, axis=0)
-    # A part of -inf alone gives no NaN here. NaN and +inf make the sum NaN.
+    # A part with only -inf gives no NaN here. NaN and +inf make the sum NaN.
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2((x - base) * scale), axis=0)
     tl.store(tops_ptr + row * CUT.parts + part, top)
@@ -132,7 +132,8 @@ def search_kernel(
     AFTER_TOP_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Narrow down the largest threshold with `goal` tokens, or that share of the mass, at or above.
+    """Narrow down the largest threshold that has `goal` tokens, or that share of the mass, at or
+    above it.
 
     A call keeps one of WAYS parts of the range. It does nothing once the range is one value, and in
     void rows.
@@ -193,8 +194,8 @@ def search_kernel(
             sums = tl.sum(partial, axis=0)
             if FIRST and AFTER_TOP_K:
                 target = goal * tl.sum(tl.where(way == 0, sums, 0.0), axis=0)
-            # Sums fall from way to way, since all are rounded alike. The lowest way counts as
-            # reaching the target even if rounding says otherwise.
+            # Sums fall from one way to the next, since all are rounded alike. The lowest way counts
+            # as reaching the target even if rounding says otherwise.
             last = tl.sum(((sums >= target) & (way > 0)).to(tl.int32), axis=0)
             beyond = tl.sum(tl.where(way == last + 1, sums, 0.0), axis=0)
             above = tl.where(last + 1 < WAYS, beyond, above)
@@ -277,7 +278,7 @@ def exponent_scale(temperature: float) -> float:
 
 
 class RowCut(NamedTuple):
-    """The parts that rows of logits are cut into, a constant of kernels over logits."""
+    """The parts into which rows of logits are cut, as a constant of kernels over logits."""
 
     vocab: int
     """V."""
@@ -289,7 +290,7 @@ class RowCut(NamedTuple):
 
 
 def cut(vocabulary: int, parts: int) -> RowCut:
-    """The cut of rows into so many parts."""
+    """The cut of rows into this many parts."""
     block = next(size for size in BLOCKS if triton.cdiv(vocabulary, size) == parts)
     return RowCut(vocabulary, parts, triton.next_power_of_2(parts), block)
 

@@ -17,7 +17,8 @@ from specdec_kernels.sampling.reference import LogitRows
 def first_above(weights, before, threshold, index, NONE: tl.constexpr):
     """Smallest index of a positive weight whose running sum exceeds the threshold.
 
-    The last positive one if rounding leaves none, and the last index if no weight is positive.
+    If rounding leaves none, it is the last positive one; if no weight is positive, it is the last
+    index.
     """
     positive = weights > 0
     hit = positive & (before + tl.cumsum(weights, axis=0) > threshold)

@@ -23,14 +23,14 @@ MASK = 0xFFFFFFFF
 PHILOX_ROUNDS = 10
 _PHILOX = (
     torch.tensor([0xD2511F53, 0xCD9E8D57]).numpy().view("uint64"),  # factors of a counter's words
-    torch.tensor([0x9E3779B9, 0xBB67AE85]).numpy().view("uint64"),  # what a key's words grow by
+    torch.tensor([0x9E3779B9, 0xBB67AE85]).numpy().view("uint64"),  # increments of a key's words
 )
 
 
 def philox(counter: Tensor, key: Tensor) -> Tensor:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): words
     int64 [..., 4] of a counter int64 [..., 4] and a key int64 [..., 2], all unsigned of 32 bits."""
-    # For the few numbers of a round operations of numpy take a third of the time of torch's.
+    # For the few numbers of a round, numpy takes a third of torch's time.
     words, keys = (x.cpu().movedim(-1, 0).numpy().view("uint64") for x in (counter, key))
     even, odd = words[::2], words[1::2]
     factors, steps = (x.reshape(2, *[1] * (counter.dim() - 1)) for x in _PHILOX)
@@ -117,14 +117,14 @@ def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Te
 
     Temperature, top-k and top-p apply in this order, as in transformers' generation, and keep as
     many tokens as there: top-k keeps ties with the k-th value; top-p keeps the smallest set whose
-    mass reaches `top_p`, at least one token. Of equal tokens at that border those of higher index
-    stay; transformers' sort leaves it open. Temperature 0 is the one-hot at the first maximum. A
-    row with a NaN or +inf, or of -inf alone, sums to NaN, which verification reports.
+    mass reaches `top_p`, at least one token. Of equal tokens at that border those with higher index
+    stay; in transformers the sort does not define this. Temperature 0 is the one-hot at the first
+    maximum. A row with a NaN or +inf, or of -inf alone, sums to NaN, which verification reports.
     """
     if temperature == 0.0:
         logits = logits.float()
         best = logits.argmax(dim=-1, keepdim=True)
-        # NaN compares as the maximum; its value, copied in, marks the row.
+        # NaN counts as the maximum; this copies it in to mark the row.
         value = logits.gather(-1, best)
         return torch.zeros_like(logits).scatter_(-1, best, value - value + 1.0)
     return masked_scores(logits, temperature, top_k, top_p).softmax(dim=-1)
@@ -152,7 +152,8 @@ def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> 
 
 @kernel("specdec_kernels.sampling.argmax_triton:greedy_argmax_triton")
 def greedy_argmax(logits: Tensor) -> Tensor:
-    """Index of the first maximum of every row of [R, V]: [R] int64; -1 where it is not finite."""
+    """The index of the first maximum of every row of [R, V]: [R] int64; -1 where it is not
+    finite."""
     top, first = logits.max(dim=1)
     # inf - inf is NaN, which is not zero either; `isfinite` takes five operations on a CPU.
     return first.masked_fill_((top - top) != 0, -1)
@@ -161,7 +162,7 @@ def greedy_argmax(logits: Tensor) -> Tensor:
 def sample_categorical_reference(weights: Tensor, noise: Tensor) -> Tensor:
     """Draw from unnormalised `weights` [N, V] by inverse CDF, `noise` [N] in [0, 1): [N] int64.
 
-    The smallest index whose running sum exceeds noise * total, never one of zero weight; -1 where
+    The smallest index whose running sum exceeds noise * total, never one with zero weight; -1 if
     the row holds a NaN. On CPU torch carries a running sum of fp32 in fp64.
     """
     running = weights.cumsum(1)
@@ -175,8 +176,8 @@ def sample_categorical_reference(weights: Tensor, noise: Tensor) -> Tensor:
 def emitted(
     draft_tokens: Tensor, lens: Tensor, target_probs: Tensor, accepted: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output of a round: tokens [B, K + 1] int64 and accepted [B] int32, from how many draft tokens
-    stand, and the `last` token drawn after them, [B] int64 each."""
+    """The output of a round: tokens [B, K + 1] int64 and accepted [B] int32. They are made from the
+    number of draft tokens that stand and the `last` token drawn after them, [B] int64 each."""
     place = torch.arange(draft_tokens.shape[1] + 1, device=lens.device)
     stop = accepted[:, None]
     tokens = F.pad(draft_tokens, (0, 1)).masked_fill_(place >= stop, -1)
@@ -204,7 +205,7 @@ def rejection_sample_reference(
     [B, K, V] fp32. target_probs: [B, K + 1, V] fp32. The others are as in `Verification`.
 
     Returns tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted
-    [B] int32, how many drafts. A NaN in the target's probabilities makes both -1.
+    [B] int32, the number of accepted drafts. A NaN in the target's probabilities makes both -1.
     """
     num_rows, width = draft_tokens.shape
     row = torch.arange(num_rows, device=lens.device)
@@ -243,8 +244,8 @@ def sample_logits(
 ) -> Tensor:
     """Draw from every row's distribution: [R] int64, -1 for void rows.
 
-    The arguments before `stats`, which CUDA needs, are those it was made with by `logit_rows`.
-    noise: [R] fp32 in [0, 1).
+    CUDA needs `stats`, the result of `logit_rows` with the arguments before it. noise: [R] fp32 in
+    [0, 1).
     """
     return sample_categorical_reference(to_probs(logits, temperature, top_k, top_p), noise)
 
@@ -288,7 +289,7 @@ def reject_logits(v: Verification) -> tuple[Tensor, Tensor]:
 def verified_by(
     rule: Callable[..., tuple[Tensor, Tensor]], v: Verification
 ) -> tuple[Tensor, Tensor]:
-    """`reject_logits` by a rule over probabilities, such as `rejection_sample_reference`."""
+    """`reject_logits` with a rule over probabilities, such as `rejection_sample_reference`."""
     filters, vocab = (v.temperature, v.top_k, v.top_p), v.target_logits.shape[2]
     drafts, p = v.draft_tokens.clamp(min=0), to_probs(v.target_logits, *filters)
     if v.draft_logits is None:

@@ -2,9 +2,9 @@
 
 Rows are cut into the parts of `logit_rows_triton`. Probabilities are never stored. A program
 measures a residual in its part of the vocabulary. In rejection sampling that is the residual of the
-first rejected place. In block verification (`acceptance/block.py`) each place has programs of its
-own, since the residuals of all places decide how many drafts stand. The last program of a sequence
-draws the next token.
+first rejected place. In block verification (`acceptance/block.py`) each place has its own programs,
+since the residuals of all places decide how many drafts stand. The last program of a sequence draws
+the next token.
 """
 
 import torch
@@ -28,7 +28,8 @@ LEAST = tl.constexpr(TINY)
 
 @triton.jit
 def token_probability(rows, token, mask, scale, V: tl.constexpr):
-    """Probability of one token in each of several rows, under `mask`. rows: as of `rows_at`."""
+    """The probability of one token in each of several rows, under `mask`. rows: a result of
+    `rows_at`."""
     logits_ptr, row_ptr = rows
     x = logits_at(logits_ptr, token, mask, V)
     return kept_weight(x, token, row_ptr, mask, scale) / tl.load(row_ptr + 1, mask=mask, other=1.0)
@@ -44,7 +45,7 @@ def rows_at(logits_ptr, rows_ptr, place, stride):
 def residual_weight(at, end, target, draft, V: tl.constexpr, DRAFT_V: tl.constexpr):
     """max(factor * p - q, 0) at places `at` before `end`; arguments as in `draw_token`.
 
-    A NaN stays a NaN, so that no sum over it is positive.
+    NaN stays NaN, so that no sum over it is positive.
     """
     p_ptr, p_row_ptr, factor, scale = target
     q_ptr, q_row_ptr, proposed = draft
