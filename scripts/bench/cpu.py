@@ -1,8 +1,8 @@
 """Times a pair on a CPU against transformers: plain and speculative decoding, alternating.
 
 fp32, batch 1, greedy, end-of-sequence ignored. Prints median seconds (least to most) over repeats.
-With --hogs as many processes take the processors meanwhile; they begin before torch does, as in a
-command on a busy machine.
+With --hogs that many processes use the processors at the same time. They begin before torch does,
+as for a command on a busy machine.
 
     python scripts/bench/cpu.py --prompts 4 --tokens 128 --repeats 5
     python scripts/bench/cpu.py --recipe smollm2-offline --hogs 2 --prompts 1 --tokens 32
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from specdec_cli.launch.spinning import choose_spins, told
 
-# Ends with its parent, whatever ends that.
+# The process ends with its parent, however the parent ends.
 HOG = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
 if "--hogs" in sys.argv:
     for _ in range(int(sys.argv[sys.argv.index("--hogs") + 1])):
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
 
 
 def theirs(planned: Plan, tokens: int, k: int) -> tuple[Callable[[list[int]], list[int]], ...]:
-    """transformers' `generate`, and the same with the draft as its assistant."""
+    """transformers' `generate`, without and with the draft as its assistant."""
     fresh = plan(planned.recipe)
     described = fresh.draft
     assert isinstance(described, Description)

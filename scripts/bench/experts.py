@@ -1,10 +1,10 @@
 """Times the expert half of decoder layers on this GPU, by tokens and tiles.
 
-Layers have weights of their own, more than the L2 cache holds, and random tokens choose experts
-nearly uniformly. Prints microseconds a layer and the rate at which the chosen experts are read: the
-router alone, with gate and up, and the whole, as tiles of one of the two products change. The
-kernels are those that the engine would choose. `--alike 4` lets four tokens in a row choose nearly
-the same experts, as the proposals for one sequence do.
+Each layer has its own weights, more than the L2 cache holds, and random tokens choose experts
+nearly uniformly. Prints microseconds a layer and the rate at which the chosen experts are read: for
+the router alone, with gate and up, and for the whole, while tiles of one of the two products
+change. The kernels are those that the engine would choose. `--alike 4` lets four tokens in a row
+choose nearly the same experts, as the proposals for one sequence do.
 
     python scripts/bench/experts.py --tokens 1,8,32
     python scripts/bench/experts.py --tokens 72,128,192 --alike 4
@@ -147,7 +147,7 @@ def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Names
             if args.compile:
                 return
             us = median(graph_times(step, len(layers), 20))
-        except Exception as problem:  # a configuration that does not fit
+        except Exception as problem:  # the configuration does not fit
             print(f"  {name}: {type(problem).__name__} {str(problem)[:80]}", flush=True)
             return
         rate = share * bytes_read / us / 1e6

@@ -1,9 +1,7 @@
-"""Time below which a pass cannot go: every weight that it needs is read once, and multiplied by
-every token, at rates of this GPU that the run measures first (rates.py).
-
-Of experts only those are read that the tokens of the pass choose. Engines count them where layers
-are fused. Elsewhere they are estimated as if each token chose uniformly; where routing is not
-uniform, fewer are read than that.
+"""The shortest possible time of a pass: every weight that it needs is read once, and multiplied by
+every token, at rates of this GPU that the run measures first (rates.py). Only the experts that the
+pass's tokens choose are read. Engines count them if layers are fused. Otherwise they are estimated
+as if each token chose uniformly; if routing is not uniform, fewer are read.
 """
 
 import math
@@ -18,17 +16,18 @@ from specdec_cli.models.heads.mtp.draft import MtpDraft
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """tb_per_s: of reading a matrix to multiply a vector. tflop_per_s: of dense bf16 products."""
+    """tb_per_s: the rate of reading a matrix to multiply a vector. tflop_per_s: the rate of dense
+    bf16 products."""
 
     tb_per_s: float
     tflop_per_s: float
 
     def read_ms(self, num_bytes: float) -> float:
-        """Milliseconds of reading so many bytes once."""
+        """The milliseconds for reading this many bytes once."""
         return num_bytes / self.tb_per_s / 1e9
 
     def product_ms(self, multiplications: float) -> float:
-        """Milliseconds of so many multiplications, each with an addition."""
+        """The milliseconds for this many multiplications, each with an addition."""
         return 2 * multiplications / self.tflop_per_s / 1e9
 
     def __str__(self) -> str:
@@ -51,15 +50,16 @@ def round_ms(
     elif k and draft is not None:  # a head fuses the target's hidden states once a round
         sizes = {n: math.prod(s) for n, s in draft.config.shapes(draft.parallel).items()}
         once = sizes["fc.weight"] * draft.dtype.itemsize
-        is_lent = HEAD in draft.borrows and draft.device.type != "cpu"  # which packs its own
+        is_lent = HEAD in draft.borrows and draft.device.type != "cpu"  # on a CPU it packs its own
         lent = sizes[HEAD] * draft.dtype.itemsize if is_lent else 0
         total += draft.passes(k).count * (draft.weight_bytes + lent - once) + once
     return rates.read_ms(total)
 
 
 def prefill_ms(planned: Plan, tokens: int, k: int, rates: Rates) -> float:
-    """The floor of prefill passes over `tokens` in all; pass by pass it would be higher for short
-    ones. k: proposals of the first round; with any the draft or the head is fed too."""
+    """The floor of prefill passes over `tokens` tokens together; computed pass by pass it would be
+    higher for short ones. k: proposals of the first round. If there are any, the draft or the head
+    is fed too."""
     total = 0.0
     for held in planned.models[: 2 if k else 1]:
         if isinstance(held, Description | MtpDraft):
@@ -75,16 +75,17 @@ def prefill_ms(planned: Plan, tokens: int, k: int, rates: Rates) -> float:
 
 
 def distinct_experts(num_experts: int, num_chosen: int, tokens: int) -> float:
-    """Expected number of experts that at least one of `tokens` chooses, each uniformly."""
+    """The expected number of experts that at least one of `tokens` tokens chooses, if each chooses
+    uniformly."""
     return num_experts * (1 - (1 - num_chosen / num_experts) ** tokens)
 
 
 def bytes_read(module: Any, tokens: int, read: float | None = None) -> float:
-    """Bytes that a pass over `tokens` reads: no untied input embedding, and chosen experts alone.
+    """Bytes that a pass over `tokens` reads: no untied input embedding, and only chosen experts.
 
     module: a transformers model, which needs no weights. Experts are the stacked parameters of
-    submodules named "experts"; others count whole. read: experts that were read in a layer, as
-    counted; None for those of uniform choices.
+    submodules named "experts"; others count whole. read: the counted experts that were read in a
+    layer; None for those of uniform choices.
     """
     table = module.get_input_embeddings().weight
     head = module.get_output_embeddings().weight
@@ -100,7 +101,7 @@ def bytes_read(module: Any, tokens: int, read: float | None = None) -> float:
 
 
 def products(module: Any) -> float:
-    """Multiplications that a token passes in a forward pass, without embedding and head."""
+    """The multiplications of a token in a forward pass, without embedding and head."""
     ends = {id(module.get_input_embeddings().weight), id(module.get_output_embeddings().weight)}
     total = 0.0
     for name, parameter in module.named_parameters():

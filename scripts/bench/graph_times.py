@@ -6,9 +6,8 @@ import torch
 
 
 def graph_times(step: Callable[[int], object], launches: int, replays: int) -> list[float]:
-    """Microseconds per call in each of `replays` of a graph of `launches` calls, after a warm-up.
-
-    step: called with the number of the call. Everything that it needs must be compiled and
+    """Microseconds per call in each of `replays` replays of a graph of `launches` calls, after a
+    warm-up. step: called with the number of the call. Its kernels must be compiled and its memory
     allocated.
     """
     return alternated_times([step], launches, replays)[0]
@@ -17,7 +16,8 @@ def graph_times(step: Callable[[int], object], launches: int, replays: int) -> l
 def alternated_times(
     steps: Sequence[Callable[[int], object]], launches: int, replays: int
 ) -> list[list[float]]:
-    """`graph_times` of each of `steps`; the graphs alternate, so that small differences show."""
+    """The `graph_times` of each of `steps`. The graphs alternate, so that small differences
+    show."""
     graphs = [captured(step, launches) for step in steps]
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(replays):

@@ -267,7 +267,7 @@ class Bench:
             self.rows.append(
                 Row(f"{name} pass {size}", batch.rows, batch.context, whole, moved, library)
             )
-            # The cost of attention per layer between other kernels, with which it overlaps.
+            # The cost of attention per layer among other kernels, which overlap with it.
             read = batch.cache_bytes(model, ops.FP8 if self.in_fp8 else self.dtype)
             for kernel, time, num_bytes in (
                 ("attention", whole, read),
@@ -280,7 +280,7 @@ class Bench:
 
 
 class Batch:
-    """Sequences of one context length, whose last positions are the queries."""
+    """Sequences with one context length. Their last positions are the queries."""
 
     def __init__(self, sequences: int, queries: int, context: int) -> None:
         self.sequences, self.queries, self.context = sequences, queries, context

@@ -1,7 +1,7 @@
 """Compares length policies: fixed k, confidence and adaptive, on two kinds of acceptance.
 
-`demo`: the demo pair on the demo prompts, one after the other, as it is accepted. `changing`: the
-same work, where a proposal stands with one chance in the first half of a text and with another in
+`demo`: the demo pair on the demo prompts, one after the other, with its own acceptance. `changing`:
+the same work, but a proposal stands with one chance in the first half of a text and with another in
 the second. Rounds of each K are counted and charged with given times (--round-ms), so that the
 table is the same on every machine; adaptive decides by the same times. Prints a Markdown row a
 policy: tokens a round, proposals a round, and tokens per second against the best fixed k.
@@ -41,7 +41,7 @@ ROUND_MS = {0: 3.81, 1: 4.60, 3: 6.12, 5: 7.66, 8: 10.25}
 
 
 class GivenCosts(RoundCosts):
-    """Times of rounds that are known beforehand. counts: rounds of each K since `clear`."""
+    """Times of rounds that are given beforehand. counts: rounds of each K since `clear`."""
 
     def __init__(self, round_ms: dict[int, float]) -> None:
         super().__init__(ALONE)
@@ -66,7 +66,7 @@ class GivenCosts(RoundCosts):
 class Changing:
     """Accepts with `rates[0]` in the first half of each text of `tokens`, then with `rates[1]`.
 
-    For one sequence at a time, whose text ends at that length.
+    It is for one sequence at a time, whose text ends at that length.
     """
 
     rates: tuple[float, float]

@@ -70,8 +70,8 @@ class Layers:
     def __init__(
         self, model: Model, count: int, size: int, peers: Peers | None, storage: Storage | None
     ) -> None:
-        """size: ranks that the layers are split over. peers: their memory, with several.
-        storage: of the weights; None for plain ones."""
+        """size: the number of ranks over which the layers are split. peers: their shared memory, if
+        there are several. storage: the weights' storage; None for plain ones."""
         heads, ffn = model.heads * model.head_dim // size, model.ffn // size
         self.heads, self.hidden, self.peers = heads, model.hidden, peers
         shapes = {
@@ -137,14 +137,14 @@ def product(name: str, x: Tensor, weights: dict[str, Any], tries: Try) -> partia
 
 
 def is_for(tiles: Tiles | RowTiles | None, rows: int, storage: Storage | None) -> bool:
-    """Whether a try is for so many rows."""
+    """Whether a try is for this many rows."""
     if isinstance(tiles, RowTiles):
         return rows == 1
     return tiles is None or storage is not None or tiles.block_m >= rows
 
 
 def runs(layers: Layers, hidden: Tensor, tries: Try, expected: Tensor) -> bool:
-    """Compile the tiles; False if the device lacks the resources for them."""
+    """Compile the tiles. Returns False if the device lacks the resources for them."""
     try:
         out = layers.forward(hidden, tries)
     except Exception as error:

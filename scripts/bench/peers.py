@@ -4,8 +4,8 @@
 
 Needs at least two CUDA devices. Every time is the slowest rank's, for one call inside a CUDA graph.
 A sum includes the residual and the norm's part; for NCCL that is a separate kernel. "read" is a sum
-whose ranks read each other's parts, where they otherwise write them to each other. "bytes" is the
-time of reading all other ranks' parts at --bandwidth. Results are compared with NCCL's.
+whose ranks read each other's parts instead of writing them to each other. "bytes" is the time of
+reading all other ranks' parts at --bandwidth. Results are compared with NCCL's.
 """
 
 import argparse

@@ -3,14 +3,14 @@
 Prompts are random ids, all of them queued at once. Prints one Markdown row per shape, medians over
 repeats: milliseconds from the request to the first token of every prompt (least to most), the part
 of it in prefill passes, the floor of these and the ratio to it. With k = 0 only the target is fed,
-and prefill decides each first token. Else the draft or the head is fed as well, and the first round
-is left, whose scoring pass feeds each prompt's last token. With --uncaptured a row follows each in
-which no pass is a CUDA graph.
+and prefill decides each first token. Otherwise the draft or the head is fed as well, and the first
+round decides: its scoring pass feeds each prompt's last token. With --uncaptured each row is
+followed by one without CUDA graphs.
 
-The floor counts matrix products alone: of each model, the longer one of reading all weights once,
-and of multiplying each token by each matrix, at rates that the run measures first. On a CPU there
-is none. There transformers' own prefill of the target is timed beside it: one pass over the
-same ids, logits of the last token, random weights of the same shapes.
+The floor counts only matrix products: for each model, the longer time of reading all weights once
+and of multiplying each token by each matrix, at rates that the run measures first. A CPU has no
+floor. There transformers' own prefill of the target is timed too: one pass over the same ids,
+logits of the last token, random weights of the same shapes.
 
     python scripts/bench/prefill.py bench-8b-1b-dummy --shapes 1x128,1x512,8x512
 """
@@ -84,7 +84,7 @@ def first_tokens(engine: Engine, work: list[Request], k: int, params: SamplingPa
 
 
 def profile(once: Callable[[], Timing]) -> str:
-    """A table of one run to the first token: time by kernel."""
+    """A table of one run to the first token, with time by kernel."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -106,7 +106,7 @@ def profile(once: Callable[[], Timing]) -> str:
 
 
 def host_profile(once: Callable[[], Timing]) -> str:
-    """A table of 20 runs to the first token: the host's time by function."""
+    """A table of 20 runs to the first token, with the host's time by function."""
     profiler = cProfile.Profile()
     for _ in range(20):
         profiler.runcall(once)
@@ -137,9 +137,8 @@ def spread(values: list[float]) -> str:
 
 @dataclass(frozen=True)
 class Bench:
-    """An engine, and what is measured of it.
-
-    rates: of a GPU. theirs: transformers' prefill, on a CPU.
+    """An engine and its measurements. rates: those of a GPU. theirs: transformers' prefill, on a
+    CPU.
     """
 
     planned: Plan

@@ -1,13 +1,13 @@
 """Prices the acceptance that a sweep measured at the stage times of larger models.
 
-A sweep over a real model says how many tokens a round of each method writes. Rounds on random
-weights of other shapes say what stages take there. Together they say which method would win there,
-if it were accepted as often, and what acceptance it needs to break even.
+A sweep over a real model gives the tokens that a round of each method writes. Rounds on random
+weights of other shapes give the times of stages there. Together they show which method would win
+there, if it were accepted as often, and the acceptance at which it breaks even.
 
 stages.json has the times, in milliseconds, of one model and batch size in each entry: scoring by
-the number of proposals, linear between them; and by method what a round costs once and for each
-proposal. `reckoned` names methods whose pass was not measured: bytes of the pass at the rate at
-which DFlash's were read.
+the number of proposals, linear between them; and for each method the costs of a round, once and for
+each proposal. `reckoned` names methods whose pass was not measured: its time is that of its bytes
+at the rate of DFlash's.
 """
 
 import json
@@ -56,7 +56,7 @@ def rates(found: Samples, k: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Stages:
-    """An entry of stages.json. methods: once, each."""
+    """An entry of stages.json. methods: the cost of a round once, and of each proposal."""
 
     model: str
     batch_size: int
@@ -90,8 +90,8 @@ def read_stages(path: Path = STAGES) -> list[Stages]:
 
 @dataclass(frozen=True)
 class Price:
-    """A method at one k. length: tokens a round. ratio: speed over plain decoding's. needed: tokens
-    a round at which they are equal."""
+    """A method at one k. length: tokens a round. ratio: its speed over that of plain decoding.
+    needed: tokens a round at which the speeds are equal."""
 
     k: int
     round_ms: float
@@ -101,7 +101,7 @@ class Price:
 
     @property
     def chance(self) -> float | None:
-        """The chance of each proposal that breaks even, or None."""
+        """The chance of each proposal at which the method breaks even, or None."""
         return chance_for(self.needed, self.k)
 
 

@@ -1,6 +1,6 @@
 """Measures the rates of this GPU on which floors rest, in the run that uses them.
 
-Imports nothing of `specdec_cli`, since transformers, which that imports, looks for a module called
+Imports nothing of `specdec_cli`. That would import transformers, which looks for a module called
 `kernels`, finds the script of this folder, and runs its imports.
 """
 
@@ -27,7 +27,7 @@ class Timed(Protocol):
 
 
 def measured_rates(timed: Timed) -> tuple[float, float]:
-    """Both rates of this GPU, TB/s and TFLOP/s; the memory that this takes is given back."""
+    """Both rates of this GPU, TB/s and TFLOP/s. The memory for the measurement is freed."""
     found = read_rate(timed), product_rate(timed)
     torch.cuda.empty_cache()
     return found
@@ -67,8 +67,7 @@ def product_rate(timed: Timed, device: str = "cuda", size: int = _SQUARE) -> flo
 def _fastest(
     steps: list[Callable[[int], object]], timed: Timed, launches: int = _LAUNCHES
 ) -> float:
-    """Microseconds of the fastest step, each run once, and followed by a pause, before it is
-    timed."""
+    """Microseconds of the fastest step. Each runs once, followed by a pause, before it is timed."""
     found = []
     for step in steps:
         step(0)

@@ -1,4 +1,4 @@
-"""The arguments that scripts which time a recipe share."""
+"""The arguments that scripts for timing recipes share."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ def numbers(text: str) -> list[int]:
 
 
 def recipe_arguments(description: str, repeats: int) -> argparse.ArgumentParser:
-    """A parser of the recipe and of what is written where."""
+    """A parser with the recipe and the output's folder."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("recipe", help="recipe file, or name of a bundled recipe")
     parser.add_argument("--repeats", type=int, default=repeats)

@@ -4,9 +4,9 @@ Prompts are random ids, and only the recipe's models are read: with dummy weight
 acceptance every engine does the same work per round. Prints one Markdown row per setting:
 milliseconds a round (median over repeats, least to most), stage times, tokens per second, and the
 ratios to k = 0 and to the floor. The floor reads every weight once per pass, at the bandwidth of a
-matrix-vector read that the run measures first; of experts, those that the target's rounds read,
-which the engine counts. Experts of a draft, and of layers that are not fused, count as if each
-token chose uniformly.
+matrix-vector read that the run measures first; the engine counts the experts that the target's
+rounds read. Experts of a draft, and of layers that are not fused, count as if each token chose
+uniformly.
 
     python scripts/bench/rounds.py recipes/bench-8b-1b-dummy.yaml --k 0,1,3,5,8 --batch-size 1,8,32
     torchrun --nproc-per-node 4 scripts/bench/rounds.py recipes/bench-70b-1b-dummy.yaml
@@ -43,12 +43,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--k", type=numbers, default=[0, 5])
     parser.add_argument("--batch-size", type=numbers, default=[1])
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=1000, help="minimum number of rounds a row")
+    parser.add_argument("--rounds", type=int, default=1000, help="least number of rounds for a row")
     return parser.parse_args()
 
 
 def over_floor(ms: float, floor: float) -> str:
-    """The ratio to the floor. Below 1 the floor is not one: it estimates experts, and tokens chose
+    """The ratio to the floor. Below 1 the floor is too high: it estimates experts, and tokens chose
     fewer."""
     return f"{ms / floor:.2f}" if ms >= floor else "fewer experts read"
 

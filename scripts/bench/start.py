@@ -1,10 +1,10 @@
 """Times the start of `specdec generate` by stage, from the process's start to its first token.
 
-Each repeat is a fresh process that logs its stages (-v). The time at which a line arrives begins
-its stage; stages of one name are added. A first process, which is not counted, compiles kernels
-and fills the page cache. Prints a Markdown row per stage: the median and the range of its seconds.
-With --profile it also writes where one more process spends its time: imports by package, and
-functions by their own time and by that of all that they call.
+Each repeat is a fresh process that logs its stages (-v). A stage begins when its line arrives;
+stages of one name are added up. A first process, which is not counted, compiles kernels and fills
+the page cache. Prints a Markdown row per stage: the median and the range of its seconds. With
+--profile it also writes the times of one more process: imports by package, and functions by their
+own time and by the time with all their calls.
 
     python scripts/bench/start.py bench-8b-1b-dummy --repeats 5
     python scripts/bench/start.py smollm2-offline --arguments="-k 0 --chat"
@@ -57,7 +57,7 @@ def command_line(args: argparse.Namespace) -> list[str]:
 
 
 def stages_of(command: list[str]) -> Times:
-    """Seconds of each stage of one process, in their order. Ends this one if that fails."""
+    """The seconds of each stage of a process, in order. Ends this process if that one fails."""
     found, lines = Times(), list[str]()
     stage, begun = _FIRST, time.perf_counter()
     with subprocess.Popen(

@@ -1,7 +1,7 @@
 """Tries tiles of a linear layer with few rows beside cuBLAS, to write the table of a device.
 
-Prints a case for `specdec_kernels.linear.tile_tables` where tiles are faster than cuBLAS and the
-kernels that it needs besides. Takes up to 128 rows: a program holds all of them. It does not try
+Prints a case for `specdec_kernels.linear.tile_tables` if tiles are faster than cuBLAS with the
+further kernels that it needs. Takes up to 128 rows: a program holds all of them. It does not try
 `linear.one_row_triton`, the kernel for one row of a narrow model.
 
     PYTHONPATH=.:kernels python scripts/bench/tiles.py add:2048x8192 gate:16384x2048 --rows 1 6
@@ -9,7 +9,7 @@ kernels that it needs besides. Takes up to 128 rows: a program holds all of them
 A product is named by its kind (norm, gate or add, as in `choose_tiles`) and the weight's rows and
 columns; a gate has twice its features as rows. Needs a CUDA device; bf16. Each candidate runs
 repeatedly in a CUDA graph, with weights from memory and with weights that stay in the L2 cache. If
-both take the same time, the kernel's loop is the limit. What is chosen now is printed first, then
+both take the same time, the kernel's loop is the limit. The present tiles are printed first, then
 cuBLAS and the best. The best tiles alone may not be the best in a pass, where kernels overlap: see
 `kernel_times.py --parts passes`. Compiling takes a second per candidate; N processes with
 `--compile I/N` compile in advance.
@@ -37,9 +37,9 @@ from specdec_kernels.linear.tiles import FEW_ROWS, Tiles, choose_tiles
 from specdec_kernels.tiles import Case
 from torch import Tensor
 
-WEIGHT_BYTES = 300e6  # read between two uses of the same weight
+WEIGHT_BYTES = 300e6  # bytes read between two uses of the same weight
 LAUNCHES = 32
-GAIN = 1.01  # of cuBLAS' time, for tiles to take its place
+GAIN = 1.01  # largest share of cuBLAS' time at which tiles replace it
 EPS = 1e-5
 
 
@@ -100,7 +100,7 @@ class Layer:
         return torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
     def run(self, product: Product | None, weight: Tensor) -> Tensor:
-        """The layer by a kernel, or by cuBLAS and what it needs besides."""
+        """The layer by one of our kernels, or by cuBLAS with the further kernels that it needs."""
         if self.kind == "add":
             add = self.residual, self.norm, EPS
             return linear_add_norm_triton(self.x, weight, *add, choose=lambda *_: product).scaled
@@ -148,7 +148,7 @@ def main() -> None:
             kernel = partial(few_rows_linear, tiles=tiles)
             try:
                 case.run(kernel, case.weights[0])
-            except Exception as error:  # needs more registers or shared memory than there are
+            except Exception as error:  # too few registers, or too little shared memory
                 print(f"  {type(error).__name__}: {tuple(tiles)}")
                 continue
             if not share:

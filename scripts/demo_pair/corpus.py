@@ -95,7 +95,7 @@ def heldout_name(stem: str) -> str | None:
 
 
 def strip_notice(text: str) -> str:
-    """Drop a leading copyright notice, which the model would only parrot."""
+    """Drop a leading copyright notice, which the model would only repeat."""
     lines = text.split("\n")
     end = 0
     while end < len(lines) and (lines[end].startswith("#") or not lines[end].strip()):
@@ -136,7 +136,7 @@ def refuse(text: str, *, python: bool) -> str | None:
 
 
 def prose(doc: Doc) -> float:
-    """A score of how documented a file is: docstring share, less a penalty for size."""
+    """A score of a file's documentation: the share of docstrings, less a penalty for size."""
     tree = ast.parse(doc.text)
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
     docs = sum(len(ast.get_docstring(n) or "") for n in ast.walk(tree) if isinstance(n, kinds))
@@ -282,7 +282,7 @@ def collect(work: Path, sources: list[dict[str, str]]) -> None:
             raise ValueError(f"{source['name']} is {licence}")
         take(wheel_docs(wheel, source["name"]))
 
-    # Caps: tests are repetitive, and no single package may set the style.
+    # Groups have limits: tests are repetitive, and no single package may set the style.
     manual = sum(len(d.text) for d in kept.get("manual", []))
     stdlib = sum(len(d.text) for d in kept["stdlib"])
     tests = kept["stdlib-test"]

@@ -1,7 +1,7 @@
 """Held-out figures of a saved demo pair: loss, bits per byte, acceptance rate, agreement.
 
 The acceptance rate is analytic: alpha = E sum_x min(p(x), q(x)) at temperature 1 over held-out
-text. It does not use speculative decoding, so it is an independent check of it.
+text. Speculative decoding is not used, so this is an independent check of it.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def load_model(folder: Path, device: str) -> LlamaForCausalLM:
 def logits_of(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     """Next-token logits without a cache, [B, T] -> [B, T, V].
 
-    The layers are called one by one without a mask, so that attention takes its causal fast
-    path also under torch.compile.
+    The layers are called one by one without a mask, so that attention takes its causal fast path
+    under torch.compile too.
     """
     x = model.model.embed_tokens(ids)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]

@@ -1,7 +1,7 @@
 """Held-out figures of an EAGLE-3 head by chained position, beside those of the demo's drafts.
 
-Two kinds: on held-out text, agreement and overlap with the target at each link of a chain whose
-tokens are the text's; on the target's own text after bundled prompts, the rounds of greedy
+There are two kinds. On held-out text: agreement and overlap with the target at each link of a chain
+whose tokens are the text's. On the target's own text after bundled prompts: the rounds of greedy
 decoding. Both are computed over whole texts, without a cache or an engine.
 """
 
@@ -26,7 +26,7 @@ CONTEXT = 512
 def chain_figures(
     head: Head, target: LlamaForCausalLM, windows: Tensor, links: int
 ) -> list[dict[str, float]]:
-    """Greedy agreement and alpha = E sum min(p, q), at temperature 1, of each link."""
+    """The greedy agreement and alpha = E sum min(p, q), at temperature 1, of each link."""
     agree, overlap = torch.zeros(2, links, dtype=torch.float64)
     rows = torch.zeros(links)
     for ids in windows.split(4):
@@ -65,9 +65,8 @@ def own_texts(
 def stands(
     model: Head | LlamaForCausalLM, target: LlamaForCausalLM, texts: list[Tensor]
 ) -> list[Tensor]:
-    """bool [links, T] of each text: whether its token at a place is link i's greedy proposal.
-
-    A draft model's proposals do not depend on their link, since all that is before is the text.
+    """For each text, bool [links, T]: whether its token at a place is link i's greedy proposal. A
+    draft model's proposals do not depend on their link, since all earlier tokens are the text's.
     """
     found = []
     for start in range(0, len(texts), 50):
@@ -115,7 +114,7 @@ def rounds(
 
 
 def even_prompts(demo: Path) -> list[list[int]]:
-    """Every second bundled prompt; the others choose the checkpoint in training."""
+    """Every second bundled prompt. The others choose the checkpoint in training."""
     tokenizer = AutoTokenizer.from_pretrained(demo / "target")
     lines = (demo / "prompts.jsonl").read_text().splitlines()[::2]
     return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]

@@ -1,7 +1,7 @@
 """Write the demo pair in its shipped form: models, tokenizer, model cards, manifest and NOTICE.
 
-With a training output folder it writes `target/`, `draft/` and `draft-distilled/`; without one it
-writes only the manifest and the NOTICE of the corpus.
+With the output folder of a training it writes `target/`, `draft/` and `draft-distilled/`. Without
+one it writes only the manifest and the NOTICE of the corpus.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from corpus import STDLIB
 MODELS = ("target", "draft", "draft-distilled")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 GENERATION = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-LIMIT = 16 * 2**20  # bytes of one weights file
+LIMIT = 16 * 2**20  # most bytes of a file of weights
 
 ROLE = {
     "target": "The target of the pair: the model whose distribution speculative decoding keeps.",

@@ -22,7 +22,7 @@ from evaluate_head import (
 )
 from head import load
 
-LIMIT = 3_000_000  # bytes of the weights file
+LIMIT = 3_000_000  # most bytes of the file of weights
 
 CARD = """---
 license: apache-2.0

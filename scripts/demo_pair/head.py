@@ -33,7 +33,7 @@ def read_target(
 ) -> tuple[Tensor, Tensor]:
     """Features [B, T, n * H] and next-token logits [B, T, V] of the target for `ids` [B, T].
 
-    Without a mask, as in evaluate.py, so that attention takes its causal fast path.
+    No mask is used, as in evaluate.py, so that attention takes its causal fast path.
     """
     x = target.model.embed_tokens(ids)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -47,7 +47,7 @@ def read_target(
 
 
 class Head(Weights):
-    """The head over whole texts. The target's embedding serves it as embedding and as head."""
+    """The head over whole texts. It uses the target's embedding as embedding and as head."""
 
     def __init__(self, shape: Shape, embedding: Tensor) -> None:
         super().__init__(shape)
@@ -59,10 +59,10 @@ class Head(Weights):
     def chain(self, features: Tensor, following: Tensor, steps: int) -> list[Tensor]:
         """Outputs [B, N, H] of `steps` chained steps; row t of step j means nothing for t < j.
 
-        features: [B, N, n * H]. following: [B, N], the token after each row. Row t of step j ends
-        a chain: rows up to t - j are true ones, and the j rows after them read outputs of the
-        rows before, so `following` teaches the chain its tokens. It predicts token t + 2, as row
-        t of every step does.
+        features: [B, N, n * H]. following: [B, N], the token after each row. Row t of step j ends a
+        chain: rows up to t - j are true ones, and the j rows after them read outputs of the rows
+        before. So the chain's tokens come from `following`. Row t of every step predicts token t +
+        2.
         """
         layout = Layout.of(torch.zeros_like(following))
         position = torch.arange(following.shape[1], device=following.device)

@@ -21,8 +21,8 @@ Hashes = npt.NDArray[np.uint64]
 NGRAM = 50
 BASE = 0x9E3779B97F4A7C15 | 1  # odd, so it has an inverse modulo 2**64
 INVERSE = pow(BASE, -1, 1 << 64)
-DROP_FILE = 0.05  # a file that shares more of its tokens is dropped whole
-SHORTEST = 64  # tokens that a piece of a cut file must at least have
+DROP_FILE = 0.05  # a file that shares a larger part of its tokens is dropped whole
+SHORTEST = 64  # least tokens of a piece of a cut file
 WEIGHTS = {"stdlib": 3.0, "stdlib-test": 0.5, "manual": 0.7, "package": 1.0}
 
 
@@ -57,7 +57,7 @@ def encode(tokenizer: Tokenizer, docs: list[Doc]) -> list[Ids]:
 
 
 def pieces(ids: Ids, shared: npt.NDArray[np.bool_]) -> list[Ids]:
-    """The runs of `ids` that no shared window touches."""
+    """The runs of `ids` outside all shared windows."""
     edges = np.flatnonzero(np.diff(np.concatenate([[1], shared.astype(np.int8), [1]])))
     runs = [ids[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
     return [run for run in runs if len(run) >= SHORTEST]
@@ -72,7 +72,7 @@ def main() -> None:
     heldout_docs, docs = read(args.work / "heldout.jsonl"), read(args.work / "docs.jsonl")
     heldout, train = encode(tokenizer, heldout_docs), encode(tokenizer, docs)
 
-    longest = max(map(len, heldout + train)) + 1  # with its eos
+    longest = max(map(len, heldout + train)) + 1  # including its eos
     ascending, inverse = powers(BASE, longest), powers(INVERSE, longest)
     banned = np.unique(np.concatenate([window_hashes(x, ascending, inverse) for x in heldout]))
     eos = np.zeros(1, np.uint16)

@@ -60,7 +60,7 @@ def candidates(doc: Doc, tokenizer: Tokenizer) -> list[dict[str, str]]:
 
 
 def select(by_module: dict[str, list[dict[str, str]]]) -> list[dict[str, str]]:
-    """COUNT prompts, evenly over the categories and in turn over the modules of each."""
+    """COUNT prompts, drawn evenly from the categories and in turn from the modules of each."""
     categories = sorted(set(HELDOUT.values()))
     taken: dict[str, list[dict[str, str]]] = {c: [] for c in categories}
     pools = {

@@ -20,7 +20,7 @@ LETTERS = (100, 900)
 
 
 def prompts_of(path: Path) -> Iterator[str]:
-    """The prompts of a file; none of one that is no text or no Python of this version."""
+    """The prompts of a file; none if it is not text, or not Python of this version."""
     try:
         text = path.read_text(encoding="utf-8")
         body = ast.parse(text).body

@@ -1,8 +1,8 @@
 """Cut prompts out of the training files, which the target continues while a head is trained.
 
-They are signatures with docstrings, as those of prompts.py, but none comes from a held-out module,
-and one that shares a run of tokens with held-out text is left out. Writes `pack/prompts.bin.xz`
-(uint16 ids, every prompt followed by eos).
+They are signatures with docstrings, like those of prompts.py, but none comes from a held-out
+module. Prompts that share a run of tokens with held-out text are left out. Writes
+`pack/prompts.bin.xz` (uint16 ids, every prompt followed by eos).
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     pack = args.work / "pack"
     docs = [doc for doc in read(args.work / "docs.jsonl") if doc.group not in SKIP]
     random.Random(SEED).shuffle(docs)
-    docs.sort(key=lambda doc: doc.group != "stdlib")  # the text that the demo is about comes first
+    docs.sort(key=lambda doc: doc.group != "stdlib")  # the demo's own kind of text comes first
     tokenizer = Tokenizer.from_file(str(pack / "tokenizer" / "tokenizer.json"))
     heldout = encode(tokenizer, read(args.work / "heldout.jsonl"))
     longest = max(map(len, heldout))

@@ -49,8 +49,8 @@ SHARED = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-WARMUP = 200  # steps of rising learning rate
-TIMED = (40, 140)  # the steps whose speed determines the number of steps
+WARMUP = 200  # number of steps with a rising learning rate
+TIMED = (40, 140)  # first steps, whose speed determines the number of steps
 DECAY = 0.5  # the last share of the steps, over which the learning rate falls to 0
 RESERVE = 0.94  # fraction of the budget for steps; evaluation takes the rest
 TEMPERATURE = 0.7
@@ -164,7 +164,7 @@ class Trainer:
         return torch.compile(loss_of, dynamic=False) if self.compile else loss_of
 
     def train(self, plan: Plan, teacher: LlamaForCausalLM | None) -> tuple[LlamaForCausalLM, dict]:
-        """Train a model; returns it at its best held-out loss, with a record of the training."""
+        """Train a model. Returns it at its best held-out loss, with a record of the training."""
         device = self.args.device
         model = build(plan.shape, plan.seed, device)
         optim = optimiser(model, plan.lr, device)
@@ -228,7 +228,8 @@ class Trainer:
                     heldout=round(held, 4),
                     norm=round(float(norm), 3),
                 )
-                # Before the decay the total does not matter, so it follows the measured pace.
+                # Before the decay the total number does not matter, so it follows the measured
+                # pace.
                 if not plan.steps and last < step < (1 - DECAY) * steps - every:
                     steps = max(fit(0.98), math.ceil(step / (1 - DECAY)))
                 if not plan.steps and time.perf_counter() - began > plan.minutes * 60 * 1.2:

@@ -1,9 +1,9 @@
 """Train an EAGLE-3 head for the demo target.
 
-Half of the steps read the corpus; the other half read what the target writes after prompts of the
-training files, since acceptance is measured on its own text. Each step chains the head's outputs
-(training-time test, Li et al., arXiv 2503.01840) and compares every link's distribution with the
-target's. Knows nothing of `specdec_cli`. Resumes from OUT/state.pt.
+Half of the steps read the corpus. The other half read texts that the target writes after prompts of
+the training files, since acceptance is measured on its own text. Each step chains the head's
+outputs (training-time test, Li et al., arXiv 2503.01840) and compares every link's distribution
+with the target's. Knows nothing of `specdec_cli`. Resumes from OUT/state.pt.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from torch.nn import functional as F
 from train import Corpus
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
-TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # of the text that the target writes, in turn
+TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # temperatures of the target's texts, in turn
 DECAY = 0.5  # the last share of the steps, over which the learning rate falls to 0
-WARMUP = 0.02  # the first share, over which it rises
-FADE = 0.9  # the weight of a link, by that of the link before
-POOL = 64  # batches of own text that are kept to be read again
+WARMUP = 0.02  # the first share of the steps, over which it rises
+FADE = 0.9  # the weight of a link relative to the link before
+POOL = 64  # batches of the target's text that are kept for further reading
 
 
 class Writer:
-    """Batches of text by the target, which are read several times: writing is slow."""
+    """Batches of the target's text. They are read several times, since writing is slow."""
 
     def __init__(self, target: LlamaForCausalLM, data: Path, args: argparse.Namespace) -> None:
         raw = np.frombuffer(lzma.decompress((data / "prompts.bin.xz").read_bytes()), "<u2")
@@ -48,7 +48,8 @@ class Writer:
         self.written = 0
 
     def write(self) -> list[Tensor]:
-        """[rows, T] ids: prompts of about one length, cut at the front to the shortest, go on."""
+        """[rows, T] ids: prompts of about one length, cut at the front to the shortest, and their
+        continuations."""
         rows = self.args.own_rows * self.args.splits
         start = self.random.randrange(len(self.prompts) - rows)
         picked = self.prompts[start : start + rows]
@@ -68,7 +69,7 @@ class Writer:
 
 @torch.no_grad()
 def written(target: LlamaForCausalLM, ids: Tensor, count: int, temperature: float) -> Tensor:
-    """`ids` [B, T] and `count` tokens more; an end of text does not stop it."""
+    """`ids` [B, T] with `count` further tokens. An end of text does not stop it."""
     sampling = {"do_sample": False}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
@@ -77,7 +78,7 @@ def written(target: LlamaForCausalLM, ids: Tensor, count: int, temperature: floa
 
 
 def loss_of(head: Head, target: LlamaForCausalLM, ids: Tensor, steps: int) -> Tensor:
-    """Cross-entropy with the target's distribution, the mean over links by their weights."""
+    """The cross-entropy with the target's distribution, as the weighted mean over links."""
     features, wanted = read_target(target, ids, head.shape.layers)
     wanted = wanted[:, 1:].float().softmax(-1)
     total = torch.zeros((), device=ids.device)
@@ -116,7 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--own-rows", type=int, default=128, help="texts of the target in a batch")
     parser.add_argument("--own-tokens", type=int, default=64, help="tokens that it writes")
     parser.add_argument("--splits", type=int, default=8, help="batches that it writes at once")
-    parser.add_argument("--reuse", type=int, default=4, help="times that its text is read")
+    parser.add_argument("--reuse", type=int, default=4, help="how often the target's text is read")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 5, 7])
     parser.add_argument("--inner", type=int, default=1024)
@@ -150,7 +151,7 @@ def main() -> None:
     corpus = Corpus.load(args.data, args.context, args.device, meta)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     writer = Writer(target, args.data, args)
-    # Odd prompts choose the checkpoint; the published figures are those of the even ones.
+    # Odd prompts choose the checkpoint. The published figures are those of the even prompts.
     lines = (args.demo / "prompts.jsonl").read_text().splitlines()[1::2][: args.texts]
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
     own = own_texts(target, prompts, 8 if args.smoke else 48)

@@ -49,7 +49,7 @@ def with_ends(value: float | None, ends: tuple[float, float] | list[float] | Non
 
 
 def table(columns: str, rows: Iterable[Iterable[object]]) -> list[str]:
-    """Lines of Markdown. columns: separated by bars."""
+    """Lines of Markdown. columns: their titles, separated by bars."""
     head = f"| {columns} |"
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     return [head, "|" + "---|" * (columns.count("|") + 1), *lines]
@@ -82,7 +82,7 @@ def best(greedy: By, sampled: By) -> list[str]:
 
 
 def categories(found: By, size: int) -> list[str]:
-    """The speed-up of each method by category, at its fastest k over all; the best one bold."""
+    """The speed-up of each method by category, at its fastest k over all. The best one is bold."""
     bests = {name: fastest(points) for (at, name), points in found.items() if at == size}
     names = sorted({c for p in bests.values() for c in p.per_category})
     rows = []
@@ -114,7 +114,7 @@ def positions(greedy: By, sampled: By) -> list[str]:
 
 
 def priced(run: Path) -> list[str]:
-    """Each method at its fastest k on larger models, accepted as often as here."""
+    """Each method at its fastest k on larger models, if it is accepted as often as here."""
     found = prices.samples(run / "samples.jsonl.xz")
     lengths = {method_of(arm): prices.lengths_of(found, arm) for arm in {s["draft"] for s in found}}
     rows: dict[tuple[str, str], list[str]] = {}
@@ -149,7 +149,7 @@ def lengths(found: By) -> list[str]:
 
 
 def written(page: str, name: str, lines: Iterable[str]) -> str:
-    """The page with a table after its mark, in place of the one that is there."""
+    """The page with a table after its mark, in place of the present one."""
     mark = f"<!-- table: {name} -->\n"
     if mark not in page:
         raise ValueError(f"{PAGE.name} has no place for the table {name}")

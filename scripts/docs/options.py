@@ -26,7 +26,7 @@ This page is generated from `specdec --help` by `python scripts/docs/options.py`
 Precedence: option, then `--set KEY=VALUE`, then the recipe, then the default. Each command also has
 `-h, --help`. `specdec recipe schema` lists every key of a recipe with its default.
 """
-_NO_PANEL = "Options"  # the title that --help gives options without a panel
+_NO_PANEL = "Options"  # the title in --help of options without a panel
 _TYPERS_OWN = ("help", "install_completion", "show_completion")
 
 

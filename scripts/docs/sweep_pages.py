@@ -20,8 +20,8 @@ smollm2 and smollm2-sampled ran on GPUs, the others on two CPU cores:
       --k 1,2,3,4,6 --limit 80 --shard 0/2 (and 1/2) --batch-size 1 --max-new-tokens 64
       --set run.repeats=1 --device cpu --threads 2
 
-question.jsonl is Spec-Bench's. Large files of samples are compressed. What predictions of the
-sampled sweep rest on (replay.jsonl, 3 MB compressed) is left out.
+question.jsonl is Spec-Bench's. Large files of samples are compressed. The basis of the sampled
+sweep's predictions (replay.jsonl, 3 MB compressed) is left out.
 """
 
 import io

@@ -1,9 +1,9 @@
-"""Times a recipe's models in specdec, in the way that the other engines' scripts do.
+"""Times a recipe's models in specdec, in the same way as the other engines' scripts.
 
     PYTHONPATH=. python scripts/peers/run_specdec.py smollm2-offline --k 5 --batch-size 1,8,32
 
-With a speculator the first round writes a text's first token too. --count gives prompts with that
-token behind them, so that rounds begin where those of the other engines do.
+With a speculator the first round writes a text's first token too. --count adds that token to the
+prompts, so that rounds begin at the same place as in other engines.
 """
 
 import time
@@ -21,8 +21,8 @@ from specdec_cli.recipe import load_recipe
 
 @dataclass(frozen=True)
 class Built:
-    """The engine of one work. by_batch: the same with other numbers of slots, which keep what they
-    captured."""
+    """The engine of one work. by_batch: the same engine with other numbers of slots; each keeps its
+    captured rounds."""
 
     largest: Engine
     params: SamplingParams

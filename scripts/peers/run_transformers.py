@@ -64,7 +64,7 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-        # The first pass reads the prompt and checks proposals behind it.
+        # The first pass reads the prompt and checks the proposals after it.
         rounds = passes[0] if what.k else 0
         return work.Decoded(seconds, out[:, longest:].tolist(), rounds, apart=0)
 

@@ -2,8 +2,8 @@
 
     python scripts/peers/run_vllm.py bench-8b-eagle3-dummy --k 5 --batch-size 1,8,32
 
-Times take vLLM's own counters, over the whole engine. It proposes k tokens to the very end of a
-text, beyond what may be written, and counts them. --count takes what each step wrote instead.
+Times use vLLM's own counters, over the whole engine. vLLM proposes k tokens up to the very end of a
+text, past the text's limit, and counts them. --count uses the tokens that each step wrote instead.
 """
 
 import os
@@ -34,7 +34,7 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
             speculation["synthetic_acceptance_rates"] = what.rates
     keys: dict[str, Any] = {}
     if what.dtype == "float32":
-        keys["attention_config"] = {"backend": "TRITON_ATTN"}  # others lack fp32
+        keys["attention_config"] = {"backend": "TRITON_ATTN"}  # other backends lack fp32
     if what.is_counted:
         keys["enforce_eager"] = True  # graphs and compilation take longer than these few rounds
     keys["gpu_memory_utilization"] = 0.7
@@ -90,7 +90,7 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
 
 
 def counted(steps: list[list[int]]) -> work.Counted:
-    """A prompt's rounds from the tokens of each step, of which the first one is prefill's."""
+    """A prompt's rounds, from the tokens of each step. The first step is prefill."""
     assert len(steps[0]) == 1, "prefill wrote more than one token"
     text = [token for tokens in steps for token in tokens]
     return work.Counted(text, len(steps) - 1, written=[len(tokens) for tokens in steps[1:]])

@@ -1,7 +1,7 @@
 """The work that a recipe describes, for engines other than ours, and the rows that they print.
 
-Reads recipes without specdec, because each engine pins libraries of its own and lives in an
-environment where specdec is not installed.
+Reads recipes without specdec. Each engine pins its own libraries, in an environment without
+specdec.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-FEWEST = 8  # real prompts that a time is over
+FEWEST = 8  # least real prompts of a measured time
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
@@ -25,10 +25,10 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 class Work:
     """Models and settings of one measurement. draft: None without speculation.
 
-    rates: chance that the proposal at each position is accepted; empty where the weights decide.
-    eos_ids: tokens that end a text, unless ignore_eos; empty where the target's config has none.
-    is_counted: whether rounds are counted by prompt, and not timed. has_neighbours: whether other
-    engines run on the same GPU, so that memory is taken for this work only.
+    rates: the chance that the proposal at each position is accepted; empty if the weights decide.
+    eos_ids: tokens that end a text, unless ignore_eos; empty if the target's config has none.
+    is_counted: whether rounds are counted by prompt instead of timed. has_neighbours: whether other
+    engines run on the same GPU, so that this engine takes memory for this work only.
     """
 
     target: str
@@ -54,8 +54,8 @@ class Work:
 class Decoded:
     """An engine's answer to a batch. rounds: of all its prompts together; 0 without speculation.
 
-    apart: tokens of each text that no round wrote: its first one, which the pass over the prompt
-    decides in most engines.
+    apart: the number of tokens of each text that no round wrote. In most engines it is the first
+    token, which the pass over the prompt decides.
     """
 
     seconds: float
@@ -66,11 +66,12 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Counted:
-    """The rounds of one prompt. token_ids: of the text, with the token that ended it.
+    """The rounds of one prompt. token_ids: those of the text, with the token that ended it.
 
-    The first token comes from the pass over the prompt, so `rounds` wrote all but one. written:
-    tokens that each round wrote, the last one cut where the text ends. histogram: rounds that
-    accepted 0, 1, .. proposals, the last one as if the text went on. Engines give one or the other.
+    The first token comes from the pass over the prompt, so `rounds` wrote all but one. written: the
+    tokens that each round wrote; the last round is cut at the text's end. histogram: the rounds
+    that accepted 0, 1, .. proposals; the last round counts as if the text went on. Engines give one
+    or the other.
     """
 
     token_ids: list[int]
@@ -81,9 +82,8 @@ class Counted:
 
 @dataclass(frozen=True)
 class Started:
-    """An engine that runs. Both decode prompts together, at most so many new tokens each.
-
-    stop: makes room for the engine of the next k, where that is another one.
+    """A running engine. Both functions decode prompts together, with a limit on the new tokens of
+    each. stop: makes room for the engine of the next k, if that is another one.
     """
 
     decode: Callable[[list[list[int]], int], Decoded]
@@ -91,15 +91,14 @@ class Started:
     stop: Callable[[], None] = lambda: None
 
 
-# Starts an engine for batches of at most so many prompts and texts of at most so many tokens.
+# Starts an engine, given the most prompts of a batch and the most tokens of a text.
 Start = Callable[[Work, int, int], Started]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One repeat. Times in ms; tokens_per_s without the first pass. rounds: of all prompts.
-
-    prompt_tokens: the mean.
+    """One repeat. Times are in ms; tokens_per_s excludes the first pass. rounds: those of all
+    prompts. prompt_tokens: the mean number.
     """
 
     engine: str
@@ -120,7 +119,7 @@ def main(engine: str, start: Start) -> None:
     args = arguments(engine).parse_args()
     asked = token_ids(args.token_ids) if args.token_ids is not None else None
     found: list[dict[str, Any]] = []
-    # The largest k first: an engine that takes k with each batch is built for that one.
+    # The largest k comes first: an engine that takes k with each batch is built for the first.
     for k in sorted(args.k, reverse=True) if args.k is not None else [None]:
         what = replace(read(args.recipe, k), **chosen(args))
         about = {"engine": engine, "recipe": Path(args.recipe).stem, "k": what.k}
@@ -143,7 +142,7 @@ def main(engine: str, start: Start) -> None:
 
 
 def chosen(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the command line gives in place of the recipe."""
+    """The settings that the command line gives instead of the recipe."""
     sets: dict[str, Any] = {"is_counted": args.count, "has_neighbours": args.neighbours}
     if args.dtype is not None:
         sets["dtype"] = args.dtype
@@ -157,8 +156,8 @@ def chosen(args: argparse.Namespace) -> dict[str, Any]:
 def timed(
     engine: str, what: Work, start: Start, args: argparse.Namespace, asked: list[list[int]] | None
 ) -> list[list[Row]]:
-    """Rows by batch size, length of made-up prompts and repeat, over `asked` or over one batch of
-    such prompts."""
+    """Rows by batch size, length of made-up prompts and repeat, over the prompts `asked` or over
+    one batch of made-up ones."""
     most = max(map(len, asked)) if asked else max(args.prompt_tokens)
     started = start(what, max(args.batch_size), most + what.new_tokens + 16)
     decode = started.decode
@@ -183,8 +182,8 @@ def timed(
 
 
 def batches(asked: list[list[int]], batch: int) -> list[list[list[int]]]:
-    """Batches of real prompts, drawn among all. Texts differ in acceptance, so that small batches
-    are several: they hold at least `FEWEST` prompts together."""
+    """Batches of real prompts, drawn from all. Texts differ in acceptance, so there are several
+    small batches, with at least `FEWEST` prompts together."""
     drawn = random.Random(0).sample(asked, len(asked))
     count = max(1, -(-min(FEWEST, len(drawn)) // batch))
     return [[drawn[(i * batch + j) % len(drawn)] for j in range(batch)] for i in range(count)]
@@ -202,7 +201,8 @@ def joined(parts: list[Decoded]) -> Decoded:
 
 @contextlib.contextmanager
 def turn(lock: Path | None) -> Iterator[None]:
-    """Holds a lock, if there is one: engines that started together are timed one by one."""
+    """Holds a lock during the block, if there is one: engines that started together are timed one
+    by one."""
     if lock is None:
         yield
         return
@@ -212,7 +212,7 @@ def turn(lock: Path | None) -> Iterator[None]:
 
 
 def counts(what: Work, start: Start, asked: list[list[int]], batch: int) -> list[Counted]:
-    """Text and rounds of each prompt, `batch` prompts at a time."""
+    """The text and the rounds of each prompt, `batch` prompts at a time."""
     started = start(what, batch, max(map(len, asked)) + what.new_tokens + 16)
     parts = [asked[i : i + batch] for i in range(0, len(asked), batch)]
     found = [counted for part in parts for counted in started.count(part, what.new_tokens)]
@@ -226,8 +226,9 @@ def behind_first(
     what: Work,
     count: Callable[[list[list[int]]], list[Counted]],
 ) -> list[Counted]:
-    """`Counted` of an engine whose first round also writes the first token: it is given that token
-    at the end of the prompt. count: takes prompts, and counts rounds over all tokens it writes."""
+    """The `Counted` of an engine whose first round also writes the first token. It gets that token
+    at the end of the prompt. count: takes prompts, and counts rounds over all tokens that it
+    writes."""
     goes_on = [what.ignore_eos or token not in what.eos_ids for token in first]
     goes_on = [yes and what.new_tokens > 1 for yes in goes_on]
     longer = [[*p, t] for p, t, yes in zip(asked, first, goes_on, strict=True) if yes]
@@ -307,8 +308,8 @@ def token_ids(path: Path) -> list[list[int]]:
 def row(
     engine: str, k: int, batch: int, parts: list[list[list[int]]], got: Decoded, first: float
 ) -> Row:
-    """A repeat over batches `parts`. first: seconds until each prompt had its first token, measured
-    by itself."""
+    """A repeat over batches `parts`. first: the separately measured seconds until each prompt had
+    its first token."""
     lengths = [len(prompt) for part in parts for prompt in part]
     texts, tokens = len(got.token_ids), sum(map(len, got.token_ids))
     rounds = got.rounds or tokens - texts
