@@ -145,7 +145,10 @@ def test_an_interval_by_hand() -> None:
     alike = [True] * 8 + [False] * 8  # the blocks of either half are alike
     found = share_interval(alike)
     assert found is not None and found[1] - found[0] > 2.2 * reach
-    assert share_interval([True] * 16) == [1.0, 1.0]
+    # All good, or all but one: Wilson's interval is wider than that of blocks.
+    assert share_interval([True] * 16) == pytest.approx([1 - 3.8415 / 19.8415, 1.0], abs=1e-4)
+    found = share_interval([True] * 99 + [False])
+    assert found is not None and found[0] == pytest.approx(0.9455, abs=1e-4) and found[1] > 0.998
     assert share_interval([True] * 15) is None
 
 

@@ -15,6 +15,7 @@ FEWEST = 16  # fewest requests for an interval
 _FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
 _LONG = 200  # a larger block is split into more blocks
 _MOST_LIKENESS = 0.8
+_FEW = 10  # good requests, or bad ones, below which blocks tell too little
 
 
 def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]) -> bool:
@@ -80,9 +81,25 @@ def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] 
 
 
 def share_interval(met: Sequence[bool], widening: float = 1.0) -> list[float] | None:
-    """The interval of a share, within 0 and 1. widening: that of `crowding`."""
+    """The interval of a share, within 0 and 1. widening: that of `crowding`.
+
+    Blocks with few good requests, or few bad ones, are alike by chance. So the interval then
+    reaches at least as far as that of independent requests.
+    """
     found = mean_interval(block_means([float(one) for one in met]))
     if found is None:
         return None
     middle, reach = sum(found) / 2, (found[1] - found[0]) / 2 * widening
-    return [max(0.0, middle - reach), min(1.0, middle + reach)]
+    low, high = max(0.0, middle - reach), min(1.0, middle + reach)
+    if min(sum(met), len(met) - sum(met)) < _FEW:
+        ends = _of_independent(sum(met), len(met))
+        low, high = min(low, ends[0]), max(high, ends[1])
+    return [low, high]
+
+
+def _of_independent(good: int, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of independent requests (Wilson 1927)."""
+    share, rare = good / count, student(1 << 30) ** 2 / count
+    middle = (share + rare / 2) / (1 + rare)
+    reach = (rare * (share * (1 - share) + rare / 4)) ** 0.5 / (1 + rare)
+    return max(0.0, middle - reach), min(1.0, middle + reach)
