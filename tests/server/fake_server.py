@@ -40,7 +40,8 @@ class Faults:
     which counters begin anew. foreign: tokens of others beside each request. bos: tokens put
     before each prompt. most: tokens of a text, whatever is asked for. other_text: whether the last
     token is another. hits: prefix cache hits. no_ids: texts alone. no_done, no_reason: streams that
-    end without `[DONE]`, or without a finish reason. split: each round comes in two chunks.
+    end without `[DONE]`, or without a finish reason. split: each round comes in two chunks. ids:
+    in place of each chunk's token ids.
     """
 
     statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
@@ -65,6 +66,7 @@ class Faults:
     no_done: int = 0
     no_reason: int = 0
     split: bool = False
+    ids: list[Any] | None = None
 
 
 @dataclass
@@ -330,6 +332,11 @@ class FakeServer:
                 histogram += [0] * self.k + [1]
             case "few":
                 rounds, histogram, accepted = 1, [1], 0
+            case "form":
+                return {"spec_verify_ct": "a", "num_spec_steps": "a"} | dict.fromkeys(
+                    ("acceptance_histogram", "per_step_accepted", "spec_correct_drafts_histogram"),
+                    5,
+                )
         if self.dialect == "sglang":
             return {
                 "spec_verify_ct": rounds,
@@ -360,7 +367,7 @@ class FakeServer:
             usage = self.faults.usage or 0
             return {
                 "text": " ".join(map(str, so_far)),
-                "output_ids": new if self.incremental else so_far,
+                "output_ids": self.faults.ids or (new if self.incremental else so_far),
                 "meta_info": {
                     "finish_reason": reason,
                     "prompt_tokens": len(prompt),
@@ -375,7 +382,7 @@ class FakeServer:
             "stop_reason": None,
         }
         if self.dialect == "vllm" and not self.faults.no_ids:
-            choice["token_ids"] = new
+            choice["token_ids"] = self.faults.ids or new
             if len(so_far) == len(new):
                 choice["prompt_token_ids"] = prompt
         return {"choices": [choice]}

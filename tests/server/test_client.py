@@ -357,7 +357,7 @@ def test_a_text_that_is_cut_before_its_length_is_told(dialect: str) -> None:
     assert remarks(answers) == {"max_tokens_cut"} and len(answers[0].token_ids) == 5
 
 
-@pytest.mark.parametrize("kind", ["sum", "beyond_k", "few"])
+@pytest.mark.parametrize("kind", ["sum", "beyond_k", "few", "form"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_details_that_contradict_themselves_are_dropped(dialect: str, kind: str) -> None:
     server = FakeServer(dialect, detailed=True, faults=Faults(bad_details=kind))
@@ -412,6 +412,16 @@ def test_a_server_of_texts_alone() -> None:
     served = answers[0].served
     assert served is not None and served.num_tokens == 12 and served.engine.kind == "openai"
     assert served.text == "".join(f" {t}" for t in server.written[0].tokens)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("ids", [["12"], [1.5], [-1], [None], [True], "ab"], ids=str)
+def test_token_ids_that_are_none_are_an_error(dialect: str, ids: list[Any]) -> None:
+    server = FakeServer(dialect, faults=Faults(ids=ids))
+    with session_of(server) as ask:
+        (answer,) = ask(1)
+    assert "token ids or a usage that are no whole numbers" in str(answer.error)
+    assert answer.finish_reason == "error" and retries([answer]) == 2
 
 
 @pytest.mark.parametrize("dialect", ["openai", "vllm"])

@@ -237,6 +237,12 @@ class Client:
             self.dialect.read(self.facts, event, reading)
         except (KeyError, TypeError, AttributeError) as problem:
             raise Broken(f"the server sent an event of another form: {problem!r}") from None
+        counts = [
+            *reading.token_ids[before[0] :],
+            *([] if reading.usage is None else [reading.usage]),
+        ]
+        if any(type(one) is not int or one < 0 for one in counts):
+            raise Broken("the server sent token ids or a usage that are no whole numbers from 0 on")
         new = len(reading.token_ids) - before[0]
         has_text = not reading.token_ids and len(reading.text) > before[1]
         return new if new or has_text else None

@@ -113,6 +113,11 @@ def seed_of(request: Request, params: SamplingParams) -> int:
     return (params.seed + request.index) % 2**31
 
 
+def listed(found: object) -> tuple[Any, ...]:
+    """The values of a list; none of anything else, which no account of rounds has."""
+    return tuple(found) if isinstance(found, list) else ()
+
+
 def words_of(found: object) -> str:
     """The words of a server's error, in one line, from any of the forms that servers use."""
     while isinstance(found, Mapping):

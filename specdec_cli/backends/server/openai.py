@@ -11,6 +11,7 @@ from specdec_cli.backends.server.dialects import (
     Reading,
     ServerFacts,
     common_body,
+    listed,
     refuse_error,
     seed_of,
     words_of,
@@ -102,7 +103,7 @@ def _details(found: Mapping[str, Any]) -> Details:
         num_rounds=found.get("num_spec_steps", -1),
         num_accepted=found.get("num_accepted_draft_tokens", -1),
         num_proposed=found.get("num_draft_tokens"),
-        histogram=tuple(found.get("acceptance_histogram") or ()),
-        accepted=None if accepted is None else tuple(accepted),
-        proposed=None if proposed is None else tuple(proposed),
+        histogram=listed(found.get("acceptance_histogram")),
+        accepted=None if accepted is None else listed(accepted),
+        proposed=None if proposed is None else listed(proposed),
     )

@@ -10,6 +10,7 @@ from specdec_cli.backends.server.dialects import (
     Reading,
     ServerFacts,
     common_body,
+    listed,
     refuse_error,
     seed_of,
     words_of,
@@ -69,5 +70,5 @@ def _details(meta: Mapping[str, Any]) -> Details:
         num_rounds=meta["spec_verify_ct"],
         num_accepted=meta.get("spec_num_correct_drafts", -1),
         num_proposed=meta.get("spec_num_proposed_drafts"),
-        histogram=tuple(meta.get("spec_correct_drafts_histogram") or ()),
+        histogram=listed(meta.get("spec_correct_drafts_histogram")),
     )
