@@ -1,12 +1,12 @@
-"""Holds the rounds of other engines beside ours: the same models, prompts and k, greedily.
+"""Compares the rounds of other engines with ours: the same models, prompts and k, greedily.
 
     PYTHONPATH=. python scripts/peers/agree.py specdec-head.json vllm-head-*.json sglang-head-*.json
 
-Takes files that the scripts here wrote with --count; those of specdec are the measure. Tokens a
-round are the tokens that rounds wrote, divided by these rounds. So ends of texts count alike: an
-engine that proposes k tokens beyond the end takes as many rounds as one that proposes fewer. A text
-differs where two tokens are nearly as likely; prompts with such a text are left out, and counted.
-Intervals are over prompts. Exits 1 if an engine is further from ours than 1 %.
+Takes files that the scripts here wrote with --count. Those of specdec are the reference. Tokens a
+round are the tokens that rounds wrote, divided by the rounds. So ends of texts count alike: an
+engine that proposes k tokens beyond the end takes as many rounds as one that proposes fewer. Texts
+may differ if two tokens are nearly equally likely. Prompts with such a text are left out, and
+counted. Intervals are over prompts. Exits 1 if an engine differs from ours by more than 1 %.
 """
 
 import argparse
@@ -23,17 +23,16 @@ from specdec_cli.experiment.statistics.stats import SumRatio, interval
 
 OURS = "specdec"
 FAR = 0.01
-Run = dict[str, Any]  # of one engine, recipe and k, as `work.main` writes it
+Run = dict[str, Any]  # a run of one engine, recipe and k, as `work.main` writes it
 Prompt = dict[str, Any]  # `work.Counted`
 
 
 @dataclass(frozen=True)
 class Row:
-    """An engine beside ours. ours, theirs: tokens a round over the prompts with equal texts.
-
-    ratio: theirs to ours. ends: its interval, None if no prompt differs. same_rounds: prompts with
-    as many rounds. ratio_of_all: over all prompts, whatever their texts. accepted: share of rounds
-    whose proposals stood at positions 1, 2, .., ours and theirs.
+    """An engine compared with ours. ours, theirs: tokens a round over the prompts with equal texts.
+    ratio: theirs over ours. ends: its interval, None if no prompt differs. same_rounds: the number
+    of prompts with as many rounds. ratio_of_all: the ratio over all prompts, with equal texts or
+    not. accepted: the share of rounds whose proposals stood at positions 1, 2, .., ours and theirs.
     """
 
     recipe: str
@@ -88,7 +87,7 @@ def named(run: Run) -> str:
 
 
 def by_rounds(prompt: Prompt) -> int:
-    """Tokens that rounds wrote: all but the first, which the pass over the prompt decides."""
+    """The tokens that rounds wrote: all but the first, which the pass over the prompt decides."""
     return len(prompt["token_ids"]) - 1
 
 
@@ -97,7 +96,7 @@ def tokens_a_round(prompts: Sequence[Prompt]) -> float:
 
 
 def ratio_of(pairs: Sequence[tuple[Prompt, Prompt]]) -> SumRatio:
-    """Tokens a round of the second of each pair, over those of the first."""
+    """The tokens a round of the second run of each pair, over those of the first."""
     rows = [(by_rounds(b), b["rounds"], by_rounds(a), a["rounds"]) for a, b in pairs]
     return SumRatio(np.array(rows, float).reshape(-1, 4), (1, -1, -1, 1))
 
@@ -105,7 +104,7 @@ def ratio_of(pairs: Sequence[tuple[Prompt, Prompt]]) -> SumRatio:
 def positions(prompts: Sequence[Prompt], k: int) -> list[float]:
     """The share of rounds whose first 1, 2, .. k proposals stood; empty if nothing tells.
 
-    A text's last round is cut where the text ends, so it is left out; a histogram has it whole.
+    A text's last round is cut at the text's end, so it is left out; a histogram has it whole.
     """
     stood = [0] * (k + 1)  # rounds by accepted proposals
     for prompt in prompts:

@@ -2,10 +2,11 @@
 
     python scripts/peers/run_sglang.py bench-8b-eagle3-dummy --k 5 --batch-size 1,8,32
 
-SGLang's simulated acceptance draws one length for the whole batch each round, the mean rounded down
-or up, and writes one token everywhere: batches have no ragged ends, and a target with experts reads
-few of them. With real weights its acceptance is real. Its kernels for norms, activations and rotary
-embeddings have no fp32 form: --dtype float32 takes its own PyTorch code for them.
+SGLang's simulated acceptance draws one length for the whole batch each round, which is the mean
+rounded down or up, and writes the same token everywhere. So batches have no ragged ends, and a
+target with experts reads few of them. With real weights its acceptance is real. Its kernels for
+norms, activations and rotary embeddings have no fp32 form: --dtype float32 takes its own PyTorch
+code for them.
 """
 
 import atexit
@@ -13,7 +14,7 @@ import os
 import time
 from typing import Any
 
-# Attention in fp32 would take tf32; three products of it are as exact, and compile in seconds.
+# Attention in fp32 would use tf32. Three tf32 products are as exact, and compile in seconds.
 os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
 
 import work
@@ -52,7 +53,8 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
     else:
         keys["cuda_graph_bs_decode"] = sorted({1, 2, 4, 8, 16, 32, batch})
     if what.has_neighbours:
-        # The fraction is of what is free at the start, and neighbours take of it meanwhile.
+        # The fraction is that of the free memory at the start, which neighbours may take at the
+        # same time.
         keys |= {"mem_fraction_static": 0.9, "max_total_tokens": batch * longest}
     if what.k:
         keys |= {
@@ -90,13 +92,13 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
 
 
 def counted(text: list[int], told: dict[str, Any]) -> work.Counted:
-    """A prompt's rounds, as the engine tells them; none where prefill's token ended the text."""
+    """A prompt's rounds, as the engine tells them; none if prefill's token ended the text."""
     rounds = told.get("spec_verify_ct", 0)
     return work.Counted(text, rounds, histogram=told.get("spec_correct_drafts_histogram", []))
 
 
 def use_pytorch() -> None:
-    """Has SGLang's layers take the PyTorch code that they have beside their kernels."""
+    """Make SGLang's layers use their PyTorch code instead of their kernels."""
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding

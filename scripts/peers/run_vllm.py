@@ -13,7 +13,7 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-# Attention in fp32 would take tf32; three products of it are as exact, and compile in seconds.
+# Attention in fp32 would use tf32. Three tf32 products are as exact, and compile in seconds.
 os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
 
 import work

@@ -3,11 +3,11 @@
     python scripts/proofs/browser.py REPORT.html... [--browser CHROMIUM] [--shots DIR]
 
 Needs the package playwright and a Chromium: `playwright install chromium`, or any other's path.
-Each page is looked at wide (1200 px), with every table unfolded, narrow (390 px), dark, and as
-print (A4), where nothing stays folded; wide, its plots stand two in a row. It fails if the
-console says anything, if the page is wider than its window, if text or a plot stands out of its
-box, if two labels of a plot overlap, or if the page asks for anything over the network. Tables and
-code may scroll in a narrow window, nowhere else. Prints a line a view; exits with 1 if one fails.
+Each page is opened wide (1200 px), with every table unfolded, narrow (390 px), dark, and as print
+(A4), which folds nothing. The wide page has two plots in a row. The script fails if the console has
+a message, if the page is wider than its window, if text or a plot exceeds its box, if two labels of
+a plot overlap, or if the page makes a request over the network. Tables and code may scroll in a
+narrow window, nowhere else. Prints a line a view; exits with 1 if one fails.
 """
 
 import argparse
@@ -20,8 +20,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A way to look at a page. width: of the window, CSS pixels. may_scroll: whether tables may.
-    unfolded: whether to open what is folded. in_a_row: plots that the first row has to have."""
+    """A view of a page. width: that of the window, in CSS pixels. may_scroll: whether tables may
+    scroll. unfolded: whether to open folded parts. in_a_row: the number of plots that the first row
+    must have."""
 
     name: str
     width: int
@@ -41,7 +42,7 @@ VIEWS = (
         "print", 718, media="print", unfolded=True
     ),  # A4 less the usual margins, at 96 dots an inch
 )
-# What stands out of its box, or overlaps, in words.
+# Returns in words each element that exceeds its box or overlaps.
 _LOOK = """
 (mayScroll) => {
   const found = [], slack = 1.5;
@@ -77,7 +78,7 @@ _LOOK = """
 """
 
 
-# Tables without height, and the most plots whose tops are level.
+# Two scripts: tables without height, and the largest number of plots at one height.
 _FOLDED = """
 () => [...document.querySelectorAll("details table")]
   .filter((t) => t.getBoundingClientRect().height < 1).map((t) => t.id)

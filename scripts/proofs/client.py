@@ -1,7 +1,7 @@
 """The client of servers at a rate: how late requests leave it, and its processor time for each.
 
-The server of the tests runs in a process of its own, and answers short completions. Run it on a
-machine that does nothing else; the load of the machine is printed beside.
+The tests' server runs in its own process, and answers short completions. Run this on a machine
+without other work; the machine's load is printed too.
 
     python scripts/proofs/client.py [--rate 200] [--seconds 6]
 """

@@ -1,13 +1,13 @@
-"""Sweeps that other work disturbs are told apart from quiet ones, and do not mislead.
+"""Shows that disturbed sweeps are distinguished from quiet ones, and do not mislead.
 
     python scripts/proofs/disturbed.py [--sweeps 20] [--limit 16] [--hogs N] [--keep FOLDER]
 
-Runs sweeps of the demo pair and of n-grams in pairs: one left alone, one with processes that keep
-every processor busy from the moment when half of its samples are there. A pair takes about 90 s
-and has a line. Exits with 1 unless at least 95 % of the disturbed sweeps are warned about, at most
-5 % of the quiet ones, and the winner of at least 95 % of the disturbed ones is the quiet ones' or
-tied with it: 19, 1 and 19 of 20. Ctrl-C or SIGTERM ends it after the last whole pair. The machine
-has to be quiet; what other processes took in the quiet sweep of a pair stands in its line.
+Runs sweeps of the demo pair and of n-grams in pairs. One is left alone. Beside the other, processes
+keep every processor busy once half of its samples are there. A pair takes about 90 s and prints a
+line. Exits with 1 unless at least 95 % of the disturbed sweeps are warned about, at most 5 % of the
+quiet ones, and the winner of at least 95 % of the disturbed ones is the quiet ones' or tied with
+it: 19, 1 and 19 of 20. Ctrl-C or SIGTERM ends it after the last whole pair. The machine has to be
+quiet. A pair's line tells how much other processes used during its quiet sweep.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from typing import Any
 
 from specdec_cli.experiment.statistics.noise import DISTURBED
 
-# Every other k: the points between them take time and decide nothing that these do not.
+# Every other k is measured: points between them would take time and decide nothing more.
 _KS = (0, 2, 4)
 _BUSY = [sys.executable, "-c", "while True: pass"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """codes: warnings about noise. best: k and draft. tied: points tied with the fastest.
-
-    seconds: of the whole command. others: processors that other processes kept busy, on average.
+    """codes: warnings about noise. best: k and draft. tied: points tied with the fastest. seconds:
+    the time of the whole command. others: the mean number of processors that other processes kept
+    busy.
     """
 
     codes: tuple[str, ...]
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--hogs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--keep", type=Path)
     asked = parser.parse_args()
-    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell may have had them ignored
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell may have made the process ignore them
         signal.signal(ending, signal.default_int_handler)
     pairs: list[Pair] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -91,7 +91,7 @@ def swept(folder: Path, limit: int, hogs: int, seed: int) -> Outcome:
             count = _lines(folder / "samples.jsonl") if hogs else 0
             if count >= total // 2 and hogs and not is_busy:
                 busy, is_busy = [subprocess.Popen(_BUSY) for _ in range(hogs)], True
-            if count >= total:  # what is left is the report
+            if count >= total:  # only the report is left
                 for process in busy:
                     process.kill()
             time.sleep(0.1)
@@ -142,7 +142,7 @@ def line_of(number: int, quiet: Outcome, disturbed: Outcome) -> str:
 
 
 def judged(pairs: list[Pair]) -> int:
-    """Print the shares; returns the exit code."""
+    """Print the shares. Returns the exit code."""
     quiet, disturbed = ([pair[side] for pair in pairs] for side in (0, 1))
     winner, _ = Counter(one.best for one in quiet).most_common(1)[0]
     ties = {point for one in quiet for point in one.tied} | {winner}

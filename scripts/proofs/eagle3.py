@@ -1,4 +1,4 @@
-"""EAGLE-3 heads propose what code that we did not write proposes, on the demo target, in fp32.
+"""EAGLE-3 heads make the same proposals as independent code, on the demo target in fp32.
 
     python scripts/proofs/eagle3.py CHECKOUT [CHECKOUT ...]
 
@@ -39,13 +39,14 @@ from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.recipe import load_recipe
 from tests.eagle3 import Head, save_head
 
-TOLERANCE = 1e-4  # of the largest logit
-NUM_LAYERS = 8  # of the demo target
+TOLERANCE = 1e-4  # relative to the largest logit
+NUM_LAYERS = 8  # layers of the demo target
 LOGIT_PROMPTS, LOGIT_K = 6, 4
 
 
 def _random(width: int, **more: Any) -> Head:
-    """A random head for the demo target, of inputs of layers 2, 4 and 5, EAGLE's choice."""
+    """A random head for the demo target. It reads the inputs of layers 2, 4 and 5, as EAGLE
+    chooses."""
     sizes: dict[str, Any] = {
         "hidden": width,
         "target_hidden": 256,
@@ -79,7 +80,8 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Round:
-    """proposed: the tokens. accepted: how many stand. gap: of the best two logits, the least."""
+    """proposed: the tokens. accepted: the number that stands. gap: the least gap between the best
+    two logits."""
 
     proposed: list[int]
     accepted: int
@@ -90,7 +92,8 @@ class Round:
 class Records:
     """Results of the engine's head, one sequence after the other.
 
-    prefill: [T, Vd] of each prefill pass. logits: [1, Vd] of each step. proposed: of each round.
+    prefill: logits [T, Vd] of each prefill pass. logits: [1, Vd] of each step. proposed: the
+    proposals of each round.
     """
 
     prefill: list[Tensor] = field(default_factory=list)
@@ -173,9 +176,8 @@ class Target:
 def reference_rounds(
     head: ReferenceHead, target: Target, prompt: list[int], k: int, new_tokens: int
 ) -> tuple[list[Round], list[int]]:
-    """Rounds, and the text after `prompt`, of greedy speculative decoding.
-
-    A round proposes no more than the text still takes beside the token after the proposals.
+    """The rounds, and the text after `prompt`, of greedy speculative decoding. A round leaves room
+    in the text for the token after the proposals.
     """
     head.start()
     tokens, end = list(prompt), len(prompt) + new_tokens
@@ -230,7 +232,7 @@ def compare_logits(
 def check_logits(
     model: Any, checkout: Path, name: str, folder: str, prompts: list[list[int]]
 ) -> bool:
-    """Print a row of the first table; False if something differs."""
+    """Print a row of the first table. Returns False if something differs."""
     path = demo_path(folder) if folder.startswith("demo:") else Path(folder)
     target = Target(model, read_head_config(name, path).feature_layers(NUM_LAYERS))
     try:
@@ -256,7 +258,7 @@ def check_logits(
 def check_rounds(
     model: Any, checkout: Path, prompts: list[list[int]], k: int, new_tokens: int
 ) -> bool:
-    """Print a row of the second table; False if something differs."""
+    """Print a row of the second table. Returns False if something differs."""
     path = demo_path("demo:eagle3")
     target = Target(model, read_head_config("head", path).feature_layers(NUM_LAYERS))
     head = reference_head(checkout, path, target.embedding)

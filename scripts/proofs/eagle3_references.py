@@ -1,9 +1,8 @@
-"""EAGLE-3 heads run by code that we did not write, from a checkout of it.
-
-SafeAILab's EAGLE (`eagle/model/cnets.py`) drafts as in generation, over a cache of its own.
-speculators (`src/speculators/models/eagle3`) has the forward pass of training, in which row t of
-step j ends a chain of j rows; the last row is given its own proposals, as the tokens that the text
-does not have yet. Nothing in the checkouts is changed.
+"""EAGLE-3 heads run by independent code, from a checkout of it. SafeAILab's EAGLE
+(`eagle/model/cnets.py`) drafts as in generation, over its own cache. speculators
+(`src/speculators/models/eagle3`) has the forward pass of training, in which row t of step j ends a
+chain of j rows; the last row gets its own proposals for tokens that the text does not have yet. The
+checkouts are not changed.
 
 Shims: EAGLE's config is a plain namespace, since transformers 5 gives `EConfig` a `rope_scaling`
 that EAGLE does not know. speculators is imported without being installed: its version is "0", and
@@ -48,7 +47,7 @@ class ReferenceHead(Protocol):
     def chain(self, features: Tensor, tokens: list[int], k: int) -> tuple[list[int], Tensor]:
         """k greedy proposals after `tokens`, and their logits [k, Vd].
 
-        features: [T, F], of all tokens but the last; of a text that grew since the last call.
+        features: [T, F], of all tokens but the last. The text has grown since the last call.
         """
         ...
 
@@ -56,9 +55,8 @@ class ReferenceHead(Protocol):
 def reference_head(checkout: Path, head: Path, embedding: Tensor) -> ReferenceHead:
     """The head in the folder `head`, which is in speculators' form, run by `checkout`'s code.
 
-    embedding: [V, H], also the lm_head; used where the checkpoint has none.
-
-    Raises `ValueError` where the code cannot run such a head.
+    embedding: [V, H], also the lm_head; used if the checkpoint has none. Raises `ValueError` if the
+    code cannot run such a head.
     """
     config = json.loads((head / "config.json").read_text(encoding="utf-8"))
     tensors = {n: t.float() if t.is_floating_point() else t for n, t in _stored(head).items()}
@@ -215,12 +213,12 @@ def _recorded(module: Any) -> list[Tensor]:
     return found
 
 
-# Made from the target's text or from the config alone; nothing that drafting reads.
+# These are made from the target's text or from the config alone, and drafting does not read them.
 _NOT_IN_CHECKPOINTS = ("t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def _load(model: Any, tensors: dict[str, Tensor]) -> None:
-    """Load every tensor; none may be unknown, and none that drafting reads may be missing."""
+    """Load every tensor. None may be unknown, and none that drafting reads may be missing."""
     missing, unknown = model.load_state_dict(tensors, strict=False)
     assert not unknown, f"the reference does not know {unknown}"
     assert set(missing) <= set(_NOT_IN_CHECKPOINTS), f"the reference lacks {missing}"

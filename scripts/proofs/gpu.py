@@ -7,7 +7,7 @@
    there are closer than the noise of bf16 between passes of different width.
 3. fp32 sampling: the same tokens for every batch size, and when repeated.
 
-Rounds are CUDA graphs; `--graphs off` launches them pass by pass. Prints a table for each check and
+Rounds are CUDA graphs. `--graphs off` launches them pass by pass. Prints a table for each check and
 exits 1 if one fails.
 """
 
@@ -44,7 +44,7 @@ PROPOSERS: dict[str, dict[str, object]] = {
 def prompts() -> list[list[int]]:
     lines = demo_path("demo:prompts").read_text(encoding="utf-8").splitlines()
     tokenizer = AutoTokenizer.from_pretrained(demo_path("demo:target"))
-    # Every fifth prompt, so that all categories take part.
+    # Every fifth prompt is used, so that all categories take part.
     return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines[::5][:PROMPTS]]
 
 
@@ -65,7 +65,7 @@ def run(
         "sampling.ignore_eos": True,
         **more,
     }
-    if overrides["draft.model"] is None:  # a draft's other keys would ask for one
+    if overrides["draft.model"] is None:  # a draft's other keys would need a model
         overrides = {key: v for key, v in overrides.items() if not key.startswith("draft.")}
     planned = plan(load_recipe(None, overrides))
     engine = build(planned, max(map(len, asked)))
@@ -106,7 +106,8 @@ def equal_in_fp32(asked: list[list[int]], graphs: str) -> int:
 
 @torch.inference_mode()
 def width_noise(asked: list[list[int]], width: int) -> float:
-    """Largest change of a bf16 logit between a one-token pass and one of `width` tokens."""
+    """The largest change of a bf16 logit between a one-token pass and a pass over `width`
+    tokens."""
     model, worst = target(torch.bfloat16), 0.0
     for prompt in asked[:16]:
         ids = torch.tensor([prompt], device=DEVICE)
@@ -125,8 +126,8 @@ def width_noise(asked: list[list[int]], width: int) -> float:
 def gap_at_parting(
     exact: Any, prompt: list[int], text: list[int], other: list[int]
 ) -> float | None:
-    """`exact`'s logit of its best token less that of the less likely of the two texts' tokens, at
-    the first place where the texts differ; None for equal texts."""
+    """The gap at the first place where two texts differ: `exact`'s logit of its best token less
+    that of the less likely of the texts' two tokens. None for equal texts."""
     at = next((i for i in range(NEW_TOKENS) if text[i] != other[i]), None)
     if at is None:
         return None

@@ -58,7 +58,7 @@ def oracle() -> tuple[Any, Any]:
 
 
 def generate_alone(texts: list[str], new_tokens: int) -> list[list[int]]:
-    """Tokens of the target alone; stops at EOS like the engine."""
+    """The tokens of the target alone. It stops at EOS like the engine."""
     from tests.support import greedy_reference
 
     model, tokenizer = oracle()
@@ -93,7 +93,7 @@ def run_engine(case: Case) -> list[Any]:
 
 
 def check(case: Case, want: list[list[int]]) -> dict[str, Any]:
-    """Run a case; returns its row: the prompts that differ, and the mean acceptance length."""
+    """Run a case. Returns its row: the prompts that differ, and the mean acceptance length."""
     started = time.perf_counter()
     seqs = run_engine(case)
     differ = [s.index for s, ids in zip(seqs, want, strict=True) if s.output_ids != ids]
@@ -186,7 +186,7 @@ def main() -> int:
             f"in {time.perf_counter() - started:.0f} s",
             flush=True,
         )
-        # The longest cases first, so that no core waits for a long one at the end.
+        # The longest cases come first, so that no core waits for a long one at the end.
         cases = sorted(
             (
                 Case(k, proposer, b, args.prompts, args.new_tokens)

@@ -27,7 +27,7 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "RUST_BACKTRACE": "0",  # it takes seconds
+    "RUST_BACKTRACE": "0",  # a backtrace takes seconds
     "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
 }
 
@@ -95,7 +95,7 @@ def told(end: Ended, seed: int) -> str:
 
 
 def table(ends: list[Ended]) -> str:
-    """Cases by kind: exit codes, failures, the slowest and the largest."""
+    """The cases by kind: exit codes, failures, the slowest and the largest."""
     codes = sorted({end.code for end in ends})
     rows = [["kind", "cases", *(f"exit {code}" for code in codes), "failed", "slowest", "largest"]]
     for kind in [*KINDS, "all"]:

@@ -41,7 +41,7 @@ def main() -> int:
     kills = lost = torn = twice = different = folders = acknowledged = early = 0
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "whole"
-        # In this process, so that every fork has its imports.
+        # The command runs in forks of this process, so that every fork has its imports.
         torch.set_num_threads(1)
         with redirect_stdout(StringIO()):
             code = specdec([*map(str, SWEEP), "-o", str(whole)])
@@ -52,7 +52,8 @@ def main() -> int:
             folders += 1
             told: list[list[object]] = []
             while True:
-                # Most kills hit while samples are written, some during loading or writing points.
+                # Most kills hit while samples are written, and some during loading or writing
+                # points.
                 after = rng.choice((0, 1, 1, 2, 3, 5))
                 delay = rng.uniform(0.0, 0.8 if after == 0 else 0.15)
                 code, safe = stopped_sweep(

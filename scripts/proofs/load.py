@@ -1,8 +1,8 @@
 """Coverage of goodput's interval, and calls of overload, on simulated queues (M/G/c).
 
-Requests arrive as a Poisson process at some servers that take them in order, each for a time with a
-gamma distribution of mean 1, as texts of some length do. The share of requests that are answered in
-time is known from a very long run.
+Requests arrive as a Poisson process at several servers, which take them in order. Each takes a time
+with a gamma distribution of mean 1, like texts of some length. The share of requests that are
+answered in time is known from a very long run.
 
     python scripts/proofs/load.py [--trials N]
 """
@@ -24,7 +24,7 @@ _SHAPE, _LONG, _SETTLED = 4.0, 200_000, 1000
 
 
 def queue(due: Sequence[float], work: Sequence[float], servers: int) -> list[float]:
-    """When each request is done."""
+    """The time at which each request is done."""
     free, done = [0.0] * servers, []
     for at, spent in zip(due, work, strict=True):
         done.append(max(at, free[0]) + spent)
@@ -33,7 +33,7 @@ def queue(due: Sequence[float], work: Sequence[float], servers: int) -> list[flo
 
 
 def latencies(rng: np.random.Generator, load: float, servers: int, count: int) -> Any:
-    """The time that each request takes, and the requests under way when it comes."""
+    """The time that each request takes, and the number of requests under way at its arrival."""
     due = np.cumsum(rng.exponential(1 / (load * servers), count))
     work = rng.gamma(_SHAPE, 1 / _SHAPE, count)
     done = queue(due.tolist(), work.tolist(), servers)
@@ -46,7 +46,8 @@ def coverage(
     """The share of trials with an interval, and of those whose interval holds the true share of
     good requests.
 
-    load: of the capacity. share: the objective is that quantile. count: requests measured.
+    load: the share of the capacity. share: the quantile that is the objective. count: the number of
+    measured requests.
     """
     whole = latencies(rng, load, servers, _LONG)[0][_SETTLED:]
     most = np.quantile(whole, share)
@@ -63,7 +64,7 @@ def coverage(
 def overloaded(
     rng: np.random.Generator, load: float, servers: int, count: int, trials: int
 ) -> float:
-    """The share of runs that are called overloaded, by the stream of a real measurement."""
+    """The share of runs that are called overloaded, with the stream of a real measurement."""
     process, key = process_of("poisson"), Key(None, 0, 0, request_rate=1.0)
     calls = 0
     for seed in rng.integers(2**31, size=trials):

@@ -29,7 +29,7 @@ Point = tuple[str, int, int]  # draft, batch size, k
 class Parting:
     """A place where a text leaves that of plain decoding.
 
-    tokens: the prompt and the text up to there. two: the next token of each.
+    tokens: the prompt and the text up to there. two: the next token of each text.
     """
 
     tokens: list[int]
@@ -64,7 +64,7 @@ class Judge:
 
     @torch.inference_mode()
     def gap_and_rounding(self, parting: Parting) -> tuple[float, float]:
-        """Both in units of logits, as the script's docstring defines them."""
+        """The gap and the rounding in units of logits, as the script's docstring defines them."""
         key = tuple(parting.tokens)
         if key not in self._known:
             ids = torch.tensor([parting.tokens])

@@ -2,11 +2,11 @@
 
     python scripts/proofs/mutants.py [--only 'specdec_cli/engine/*'] [--jobs 1] [--list] [--check]
 
-The faults are in `scripts/proofs/faults`, a file a room of the code. Each names tests, of which
-those run that CI runs. One of them has to fail with the fault, and has to pass without it.
-Results are kept in a file by fault, code and tests, so that a run that was ended goes on, and a
-changed test runs again. Exits 1 if a fault survives or cannot be planted. --check runs no tests:
-it names modules without a fault, and faults that no longer fit the code.
+The faults are in `scripts/proofs/faults`, with a file for each part of the code. Each fault names
+tests; those that CI runs are used. One of them has to fail with the fault, and has to pass without
+it. Results are kept in a file by fault, code and tests, so that an interrupted run can continue,
+and a changed test runs again. Exits 1 if a fault survives or cannot be planted. --check runs no
+tests: it names modules without a fault, and faults that no longer fit the code.
 """
 
 import argparse
@@ -36,9 +36,9 @@ sys.path.insert(0, str(ROOT))
 from scripts.proofs.faults.check import misfits, modules_without  # noqa: E402
 from scripts.proofs.faults.fault import Fault, all_faults  # noqa: E402
 
-LIMIT_S = 240.0  # a fault may make a loop endless: it is found then
-LIMIT_BYTES = 8 * 2**30  # of data: a fault may fill the memory
-# What tests import besides the code. A forked process has them at once.
+LIMIT_S = 240.0  # a fault may make a loop endless, which counts as found
+LIMIT_BYTES = 8 * 2**30  # of data, since a fault may fill the memory
+# Modules that tests import besides the code. A forked process has them at once.
 HEAVY = (
     *("torch", "torch.distributed", "torch._dynamo", "triton.language", "numpy", "pytest"),
     *("transformers", "transformers.generation", "transformers.models.llama.modeling_llama"),
@@ -55,7 +55,7 @@ SETTINGS = {
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the files that git knows or would add."""
+    """Make a copy of the files that git knows or would add."""
     named = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(named, cwd=ROOT, capture_output=True, check=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -75,7 +75,7 @@ class Ended:
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> Ended:
-    """Run some tests in a tree, up to the first that fails."""
+    """Run some tests in a tree, up to the first failure."""
     began = time.monotonic()
     failed = tree / "failed.txt"
     failed.write_text("")
@@ -103,7 +103,7 @@ def _be_pytest(tree: Path, tests: Sequence[str], failed: Path) -> NoReturn:
     os.chdir(tree)
     os.environ["PYTHONPATH"] = f"{tree}{os.pathsep}{tree / 'kernels'}"
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, resource.RLIM_INFINITY))
-    current_process()._config["daemon"] = False  # unlike a pool's, since tests start processes
+    current_process()._config["daemon"] = False  # a pool's is not, and tests start processes
     sys.dont_write_bytecode = True
     sys.path[:] = [str(tree), str(tree / "kernels"), *(p for p in sys.path if p != str(ROOT))]
 
@@ -139,14 +139,15 @@ class Planted:
 
 
 class Planter:
-    """Plants faults in a copy of the tree, one at a time. clean: how tests end without a fault."""
+    """Plants faults in a copy of the tree, one at a time. clean: the results of tests without a
+    fault."""
 
     def __init__(self, tree: Path) -> None:
         self.tree = tree
         self.clean: dict[tuple[str, ...], str] = {}
 
     def plant(self, fault: Fault) -> Planted:
-        """Plant a fault, run its tests and take it out again; returns the outcome."""
+        """Plant a fault, run its tests and take it out again. Returns the outcome."""
         file = self.tree / fault.file
         whole = file.read_text()
         try:

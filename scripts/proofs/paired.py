@@ -1,4 +1,4 @@
-"""The share of simulated sweeps whose paired intervals of arm against arm contain the truth.
+"""The share of simulated sweeps whose paired intervals between arms contain the truth.
 
     python scripts/proofs/paired.py RUN [--prompts 20,40,80] [--sims 1000] [--seed 0]
 
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def population(run: Path) -> Found:
-    """The samples of a run by point, of prompts that every point has, without categories."""
+    """The samples of a run by point, without categories, for the prompts that every point has."""
     found: dict[Key, dict[int, Sample]] = defaultdict(dict)
     for sample in read_records(run / "samples.jsonl", Sample):
         found[Key.of(sample)][sample.index] = sample.model_copy(update={"category": None})

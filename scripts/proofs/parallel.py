@@ -61,7 +61,7 @@ def main() -> int:
                 cases.decode, pair, tps, prompts, runs, runs_ahead=rounds == "ahead", **settings
             )
             told = [x["seqs"] for x in found if x is not None]
-            # The results of every rank, not only rank 0's.
+            # The results of all ranks are compared, not only rank 0's.
             differ = [
                 sum(any(own[run][i] != one[run][i] for own in told) for i in range(len(prompts)))
                 for run in range(len(runs))

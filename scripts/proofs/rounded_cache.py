@@ -3,10 +3,11 @@
     python scripts/proofs/rounded_cache.py [TARGET] [--prompts 80] [--new-tokens 64]
         [--dtype float32] [--device cpu]
 
-The target alone writes texts with a cache in its own dtype. It reads the same texts with a cache in
-fp8, in one pass each: the first figure is the share of tokens for which another one is then the
-likeliest. The second is the share of places where the text that it writes with a cache in fp8 has
-another token; it grows with the length, since a text that has parted rarely meets the other again.
+The target alone writes texts with a cache in its own dtype. Then it reads the same texts with a
+cache in fp8, in one pass each. The first figure is the share of tokens for which another token is
+the likeliest in that pass. The second figure is the share of places at which its text written with
+a cache in fp8 has another token. It grows with the length, since texts that differ once rarely
+agree again.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Tests that sampled output follows the target's distribution, and that the test has power.
+"""Tests that sampled output follows the target's distribution, and that this test has power.
 
     python scripts/proofs/sampling.py --jobs 2
 
@@ -28,10 +28,10 @@ from tests import lossless
 from tests.lossless import CORRECT, FAULTS, LOOKUP_FAULTS, Rule, label
 from tests.support import make_engine, ngram_engine
 
-SIGNIFICANT = 1e-4  # for one pair, after Bonferroni over its own tests
+SIGNIFICANT = 1e-4  # level for one pair, after Bonferroni over its own tests
 KS = (1, 2, 3, 4)
 ENGINE_KS = (0, 1, 2, 3)
-ENGINE_FAULT_K = 3  # its bonus token is the fourth token
+ENGINE_FAULT_K = 3  # the bonus token is the fourth token
 PAIRS, TIED_PAIRS = 40, 8
 # The kinds of pairs, and the faults planted in each.
 KINDS: dict[str, list[Rule]] = {
@@ -99,9 +99,8 @@ def run_engine(
 
 
 def report_values(title: str, k: int, values: list[float], rejected: int) -> int:
-    """Print one line; returns rejections, with those of a KS test of the values' uniformity.
-
-    A value of 1 means that there was too little to test, as after a long row of rare tokens.
+    """Print one line. Returns the number of rejections, with those of a KS test of the values'
+    uniformity. A value of 1 means too little data for a test, as after many rare tokens.
     """
     uniform = float(stats.kstest([p for p in values if p < 1.0], "uniform").pvalue)
     print(f"  {title:<16} {k}  {rejected:8} of {len(values)}  {min(values):8.5f}  {uniform:8.3f}")
@@ -109,7 +108,7 @@ def report_values(title: str, k: int, values: list[float], rejected: int) -> int
 
 
 def report_project(kind: str, cells: list[Cell]) -> int:
-    """Print the results of the project's sampler; returns the number of rejections."""
+    """Print the results of the project's sampler. Returns the number of rejections."""
     name, bad = label(CORRECT), 0
     print(f"{kind + ' pairs':<16}  k  pairs rejected   least p  KS of the p")
     for k in sorted({c.k for c in cells}):
@@ -124,7 +123,7 @@ def report_project(kind: str, cells: list[Cell]) -> int:
 
 
 def report_fault(cells: list[Cell], name: str) -> bool:
-    """Print one line of the table of faults; returns True if the fault survives.
+    """Print one line of the table of faults. Returns True if the fault survives.
 
     A fault is caught if some cell is significant after Bonferroni over all cells.
     """

@@ -1,10 +1,9 @@
 """Causal attention over packed rows, where each text of a row sees itself only.
 
-On CUDA by flash attention over texts of any length, else by dense scores. `chained` adds, to the
-keys of true rows, those of a row's own chain (EAGLE-3's training-time test): flash attention's
-backward takes the output and the logsumexp of both together, so no dense scores are needed.
-Legend: B rows, N tokens a row, T = B * N, H heads, G key and value heads, D features, J keys of
-a chain.
+On CUDA it uses flash attention over texts of any length, otherwise dense scores. `chained` adds the
+keys of a row's own chain to those of true rows (EAGLE-3's training-time test). Flash attention's
+backward takes the output and the logsumexp of both together, so no dense scores are needed. Legend:
+B rows, N tokens a row, T = B * N, H heads, G key and value heads, D features, J keys of a chain.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 CLOSE = 2e-2  # flash attention and dense scores in bf16
-NAME = "specdec_packed"  # of the attention of transformers' models
+NAME = "specdec_packed"  # name of this attention in transformers' models
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The texts of a batch of rows. segment: int64 [B, N]. bounds: int32 [texts + 1], the first
-    token of each text in the flattened batch."""
+    """The texts of a batch of rows. segment: int64 [B, N], the text of each token. bounds: int32
+    [texts + 1], the first token of each text in the flattened batch."""
 
     segment: Tensor
     bounds: Tensor
@@ -45,7 +44,8 @@ class Layout:
         return causal(q, k, v, self, scale)
 
     def sees(self, back: int) -> Tensor:
-        """bool [B, 1, N, N]: whether a row sees another of its text, at least `back` before it."""
+        """bool [B, 1, N, N]: whether a row sees another row of its text, at least `back` before
+        it."""
         at = torch.arange(self.longest, device=self.segment.device)
         same = self.segment[:, :, None] == self.segment[:, None]
         return (same & (at[:, None] - at >= back)[None])[:, None]
@@ -58,7 +58,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor, Any]:
-    """Output [T, H, D], logsumexp [H, T] and what the backward needs besides."""
+    """The output [T, H, D], the logsumexp [H, T], and the other inputs of the backward."""
     sizes = (layout.bounds, layout.bounds, layout.longest, layout.longest)
     out, lse, *state, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, *sizes, 0.0, True, False, scale=scale
@@ -80,7 +80,7 @@ def flash_backward(
 def dense_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor, Any]:
-    """As `flash_forward`, by dense scores."""
+    """As `flash_forward`, with dense scores."""
     scores = _scores(q, k, layout, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp()
@@ -106,7 +106,7 @@ def dense_backward(
 
 
 def _by_rows(x: Tensor, layout: Layout, heads: int) -> Tensor:
-    """[B, H, N, D] of x [T, H or G, D]."""
+    """x [T, H or G, D] as [B, H, N, D]."""
     rows = x.view(*layout.segment.shape, *x.shape[1:]).transpose(1, 2)
     return rows.repeat_interleave(heads // x.shape[1], 1)
 
@@ -123,8 +123,9 @@ class _Chained(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, own: Tensor, values: Tensor,
         layout: Layout, scale: float, parts: tuple[Forward, Backward],
     ) -> Tensor:  # fmt: skip
-        # A row that ends a chain of J rows sees true rows at least J before it: as many rows on,
-        # its query sees what a causal mask shows. Rows that reach into another text mean nothing.
+        # A row that ends a chain of J rows sees true rows at least J before it. Moved by J rows,
+        # its query sees the rows that a causal mask shows. Rows that reach into another text mean
+        # nothing.
         back = own.shape[-1]
         moved = q.roll(-back, 0)
         out, lse, state = parts[0](moved, k, v, layout, scale)
@@ -167,7 +168,7 @@ def parts_for(device: torch.device) -> tuple[Forward, Backward]:
 
 
 def use_dense() -> None:
-    """Compute dense scores on CUDA too, where flash attention is not what it should be."""
+    """Compute dense scores on CUDA too, because flash attention failed its check."""
     _on_cuda.append(DENSE)
 
 
@@ -178,8 +179,8 @@ def chained(
     """Attention of one step's rows over true rows, and over the rows of their own chains.
 
     q: [T, H, D]. keys and values: [T, G, D] of each step so far; a chain's row of step i lies
-    (number of steps - i) rows above its end. Row t of step J means something from its text's row
-    J on. Returns [T, H, D].
+    (number of steps - i) rows above its end. Row t of step J has a meaning from row J of its text
+    on. Returns [T, H, D].
     """
     chain = range(1, len(keys))
     if not chain:
@@ -222,13 +223,13 @@ def causal(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Ten
     return out.unflatten(0, (q.shape[0], -1))
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # as `causal`, of one batch
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # as `causal`, for one batch
 _attend_now: list[Attend] = []
 
 
 @contextmanager
 def reading(attend: Attend) -> Iterator[None]:
-    """Give models whose attention is `NAME` that of a batch."""
+    """Give models whose attention is `NAME` the attention of a batch."""
     _attend_now.append(attend)
     try:
         yield
@@ -240,7 +241,8 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any,
     scaling: float | None = None, dropout: float = 0.0, **settings: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' form: q [B, H, N, D], k and v [B, G, N, D]; returns [B, N, H, D]."""
+    """Attention in transformers' form: q [B, H, N, D], k and v [B, G, N, D]. Returns [B, N, H,
+    D]."""
     for key_of in ("sliding_window", "softcap", "s_aux"):
         if settings.get(key_of) is not None:
             raise ValueError(f"attention with {key_of} is not built here")
@@ -281,8 +283,8 @@ def differs(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
 
 
 def flash_is_right(device: torch.device) -> bool:
-    """Whether flash attention gives the numbers of dense scores here; says so. torch's operators
-    of this name are not public, and another version may change them."""
+    """Whether flash attention gives the numbers of dense scores here; the result is printed.
+    torch's operators of this name are not public, and another version may change them."""
     try:
         apart = differs(device)
     except (RuntimeError, TypeError, ValueError) as problem:

@@ -1,8 +1,7 @@
-"""Rows that follow anchors drawn from the texts: what a drafter reads to propose a block at once.
-
-A row of masks stands some places after its anchor. It sees true rows of its text up to there, and
-rows of its own block. Legend: B rows of texts, N tokens a row, Q rows of blocks for each, H heads,
-G key and value heads, D features.
+"""Rows after anchors that are drawn from the texts: a drafter reads them to propose a block at
+once. A row of masks stands some places after its anchor. It sees true rows of its text up to the
+anchor, and rows of its own block. Legend: B rows of texts, N tokens a row, Q rows of blocks for
+each, H heads, G key and value heads, D features.
 """
 
 from collections.abc import Sequence
@@ -15,15 +14,16 @@ from torch.nn import functional as F
 from scripts.speculators.kinds.base import following
 from scripts.speculators.target import Reading
 
-KEPT = 0.8  # of the anchors with a mask, those that have one more
+KEPT = 0.8  # share of the anchors with a mask that have one mask more
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Rows of blocks, sorted by place.
 
-    reading: of the texts. column: int64 [B, Q], of each row's anchor. place: int64 [Q], 0 at the
-    anchor. sees: bool [B, 1, Q, N + Q]: whether it sees a true row, then a row of blocks.
+    reading: that of the texts. column: int64 [B, Q], the place of each row's anchor in its row of
+    texts. place: int64 [Q], 0 at the anchor. sees: bool [B, 1, Q, N + Q]: whether it sees a true
+    row, then a row of blocks.
     """
 
     reading: Reading
@@ -33,12 +33,12 @@ class Blocks:
 
     @property
     def position(self) -> Tensor:
-        """int64 [B, Q], in its text"""
+        """int64 [B, Q], positions in the text"""
         return self.reading.rows.position.gather(1, self.column) + self.place
 
     @property
     def positions(self) -> Tensor:
-        """int64 [B, N + Q], of the true rows, then of these"""
+        """int64 [B, N + Q], those of the true rows, then of these rows"""
         return torch.cat((self.reading.rows.position, self.position), 1)
 
     def goals(self, shift: int) -> tuple[Tensor, Tensor]:
@@ -60,13 +60,13 @@ def drawn(
 ) -> Blocks:  # fmt: skip
     """Blocks after anchors drawn by the weight of the token after them.
 
-    counts: for each place from `first` on, how many anchors have a row there, so that deep rows may
-    be fewer. is_causal: rows see those before them in their block, else all. sees_anchor: they see
-    the true row of their anchor.
+    counts: for each place from `first` on, the number of anchors with a row there, so that there
+    may be fewer deep rows. is_causal: whether rows see only earlier rows of their block.
+    sees_anchor: whether they see the true row of their anchor.
     """
     rows = reading.rows
     device, length = rows.ids.device, rows.ids.shape[1]
-    weight = following(rows) + 1e-6  # padding serves where a text has too few
+    weight = following(rows) + 1e-6  # padding is used if a text has too few
     anchors = torch.multinomial(weight, min(max(counts), length), generator=generator)
     counts = [min(count, length) for count in counts]
     which = torch.cat([torch.arange(count, device=device) for count in counts])
@@ -84,7 +84,8 @@ def drawn(
 
 
 def thinned(count: int, depth: int) -> list[int]:
-    """Anchors that have a mask at each of `depth` places: `count` at first, fewer by a share."""
+    """The number of anchors with a mask at each of `depth` places: first `count`, then fewer by a
+    share."""
     return [max(1, round(count * KEPT**place)) for place in range(depth)]
 
 

@@ -1,4 +1,4 @@
-"""Cuts loops off texts, and finds texts that share a run of tokens with prompts to stay away from.
+"""Cuts loops off texts, and finds texts that share a run of tokens with prompts to avoid.
 
 Knows token ids only.
 """
@@ -11,9 +11,9 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 
 LONGEST_PERIOD = 64
-REPEATS = 3  # a tail that is there so often is a loop
-LEAST = 24  # tokens of a loop, all its turns together
-OVERLAP = 13  # tokens of a run that makes two texts alike
+REPEATS = 3  # a tail that occurs this often is a loop
+LEAST = 24  # least tokens of a loop, with all its turns
+OVERLAP = 13  # length of a common run that makes two texts overlap
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -11,8 +11,8 @@ from specdec_cli.errors import SpecdecError
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Help that shows each default, of options without words of their own too. Its usage has the
-    required words alone, so that an error stands below one line and not twenty."""
+    """Help that shows each default, even of options without help. Its usage has only the required
+    words, so that an error stands below one line and not below twenty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, argparse.SUPPRESS, False) or action.default == []:
@@ -42,7 +42,7 @@ def default(sizes: Mapping[str, tuple[int, int]], name: str) -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a command. What a user can cause ends with one line and 2."""
+    """Run a command. An error that a user can cause ends it with one line and exit code 2."""
     try:
         main()
     except SpecdecError as problem:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-USER, ANSWER = 0.2, 1.0  # weights in the loss, of a user's tokens and of the target's
-HELD_OUT = 50  # one text of so many is never trained on
+USER, ANSWER = 0.2, 1.0  # weights of a user's tokens and of the target's in the loss
+HELD_OUT = 50  # one text of this many is held out
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Text:
 class Frame:
     """The chat template's ids: before the first message, and between an answer and the next one.
 
-    Both are empty where there is no template; texts are not joined then.
+    Both are empty without a template; then texts are not joined.
     """
 
     opening: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Frame:
 
 
 def write_wave(path: Path, texts: list[Text], record: dict[str, Any]) -> None:
-    """Write texts and the wave's record at once: the file is there whole, or not at all."""
+    """Write texts and the wave's record at once: the file is there as a whole or not at all."""
     flat = np.concatenate([t.ids for t in texts]) if texts else np.zeros(0, np.int64)
     kinds = sorted({t.kind for t in texts})
     temporary = path.with_suffix(".part")
@@ -106,8 +106,8 @@ class Rows:
 
 
 def joined(texts: list[Text], frame: Frame, length: int, share: float, seed: int) -> list[Any]:
-    """Texts as (ids, weights), in random order, at most `length` tokens each; a `share` of them
-    begin conversations, which go on with further texts while these fit."""
+    """Texts as (ids, weights), in random order, with at most `length` tokens each. A `share` of
+    them begins conversations, to which further texts are added while they fit."""
     rng = random.Random(seed)
     order = list(texts)
     rng.shuffle(order)
@@ -140,7 +140,8 @@ def weighted(text: Text) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]
 
 
 def packed(pieces: list[Any], length: int, open_rows: int = 64) -> Rows:
-    """`pieces` of (ids, weights) in rows of `length`, each in the first open row with room."""
+    """`pieces` of (ids, weights), packed into rows of `length`. Each goes into the first open row
+    with room."""
     rows: list[list[Any]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row) of open rows
     for piece in pieces:
@@ -174,7 +175,7 @@ def packed(pieces: list[Any], length: int, open_rows: int = 64) -> Rows:
 
 
 def by_frequency(texts: list[Text], vocab_size: int) -> Tensor:
-    """int64 [V]: ids, the most frequent of the texts first."""
+    """int64 [V]: ids in the order of their frequency in the texts, the most frequent first."""
     counts = np.zeros(vocab_size, np.int64)
     for text in texts:
         counts += np.bincount(text.ids, minlength=vocab_size)

@@ -3,10 +3,10 @@
     python -m scripts.speculators.evaluate --target MODEL --prompts FILE OUT/speculator ngram
 
 For each speculator and each k: tokens a round with its 95 % interval over prompts, over all prompts
-and by category, and the share of rounds whose proposals stood at each position; of all but the
-first that it runs also the ratio to that one, paired over prompts. Beside a folder that train.py
-wrote lies its log: a curve through it says what a longer training would bring.
-Results are written as they come, to the file of `--json`; runs that are there are not repeated.
+and by category, and the share of rounds whose proposals stood at each position; for all but the
+first speculator also the ratio to the first, paired over prompts. train.py leaves its log beside a
+speculator's folder; a curve through it estimates the gain of a longer training. Results are written
+to the file of `--json` as they come. Runs in that file are not repeated.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-FEW = 8  # prompts that say nothing of others
+FEW = 8  # too few prompts for an interval
 
 
 def parse() -> argparse.Namespace:
@@ -78,7 +78,7 @@ def settings_of(args: argparse.Namespace, speculator: str, k: int) -> dict[str, 
 
 
 def is_bare_model(folder: Path) -> bool:
-    """Whether a folder holds a whole model but for the embedding and the head."""
+    """Whether a folder holds a whole model, except for the embedding and the head."""
     classes = json.loads((folder / "config.json").read_text()).get("architectures") or []
     if not any(name.endswith("ForCausalLM") for name in classes):
         return False
@@ -95,7 +95,7 @@ def rounds_of(seqs: list[Sequence]) -> SumRatio:
 
 
 def with_interval(measure: SumRatio) -> tuple[float, list[float] | None]:
-    """A measure and its 95 % interval over prompts, rounded; None where prompts are few."""
+    """A measure and its 95 % interval over prompts, rounded; None for few prompts."""
     ends = interval(measure) if len(measure.columns) >= FEW else None
     return round(measure.value, 4), [round(e, 4) for e in ends] if ends else None
 
@@ -109,7 +109,7 @@ def tokens_a_round(seqs: list[Sequence]) -> dict[str, Any]:
 
 
 def positions(seqs: list[Sequence], k: int) -> list[float]:
-    """The share of rounds that accepted n tokens, of those that proposed as many, n = 1..k."""
+    """For n = 1..k, the share of rounds that accepted n tokens among those that proposed n."""
     pairs = [
         pair for s in seqs for pair in zip(s.proposed_per_round, s.accepted_per_round, strict=True)
     ]

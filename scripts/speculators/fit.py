@@ -1,4 +1,4 @@
-"""A curve through a training's log: what further minutes would bring.
+"""A curve through a training's log, which estimates the gain of further minutes.
 
 error(t) = floor + scale * t^-power, by least squares over a grid of powers, with no floor below 0.
 A run's learning rate falls towards its end, so the curve is that of one run, and a longer run would
@@ -14,7 +14,7 @@ import numpy as np
 
 _POWERS = np.linspace(0.05, 2.0, 79)
 _FEWEST = 4  # points
-_EARLY = 0.05  # share of a run that its warm-up may take
+_EARLY = 0.05  # largest share of a run that is warm-up
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Curve:
 
 
 def fitted(seconds: Sequence[float], errors: Sequence[float]) -> Curve | None:
-    """The best curve, or None with too few points."""
+    """The best curve; None for too few points."""
     t, y = np.asarray(seconds, float), np.asarray(errors, float)
     if len(t) < _FEWEST:
         return None
@@ -48,7 +48,7 @@ def fitted(seconds: Sequence[float], errors: Sequence[float]) -> Curve | None:
 
 
 def read_log(path: Path) -> list[dict[str, object]]:
-    """A log's records; a torn last line is left out."""
+    """The records of a log. A torn last line is left out."""
     found = []
     for line in path.read_text().splitlines():
         try:
@@ -59,7 +59,7 @@ def read_log(path: Path) -> list[dict[str, object]]:
 
 
 def outlook(log: list[dict[str, object]], times: Sequence[float] = (2.0, 4.0)) -> list[str]:
-    """A line for each link: its accuracy now, and after so many times the time, by its curve."""
+    """A line for each link: its accuracy now, and by its curve after multiples of the time."""
     known = [r for r in log if float(str(r["done"])) > _EARLY]
     lines = []
     links = len(log[-1]["accuracy"]) if log else 0  # type: ignore[arg-type]

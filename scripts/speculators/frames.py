@@ -1,6 +1,6 @@
 """Tasks for a target to answer: requests for passages, and tasks about passages that it wrote.
 
-Their answers have what self-drawn prompts lack: long inputs, other languages, code and numbers.
+Self-drawn prompts lack long inputs, other languages, code and numbers, so these tasks have them.
 Knows no models. Nothing here is taken from a benchmark.
 """
 
@@ -114,7 +114,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Passage:
-    """A text that the target wrote, and its kind, a key of `SEEDS`."""
+    """A text that the target wrote. kind: a key of `SEEDS`."""
 
     kind: str
     text: str
@@ -128,7 +128,7 @@ def seed(rng: random.Random) -> tuple[str, str]:
 
 
 def task(rng: random.Random, passages: list[Passage]) -> str:
-    """A task about one of `passages`, or two; a kind without any has one of another kind."""
+    """A task about one or two of `passages`. A kind without passages uses one of another kind."""
     kind = rng.choices(list(SEEDS), [share for _, share in SEEDS.values()])[0]
     by_kind: dict[str, list[str]] = {}
     for passage in passages:
@@ -140,7 +140,7 @@ def task(rng: random.Random, passages: list[Passage]) -> str:
         text = rng.choice(by_kind.get(of) or by_kind[kind])
         return shortened(text, rng.randint(least, most))
 
-    # Half of the passages are long, as inputs of summaries are.
+    # Half of the passages are long, like inputs of summaries.
     words = {
         "passage": some(kind, 150, 700) if rng.random() < 0.5 else some(kind, 600, 2400),
         "other": some("english", 300, 1200),
@@ -151,7 +151,8 @@ def task(rng: random.Random, passages: list[Passage]) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text` up to the end of the sentence or line before `most` characters, or up to there."""
+    """`text` up to the last end of a sentence or line within `most` characters, or else cut at
+    `most`."""
     text = text.strip()
     if len(text) <= most:
         return text

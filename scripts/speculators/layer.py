@@ -16,8 +16,8 @@ from scripts.speculators.attention import Layout, chained, parts_for
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer. eps: of its norms. base: of its rotary embedding. layers: of the target,
-    whose inputs a head reads."""
+    """The sizes of a layer. eps: that of its norms. base: that of its rotary embedding. layers:
+    those of the target whose inputs a head reads."""
 
     hidden: int
     inner: int
@@ -45,9 +45,8 @@ class Shape:
 
     @classmethod
     def turning(cls, config: Any, **changes: Any) -> "Shape":
-        """As `of`, with the norms' eps and the rotary embedding of the target too.
-
-        Raises `ValueError` for a kind of rotary embedding that layers do not have here.
+        """As `of`, with the target's eps of norms and rotary embedding too. Raises `ValueError` for
+        a kind of rotary embedding that is not built here.
         """
         rope = config.rope_parameters
         if rope.get("rope_type", "default") != "default":
@@ -75,8 +74,9 @@ class Projections(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer; its parameters have the names of published ones. reads: numbers of a row that
-    queries, keys and values are made of. has_norms: each head's queries and keys are normed."""
+    """One layer. Its parameters have the names of published ones. reads: the width of the rows that
+    queries, keys and values are made of. has_norms: whether each head's queries and keys are
+    normed."""
 
     def __init__(self, shape: Shape, reads: int, has_norms: bool = False) -> None:
         super().__init__()
@@ -102,10 +102,9 @@ class Layer(nn.Module):
 
     @torch.no_grad()
     def start_from(self, layer: Any, first: int) -> bool:
-        """Begin with the weights of a target's layer; `first` is where its row begins among ours. A
-        narrower MLP takes the numbers that its products weigh most.
-
-        Does nothing, and returns False, for layers that are not of the llama kind or size.
+        """Begin with the weights of a target's layer. first: the place of its row in ours. A
+        narrower MLP takes the features with the largest weights. Returns False, without a change,
+        for layers that are not of the llama kind or size.
         """
         shape = self.shape
         try:
@@ -149,9 +148,9 @@ class Layer(nn.Module):
     ) -> list[Tensor]:
         """Outputs [T, H] of `steps` chained steps.
 
-        begin: from the outputs of the step before, each moved to the row that follows it, the
-        stream [T, H] and what attention reads [T, reads]; called with None first. position: [T],
-        in its text. Row t of step j means something from its text's row j on.
+        begin: makes the stream [T, H] and the input of attention [T, reads] from the outputs of the
+        step before, each moved to the next row; it is called with None first. position: [T], that
+        in the text. Row t of step j has a meaning from row j of its text on.
         """
         turns, scale = self.turns(position), self.shape.head_dim**-0.5
         keys: list[Tensor] = []
@@ -175,7 +174,8 @@ class Layer(nn.Module):
         return found if norm is None else norm(found)
 
     def passed(self, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output [..., H] of its stream and of what attention gave [..., heads, D]."""
+        """The layer's output [..., H] from its stream and the output of attention [..., heads,
+        D]."""
         hidden = hidden + self.self_attn.o_proj(mixed.flatten(-2))
         x = self.post_attention_layernorm(hidden)
         mlp = self.mlp

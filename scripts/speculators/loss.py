@@ -15,10 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Candidates:
-    """Ids over which distributions are compared: the frequent ones, and some of the rest, drawn
-    anew at each step. Distributions over a subset agree for every subset only if the whole ones do.
-
-    often: int64 [M] and rest: int64 [V - M], all different. count: of those drawn.
+    """The ids over which distributions are compared: the frequent ones, and some of the rest, drawn
+    again at each step. Distributions agree over every subset only if they agree as a whole. often:
+    int64 [M] and rest: int64 [V - M], all different. count: the number of drawn ids.
     """
 
     often: Tensor
@@ -47,8 +46,8 @@ def probabilities(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def rows_of(logits: Tensor, wanted: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted sum of cross-entropies, its gradient [T, S] with respect to the logits, and
-    each row's share of drafts that would stand, fp32 [T]: what both distributions have in common.
+    """The weighted sum of cross-entropies, its gradient [T, S] with respect to the logits, and each
+    row's share of drafts that would stand, fp32 [T], which is the overlap of both distributions.
 
     logits and wanted: [T, S]. weight: fp32 [T].
     """
@@ -80,7 +79,7 @@ class _SoftLoss(torch.autograd.Function):
 
 
 def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain`, compiled; as it is, from the first call on that cannot be compiled."""
+    """`plain`, compiled. If a call cannot be compiled, this and later calls run it uncompiled."""
     chosen = [torch.compile(plain, dynamic=False)]
 
     def call(*tensors: Tensor) -> Any:
@@ -97,7 +96,7 @@ def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SoftLoss:
-    """The loss with its elementwise parts compiled, where that works."""
+    """The loss, with its elementwise parts compiled if possible."""
 
     def __init__(self, is_compiled: bool) -> None:
         self.rows: Callable[..., tuple[Tensor, Tensor, Tensor]] = rows_of

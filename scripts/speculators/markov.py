@@ -1,8 +1,8 @@
 """DSpark's small heads, which read the token before the one that a row decides.
 
-The Markov head adds to the logits: its embedding of that token stands beside the row, its matrix
-beside the target's head. The confidence head learns the share of drafts that stand. Legend: R rows
-of proposals, H width, r rank, V ids.
+The Markov head adds to the logits: its embedding of that token is appended to the row, and its
+matrix to the target's head. The confidence head learns the share of drafts that stand. Legend: R
+rows of proposals, H width, r rank, V ids.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class Heads:
     rank: int
 
     def add_to(self, backbone: nn.Module, shape: Shape) -> None:
-        """Add the heads' weights; the Markov head adds nothing to begin with."""
+        """Add the heads' weights. At first the Markov head adds nothing to logits."""
         before, out = nn.Embedding(shape.vocab, self.rank), nn.Linear(self.rank, shape.vocab, False)
         nn.init.zeros_(out.weight)
         heads = nn.ModuleDict({"markov_w1": before, "markov_w2": out})
@@ -33,16 +33,16 @@ class Heads:
     def judged(self, backbone: Any, link: Link, ids: Tensor) -> Link:
         """The link with both heads' parts. ids: int64 [B * N], the batch's tokens."""
         markov = backbone.markov_head
-        # The target's row that predicts a token is that of the token before it.
+        # The target predicts a token in the row of the token before it.
         before = markov["markov_w1"](ids[link.goal]).to(link.hidden.dtype)
         hidden = torch.cat((link.hidden, before), 1)
-        # The drafter is not to become easier to judge.
+        # No gradient goes to the drafter: it must not become easier to judge.
         sure = backbone.confidence_head["proj"](hidden.detach())[:, 0]
         columns = markov["markov_w2"].weight
         return replace(link, hidden=hidden, columns=columns, confidence=sure)
 
     def settings(self) -> dict[str, Any]:
-        """Keys of SpecForge's form."""
+        """The keys of SpecForge's form of config."""
         return {
             "projector_type": "dspark",
             "markov_rank": self.rank,

@@ -1,11 +1,12 @@
-"""Tokens a round of targets and speculators in several forms, beside those of both as they were.
+"""Tokens a round of targets and speculators in several forms, compared with those of the plain
+forms.
 
     python -m scripts.speculators.quantised plain.json fp8.json int4.json
 
-Each file is what `evaluate.py --json` wrote for one target; its name says the target's form. Runs
-are of speculators in folders NAME, NAME-fp8 and NAME-int4 (`store.py` makes them), or of methods
-without a draft. Each line has the ratio to NAME over the first file's target at the same k, with
-its 95 % interval, paired over prompts: every run has the same ones, and writes its own texts.
+Each file is the result of `evaluate.py --json` for one target. The file's name tells the target's
+form. Runs are of speculators in folders NAME, NAME-fp8 and NAME-int4 (`store.py` makes them), or of
+methods without a draft. Each line has the ratio to NAME over the first file's target at the same k,
+with its 95 % interval, paired over prompts: every run has the same ones, and writes its own texts.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def runs_of(files: list[Path]) -> dict[Run, SumRatio]:
 def lines(runs: dict[Run, SumRatio]) -> list[str]:
     """A table in Markdown.
 
-    Raises `ValueError` for runs of other prompts than those that they are compared with.
+    Raises `ValueError` if compared runs have different prompts.
     """
     first = next(iter(runs))[0]
     found = ["| speculator | k | target | its form | tokens a round | beside both plain |"]

@@ -4,10 +4,10 @@
     python -m scripts.speculators.ship smollm2-draft=DRAFT --eval EVAL.json --stored STORED.json
       --texts TEXTS.json --target-name HuggingFaceTB/SmolLM2-135M-Instruct --licence Apache-2.0
 
-DRAFT is what train.py wrote. EVAL.json is what evaluate.py wrote of it, with a speculator's folder
-as the key of its runs, and `form`, where that is not the plain one; STORED.json is that of
-DRAFT/speculator and FP8/smollm2-draft in this order. TEXTS.json has the sums over the records of
-texts.py. Writes `specdec_cli/demo/NAME`, in fp8 as store.py has it, and the entries of
+DRAFT is the output of train.py. EVAL.json is the result of evaluate.py for it, with a speculator's
+folder as the key of its runs, and with `form` if that is not the plain one. STORED.json is the
+result for DRAFT/speculator and FP8/smollm2-draft, in this order. TEXTS.json has the sums over the
+records of texts.py. Writes `specdec_cli/demo/NAME`, in fp8 as store.py has it, and the entries of
 `manifest-speculators.json` there. A speculator's tokenizer is its target's, and is not copied.
 """
 
@@ -22,8 +22,8 @@ from scripts.speculators.store import WEIGHTS, plain_tensors, write
 
 DEMO = Path(__file__).parents[2] / "specdec_cli" / "demo"
 RECORD = DEMO / "manifest-speculators.json"
-LIMIT = 16_000_000  # bytes of a weights file
-# Of a config, what a draft's is built from; a converted target's says much more.
+LIMIT = 16_000_000  # most bytes of a file of weights
+# The keys of a config from which a draft's is built. A converted target's config has many more.
 KEPT = (
     "architectures model_type dtype vocab_size hidden_size intermediate_size num_hidden_layers "
     "num_attention_heads num_key_value_heads head_dim hidden_act max_position_embeddings "
@@ -100,7 +100,7 @@ def parse() -> argparse.Namespace:
 
 
 def beside_plain(name: str, evaluations: list[Path]) -> dict[str, Any]:
-    """The run of a speculator in fp8 beside the plain one."""
+    """The run of a speculator in fp8, compared with the plain one."""
     for path in evaluations:
         for key, runs in json.loads(path.read_text())["runs"].items():
             for run in runs:

@@ -1,11 +1,11 @@
-"""Store a model's or a speculator's matrices in 8 or 4 bits, as compressed-tensors has them.
+"""Store a model's or a speculator's matrices in 8 or 4 bits, in the format of compressed-tensors.
 
     python -m scripts.speculators.store MODEL OUT [--form fp8 | int4 | plain]
 
-MODEL is a folder, a GGUF file, or another name that recipes know; what it stores in few bits is
-made plain first. `fp8` is e4m3 with a scale for each row, `int4` has symmetric groups of 32
-columns, each with the scale of least squared error, and `plain` stays in bf16.
-Small heads (of confidence, Markov's tables), embeddings and norms stay in bf16 in every form.
+MODEL is a folder, a GGUF file, or another name that recipes know. Its quantised matrices are made
+plain first. `fp8` is e4m3 with a scale for each row, `int4` has symmetric groups of 32 columns,
+each with the scale of least squared error, and `plain` stays in bf16. Small heads (of confidence,
+Markov's tables), embeddings and norms stay in bf16 in every form.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from specdec_cli.models.weights import open_checkpoint
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 FORMS = ("fp8", "int4", "plain")
 GROUP = 32  # columns of int4 that share a scale
-SHARES = 17  # scales that are tried for each group, from 0.6 of the largest number's to all of it
+SHARES = 17  # scales to try for each group, from 0.6 of the largest number's scale up to that scale
 TEXTS = re.compile(r"(tokenizer|vocab|merges|special_tokens|chat_template|generation_config).*")
 PLAIN = re.compile("embed_tokens|lm_head|markov|confidence")
 # The format's own scales are in the dtype of the model.

@@ -1,7 +1,7 @@
 """The frozen target of a training: its hidden states and distributions over packed rows.
 
-Works through transformers' own classes. A GPU that a batch fills takes half as long for a pass as
-the host needs to launch it, so training's passes replay a CUDA graph. Legend: B rows, N tokens a
+Works through transformers' own classes. Even for a batch that fills a GPU, a pass takes half as
+long as the host's launches, so training's passes replay a CUDA graph. Legend: B rows, N tokens a
 row, H width, V ids.
 """
 
@@ -19,12 +19,12 @@ from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.resolve import model_place
 
 MODEL_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-SHORT = 64  # least mean length of the texts of a captured batch: attention starts programs for each
+SHORT = 64  # least mean length of a captured batch's texts: each has programs
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A batch as the target reads it. features: the hidden states asked for, [B, N, H] each, as
+    """The target's results for a batch. features: the requested hidden states, [B, N, H] each, as
     transformers counts them: i is the input of layer i. logits: [B, N, V] of the next token."""
 
     rows: Rows
@@ -35,8 +35,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Captured:
-    """A pass over batches of one shape as a CUDA graph. Its results are overwritten by the next
-    replay. bounds: as `Layout` has them, with empty texts at the end."""
+    """A pass over batches of one shape as a CUDA graph. The next replay overwrites its results.
+    bounds: as in `Layout`, with empty texts at the end."""
 
     graph: torch.cuda.CUDAGraph
     ids: Tensor
@@ -88,7 +88,7 @@ class Target:
 
     @torch.no_grad()
     def read(self, rows: Rows, layers: tuple[int, ...] = ()) -> Reading:
-        """Read rows that are on the device."""
+        """Read rows on the device."""
         layout = Layout.of(rows.segment)
         if self.captured is not None and self.captured.takes(rows, layout):
             return self.captured.replay(rows, layout)
@@ -96,8 +96,8 @@ class Target:
 
     @torch.no_grad()
     def capture(self, rows: Rows, layers: tuple[int, ...]) -> None:
-        """Have later reads of this shape, of the same layers, replay a CUDA graph. Where a pass
-        cannot be captured, reads stay as they are, and the reason is printed."""
+        """Let later reads of this shape, for the same layers, replay a CUDA graph. If a pass cannot
+        be captured, reads do not change, and the reason is printed."""
         ids, position = rows.ids.clone(), rows.position.clone()
         bounds, count = Layout.of(rows.segment).bounds, ids.numel() // SHORT + 1
         if len(bounds) > count:
@@ -138,7 +138,7 @@ def plain_model(place: Path, device: torch.device) -> Any:
 
 
 def smaller_model(config: Any, layers: int) -> Any:
-    """A model of the config's family with `layers` layers, at random, in fp32."""
+    """A model of the config's family with `layers` layers and random weights, in fp32."""
     settings = AutoConfig.for_model(**{**config.to_dict(), "num_hidden_layers": layers})
     if getattr(settings, "layer_types", None):
         settings.layer_types = settings.layer_types[:layers]
@@ -147,6 +147,6 @@ def smaller_model(config: Any, layers: int) -> Any:
 
 
 def forward(model: Any, ids: Tensor, position: Tensor, attend: Attend, **more: Any) -> Any:
-    """transformers' output for rows [B, N] of tokens, with attention of ours."""
+    """transformers' output for rows [B, N] of tokens, with our attention."""
     with reading(attend):
         return model(input_ids=ids, position_ids=position, use_cache=False, **more)

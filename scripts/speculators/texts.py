@@ -2,11 +2,12 @@
 
     python -m scripts.speculators.texts --target MODEL --out TEXTS --minutes 5
 
-Prompts are drawn from the target through its chat template, as it continues an empty user turn; or
-they are requests and tasks of `frames.py`, about passages that it wrote; or lines of `--prompts`.
-The engine writes the answers in waves, a file each. A wave depends on the seed, its number and the
-waves before it, so that a run which was stopped goes on where it ended. `--shard I/N` writes every
-Nth wave: processes side by side keep one GPU busier than one does, since the host is the limit.
+There are three kinds of prompts: texts with which the target continues an empty user turn of its
+chat template; requests and tasks of `frames.py` about passages that it wrote; and lines of
+`--prompts`. The engine writes the answers in waves, with a file for each. A wave depends on the
+seed, its number and the waves before it, so that a stopped run goes on where it ended. `--shard
+I/N` writes every Nth wave: processes side by side keep one GPU busier than one does, since the host
+is the limit.
 """
 
 import argparse
@@ -38,19 +39,19 @@ from specdec_cli.recipe.sections import DataSection
 
 # Kinds of waves in turn. Passages come before the first tasks about them.
 KINDS = ("seeds", "turns", "tasks", "tasks", "turns", "tasks", "tasks", "seeds", "tasks", "turns")
-TEMPERATURES = (0.0, 0.4, 0.8)  # of answers, in turn
-SEED_TEMPERATURE = 0.8  # of passages, which are to be many
-TURN = {"temperature": 1.0, "top_p": 0.9}  # of self-drawn users' turns
+TEMPERATURES = (0.0, 0.4, 0.8)  # temperatures of answers, in turn
+SEED_TEMPERATURE = 0.8  # temperatures of passages, which should be varied
+TURN = {"temperature": 1.0, "top_p": 0.9}  # temperatures of self-drawn user turns
 TURN_TOKENS = 96
-# On a GPU, and on a CPU, where a wave should take less than a minute.
+# Sizes on a GPU and on a CPU, where a wave should take less than a minute.
 _SIZES = {"batch": (1024, 16), "new_tokens": (512, 96), "prompt_tokens": (1024, 192)}
-RECENT = 6  # waves whose passages serve tasks
-MARK = "\u241e"  # stands for a message's text in a rendered conversation
+RECENT = 6  # number of waves whose passages are used for tasks
+MARK = "\u241e"  # placeholder of a message's text in a rendered conversation
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt: its token ids with the chat template's, and its kind."""
+    """A prompt: its token ids, including the chat template's, and its kind."""
 
     ids: tuple[int, ...]
     kind: str
@@ -89,7 +90,7 @@ class Chat:
         return [tuple(ids) for ids in found]
 
     def prompts(self, texts: list[str]) -> list[tuple[int, ...]]:
-        """Ids of user's turns, up to where the answer begins."""
+        """The ids of user turns, up to the beginning of the answer."""
         if not self.has_template:
             return self.encode(texts, special=True)
         return self.encode([f"{self.opening}{text}{self.closing}" for text in texts])
@@ -105,9 +106,9 @@ class Writer:
         self.args, self.planned, self.engine = args, planned, engine
         eos = frozenset(planned.target.eos_ids)
         self.chat = Chat(planned.target.place, eos)
-        self.passages: list[list[Passage]] = []  # of the shard's waves
+        self.passages: list[list[Passage]] = []  # number of the shard's waves
         self.given: list[str] = []
-        self.greedy: set[tuple[int, ...]] = set()  # given prompts with a greedy answer
+        self.greedy: set[tuple[int, ...]] = set()  # the given prompts that have a greedy answer
         self.overlapping = 0  # prompts and texts that share a run with an avoided prompt
         if args.prompts:
             found = load_prompts(DataSection(path=args.prompts)).prompts
@@ -136,7 +137,8 @@ class Writer:
     def write(
         self, wave: int, rows: list[tuple[int, ...]], params: SamplingParams
     ) -> list[list[int]]:
-        """The target's tokens after each of `rows`; numbered so that no two draw the same."""
+        """The target's tokens after each of `rows`. Rows are numbered so that no two draw the
+        same."""
         first = 4 * wave * self.args.batch + (2 * self.args.batch if params.top_p < 1 else 0)
         asked = [Request(first + i, ids) for i, ids in enumerate(rows)]
         return [seq.output_ids for seq in self.engine.run(asked, 0, params).seqs]
@@ -171,7 +173,7 @@ class Writer:
         return apart
 
     def wave(self, wave: int) -> dict[str, Any]:
-        """Write a wave, or read it if it is there; returns its record."""
+        """Write a wave, or read it if it is there. Returns its record."""
         path = self.args.out / f"wave-{wave:05}.npz"
         mine = wave // self.args.shards
         kind = "given" if self.given else KINDS[mine % len(KINDS)]
@@ -186,7 +188,7 @@ class Writer:
         temperature = SEED_TEMPERATURE if kind == "seeds" else temperature_of(mine)
         if kind == "given" and temperature == 0:
             ids = {a.ids for a in asked}
-            if ids & self.greedy:  # the answers would be the same texts again
+            if ids & self.greedy:  # its answers would be the same texts again
                 temperature = TEMPERATURES[1]
             self.greedy |= ids
         params = self.params(temperature=temperature, max_new_tokens=self.args.new_tokens)
@@ -230,14 +232,14 @@ class Writer:
 
 
 def temperature_of(mine: int) -> float:
-    """The temperature of a shard's wave; waves of seeds do not count."""
+    """The temperature of a shard's wave. Waves of seeds do not count."""
     cycle, place = divmod(mine, len(KINDS))
     others = [kind != "seeds" for kind in KINDS]
     return TEMPERATURES[(cycle * sum(others) + sum(others[:place])) % len(TEMPERATURES)]
 
 
 def turns_of(line: dict[str, Any]) -> list[str]:
-    """The texts of a prompt file's line: every turn of a conversation."""
+    """The texts in a line of a prompt file: all turns of a conversation."""
     if "turns" in line:
         return [str(turn) for turn in line["turns"]]
     return [str(line.get("prompt") or line.get("text") or line.get("question") or "")]
@@ -258,9 +260,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="from the start; the first wave is written whole. This or --waves is needed",
+        help="counted from the start; the first wave is written whole. This or --waves is needed",
     )
-    parser.add_argument("--waves", type=int, help="write so many waves in all")
+    parser.add_argument("--waves", type=int, help="write this many waves in all")
     told = partial(commands.default, _SIZES)
     parser.add_argument("--batch", type=int, help=f"texts of a wave; {told('batch')}")
     parser.add_argument("--new-tokens", type=int, help=told("new_tokens"))
@@ -288,7 +290,7 @@ def engine_of(args: argparse.Namespace) -> tuple[Plan, Engine]:
     sets |= {"sampling.max_new_tokens": args.new_tokens, "run.seed": args.seed}
     sets |= {"speculation.num_speculative_tokens": 0}
     longest = args.prompt_tokens + args.new_tokens
-    # Most texts are shorter than the longest. One that finds no room is computed again later.
+    # Most texts are shorter than the longest. A text without room is computed again later.
     blocks = max(args.batch * longest * 6 // 10, longest) // 16 + args.batch + 8
     sets["cache.num_blocks"] = blocks
     sets |= {k: yaml.safe_load(v) for k, v in (item.split("=", 1) for item in args.set)}

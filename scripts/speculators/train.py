@@ -2,10 +2,10 @@
 
     python -m scripts.speculators.train eagle3 --target MODEL --texts TEXTS --out OUT --minutes 6
 
-The frozen target reads packed rows of texts, and the speculator learns its distributions, place by
-place of a round. Everything is drawn from the seed. A checkpoint each minute lets a run that was
-stopped go on; OUT/speculator is a speculator that the engine runs, from the first minute on.
-OUT/log.jsonl has the held-out accuracy of each place by time.
+The frozen target reads packed rows of texts, and the speculator learns its distributions for each
+place of a round. Everything is drawn from the seed. A checkpoint each minute lets a stopped run go
+on. From the first minute on, OUT/speculator is a speculator that the engine runs. OUT/log.jsonl has
+the held-out accuracy of each place by time.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from scripts.speculators.target import Reading, Target
 
 KINDS = sorted(p.stem for p in (Path(__file__).parent / "kinds").glob("[a-z]*.py"))
 KINDS.remove("base")
-# On a GPU, and on a CPU, where a step should take a second.
+# Sizes on a GPU and on a CPU, where a step should take a second.
 _SIZES = {
     "length": (1792, 256), "rows": (14, 2), "often": (16384, 2048), "drawn": (4096, 512),
     "held_rows": (24, 4),
 }  # fmt: skip
-# Of some kinds, which name those that they read in `OPTIONS`. Defaults are those of `Options`.
+# Options of some kinds, which name them in their `OPTIONS`. Defaults are those of `Options`.
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "links": (f"chained steps of a head; default: {Options.links}", {"type": int}),
-    "layers": ("of the target, whose inputs a head reads", {"type": int, "nargs": "+"}),
+    "layers": ("layers of the target whose inputs a head reads", {"type": int, "nargs": "+"}),
     "inner": ("width of a head's MLP; default: the target's", {"type": int}),
     "depth": (f"layers; default: {Options.depth}", {"type": int}),
     "block": (f"rows of a block's pass; default: {Options.block}", {"type": int}),
@@ -59,7 +59,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--texts", type=Path, required=True, help="what texts.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="the result is OUT/speculator")
     told = partial(commands.default, _SIZES)
-    parser.add_argument("--minutes", type=float, default=6.0, help="from the start of the command")
+    parser.add_argument(
+        "--minutes", type=float, default=6.0, help="counted from the start of the command"
+    )
     parser.add_argument("--steps", type=int, help="instead of the minutes")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--length", type=int, help=f"tokens of a row; {told('length')}")
@@ -157,7 +159,7 @@ class Trainer:
         return self.rows.at(torch.tensor(places), self.device)
 
     def loss_of(self, reading: Reading) -> Tensor:
-        """The mean over tokens and links by their weights."""
+        """The weighted mean over tokens and links."""
         ids = self.candidates.draw(self.generator)
         wanted = self.loss.probabilities(reading.logits.flatten(0, 1), ids)
         total, mass = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
@@ -177,7 +179,7 @@ class Trainer:
 
     @torch.no_grad()
     def accuracies(self) -> list[float]:
-        """The share of held-out answers' tokens that each link's first choice agrees on."""
+        """For each link, the share of held-out answers' tokens that are its first choice."""
         right, count = torch.zeros(2, self.kind.num_links, dtype=torch.int64, device=self.device)
         places = torch.arange(min(self.args.held_rows, len(self.held)))
         generator = torch.Generator(self.device).manual_seed(0)
@@ -220,7 +222,7 @@ class Trainer:
         return found
 
     def save(self, found: dict[str, Any]) -> None:
-        """The speculator, what is known of its training, and the state to go on from."""
+        """Save the speculator, the record of its training, and the state from which to go on."""
         args = self.args
         self.kind.save(self.target, self.often, args.out / "speculator")
         size = sum(p.numel() for p in self.parameters)
@@ -250,7 +252,7 @@ class Trainer:
         os.replace(args.out / "state.part", args.out / "state.pt")
 
     def resume(self) -> bool:
-        """Go on from a checkpoint, with other rows than those before it. False if there is none."""
+        """Go on from a checkpoint, with new rows. Returns False if there is none."""
         path = self.args.out / "state.pt"
         if not path.exists():
             return False
@@ -275,7 +277,7 @@ class Trainer:
             scales = self.kind.state()
             self.kind.prepare(first)
             self.kind.restore(scales)
-        # With steps to do, what comes before the first one is not training.
+        # With a number of steps, the time before the first one does not count as training.
         started = time.perf_counter() if args.steps else BEGAN
         began, due, losses = started - self.spent, self.spent, []
         while True:

@@ -1,1 +1,1 @@
-"""Faults for `scripts/proofs/mutants.py`, a module a room of the code."""
+"""Faults for `scripts/proofs/mutants.py`, with a file for each part of the code."""

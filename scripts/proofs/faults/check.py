@@ -16,7 +16,7 @@ _STATEMENT = re.compile(r"(?m)^(?=[A-Za-z_@])")  # begins at the top of a module
 
 
 def modules_without(faults: Sequence[Fault], root: Path) -> list[str]:
-    """The modules that have functions, and no fault. Constants and records of fields need none."""
+    """The modules that have functions but no fault. Constants and records of fields need none."""
     planted = {fault.file for fault in faults}
     modules = (p for package in PACKAGES for p in sorted((root / package).rglob("*.py")))
     others = (p for p in modules if p.relative_to(root).as_posix() not in planted)
@@ -38,7 +38,8 @@ def _is_constant(node: ast.stmt) -> bool:
 
 
 def misfits(faults: Sequence[Fault], root: Path) -> list[str]:
-    """Faults that cannot be planted, are no Python, are there twice, or name a test that is not."""
+    """The faults that cannot be planted, are not Python, occur twice, or name a test that does not
+    exist."""
     found, seen = [], set[tuple[str, str, str]]()
     for fault in faults:
         if not (root / fault.file).is_file():

@@ -1,7 +1,7 @@
 """Planted faults: changes of a line or a few, each with the tests near it, read from data files.
 
-A file has blocks like this one, apart by blank lines; without a line in the new text, none takes
-the place of the old:
+A file has blocks like this one, separated by blank lines. Without new lines the old ones are
+removed:
 
     file specdec_cli/engine/loop.py
     near tests/engine/test_rounds.py::test_right_for_the_first_j
@@ -22,9 +22,8 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """name: the file and the fault's number in it. old, new: whole lines; old is there once.
-
-    tests: arguments of pytest, of which one has to fail with the fault.
+    """name: the file and the fault's number in it. old, new: whole lines; the code has `old` once.
+    tests: arguments of pytest; one of these tests has to fail with the fault.
     """
 
     name: str
@@ -34,7 +33,7 @@ class Fault:
     tests: tuple[str, ...]
 
     def planted(self, text: str) -> str:
-        """The text of the file with the fault. Raises ValueError where `old` is not there once."""
+        """The text of the file with the fault. Raises ValueError unless `old` is there once."""
         places = [at.start() for at in re.finditer(f"(?m)^(?={re.escape(self.old)})", text)]
         if len(places) != 1:
             raise ValueError(f"{self.name}: its lines are there {len(places)} times, not once")
@@ -54,7 +53,7 @@ class Fault:
 
 
 def all_faults() -> list[Fault]:
-    """Every fault, room by room."""
+    """All faults, one file after the other."""
     numbers = Counter[str]()
     found = []
     for room in sorted(FOLDER.glob("*.txt")):

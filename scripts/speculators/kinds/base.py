@@ -1,7 +1,6 @@
-"""A kind of speculator as training sees it: a module, its proposals, and a folder.
-
-A kind is a file beside this one, with a function `make` and the names of the `OPTIONS` that it
-reads. Legend: B rows, N tokens a row, H width, R rows of proposals, V ids.
+"""The interface between training and a kind of speculator: a module, its proposals, and a folder. A
+kind is a file beside this one, with a function `make` and the names of the `OPTIONS` that it reads.
+Legend: B rows, N tokens a row, H width, R rows of proposals, V ids.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from scripts.speculators.target import Reading, Target
 
 @dataclass(frozen=True)
 class Options:
-    """The command line's settings of some kinds. layers: without any, the usual ones. mask: the id
+    """Settings of the command line for some kinds. layers: empty for the usual ones. mask: the id
     of masks."""
 
     links: int = 6
@@ -37,11 +36,11 @@ class Options:
 class Link:
     """Rows that propose tokens, with the target's rows that judge them.
 
-    hidden: [R, H], ready for the target's head. place: of the proposal, 0 for the first; a number,
-    or int64 [R]. weight: fp32 [R], in the loss; 0 where a row means nothing. goal: int64 [R], the
-    row of the flattened batch that predicts the same token; None where rows are those of the batch.
-    columns: [V, r], trained, that the head has beside the target's H; hidden is [R, H + r] then.
-    confidence: [R], logits of the share of drafts that stand.
+    hidden: [R, H], ready for the target's head. place: that of the proposal, 0 for the first; a
+    number, or int64 [R]. weight: fp32 [R], weights in the loss; 0 for rows without meaning. goal:
+    int64 [R], the row of the flattened batch that predicts the same token; None if rows are those
+    of the batch. columns: [V, r], trained columns of the head beside the target's H; then hidden is
+    [R, H + r]. confidence: [R], logits of the share of drafts that stand.
     """
 
     hidden: Tensor
@@ -52,7 +51,8 @@ class Link:
     confidence: Tensor | None = None
 
     def head(self, head: Tensor, ids: Tensor | None = None) -> Tensor:
-        """The rows of `ids`, or all, of the target's head [V, H] and the columns beside it."""
+        """The rows of `ids`, or all rows, of the target's head [V, H] with the columns beside
+        it."""
         parts = [head] if self.columns is None else [head, self.columns.to(head.dtype)]
         return torch.cat([part if ids is None else part[ids] for part in parts], 1)
 
@@ -65,8 +65,9 @@ def following(rows: Rows) -> Tensor:
 
 
 def chained(outs: list[Tensor], rows: Rows, shift: int) -> list[Link]:
-    """Links of chained steps. A row of a step's output [B * N, H] predicts the token `shift` rows
-    after that of the target's row. The first i rows of each text have no meaning in step i."""
+    """The links of chained steps. A row of a step's output [B * N, H] predicts the token `shift`
+    rows after the token that the target's row predicts. The first i rows of each text have no
+    meaning in step i."""
     weight, position = following(rows).flatten(), rows.position.flatten()
     return [
         Link(out.roll(shift, 0), i, weight * (position >= i + shift)) for i, out in enumerate(outs)
@@ -76,8 +77,8 @@ def chained(outs: list[Tensor], rows: Rows, shift: int) -> list[Link]:
 class Kind(Protocol):
     """A speculator in training.
 
-    num_links: proposals of a round. feature_layers: the target's hidden states that it reads.
-    fade: a proposal's weight in the loss by that of the one before.
+    num_links: the number of proposals of a round. feature_layers: the target's hidden states that
+    it reads. fade: a proposal's weight in the loss relative to the proposal before.
     """
 
     name: str
@@ -87,11 +88,11 @@ class Kind(Protocol):
     fade: float
 
     def links(self, reading: Reading, generator: torch.Generator) -> list[Link]:
-        """The proposals for a batch. generator: draws what they are about, where a kind does."""
+        """The proposals for a batch. generator: for kinds that draw anchors."""
         ...
 
     def prepare(self, reading: Reading) -> None:
-        """Learn scales from a first batch."""
+        """Learn the scales of features from a first batch."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 Keys and values of the context come from the target's features; rows of the block see the context
 before their anchor and each other. Anchors are drawn from the texts, and rows are weighted by
-exp(-i / 4) as in the paper for blocks of 8. The row at an anchor decides nothing. The target's
-embedding and head serve the drafter. Legend: B rows of texts, N tokens a row, Q rows of blocks for
-each, F numbers of the features, H width.
+exp(-i / 4) as in the paper for blocks of 8. The row at an anchor decides nothing. The drafter uses
+the target's embedding and head. Legend: B rows of texts, N tokens a row, Q rows of blocks for each,
+F numbers of the features, H width.
 """
 
 import math
@@ -38,8 +38,8 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def start_from(self, decoder: Any) -> None:
-        """Begin as the target's last layers, which read its last features as their context, where
-        these are of the llama kind and size."""
+        """Begin with the weights of the target's last layers, which then read its last features as
+        context, if they are of the llama kind and size."""
         width, theirs = self.norm.weight.shape[0], list(decoder.layers)[-len(self.layers) :]
         for own, layer in zip(self.layers, theirs, strict=True):
             if not own.start_from(layer, 0):
@@ -68,7 +68,8 @@ class Backbone(nn.Module):
 
 
 class DFlash:
-    """A drafter in training. heads: DSpark's; the row at an anchor decides the first token then."""
+    """A drafter in training. heads: DSpark's; with them the row at an anchor decides the first
+    token."""
 
     name = "dflash"
     fade = math.exp(-1 / 4)

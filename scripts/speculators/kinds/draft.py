@@ -1,7 +1,7 @@
 """A standalone draft of the target's family: a few layers between its embedding and its head.
 
-It begins as the target's first layers and learns the target's distributions. The embedding
-and the head are the target's and are not stored: run it with `draft.share: [embeddings, lm_head]`.
+It begins as the target's first layers and learns the target's distributions. It uses the target's
+embedding and head, which are not stored: run it with `draft.share: [embeddings, lm_head]`.
 """
 
 import shutil
@@ -34,13 +34,14 @@ class Draft:
         decoder = self.whole.get_decoder()
         if not options.blank:
             source = target.module.get_decoder()
-            # The first layers begin at a lower loss than the first and the last, and learn faster.
+            # The first layers begin at a lower loss than a mixture of first and last layers, and
+            # learn faster.
             for layer, theirs in zip(decoder.layers, source.layers, strict=False):
                 layer.load_state_dict({n: t.float() for n, t in theirs.state_dict().items()})
             decoder.norm.load_state_dict(
                 {n: t.float() for n, t in source.norm.state_dict().items()}
             )
-        # The borrowed weights are the target's tensors, and no parameters of the draft.
+        # The borrowed weights are the target's tensors, not parameters of the draft.
         decoder.embed_tokens = target.module.get_input_embeddings()
         self.whole.lm_head = None
         self.decoder = decoder

@@ -2,9 +2,9 @@
 
 Row t reads the target's hidden states of token t and the embedding of token t + 1; its output
 predicts token t + 2. Row t of link j ends a chain of j rows that read the outputs of the rows
-before them, after true rows up to t - j. The target's embedding and head serve the head: over the
-whole vocabulary no token is out of reach, and its file holds one layer only. Legend: T = B * N
-tokens, H width, D features of an attention head.
+before them, after true rows up to t - j. The head uses the target's embedding and matrix of logits.
+So it can propose every token, and its file holds one layer only. Legend: T = B * N tokens, H width,
+D features of an attention head.
 """
 
 from pathlib import Path
@@ -38,8 +38,8 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def start_from(self, layer: Any, norm: Any) -> None:
-        """Begin as the target's last layer over its last features, blind to the embedding, where
-        that layer is of the llama kind and size."""
+        """Begin with the weights of the target's last layer over its last features, without effect
+        of the embedding, if that layer is of the llama kind and size."""
         width, own = self.shape.hidden, self.layers[0]
         if not own.start_from(layer, width):
             return
@@ -66,7 +66,7 @@ class Head(nn.Module):
 
 
 class Eagle3:
-    """A head in training: it reads features at one scale, which is folded into `fc` when saved."""
+    """A head in training. It reads features at one scale, which saving folds into `fc`."""
 
     name = "eagle3"
     fade = 0.8

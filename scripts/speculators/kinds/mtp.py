@@ -1,9 +1,9 @@
 """A module for multi-token prediction (DeepSeek-V3, arXiv 2412.19437) with training-time test.
 
 Row t joins the embedding of token t + 1 and the target's hidden state of token t after its final
-norm, each normed; a layer of the target's sizes and a norm follow, and the target's head predicts
-token t + 2. A further step reads the output of the step before, after that norm. One module, which
-is run again and again. Legend: T = B * N tokens, H width.
+norm, each normed. A layer of the target's sizes and a norm follow, and the target's head predicts
+token t + 2. A further step reads the output of the step before, after that norm. There is one
+module, which runs again and again. Legend: T = B * N tokens, H width.
 """
 
 from pathlib import Path

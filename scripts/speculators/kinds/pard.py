@@ -1,8 +1,8 @@
 """A PARD draft (An et al., arXiv 2504.18583): a draft that proposes all tokens in one pass.
 
-The kind `draft`, which learns what masks after a true row decide too. Masks see true rows up to
-their anchor and the masks before them; fewer anchors have deep masks (conditional drop). The mask
-is a token of the target's embedding.
+It is the kind `draft`, which also learns the tokens that masks after a true row decide. Masks see
+true rows up to their anchor and the masks before them. Fewer anchors have deep masks (conditional
+drop). The mask is a token of the target's embedding.
 """
 
 import json

@@ -1,6 +1,6 @@
 """A P-EAGLE head: EAGLE-3's true rows, and rows of masks in place of its further steps.
 
-The last true row decides the first proposal; each mask after it, which reads `mask_hidden` in place
+The last true row decides the first proposal. Each mask after it, which reads `mask_hidden` instead
 of features, decides one more. Masks see true rows up to their anchor and the masks before them.
 Fewer anchors have deep masks, as in conditional drop (PARD, arXiv 2504.18583). Legend: B rows of
 texts, N tokens a row, Q rows of masks for each, F numbers of the features, H width.
@@ -36,8 +36,8 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def start_from(self, decoder: Any) -> None:
-        """Begin as the target's last layers over its last features, blind to the embedding, where
-        these are of the llama kind and size."""
+        """Begin with the weights of the target's last layers over its last features, without effect
+        of the embedding, if these are of the llama kind and size."""
         width, theirs = self.norm.weight.shape[0], list(decoder.layers)[-len(self.layers) :]
         for i, (own, layer) in enumerate(zip(self.layers, theirs, strict=True)):
             if not own.start_from(layer, width * (i == 0)):
