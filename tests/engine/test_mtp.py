@@ -256,7 +256,7 @@ def test_a_shorter_chain_proposes_the_same(two: Path) -> None:
 
 
 def test_a_chain_bounds_k(two: Path) -> None:
-    with pytest.raises(UsageError, match=r"^-k 3 .* at most 2 tokens a round") as found:
+    with pytest.raises(UsageError, match=r"^-k 3 .* at most 2 tokens a round \(a chain of 2") as found:
         planned(two, 3)
     assert found.value.code == ExitCode.USAGE
 

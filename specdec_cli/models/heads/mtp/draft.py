@@ -133,6 +133,8 @@ class MtpDraft:
         told += f"{keys.mtp_first_embedding}; own embedding and head {keys.mtp_copies}"
         found = {"features": f"hidden state {self.num_layers} of the target", "conventions": told}
         found |= cache_note(self.spec) | ({"borrows": borrowed} if borrowed else {})
+        if self.max_k is not None:
+            found["block"] = f"a chain of {self.max_k} modules, a token from each"
         weights = self.body.notes.get("weights")
         return found | ({"weights": weights} if weights else {})
 
