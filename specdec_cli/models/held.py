@@ -35,6 +35,10 @@ class StoredParameter(nn.Parameter):
         found.stored_as, found.value, found.is_transposed = storage, value, is_transposed
         return found
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        found = type(self).like(self, self.stored_as, self.value, is_transposed=self.is_transposed)
+        return memo.setdefault(id(self), found)
+
     @property
     def shape_written(self) -> tuple[int, ...]:
         """[..., features written, features read]."""

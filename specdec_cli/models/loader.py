@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,12 +75,14 @@ def load(
     device: torch.device,
     borrowed: dict[str, torch.nn.Parameter] | None = None,
 ) -> Any:
-    """Fill the described module with its weights on `device` and return it.
+    """A copy of the described module, filled with its weights on `device`. The description stays on
+    meta, for another load: fused layers and heads change the module that they are made from.
 
     borrowed: parameters of another model, by name, in place of its own. A tied parameter is
     replaced only under the given names. Raises a `SetupError` that names the file or tensor if the
     checkpoint does not fit the config.
     """
+    description = replace(description, module=deepcopy(description.module))
     module, spec, borrowed = description.module, description.spec, borrowed or {}
     if spec.load_format == "dummy":
         _fill(description, device, _dummy_source(module, device), borrowed)

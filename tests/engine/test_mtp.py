@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec_cli.core.batch import Span
+from specdec_cli.core.batch import Rectangle, Span, padded_batch
 from specdec_cli.core.candidates import TargetOutput, Verdict
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Permissions, Request, SamplingParams, Sequence
@@ -113,6 +113,39 @@ def test_further_proposals_take_steps_of_the_one_module(target: Path, case: str)
         assert rounds_of(seq) == expected_rounds(target, prompt, 3)
     accepted = {a for seq in seqs for a in seq.accepted_per_round}
     assert accepted >= {0, 3}, "the case has to see rounds of all kinds"
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_plan_may_be_loaded_again(target: Path, family: str, tmp_path: Path) -> None:
+    """As where drafts of a sweep take turns in memory. Fused layers turn whole heads of a target
+    of which a part turns, and a module's own layers give up their final norm."""
+    folder = target if family == "glm4_moe" else save_mtp(tmp_path / "target", family)
+    found = planned(folder, 3, run__batch_size=3)
+    first, again = (run(found, prompts_of(folder)) for _ in range(2))
+    assert [seq.output_ids for seq in again] == [seq.output_ids for seq in first]
+    assert list(map(rounds_of, again)) == list(map(rounds_of, first))
+    assert sum(sum(seq.accepted_per_round) for seq in first) > 5
+    assert all(weight.is_meta for weight in found.target.module.parameters())
+
+
+@pytest.mark.parametrize(("count", "k"), [(1, 3), (2, 2)])
+def test_padded_passes_have_the_same_rounds(
+    target: Path, two: Path, count: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a GPU, up to the end of the context."""
+    folder = target if count == 1 else two
+    most = len(STARTS[2]) + 9
+    found = planned(folder, k, cache__max_model_len=most, run__batch_size=3, run__prefill_chunk=4)
+    live = run(found, prompts_of(folder))
+
+    def padded(self: PagedHead, what: Rectangle, state: BatchState) -> Any:
+        return padded_batch(what, state, self.cache.block_size, self.head.config.vocab_size), None
+
+    monkeypatch.setattr(PagedHead, "_batch", padded)
+    seqs = run(found, prompts_of(folder))
+    assert list(map(rounds_of, seqs)) == list(map(rounds_of, live))
+    assert [seq.output_ids for seq in seqs] == [seq.output_ids for seq in live]
+    assert sum(sum(seq.accepted_per_round) for seq in seqs) > 5
 
 
 def edited(original: Path, folder: Path, **changes: Any) -> Path:
@@ -256,7 +289,9 @@ def test_a_shorter_chain_proposes_the_same(two: Path) -> None:
 
 
 def test_a_chain_bounds_k(two: Path) -> None:
-    with pytest.raises(UsageError, match=r"^-k 3 .* at most 2 tokens a round \(a chain of 2") as found:
+    with pytest.raises(
+        UsageError, match=r"^-k 3 .* at most 2 tokens a round \(a chain of 2"
+    ) as found:
         planned(two, 3)
     assert found.value.code == ExitCode.USAGE
 

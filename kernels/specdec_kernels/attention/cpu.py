@@ -202,7 +202,8 @@ def gather_plan(
     """
     starts = query_start.tolist()
     query_lens = [end - start for start, end in pairwise(starts)]
-    contexts, ends = context_lens.tolist(), list[int]()
+    # Rows before a text, which are padding, see a key too: their results would be NaN without one.
+    contexts, ends = context_lens.clamp(min=1).tolist(), list[int]()
     if slots is not None:
         is_live = (slots >= block_size).tolist()
         for start, end, context in zip(starts, starts[1:], contexts, strict=False):
