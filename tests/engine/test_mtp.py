@@ -18,6 +18,7 @@ from specdec_cli.core.types import Permissions, Request, SamplingParams, Sequenc
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.memory.budget import CacheNeed
 from specdec_cli.engine.memory.estimate import estimate_rank, this_machine
+from specdec_cli.engine.memory.measured import weight_bytes
 from specdec_cli.engine.plan import Plan, plan_all_ranks
 from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.methods.mtp import ChainedModules
@@ -397,6 +398,14 @@ def test_estimates_are_near_on_a_cpu(
     assert mine.draft_weight_bytes == pytest.approx(guess.draft_weight_bytes, abs=256)
     assert mine.activation_bytes < 4 * guess.activation_bytes
     assert guess.activation_bytes < 4 * mine.activation_bytes
+
+
+def test_all_that_a_module_holds_on_a_cpu_is_counted() -> None:
+    """Its projection too is so large here that a CPU may hold it in two forms."""
+    found = drafting.planned(Path("demo:target"), "demo:mtp", 2)
+    assert found.draft is not None
+    _, held = weight_bytes(load_models(found))
+    assert held == pytest.approx(found.draft.loaded_bytes(is_compiled=False), abs=256)
 
 
 def test_vllm_s_config() -> None:

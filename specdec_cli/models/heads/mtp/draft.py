@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from specdec_kernels import ops
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape
 from specdec_cli.core.parallel import Groups, TensorParallel
@@ -124,6 +125,9 @@ class MtpDraft:
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
         held = self.body.loaded_bytes(is_compiled=False) + self.outer_bytes
+        numbers = 2 * self.config.hidden_size**2
+        if self.body.device.type == "cpu" and all(ops.forms_of(numbers, self.dtype)):
+            held += numbers * self.dtype.itemsize  # the projection, in two forms
         return held * len(self.bodies)
 
     @property
