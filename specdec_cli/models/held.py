@@ -37,7 +37,8 @@ class StoredParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         found = type(self).like(self, self.stored_as, self.value, is_transposed=self.is_transposed)
-        return memo.setdefault(id(self), found)
+        memo[id(self)] = found
+        return found
 
     @property
     def shape_written(self) -> tuple[int, ...]:

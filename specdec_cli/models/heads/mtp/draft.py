@@ -15,6 +15,7 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.conversion import converted
 from specdec_cli.models.description import Description, DraftPlace, describe_config
 from specdec_cli.models.draft import Passes, Reading
+from specdec_cli.models.fused import is_fusable
 from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.heads.mtp.chain import MtpChain
@@ -125,10 +126,19 @@ class MtpDraft:
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
         held = self.body.loaded_bytes(is_compiled=False) + self.outer_bytes
-        numbers = 2 * self.config.hidden_size**2
-        if self.body.device.type == "cpu" and all(ops.forms_of(numbers, self.dtype)):
-            held += numbers * self.dtype.itemsize  # the projection, in two forms
+        if self.body.device.type == "cpu":
+            held += self._numbers_again * self.dtype.itemsize
         return held * len(self.bodies)
+
+    @property
+    def _numbers_again(self) -> int:
+        """Numbers of a module that a CPU holds in a second form: of its projection, and of the
+        target's head where its layer is not fused."""
+        projection, head = 2 * self.config.hidden_size**2, self.body.module.lm_head.weight.numel()
+        found = projection if all(ops.forms_of(projection, self.dtype)) else 0
+        if not is_fusable(self.body.module) and ops.forms_of(head, self.dtype).packed:
+            found += head
+        return found
 
     @property
     def notes(self) -> dict[str, str]:
