@@ -201,6 +201,23 @@ def test_commands() -> None:
         assert value(commanded(kind, 3, "cache.dtype=fp8"), "--kv-cache-dtype") == "fp8_e4m3"
 
 
+def test_weights_that_are_quantised_while_loading() -> None:
+    """Each model's own: SGLang gives the draft the target's form unless it is told another."""
+    of_draft = "--speculative-draft-model-quantization"
+    for in_fp8 in (set(), {"target"}, {"draft"}, {"target", "draft"}):
+        sets = [f"{role}.weights=fp8" for role in in_fp8]
+        vllm, sglang = (commanded(kind, 3, *sets) for kind in ("vllm", "sglang"))
+        for words in (vllm, sglang, commanded("vllm", 0, *sets)):
+            found = value(words, "--quantization") if "--quantization" in words else None
+            assert found == ("fp8" if "target" in in_fp8 else None)
+        config = json.loads(value(vllm, "--speculative-config"))
+        assert config.get("quantization") == ("fp8" if "draft" in in_fp8 else None)
+        if in_fp8:
+            assert value(sglang, of_draft) == ("fp8" if "draft" in in_fp8 else "unquant")
+        else:
+            assert of_draft not in sglang
+
+
 def test_shapes_without_a_tokenizer() -> None:
     """Both servers then take ids alone. Acceptance is rates for vLLM, and for SGLang their sum."""
     recipe = load_recipe("bench-8b-1b-dummy", {})

@@ -84,6 +84,8 @@ def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> C
         flags.append(("--load-format", target.load_format))
     if _has_no_tokenizer(target):
         flags.append(("--skip-tokenizer-init",))
+    if target.weights == "fp8":
+        flags.append(("--quantization", "fp8"))
     if recipe.cache.dtype == "fp8":
         flags.append(("--kv-cache-dtype", "fp8_e4m3"))
     if permissions.trust_remote_code:
@@ -117,6 +119,8 @@ def _vllm_config(recipe: Recipe, k: int) -> dict[str, Any]:
         found["draft_tensor_parallel_size"] = recipe.target.tensor_parallel_size
         if draft.revision is not None:
             found["revision"] = draft.revision
+        if draft.weights == "fp8":
+            found["quantization"] = "fp8"
     if (rule := _rule_of(recipe, "vLLM")) is not None:
         found["rejection_sample_method"] = rule
     if rule == "synthetic":
@@ -134,6 +138,9 @@ def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = [*sglang_flags(choice, k, named)]
     if is_own and draft is not None and draft.load_format != "auto":
         found.append(("--speculative-draft-load-format", draft.load_format))
+    if is_own and draft is not None and "fp8" in (recipe.target.weights, draft.weights):
+        own = "fp8" if draft.weights == "fp8" else "unquant"  # else it would be the target's
+        found.append(("--speculative-draft-model-quantization", own))
     return found
 
 
