@@ -220,6 +220,8 @@ def test_overload_needs_growth_and_lateness() -> None:
     assert not is_overloaded(growing[:15], 2), "too few"
     crowd = [100 + one for one in growing]
     assert is_overloaded(crowd, 20) and not is_overloaded(crowd, 35), "25 behind may be chance"
+    risen = [*range(20), *[40] * 20, *range(40, 20, -1)]
+    assert not is_overloaded(risen, 20), "it falls again"
     slow = [place // 20 for place in range(1000)]
     assert is_overloaded(slow, 940) and not is_overloaded(slow, 955), "less than 5 % behind"
 

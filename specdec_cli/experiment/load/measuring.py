@@ -120,17 +120,17 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
 
     under_way: the number at each measured arrival, in order. num_answered: answers within the
     window. The number under way has to grow from the first third to the last by two requests, by a
-    fifth, and by two standard errors of the means of blocks. These errors are too small, since a
-    queue has a memory. So answers also have to fall behind arrivals by 5 %, and by two standard
+    fifth, and by two standard errors of the means of blocks, and from the second third on as well:
+    after a few more arrivals it falls again. The errors are too small, since a queue has a memory.
+    So answers also have to fall behind arrivals by 5 %, and by two standard
     errors of the difference of two Poisson counts of the requests under way.
     """
     count = len(under_way)
     if count < FEWEST or num_answered >= _SHARE * count:
         return False
-    thirds = under_way[: count // 3], under_way[-(count // 3) :]
-    first, last = (
-        np.array([part.mean() for part in np.array_split(np.asarray(third, float), _BLOCKS)])
-        for third in thirds
+    first, middle, last = (
+        np.array([part.mean() for part in np.array_split(third, _BLOCKS)])
+        for third in np.array_split(np.asarray(under_way, float), 3)
     )
     grown = last.mean() - first.mean()
     error = ((first.var(ddof=1) + last.var(ddof=1)) / _BLOCKS) ** 0.5
@@ -138,6 +138,7 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
     return bool(
         grown >= max(_REQUESTS, (_GROWTH - 1) * first.mean())
         and grown > _ERRORS * error
+        and last.mean() > middle.mean()
         and count - num_answered > behind
     )
 
