@@ -16,6 +16,9 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+CHECKED = "binary_op_type_checking_impl"
+KEEPING = ("int32", "int64", "fp32")  # which operations of two such operands compute in
+INT32 = range(-(2**31), 2**31)
 INTEGERS = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES)
 Key = tuple[Any, ...]
 
@@ -38,6 +41,10 @@ def make_faster(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "_patch_attr", patch_without_wrapper)
     patch.setattr(interpreter, "_patch_builtin", kept_builtins())
     patch.setattr(interpreter, "_patch_lang", once_a_launch(interpreter._patch_lang))
+    semantic = type(interpreter.interpreter_semantic)
+    for name, make in (("broadcast_impl_value", kept_broadcasts), (CHECKED, unchecked_operands)):
+        if hasattr(semantic, name):
+            patch.setattr(semantic, name, make(getattr(semantic, name)))
 
 
 def converted(convert: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,14 +77,19 @@ def kept_dtypes(numpy_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return kept
 
 
+def named(type: Any) -> Key:
+    """A type's name, and for pointers what it leaves out."""
+    return type.name, getattr(type.scalar, "address_space", None)
+
+
 def kept_blocks(init: Callable[..., None]) -> Callable[..., None]:
     """A block's type is never changed, so its parts serve all blocks of its dtype and shape."""
     made: dict[Key, dict[str, Any]] = {}
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
-        if type(element_ty) is not tl.dtype:
+        if type(element_ty) not in (tl.dtype, tl.pointer_type):
             return init(self, element_ty, shape)
-        key = (element_ty.name, *shape)
+        key = (*named(element_ty), *shape)
         if key not in made:
             init(self, element_ty, shape)
             made[key] = dict(vars(self))
@@ -98,6 +110,46 @@ def kept_shapes(init: Callable[..., None]) -> Callable[..., None]:
         self.shape, self.numel = made[key]
 
     return init_tensor
+
+
+def kept_broadcasts(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the types that operands are brought to, which follow from theirs; None where an operand
+    stays as it is."""
+    made: dict[Key, tuple[Any, Any]] = {}
+
+    def to_type(self: Any, operand: Any, type: Any) -> Any:
+        if type is None:
+            return operand
+        if operand.type.is_block():
+            return self.make_tensor(self.builder.create_broadcast(operand.handle, type.shape), type)
+        return self.make_tensor(self.builder.create_splat(type, operand.handle), type)
+
+    def broadcast_operands(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type is rhs.type:
+            return lhs, rhs
+        key = (*named(lhs.type), *named(rhs.type))
+        if key not in made:
+            left, right = broadcast(self, lhs, rhs)
+            made[key] = None if left is lhs else left.type, None if right is rhs else right.type
+        return to_type(self, lhs, made[key][0]), to_type(self, rhs, made[key][1])
+
+    return broadcast_operands
+
+
+def unchecked_operands(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Two operands of a type that operations keep, or a 32-bit integer and a number that fits, need
+    one shape only."""
+
+    def operands(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(lhs) is tl.tensor:
+            name = lhs.dtype.name
+            if type(rhs) is tl.tensor and rhs.dtype.name == name and name in KEEPING:
+                return self.broadcast_impl_value(lhs, rhs)
+            if type(rhs) is int and name == "int32" and rhs in INT32:
+                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        return check(self, lhs, rhs, *args, **kwargs)
+
+    return operands
 
 
 def equal_at_once(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
