@@ -3,6 +3,7 @@
 Wrong wiring never changes the text. Only a trained head shows it.
 """
 
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -42,7 +43,8 @@ def texts() -> list[list[int]]:
 
 def accepted(changes: dict[str, Any] | None = None) -> float:
     """Accepted tokens a round; the text has to be the target's, whatever the wiring."""
-    engine = eagle_engine(demo_path("demo:target"), HEAD, 8, changes, num_blocks=600)
+    sizes = {"batch_size": 4, "num_blocks": 600}
+    engine = eagle_engine(demo_path("demo:target"), HEAD, 8, changes, **sizes)
     seqs = decode(engine, ids(), 4, max_new_tokens=NEW_TOKENS)
     assert [s.output_ids for s in seqs] == texts()
     counts = [a for s in seqs for a in s.accepted_per_round]
@@ -57,8 +59,10 @@ def test_acceptance() -> None:
     assert accepted() > FLOOR
 
 
-def test_the_head_s_pass_over_decided_rows_is_a_commit() -> None:
-    """It is a pass of a model; to decide a greedy round is an argmax over 5 rows."""
+def test_the_head_s_pass_over_decided_rows_is_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a pass of a model; to decide a greedy round is an argmax over 5 rows. Stamps count this
+    thread's processor time: another program may take the processor in the shorter of the two."""
+    monkeypatch.setattr(time, "perf_counter_ns", time.thread_time_ns)
     engine = eagle_engine(demo_path("demo:target"), HEAD, 8, num_blocks=600)
     requests = [Request(0, tuple(ids()[0]))]
     metrics = engine.run(requests, 4, SamplingParams(max_new_tokens=NEW_TOKENS)).metrics
