@@ -2,8 +2,9 @@
 
 import gc
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+from specdec_cli import demo
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.engine.memory import budget, estimate
 from specdec_cli.models import description, gate, tokenizer, tp
@@ -79,6 +81,22 @@ def probed_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def nothing_drawn_on_meta() -> Iterator[None]:
+    """Make modules on meta without drawing numbers that they cannot hold: a third of their time."""
+
+    def only_real(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return tensor if tensor.is_meta else draw(tensor, *args, **kwargs)
+
+        return drawn
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("kaiming_uniform_", "normal_", "uniform_"):
+            patch.setattr(torch.nn.init, name, only_real(getattr(torch.nn.init, name)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def tokenizers_read_once() -> Iterator[None]:
     """Read a folder's tokenizer once, by its files: the demo's takes as long as a short text."""
     read = tokenizer._loaded
@@ -134,3 +152,20 @@ def no_pictures() -> Iterator[None]:
             place = f"specdec_cli.commands.{command}.write_pictures"
             patch.setattr(place, lambda folder: None)
         yield
+
+
+@pytest.fixture(scope="session")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled files with the two drafts, of 2 layers, as target and draft.
+
+    They propose for each other as for the target of 8 layers. `demo:draft-distilled` is the target.
+    """
+    folder = tmp_path_factory.mktemp("small") / "demo"
+    folder.mkdir()
+    models = {"target": "draft", "draft": "draft-distilled", "draft-distilled": "draft"}
+    for path in demo.FOLDER.iterdir():
+        if path.name not in models:
+            (folder / path.name).symlink_to(path)
+    for name, original in models.items():
+        shutil.copytree(demo.FOLDER / original, folder / name)
+    return folder

@@ -1,6 +1,5 @@
 """What the tests of commands share."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,23 +20,6 @@ def calm_machine() -> Iterator[None]:
         patch.setattr(machine.MachineWatch, "notices", lambda _: [])
         patch.setattr(points, "_BEYOND", float("inf"))
         yield
-
-
-@pytest.fixture(scope="session")
-def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled files with the two drafts, of 2 layers, as target and draft.
-
-    They propose for each other as for the target of 8 layers. `demo:draft-distilled` is the target.
-    """
-    folder = tmp_path_factory.mktemp("small") / "demo"
-    folder.mkdir()
-    models = {"target": "draft", "draft": "draft-distilled", "draft-distilled": "draft"}
-    for path in demo.FOLDER.iterdir():
-        if path.name not in models:
-            (folder / path.name).symlink_to(path)
-    for name, original in models.items():
-        shutil.copytree(demo.FOLDER / original, folder / name)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -59,12 +59,16 @@ def test_penalties_are_those_of_generate() -> None:
     ids = [tokenizer(text)["input_ids"] for text in prompts()[::3]]
     want = [greedy_reference(model, prompt, NEW_TOKENS, 0, **settings) for prompt in ids]
     assert want != written_alone()[::3]
+    sampling = {f"sampling.{key}": value for key, value in settings.items()}
     for k in (0, 4):
-        found = run("demo", k, 2, **{f"sampling.{key}": value for key, value in settings.items()})
-        assert [s.output_ids for s in found.seqs][::3] == want
+        found = run("demo", k, 2, prompts()[::3], **sampling)
+        assert [s.output_ids for s in found.seqs] == want
 
 
-def run(draft: str, k: int, batch_size: int, **more: object) -> RunResult:
+def run(
+    draft: str, k: int, batch_size: int, texts: list[str] | None = None, **more: object
+) -> RunResult:
+    """Decode `texts`, or all prompts."""
     overrides: dict[str, object] = {
         "target.model": "demo:target",
         "run.device": "cpu",
@@ -75,7 +79,7 @@ def run(draft: str, k: int, batch_size: int, **more: object) -> RunResult:
         **more,
     }
     planned = plan(load_recipe(None, overrides))
-    ids = [tuple(planned.tokenizer.encode(text)) for text in prompts()]
+    ids = [tuple(planned.tokenizer.encode(text)) for text in texts or prompts()]
     engine = build(planned, max(map(len, ids)))
     requests = [Request(i, prompt) for i, prompt in enumerate(ids)]
     return engine.run(requests, planned.k, planned.params)

@@ -13,6 +13,7 @@ import pytest
 import typer
 import yaml
 
+from specdec_cli import demo
 from specdec_cli.app import app, main
 from specdec_cli.backends.server import times
 from specdec_cli.recipe import load_recipe
@@ -167,9 +168,18 @@ def small(line: str) -> list[str]:
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Files, models and servers by the names that the pages have for them."""
+def stand_ins(
+    request: pytest.FixtureRequest,
+    small_models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[None]:
+    """Files, models and servers by the names that the pages have for them. The demo pair is the
+    smaller one, except beside a head of the larger target."""
     monkeypatch.chdir(tmp_path)
+    (given,) = request.node.callspec.params.values()  # a page, or a line
+    if not any("eagle3" in line for line in ALONE.get(given, [given])):
+        monkeypatch.setattr(demo, "FOLDER", small_models)
     for name, lines in FILES.items():
         Path(name).write_text("".join(f"{one}\n" for one in lines))
     chat_model(tmp_path / "chat")
