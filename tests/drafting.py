@@ -14,7 +14,7 @@ NEW_TOKENS = 24
 def schedules(num_blocks: int) -> dict[str, dict[str, Any]]:
     """Keys of a recipe by a name. num_blocks: too few for four sequences at their end."""
     return {
-        "one by one": {},
+        "one by one": {"run.batch_size": 1},
         "refills": {"run.batch_size": 2},
         "chunks": {"run.batch_size": 3, "run.prefill_chunk": 3},
         "preemption": {"run.batch_size": 4, "cache.num_blocks": num_blocks},
@@ -30,6 +30,7 @@ def planned(target: Path, draft: Path | str, k: int, **more: Any) -> Plan:
         "sampling.max_new_tokens": NEW_TOKENS,
         "sampling.ignore_eos": True,
         "cache.block_size": 4,
+        "run.batch_size": 4,
         "run.device": "cpu",
     }
     return plan(load_recipe(None, sets | {n.replace("__", "."): v for n, v in more.items()}))

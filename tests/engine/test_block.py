@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def p_value(tiny: tuple[Path, Path], params: SamplingParams, k: int, rule: AcceptanceRule) -> float:
-    engine = make_engine(*tiny, batch_size=400, num_blocks=1000, rule=rule)
+    engine = make_engine(*tiny, batch_size=1000, num_blocks=2500, rule=rule)
     found = lossless.engine_trial(engine, tiny[0], PROMPT, k, params, 4000)
     return lossless.adjusted(found)
 
@@ -77,7 +77,7 @@ def test_more_is_accepted_than_by_rejection_sampling(pair: tuple[Path, Path]) ->
     several per cent more."""
     accepted = {}
     for rule in (Rejection(), Block()):
-        engine = make_engine(*pair, batch_size=32, num_blocks=2000, rule=rule)
+        engine = make_engine(*pair, batch_size=96, num_blocks=3000, rule=rule)
         requests = [Request(i, tuple(PROMPTS[i % len(PROMPTS)])) for i in range(96)]
         params = SamplingParams(temperature=1.2, max_new_tokens=48)
         metrics = engine.run(requests, 5, params).metrics
@@ -108,7 +108,7 @@ def test_greedy_text_is_the_same_as_by_rejection(pair: tuple[Path, Path]) -> Non
 
 
 def test_proposals_that_are_not_drawn(tiny: tuple[Path, Path]) -> None:
-    engine = ngram_engine(tiny[0], batch_size=400, num_blocks=1800, rule=Block())
+    engine = ngram_engine(tiny[0], batch_size=1000, num_blocks=4500, rule=Block())
     found = lossless.engine_trial(engine, tiny[0], [3, 1, 4, 1, 3, 1, 4], 3, PARAMS["T"], 4000)
     assert lossless.adjusted(found) > SIGNIFICANT
 

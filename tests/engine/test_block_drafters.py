@@ -189,7 +189,7 @@ def test_lengths_of_each_sequence(pairs: dict[str, Pair], kind: str, policy: str
 @pytest.mark.parametrize("kind", ["z-lab", "rnn"])
 def test_greedy_replay_is_exact(pairs: dict[str, Pair], kind: str) -> None:
     """Predictions of the k that was run are its rounds; they say that they hold for it alone."""
-    found = planned(pairs[kind], run__prefill_chunk=5)
+    found = planned(pairs[kind], run__prefill_chunk=5, run__batch_size=4)
     engine, requests = build(found, 12), [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
     for seq, request in zip(engine.run(requests, K, found.params).seqs, requests, strict=True):
         told = engine.forecast(request, seq.output_ids, K, found.params)
@@ -352,7 +352,7 @@ def test_sampled_text_follows_the_target(case: str, tmp_path: Path) -> None:
     more = {"sampling.temperature": 0.9, "sampling.top_p": 0.95, "sampling.max_new_tokens": 4}
     if "cut" in case:
         more |= {"speculation.length.policy": "head", "speculation.length.threshold": 0.5}
-    found = planned(pair, k, run__batch_size=400, cache__num_blocks=2400, **more)
+    found = planned(pair, k, run__batch_size=1000, cache__num_blocks=6000, **more)
     engine = build(found, 12)
     params = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=4, seed=1, ignore_eos=True)
     told = lossless.engine_trial(engine, pair.target, [3, 1, 4, 5], k, params, 4000)

@@ -24,7 +24,7 @@ FLOORS = {"dflash": 1.1, "dspark": 1.4, "peagle": 1.5, "mtp": 1.4}
 def seqs_of(draft: str, *lengths: int) -> list[list[Sequence]]:
     """Two prompts at each k, by one engine."""
     keys = {"run.device": "cpu", "*.dtype": "float32", "sampling.max_new_tokens": 24}
-    keys |= {"draft.model": draft, "speculation.num_speculative_tokens": 3}
+    keys |= {"draft.model": draft, "speculation.num_speculative_tokens": 3, "run.batch_size": 2}
     planned = plan(load_recipe(None, keys))
     assert planned.recipe.speculation.method == METHODS[Path(draft.removeprefix("demo:")).name]
     asked = [Request(i, tuple(planned.tokenizer.encode(p))) for i, p in enumerate(prompts()[2:9:6])]

@@ -180,9 +180,9 @@ def engine_p(
 ) -> dict[str, float]:
     """p-values of the engine's first 1, 2 and 3 tokens against transformers' probabilities."""
     if proposer == "ngram":
-        engine = ngram_engine(tiny[0], batch_size=400, num_blocks=1800, rule=rule)
+        engine = ngram_engine(tiny[0], batch_size=1000, num_blocks=4500, rule=rule)
         return lossless.engine_trial(engine, tiny[0], ECHO, k, params, count)
-    engine = make_engine(*tiny, batch_size=400, num_blocks=1000, rule=rule)
+    engine = make_engine(*tiny, batch_size=1000, num_blocks=2500, rule=rule)
     return lossless.engine_trial(engine, tiny[0], PROMPT, k, params, count)
 
 
@@ -285,7 +285,7 @@ class Blocks(DraftModel):
 def blocks_p(
     tiny: tuple[Path, Path], how: str, rule: AcceptanceRule | None = None, name: str = "all"
 ) -> float:
-    engine = make_engine(*tiny, batch_size=400, num_blocks=1000, rule=rule)
+    engine = make_engine(*tiny, batch_size=1000, num_blocks=2500, rule=rule)
     assert isinstance(engine.proposer, DraftModel)
     engine.proposer = Blocks(engine.proposer.model, engine.proposer.max_len)
     engine.proposer.how = how

@@ -53,6 +53,7 @@ def planned(target: Path, draft: Path, k: int = 4, **keys: object) -> Plan:
         "draft.model": str(draft),
         "run.device": "cpu",
         "cache.block_size": 4,
+        "run.batch_size": 4,
         "speculation.num_speculative_tokens": k,
         "sampling.max_new_tokens": NEW_TOKENS,
         "sampling.ignore_eos": True,
@@ -73,7 +74,7 @@ def texts_of(target: Path) -> list[list[int]]:
 
 
 SETTINGS: dict[str, dict[str, object]] = {
-    "one by one": {},
+    "one by one": {"run__batch_size": 1},
     "refills": {"run__batch_size": 3},
     "chunks": {"run__batch_size": 3, "run__prefill_chunk": 3},
     "preemption": {"run__batch_size": 4, "cache__num_blocks": 17},
@@ -193,9 +194,8 @@ def test_plain_decoding_runs_no_head(pair: Pair, monkeypatch: pytest.MonkeyPatch
 
 def test_a_length_policy_that_proposes_nothing_at_times(pair: Pair) -> None:
     """A round of no proposals writes the head's rows too, so that later ones lack nothing."""
-    found = planned(
-        pair.target, pair.folder, 4, speculation__length={"policy": "adaptive", "choices": [0, 4]}
-    )
+    policy = {"policy": "adaptive", "choices": [0, 4]}
+    found = planned(pair.target, pair.folder, 4, run__batch_size=1, speculation__length=policy)
     engine = build(found, 11)
     turns, expected_turns = cycle([4, 0, 4, 0, 0]), cycle([4, 0, 4, 0, 0])
     engine.policy.next_k = lambda *_: next(turns)  # type: ignore[method-assign]

@@ -128,7 +128,12 @@ def test_wrong_wiring_costs_acceptance(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"prefill_chunk": 3}, marks=SLOW), {"num_blocks": 17}, {"max_len": 17}],
+    [
+        {"batch_size": 5},
+        pytest.param({"prefill_chunk": 3}, marks=SLOW),
+        {"num_blocks": 17},
+        {"max_len": 17, "batch_size": 5},
+    ],
     ids=["whole", "chunks", "few blocks", "the head ends"],
 )
 def test_greedy_replay_is_exact(pair: Pair, options: dict[str, Any]) -> None:
@@ -187,7 +192,7 @@ def test_sampled_text_follows_the_target(draft_vocab: int, tmp_path: Path) -> No
         outputs=(-1,),
     )
     folder = save_head(tmp_path / "head", head, "speculators")
-    engine = eagle_engine(target, folder, 1, batch_size=400, num_blocks=1600)
+    engine = eagle_engine(target, folder, 1, batch_size=1000, num_blocks=4000)
     params = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=4, seed=1)
     found = lossless.engine_trial(engine, target, [3, 1, 4, 5], 3, params, 4000)
     assert lossless.adjusted(found) > SIGNIFICANT

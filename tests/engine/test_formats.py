@@ -289,7 +289,7 @@ def test_a_quantised_pair_follows_the_target_s_distribution(tmp_path: Path) -> N
     pair = lossless.save_eight(tmp_path)
     for folder, (settings, write) in zip(pair, (four, eight), strict=True):
         store_as(folder, tmp_path / f"plain {folder.name}", settings, write)
-    engine = make_engine(*pair, batch_size=400, num_blocks=1000, weights="stored")
+    engine = make_engine(*pair, batch_size=1000, num_blocks=2500, weights="stored")
     assert stored_parameters(engine.target.module)
     params = SamplingParams(temperature=0.9, top_k=5, max_new_tokens=4, seed=4)
     plain = tmp_path / f"plain {pair[0].name}"

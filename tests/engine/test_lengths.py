@@ -183,7 +183,7 @@ class Dropping(DraftModel):
 def p_value(
     tiny: tuple[Path, Path], rule: AcceptanceRule, policy: LengthPolicy, *, drops: bool = False
 ) -> float:
-    engine = make_engine(*tiny, batch_size=400, num_blocks=1000, rule=rule, policy=policy)
+    engine = make_engine(*tiny, batch_size=1000, num_blocks=2500, rule=rule, policy=policy)
     if drops:
         assert isinstance(engine.proposer, DraftModel)
         engine.proposer = Dropping(engine.proposer.model, engine.proposer.max_len)

@@ -168,7 +168,7 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def p_value(eight: tuple[Path, Path], k: int, *, kind: str = "draft", rule: Any = None) -> float:
-    sizes = {"batch_size": 400, "num_blocks": 1800, "rule": rule}
+    sizes = {"batch_size": 1000, "num_blocks": 4500, "rule": rule}
     engine = ngram_engine(eight[0], **sizes)
     if kind == "draft":
         engine = make_engine(*eight, **sizes)

@@ -320,7 +320,7 @@ def test_sampled_text_follows_the_target(count: int, k: int, tmp_path: Path) -> 
     sizes |= {"first_k_dense_replace": 0}
     target = save_mtp(tmp_path / "eight", count=count, steps=0, **sizes)
     more = {"sampling.temperature": 0.9, "sampling.top_p": 0.95, "sampling.max_new_tokens": 4}
-    found = planned(target, k, run__batch_size=400, cache__num_blocks=1600, **more)
+    found = planned(target, k, run__batch_size=1000, cache__num_blocks=4000, **more)
     engine = build(found, 12)
     params = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=4, seed=1, ignore_eos=True)
     told = lossless.engine_trial(engine, target, [3, 1, 4, 5], k, params, 4000)

@@ -140,7 +140,7 @@ def test_sampled_text_follows_the_target(tmp_path: Path) -> None:
     """Joint distribution of the first tokens."""
     small = save_pair(tmp_path, steps=0, vocab=8)
     more = {"sampling.temperature": 0.9, "sampling.top_p": 0.95, "sampling.max_new_tokens": 4}
-    found = planned(small, 3, run__batch_size=400, cache__num_blocks=1600, **more)
+    found = planned(small, 3, run__batch_size=1000, cache__num_blocks=4000, **more)
     params = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=4, seed=1, ignore_eos=True)
     told = lossless.engine_trial(build(found, 12), small.target, [3, 1, 4, 5], 3, params, 4000)
     assert lossless.adjusted(told) > 1e-4

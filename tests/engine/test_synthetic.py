@@ -45,7 +45,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     and with prompt lookup."""
     folder = tmp_path_factory.mktemp("pair")
     target = save_tiny(folder / "target", "llama")
-    sizes = {"batch_size": 16, "num_blocks": 2000}
+    sizes = {"batch_size": 64, "num_blocks": 2000}
     if request.param == "ngram":
         return ngram_engine(target, **sizes)
     return make_engine(target, save_tiny(folder / "draft", "llama", seed=1), **sizes)

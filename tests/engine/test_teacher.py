@@ -51,9 +51,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_greedy_replay_is_exact(
     pair: tuple[Path, Path], max_model_len: int, draft_max_len: int, ends: frozenset[int]
 ) -> None:
-    engine = make_engine(
-        *pair, max_model_len=max_model_len, draft_max_len=draft_max_len, eos_ids=ends
-    )
+    lengths = {"max_model_len": max_model_len, "draft_max_len": draft_max_len}
+    engine = make_engine(*pair, batch_size=3, eos_ids=ends, **lengths)
     params = SamplingParams(max_new_tokens=24)
     seqs = decode(engine, PROMPTS, LARGEST, max_new_tokens=24)
     accepted = [a for s in seqs for a in s.accepted_per_round]
@@ -102,7 +101,7 @@ def test_acceptance_of_sampled_tokens_is_that_of_transformers_models(
 
 def test_sampled_prediction_is_right_in_the_mean(pair: tuple[Path, Path]) -> None:
     """Compares rounds at k = 2 with the rounds expected from texts that were written at k = 6."""
-    engine = make_engine(*pair, num_blocks=400, batch_size=32)
+    engine = make_engine(*pair, num_blocks=2000, batch_size=160)
     settings: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": 16}
     count = 320
     prompts = [PROMPTS[0]] * count

@@ -49,7 +49,7 @@ def test_likely_proposals_that_were_not_drawn_stand_more_often(pair: tuple[Path,
     lengths = {}
     prompts = [[8, 9] * 10, [5, 6, 7] * 6, [11] * 9]
     for rule in (Rejection(), Typical(0.09, 0.3)):
-        engine = ngram_engine(pair[0], batch_size=12, num_blocks=2000, rule=rule)
+        engine = ngram_engine(pair[0], batch_size=60, num_blocks=2000, rule=rule)
         requests = [Request(i, tuple(prompts[i % 3])) for i in range(60)]
         result = engine.run(requests, 4, SamplingParams(temperature=0.7, max_new_tokens=40))
         lengths[type(rule)] = result.metrics.mean_acceptance_length
@@ -59,7 +59,7 @@ def test_likely_proposals_that_were_not_drawn_stand_more_often(pair: tuple[Path,
 def test_it_is_lossy(tmp_path: Path) -> None:
     """The rule fails the chi-square test that lossless rules pass."""
     tiny = lossless.save_eight(tmp_path)
-    engine = make_engine(*tiny, batch_size=400, num_blocks=1000, rule=Typical(0.09, 0.3))
+    engine = make_engine(*tiny, batch_size=1000, num_blocks=2500, rule=Typical(0.09, 0.3))
     params = SamplingParams(temperature=0.9, max_new_tokens=4, seed=1)
     found = lossless.engine_trial(engine, tiny[0], [3, 1, 4, 5], 3, params, 4000)
     assert lossless.adjusted(found) < 1e-4
