@@ -173,6 +173,7 @@ def main() -> None:
         "positions": lambda: positions(greedy, sampled),
         "prices": lambda: priced(by_name["smollm2"].folder / "run"),
         "cpu": lambda: best(points("smollm2-cpu"), {}),
+        "categories-cpu": lambda: categories(points("smollm2-cpu"), 1),
         "demo": lambda: lengths(points("demo-methods")),
     }
     page = PAGE.read_text(encoding="utf-8")

@@ -17,7 +17,10 @@ _TABLES = {
         "categories": lambda found: comparison.categories(found, 1),
         "categories-32": lambda found: comparison.categories(found, 32),
     },
-    "smollm2-cpu": {"cpu": lambda found: comparison.best(found, {})},
+    "smollm2-cpu": {
+        "cpu": lambda found: comparison.best(found, {}),
+        "categories-cpu": lambda found: comparison.categories(found, 1),
+    },
     "demo-methods": {"demo": comparison.lengths},
 }
 _ARMS["demo-methods"] = ("demo:mtp", "demo:dspark", "demo:dflash", "demo:peagle", "ngram")
