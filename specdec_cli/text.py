@@ -68,6 +68,11 @@ def in_lines(told: list[str], what: str, where: str = "") -> str:
     return "\n".join([*shown, f"{rest} {more} more bad {what}"] if more > 0 else shown)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 tensor` or `2 tensors`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def of_many(told: list[str], what: str) -> str:
     """The number of bad items, and the first of them."""
     if len(told) == 1:

@@ -16,7 +16,7 @@ import specdec_cli.experiment.folders
 from specdec_cli.commands.options import Asked, use_threads
 from specdec_cli.errors import ExitCode, RunError, UsageError
 from specdec_cli.launch.spinning import chosen_threads
-from specdec_cli.text import inert
+from specdec_cli.text import counted, inert
 
 
 def begun(
@@ -120,7 +120,7 @@ def saying_what_is_kept(
         path = asked.output / "samples.jsonl" if asked.output is not None else None
         if is_told and asked.is_heard and path is not None and path.exists():
             kept = path.read_bytes().count(b"\n")
-            say_kept(f"{kept} {noun}{'s' * (kept != 1)}", asked, command, **own)
+            say_kept(counted(kept, noun), asked, command, **own)
         raise
 
 

@@ -31,7 +31,7 @@ from specdec_cli.models.tokenizer import (
 )
 from specdec_cli.models.weights import Read, tensor_names, unread
 from specdec_cli.recipe import SpeculationSection
-from specdec_cli.text import one_line
+from specdec_cli.text import counted, one_line
 
 # Kinds of draft whose config is that of an ordinary model, by names of weights that no model has.
 _OF_HEADS = (
@@ -195,9 +195,9 @@ def _check_is_model(draft: Description) -> None:
         )
     if unused := _without_use(draft, names):
         raise SetupError(
-            f"{len(unused)} tensors in the weights of the draft {name} would not be used: "
-            f"{one_line(', '.join(unused[:_SHOWN]))}{', …' if len(unused) > _SHOWN else ''}; its "
-            "config describes a model without them",
+            f"{counted(len(unused), 'tensor')} in the weights of the draft {name} would not be "
+            f"used: {one_line(', '.join(unused[:_SHOWN]))}{', …' if len(unused) > _SHOWN else ''}; "
+            "not in the model that its config describes",
             "is it a draft of a kind that is not built? If they mean nothing, remove them",
         )
 

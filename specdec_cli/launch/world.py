@@ -14,7 +14,7 @@ from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE, PeerWatch
 from specdec_cli.launch.quiet import meeting_quietly
 from specdec_cli.launch.rank import PeersMissing, Rank
 from specdec_cli.launch.seat import Seat, find_seat
-from specdec_cli.text import first_line
+from specdec_cli.text import counted, first_line
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ def join(place: Place, num_ranks: int, *, device: str, timeout_s: float) -> Iter
     rank, seat = place.rank, place.seat
     if seat is not None and seat.size != num_ranks:
         raise UsageError(
-            f"the recipe needs {num_ranks} rank{'s' * (num_ranks > 1)} "
+            f"the recipe needs {counted(num_ranks, 'rank')} "
             f"(target.tensor_parallel_size); {seat.started_by} started {seat.size}",
             f"let {seat.started_by} start {num_ranks}, or change --target-tp",
         )

@@ -41,7 +41,7 @@ from specdec_cli.models.stored import (
 )
 from specdec_cli.models.tp import WHOLE, Shards
 from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_checkpoint, same
-from specdec_cli.text import one_line, reason_of
+from specdec_cli.text import counted, one_line, reason_of
 
 _log = logging.getLogger("specdec")
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
@@ -275,9 +275,9 @@ def _checkpoint_source(
     unused = [name for name in unused if lent is None or not lent.search(name)]
     if unused and method is None:
         _log.warning(
-            "%d tensors in the weights of %s are not used, first %s: config.json describes a model "
-            "without them",
-            *(len(unused), spec.name, one_line(unused[0])),
+            "%s in the weights of %s will not be used, first %s: not in the model that config.json "
+            "describes",
+            *(counted(len(unused), "tensor"), spec.name, one_line(unused[0])),
         )
     # A file may hold a tied tensor under any of its names.
     identity = {name: id(tensor) for name, _, _, tensor in _stored(module)}
@@ -294,7 +294,8 @@ def _checkpoint_source(
             missing.append(aliases[0])
     if missing:
         raise SetupError(
-            f"the weights of {spec.name} lack {len(missing)} tensors, first {told(missing[0])}",
+            f"the weights of {spec.name} lack {counted(len(missing), 'tensor')}, first "
+            f"{told(missing[0])}",
             "its config and the weights do not belong together, or a file is missing",
         )
 

@@ -37,7 +37,7 @@ from specdec_cli.prompts.tables import csv_source, parquet_source
 from specdec_cli.prompts.turns import NoSuchTurn, subtask
 from specdec_cli.prompts.types import BadRow, Prompt, Source
 from specdec_cli.recipe import DataSection
-from specdec_cli.text import in_lines, of_many, one_line
+from specdec_cli.text import counted, in_lines, of_many, one_line
 
 EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
@@ -333,6 +333,9 @@ def _prompts_of(
         raise UsageError(f"{start}: no prompts in it{all_bad}", hint)
     if bad:
         _log.warning("skipped %s", of_many(bad, "line"))
+    if short:
+        lacks = "no turn of the user" if turn == 1 else f"fewer than {turn} turns of the user"
+        _log.warning("%s: left out %s with %s", name, counted(short, "conversation"), lacks)
     return found
 
 

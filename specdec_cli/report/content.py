@@ -20,6 +20,7 @@ from specdec_cli.report.findings import (
 from specdec_cli.report.folder import ReportedRun, baseline_of
 from specdec_cli.report.tables import arm_in_words, tokens_over_all_rounds
 from specdec_cli.report.vllm import deployment
+from specdec_cli.text import counted
 
 
 class Content:
@@ -88,7 +89,7 @@ def _setup(run: ReportedRun) -> str:
     prompts = {int(n) for p in run.points if (n := p.number("num_prompts")) is not None}
     data = run.setting("data", "path")
     if prompts:
-        count = f"{max(prompts)} prompt{'s' if max(prompts) > 1 else ''}"
+        count = counted(max(prompts), "prompt")
         parts.append(f"{count}{f' of {data}' if data else ''}")
     if (temperature := run.setting("sampling", "temperature")) is not None:
         parts.append("greedy" if temperature == 0 else f"temperature {temperature}")

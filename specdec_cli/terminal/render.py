@@ -21,7 +21,7 @@ from rich.text import Text
 
 from specdec_cli.core.figures import TTFT_PARTS, Metrics, stages_in
 from specdec_cli.experiment.statistics.stats import among_rounds
-from specdec_cli.text import inert
+from specdec_cli.text import counted, inert
 
 _WORD = 20  # columns
 _WIDE = 1000  # width of a table in a file, in columns: no row is folded
@@ -145,7 +145,7 @@ def summary_table(
     table.add_column(justify="right")
     table.add_column()
     table.add_row(
-        "tokens", str(metrics.num_output_tokens), f"from {_count(metrics.num_prompts, 'prompt')}"
+        "tokens", str(metrics.num_output_tokens), f"from {counted(metrics.num_prompts, 'prompt')}"
     )
     table.add_row(
         "speed",
@@ -195,7 +195,7 @@ def first_token_parts(metrics: Metrics) -> str:
 def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
     """One line for logs."""
     line = (
-        f"{_count(metrics.num_prompts, 'prompt')}, {_count(metrics.num_output_tokens, 'token')}, "
+        f"{counted(metrics.num_prompts, 'prompt')}, {counted(metrics.num_output_tokens, 'token')}, "
         f"{metrics.decode_tokens_per_second:.1f} tokens/s decoding, k={metrics.k}"
     )
     if metrics.num_drafts:
@@ -218,10 +218,6 @@ def verdict_line(metrics: Metrics, baseline: Metrics) -> str:
             "than the accepted tokens save; try a smaller k or another draft."
         )
     return f"Speculation is {speedup:.2f}x as fast as k = 0 here."
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def print_summary(

@@ -167,7 +167,7 @@ def test_a_missing_tensor_is_named(pairs: dict[str, Pair], name: str, tmp_path: 
     tensors = load_file(folder / "model.safetensors")
     kept = {n: t for n, t in tensors.items() if not n.startswith(name)}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(SetupError, match=f"1 tensors are missing, first {name}"):
+    with pytest.raises(SetupError, match=f"1 missing tensor, first {name}"):
         planned(replace(pairs["z-lab"], folder=folder))
 
 
@@ -252,7 +252,7 @@ def test_what_a_markov_head_adds_along_a_block(pairs: dict[str, Pair], kind: str
 MARKOV: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"markov_head_type": "tree"}, "markov_head_type is .tree.: vanilla, gated, rnn"),
     "rank": ({"markov_rank": 9}, r"markov_w1.weight has shape \[97, 8\], and \[97, 9\]"),
-    "confidence": ({"enable_confidence_head": False}, "2 tensors do not belong to it, first conf"),
+    "confidence": ({"enable_confidence_head": False}, "2 unknown tensors, first conf"),
     "no flag": ({"enable_confidence_head": "yes"}, "enable_confidence_head is .yes.: it has to"),
 }
 

@@ -413,7 +413,7 @@ def test_wrong_shape(folder: Path) -> None:
 def test_missing_tensor(folder: Path) -> None:
     rewrite(folder, {"model.layers.1.mlp.up_proj.weight": None})
     message = refusal(folder).message
-    assert "1 tensors" in message and "model.layers.1.mlp.up_proj.weight" in message
+    assert "1 tensor," in message and "model.layers.1.mlp.up_proj.weight" in message
 
 
 def test_untied_model_without_a_head(folder: Path) -> None:

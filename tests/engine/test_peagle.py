@@ -210,7 +210,7 @@ def test_a_config_is_refused_by_its_key(pair: Pair, case: str, tmp_path: Path) -
     folder = save_head(
         tmp_path / "other", pair.head, "speculators", ("mask_hidden",), **own, mask_token_id=9
     )
-    with pytest.raises(SetupError, match="1 tensors are missing, first mask_hidden"):
+    with pytest.raises(SetupError, match="1 missing tensor, first mask_hidden"):
         planned(replace(pair, folder=folder))
 
 

@@ -382,8 +382,8 @@ BY_WEIGHTS = {
     "medusa, merged": ("medusa_head.1.0.linear.bias", "a set of Medusa heads"),
     "hydra": ("hydra_head.0.0.linear.weight", "a set of Hydra heads"),
     "mlp": ("speculator.emb.0.weight", "an MLP speculator"),
-    "unknown": ("blend.gate", "1 tensors in the weights of the draft"),
-    "modules": ("mtp.0.eh_proj.weight", "1 tensors in the weights of the draft"),
+    "unknown": ("blend.gate", "1 tensor in the weights of the draft"),
+    "modules": ("mtp.0.eh_proj.weight", "1 tensor in the weights of the draft"),
 }
 
 

@@ -277,14 +277,14 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
 
 
 BAD_WEIGHTS: dict[str, tuple[str, Any, str]] = {
-    "missing": ("fc.weight", None, "1 tensors are missing, first fc.weight"),
+    "missing": ("fc.weight", None, "1 missing tensor, first fc.weight"),
     "missing norm": ("midlayer.hidden_norm.weight", None, "layers.0.hidden_norm.weight"),
     "missing ids": ("d2t", None, "first d2t"),
     "missing head": ("lm_head.weight", None, "first lm_head.weight"),
     "unknown": (
         "mask_hidden",
         torch.zeros(1, 1, 9),
-        "1 tensors do not belong to it, first mask_hi",
+        "1 unknown tensor, first mask_hi",
     ),
     "bias": ("midlayer.self_attn.q_proj.bias", torch.zeros(48), "q_proj.bias"),
     "twice": ("layers.0.hidden_norm.weight", torch.zeros(48), "there twice"),

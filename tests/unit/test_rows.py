@@ -79,12 +79,19 @@ def test_the_later_turns_of_a_list() -> None:
     assert (found.text, found.later) == ("one", ("two", "three"))
 
 
-def test_conversations_with_roles_count_turns(tmp_path: Path) -> None:
+def test_conversations_with_roles_count_turns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     talk = [ANSWER, SYSTEM, ASK, CALL, RESULT, ANSWER, AGAIN, ANSWER]
     rows = {"conversations": talk}, {"conversations": talk[:5]}, {"conversations": []}
     (found,) = read(tmp_path, *rows, turn=2)
     assert list(found.messages or ()) == talk[1:7]
+    assert "left out 2 conversations with fewer than 2 turns of the user" in caplog.text
+    caplog.clear()
     assert len(read(tmp_path, *rows)) == 2
+    assert "left out 1 conversation with no turn of the user" in caplog.text
+    caplog.clear()
+    assert len(read(tmp_path, *rows[:2])) == 2 and not caplog.text
 
 
 @pytest.mark.parametrize(

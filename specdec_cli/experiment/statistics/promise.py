@@ -7,6 +7,7 @@ from specdec_cli.experiment.folders.conclusions import CheckResult, Diverging, S
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.folders.samples import Samples, without_errors
 from specdec_cli.experiment.folders.settings_file import RunSettings
+from specdec_cli.text import counted
 
 _LABELS = {
     "target_tp": "target TP {}",
@@ -45,7 +46,7 @@ def tokens_line(tokens: Tokens) -> str | None:
 def check_line(check: CheckResult) -> str:
     """The result of `--check-lossless` in a line."""
     compared, parted, count = check.num_compared, check.num_diverging, check.num_prompts
-    of = f"{count} prompt{'s' if count > 1 else ''}, {compared} texts against the target alone"
+    of = f"{counted(count, 'prompt')}, {compared} texts against the target alone"
     if not parted:
         return f"lossless: the same greedy tokens in {check.dtype} ({of})"
     near, unexplained = check.num_near_ties, check.num_unexplained

@@ -7,6 +7,7 @@ from specdec_cli.errors import UsageError
 from specdec_cli.experiment.duration import Speeds, in_words, own_plan, speeds_of, total_seconds
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.recipe import Recipe
+from specdec_cli.text import counted
 
 _AIM = 0.7  # share of the minutes to plan with: an estimate is often too low
 _FEWEST_PROMPTS, _FEWEST_TOKENS, _USUAL_TOKENS = 8, 16, 64
@@ -25,7 +26,7 @@ class Fit:
     def text(self) -> str:
         return (
             f"{self.prompts} prompts, at most {self.max_new_tokens} tokens each, "
-            f"{self.repeats} repeat{'s' if self.repeats > 1 else ''}: about "
+            f"{counted(self.repeats, 'repeat')}: about "
             f"{in_words(self.seconds)}"
         )
 

@@ -11,6 +11,7 @@ from specdec_cli.experiment.statistics.evidence import judged
 from specdec_cli.experiment.statistics.factors import choose
 from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.experiment.sweep.gains import Gains, seconds_of
+from specdec_cli.text import counted
 
 
 def recommend(
@@ -128,7 +129,7 @@ def _reason(
     least_tied: the smallest tied k with the chosen draft. is_open: whether the verdict is open.
     """
     gain_of, count = gains.value, len(gains.prompts)
-    over = f" over {count} prompt{'s' if count > 1 else ''}"
+    over = f" over {counted(count, 'prompt')}"
     gain = f"{gain_of(fastest):.2f}x the speed of k = 0{over}"
     which, leader = (in_words(p.k, p.draft, with_draft=with_draft) for p in (chosen, fastest))
     none = "" if is_open else "no speculation: "

@@ -18,7 +18,7 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.heads.base import EMBEDDING, HeadConfig, HeadWeights
 from specdec_cli.models.quantised import dequantised
 from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
-from specdec_cli.text import one_line
+from specdec_cli.text import counted, one_line
 
 _DUMMY_STD = 0.02
 
@@ -142,10 +142,10 @@ def _check_names(
     if reduced and "d2t" not in found:
         missing.append("d2t")
     if missing:
-        raise _bad(config, f"{len(missing)} tensors are missing, first {missing[0]}")
+        raise _bad(config, f"{counted(len(missing), 'missing tensor')}, first {missing[0]}")
     if unknown := found.keys() - wanted.keys() - {"d2t", "t2d"}:
         first = one_line(min(unknown))
-        raise _bad(config, f"{len(unknown)} tensors do not belong to it, first {first}")
+        raise _bad(config, f"{counted(len(unknown), 'unknown tensor')}, first {first}")
 
 
 def _check_serves(

@@ -12,7 +12,7 @@ from specdec_cli.models.config_file import config_file
 from specdec_cli.models.formats import Settings
 from specdec_cli.models.heads.settings import HeadSettings
 from specdec_cli.recipe.choices.mtp import MtpKeys
-from specdec_cli.text import shown
+from specdec_cli.text import counted, shown
 
 _KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 PROJECTION, NORMS = "eh_proj.weight", ("enorm.weight", "hnorm.weight")
@@ -110,8 +110,8 @@ class MtpConfig:
     def lacks(self, index: int, missing: Collection[str]) -> SetupError:
         first = self.form.of(index).stored(min(missing))
         return SetupError(
-            f"the weights of {self.name} lack {len(missing)} tensors of its MTP modules, first "
-            f"{first}",
+            f"the weights of {self.name} lack {counted(len(missing), 'tensor')} of its MTP "
+            f"modules, first {first}",
             "config.json and the weights do not belong together, or a file is missing",
         )
 
