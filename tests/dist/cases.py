@@ -16,7 +16,7 @@ from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.measured import Models, weight_bytes
-from specdec_cli.engine.plan import Plan, plan
+from specdec_cli.engine.plan import plan
 from specdec_cli.errors import RunError, SpecdecError
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.mtp import ChainedModules
@@ -209,7 +209,7 @@ def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str
         "execution": found.execution,
         "num_blocks": engine.allocator.num_usable + 1,
         "held": [m.spec.role for m in found.held],
-        "draft_bytes": draft_bytes(found, engine),
+        "draft_bytes": draft_bytes(engine),
         "draft_planned": found.draft.weight_bytes,
         "kv_heads": found.target.layers[0].num_kv_heads,
     }
@@ -221,16 +221,17 @@ def inside(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[st
     return built(rank, sets | {"speculation.method": "inside"}, prompts)
 
 
-def draft_bytes(found: Plan, engine: Engine) -> int:
+def draft_bytes(engine: Engine) -> int:
     """Bytes of the draft's weights on this rank."""
-    if (module := getattr(found.draft, "module", None)) is not None:
-        held = module.parameters()
-        return sum(p.numel() * p.element_size() for p in held if not p.is_meta)
-    if isinstance(engine.proposer, ChainedModules):
-        return weight_bytes(Models(engine.target, engine.proposer.chain))[1]
-    assert isinstance(engine.proposer, HeadProposer)
-    head = engine.proposer.head
-    return 0 if head is None else weight_bytes(Models(engine.target, head))[1]
+    proposer = engine.proposer
+    if isinstance(proposer, ChainedModules):
+        return weight_bytes(Models(engine.target, proposer.chain))[1]
+    if isinstance(proposer, HeadProposer):
+        head = proposer.head
+        return 0 if head is None else weight_bytes(Models(engine.target, head))[1]
+    assert isinstance(proposer, DraftModel)
+    held = [] if proposer.model is None else proposer.model.module.parameters()
+    return sum(p.numel() * p.element_size() for p in held)
 
 
 def refused(rank: int, sets: dict[str, Any]) -> str:
