@@ -149,6 +149,8 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
     if model is not None:
         if model == run.setting("draft", "model") and (r := run.setting("draft", "revision")):
             config["revision"] = r
+        if run.setting("draft", "weights") == "fp8":
+            config["quantization"] = "fp8"
         target_tp = point.target_tp or run.setting("target", "tensor_parallel_size") or 1
         draft_tp = point.draft_tp or run.setting("draft", "tensor_parallel_size") or 1
         config["draft_tensor_parallel_size"] = target_tp
@@ -205,12 +207,15 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
 
 
 def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:
-    """The flags for several GPUs and a cache in fp8. size: the name of the flag for several
-    GPUs."""
+    """The flags for several GPUs, and for weights and a cache in fp8. size: the name of the flag
+    for several GPUs."""
     tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
     flags = [size, str(tp)] if isinstance(tp, int) and tp > 1 else []
-    is_fp8 = run.setting("cache", "dtype") == "fp8"
-    return [*flags, *(["--kv-cache-dtype", "fp8_e4m3"] if is_fp8 else [])]
+    if run.setting("target", "weights") == "fp8":
+        flags += ["--quantization", "fp8"]
+    if run.setting("cache", "dtype") == "fp8":
+        flags += ["--kv-cache-dtype", "fp8_e4m3"]
+    return flags
 
 
 def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
@@ -225,4 +230,8 @@ def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
         return None
     draft = point.draft or run.setting("draft", "model")
     parts += chain.from_iterable(sglang_flags(choice, point.k, draft))
+    in_fp8 = [run.setting(role, "weights") == "fp8" for role in ("target", "draft")]
+    if choice.weights_from == "draft" and any(in_fp8):  # else the draft's would be the target's
+        own = "fp8" if in_fp8[1] else "unquant"
+        parts += ["--speculative-draft-model-quantization", own]
     return shlex.join(parts)

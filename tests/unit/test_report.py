@@ -680,6 +680,23 @@ def test_vllm_config(sweep: Content) -> None:
     assert any("vocabulary" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("in_fp8", [("target",), ("draft",), ("target", "draft")], ids=str)
+def test_servers_quantise_what_was_measured_in_fp8(in_fp8: tuple[str, ...], tmp_path: Path) -> None:
+    recipe = json.loads(json.dumps(RECIPE))
+    for role in in_fp8:
+        recipe[role]["weights"] = "fp8"
+    recipe["cache"] = {"dtype": "fp8"}
+    found = read(write_folder(tmp_path, sweep_points(), recipe=recipe)).deployment
+    assert found is not None and found.speculative_config is not None
+    assert found.sglang_command is not None
+    of_draft = "fp8" if "draft" in in_fp8 else "unquant"
+    assert found.speculative_config.get("quantization") == ("fp8" if "draft" in in_fp8 else None)
+    assert f"--speculative-draft-model-quantization {of_draft}" in found.sglang_command
+    for command in (found.command, found.sglang_command):
+        assert ("--quantization fp8" in command) == ("target" in in_fp8)
+        assert "--kv-cache-dtype fp8_e4m3" in command
+
+
 def test_vllm_of_another_draft_tp(comparison: Content) -> None:
     found = comparison.deployment
     assert found is not None and found.speculative_config is not None
