@@ -58,11 +58,12 @@ class Finding:
 
 
 def longest_proposals(run: ReportedRun) -> dict[str, Point]:
-    """Each draft's point with the largest k, at the smallest batch size with that k. A comparison
-    has one point, as `all`."""
+    """Each draft's point with the largest k, at the smallest batch size with that k, of those with
+    known acceptance; servers may not tell it. A comparison has one point, as `all`."""
     longest: dict[str, Point] = {}
     for point in run.points:
-        if point.metrics is None or point.is_baseline:
+        is_known = point.metrics is not None and point.metrics.acceptance_rate_per_pos is not None
+        if not is_known or point.is_baseline:
             continue
         name = "all" if run.is_comparison else run.labels[point.draft]
         if name not in longest or point.k > longest[name].k:

@@ -198,6 +198,21 @@ def test_acceptance_that_is_not_known_is_null(
     assert p["metrics"]["decode_tokens_per_second"] > 0
 
 
+def test_a_report_of_acceptance_that_is_not_known(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its plot has the points that tell it; without one there is none."""
+    told, untold = FakeServer(k=2), FakeServer(k=3, faults=Faults(foreign=3))
+    for name, servers in (("some", (told, untold)), ("none", (untold,))):
+        run = tmp_path / name
+        with running(*servers):
+            swept(capsys, *urls(*servers), "-o", run)
+        found = specdec(capsys, "report", str(run), "--format", "html,png")
+        assert found.code == 0, found.err
+        assert (run / "report.html").exists()
+        assert (run / "plots" / "acceptance.png").exists() == (name == "some")
+
+
 @pytest.mark.parametrize(
     ("faults", "code", "remedy"),
     [
