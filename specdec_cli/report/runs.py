@@ -6,7 +6,7 @@ Knows nothing of HTML or plots.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from operator import ne
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from specdec_cli.core.figures import EngineFacts
 from specdec_cli.experiment.folders.conclusions import SpeedRatio
 from specdec_cli.experiment.folders.records import Point, Sample, given
+from specdec_cli.experiment.served import in_text
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.sweep.gains import figures_of
 from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_of
@@ -175,7 +176,8 @@ def side_by_side(folders: Sequence[Path]) -> SideBySide:
 def _by_engine(
     names: Sequence[str], runs: Sequence[ReportedRun]
 ) -> list[tuple[Shown, Ratio | None]]:
-    """All points whose k and batch size several runs have, if one of these runs is a server's."""
+    """All points whose k and batch size several runs have, if one of these runs is a server's, each
+    with its samples of the prompts that all of them have."""
     found: dict[tuple[tuple[float, int], int], list[Shown]] = defaultdict(list)
     for name, run in zip(names, runs, strict=True):
         samples = _samples(run)
@@ -183,16 +185,15 @@ def _by_engine(
             if p.is_ok and (of := samples.get(_place(p))) is not None:
                 setting = setting_in_words(run, p)
                 found[p.level, p.k].append(Shown(name, "", setting, p, of, False))
-    groups = [
-        group
-        for _, group in sorted(found.items())
-        if len({one.run for one in group}) > 1 and any(one.point.engine for one in group)
-    ]
-    return [
-        (one, None if place == 0 else ratio_of(one, group[0]))
-        for group in groups
-        for place, one in enumerate(group)
-    ]
+    rows: list[tuple[Shown, Ratio | None]] = []
+    for _, group in sorted(found.items()):
+        if len({one.run for one in group}) > 1 and any(one.point.engine for one in group):
+            common = set.intersection(*(set(one.samples) for one in group))
+            group = [replace(one, samples={p: one.samples[p] for p in common}) for one in group]
+            rows += [
+                (one, ratio_of(one, group[0]) if place else None) for place, one in enumerate(group)
+            ]
+    return rows
 
 
 def warnings_of(whole: SideBySide) -> list[str]:
@@ -320,12 +321,12 @@ def _side_by_side(whole: SideBySide) -> Table:
     return table_of(("runs", "Side by side", note), rows, cells, strong)
 
 
-def _length_in_text(point: Point) -> float | None:
-    """Tokens a round as our own engine counts them. Its own points always count so."""
-    if point.engine is None or point.is_baseline:
-        return point.number("mean_acceptance_length")
-    metrics = point.metrics
-    return metrics.in_text.mean_acceptance_length if metrics and metrics.in_text else None
+def _length_in_text(one: Shown) -> float | None:
+    """Tokens a round as our own engine counts them, over the point's samples."""
+    if one.point.is_baseline:
+        return one.point.number("mean_acceptance_length")
+    counted = in_text(one.samples.values())
+    return counted.mean_acceptance_length if counted is not None else None
 
 
 def _engines(whole: SideBySide) -> Table:
@@ -337,7 +338,8 @@ def _engines(whole: SideBySide) -> Table:
         Cell("engine", lambda r: name_of(r[0].point.engine)),
         Cell("batch", lambda r: _level(r[0].point)),
         Cell("k", lambda r: r[0].point.k),
-        Cell("tokens a round", lambda r: _length_in_text(r[0].point), "", 2),
+        Cell("prompts", lambda r: len(r[0].samples)),
+        Cell("tokens a round", lambda r: _length_in_text(r[0]), "", 2),
         Cell("decoding", lambda r: _speed(r[0].point), "tokens/s", 1),
         Cell("95 % interval", lambda r: span(r[0].point.decode_tokens_per_second_ci)),
         Cell("round", lambda r: r[0].point.number("round_ms"), "ms", 2),
@@ -348,7 +350,8 @@ def _engines(whole: SideBySide) -> Table:
     ]
     note = (
         "The same k and batch size on several engines. Tokens a round are those within the texts, "
-        "as specdec counts; times of a server are its client's."
+        "as specdec counts, over the prompts that all of them have; times of a server are its "
+        "client's."
     )
     return table_of(("engines", "Engines", note), whole.by_engine, cells)
 

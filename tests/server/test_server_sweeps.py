@@ -1,6 +1,7 @@
 """`sweep-k --server` and `generate --server` against the fake: documents, folders, refusals."""
 
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -95,6 +96,19 @@ def test_a_sweep_over_servers(capsys: pytest.CaptureFixture[str], tmp_path: Path
         point(found, k)["metrics"]["in_text"]["mean_acceptance_length"] for k in (2, 4)
     ]
     assert [r[titles.index("text")] for r in engines.rows] == [None, "same"] * 3
+    some_prompts = tmp_path / "fewer"
+    shutil.copytree(tmp_path / "run", some_prompts)
+    samples = (some_prompts / "samples.jsonl").read_text().splitlines(keepends=True)
+    left = [line for line in samples if json.loads(line)["index"] != 0]
+    (some_prompts / "samples.jsonl").write_text("".join(left))
+    both = side_by_side([tmp_path / "run", some_prompts]).tables
+    (engines,) = [t for t in both if t.name == "engines"]
+    lengths = [r[titles.index("tokens a round")] for r in engines.rows]
+    assert lengths[::2] == lengths[1::2], "over the prompts that both have"
+    assert (
+        lengths[2]
+        == _in_text([w.rounds for w in some.written[1:]][1:], 2)["mean_acceptance_length"]
+    )
     assert [row[heading.index(name)] for name in ("commit_ms", "verify_ms", "prefill_ms")] == [
         ""
     ] * 3
