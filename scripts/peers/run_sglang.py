@@ -19,9 +19,8 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
 
 import work
 
-ALGORITHMS = {
-    "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN", "ngram": "NGRAM",
-}  # fmt: skip
+STEPS = {"eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN"}  # a step a proposal
+ALGORITHMS = STEPS | {"ngram": "NGRAM", "dflash": "DFLASH", "dspark": "DSPARK"}
 IN_PYTORCH = "SPECDEC_PEERS_IN_PYTORCH"
 
 
@@ -61,8 +60,10 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
             "speculative_algorithm": ALGORITHMS[what.method],
             "speculative_num_draft_tokens": what.k + 1,
         }
-    if what.k and what.method != "ngram":
+    if what.k and what.method in STEPS:
         keys |= {"speculative_num_steps": what.k, "speculative_eagle_topk": 1}
+    if what.k and what.method == "dspark":
+        keys["speculative_dspark_block_size"] = what.k
     if what.k and what.draft is not None:
         keys["speculative_draft_model_path"] = what.draft
     served = sglang.Engine(**keys)
