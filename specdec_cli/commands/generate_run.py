@@ -46,7 +46,7 @@ from specdec_cli.experiment.lossless_check import (
 from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import sample_of, units_of
 from specdec_cli.experiment.points import point_metrics
-from specdec_cli.experiment.preparing import unlisted_end, warnings_of_job
+from specdec_cli.experiment.preparing import looped, unlisted_end, warnings_of_job
 from specdec_cli.experiment.served import engine_fields, remarks_of
 from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
@@ -150,7 +150,7 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
         found = [*watch.notices(), *failed_check(check)] if ready.session is not None else []
         found += remarks_of([samples])
         if ready.job.backend.is_native:
-            found += unlisted_end(ready.job, outputs)
+            found += [*unlisted_end(ready.job, outputs), *looped(ready.job, outputs)]
         warn(found)
         notices = [*ready.notices, *found]
         if own.next_turns is not None and world.is_first:

@@ -14,6 +14,7 @@ from specdec_cli.recipe import Recipe
 from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
+_TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64  # of a loop: least turns, least tokens, longest turn
 
 
 def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:
@@ -128,6 +129,33 @@ def unlisted_end(job: Job, outputs: Sequence[Output]) -> list[Notice]:
         f"eos_token_id; add it there, or set sampling.stop: ['{end[1]}']"
     )
     return [Notice("end_token_unlisted", told, {"token_id": end[0], "texts": long})]
+
+
+def looped(job: Job, outputs: Sequence[Output]) -> list[Notice]:
+    """A warning if texts end in a loop, which drafts predict easily."""
+    plan = job.plan
+    found = sum(out.finish_reason == "length" and _ends_in_loop(out.token_ids) for out in outputs)
+    if not found or plan.params.ignore_eos or "target" in plan.random_roles:
+        return []
+    remedy = "--set sampling.repetition_penalty=1.1"
+    if plan.params.temperature == 0:
+        remedy = f"--temperature 0.7, or {remedy}"
+    if plan.recipe.target.model == "demo:target":
+        remedy = f"the recipe demo-sampled, {remedy}"
+    told = (
+        f"{found} of {len(outputs)} texts end in a loop, as greedy text of small models often "
+        f"does, and acceptance is high there: try {remedy}"
+    )
+    return [Notice("texts_loop", told, {"texts": found})]
+
+
+def _ends_in_loop(ids: Sequence[int]) -> bool:
+    """Whether the last tokens, at least `_LEAST_LOOP`, are one run of tokens several times."""
+    for period in range(1, min(_LONGEST_TURN, len(ids) // _TURNS) + 1):
+        tail = ids[-max(_TURNS * period, _LEAST_LOOP) :]
+        if len(tail) >= _LEAST_LOOP and tail[period:] == tail[:-period]:
+            return True
+    return False
 
 
 def few_prompts(count: int) -> list[Notice]:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from specdec_cli.core.detokenize import StopFinder, text_before
 from specdec_cli.engine.plan import plan
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.experiment.preparing import unlisted_end
+from specdec_cli.experiment.preparing import looped, unlisted_end
 from specdec_cli.models.config import eos_ids_of, max_len_of
 from specdec_cli.models.resolve import model_place
 from specdec_cli.models.tokenizer import PretrainedTokenizer, load_tokenizer
@@ -268,3 +268,36 @@ def test_an_end_token_that_ends_no_text_is_a_warning(
     assert len(found) == (told is not None)
     for notice in found:
         assert told is not None and told in notice.message and "<|end|> (id 1)" in notice.message
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_loop"),
+    [
+        ([7] * 32, True),
+        ([1, 2, 3, *[4, 5, 6, 7, 8] * 8], True),
+        ([*range(40), *range(40), *range(40), *range(40)], True),
+        ([7] * 31, False),
+        ([*range(40), *range(40), *range(40)], False),
+        ([*[4, 5, 6, 7] * 12, 9], False),
+        ([], False),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_texts_that_end_in_a_loop_are_a_warning(
+    ids: list[int], is_loop: bool, temperature: float
+) -> None:
+    def told(reason: str, model: str = "mine", **params: Any) -> list[str]:
+        plan: Any = SimpleNamespace(
+            params=SimpleNamespace(**({"ignore_eos": False, "temperature": temperature} | params)),
+            random_roles=(),
+            recipe=SimpleNamespace(target=SimpleNamespace(model=model)),
+        )
+        output: Any = SimpleNamespace(finish_reason=reason, token_ids=ids)
+        job: Any = SimpleNamespace(plan=plan)
+        return [notice.message for notice in looped(job, [output, output])]
+
+    assert [one[:21] for one in told("length")] == ["2 of 2 texts end in a"] * is_loop
+    for message in told("length"):
+        assert ("--temperature" in message) == (temperature == 0)
+    assert ["demo-sampled" in one for one in told("length", "demo:target")] == [True] * is_loop
+    assert told("eos") == told("length", ignore_eos=True) == []
