@@ -22,6 +22,8 @@ from specdec_cli import demo
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.engine.memory import budget, estimate
 from specdec_cli.models import description, gate, tokenizer, tp
+from specdec_cli.report import plots
+from specdec_cli.report.drawings import canvas
 
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt"}
 
@@ -152,6 +154,16 @@ def no_pictures() -> Iterator[None]:
             place = f"specdec_cli.commands.{command}.write_pictures"
             patch.setattr(place, lambda folder: None)
         yield
+
+
+@pytest.fixture
+def no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw plots for pages only: a picture of pixels takes as long, and these tests read none."""
+
+    def picture(figure: Any, form: str, name: str) -> bytes:
+        return b"" if form == "png" else canvas.picture_of(figure, form, name)
+
+    monkeypatch.setattr(plots, "picture_of", picture)
 
 
 @pytest.fixture(scope="session")

@@ -208,6 +208,7 @@ def test_folder_and_report(whole: tuple[Path, Result], capsys: Capture) -> None:
     assert (folder / "plots" / "rounds.png").stat().st_size > 1000
 
 
+@pytest.mark.usefixtures("no_pixels")
 def test_a_finished_comparison_starts_nothing_on_resume(
     whole: tuple[Path, Result], capsys: Capture
 ) -> None:

@@ -19,7 +19,7 @@ from tests.cli.generate_helpers import ROOT, Result
 from tests.cli.sweep_helpers import specdec
 from tests.fixtures import NEEDS_CUDA
 
-pytestmark = pytest.mark.usefixtures("small_demo")
+pytestmark = pytest.mark.usefixtures("small_demo", "no_pixels")
 
 PAGE = (ROOT / "docs" / "methods.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 @pytest.mark.parametrize(
     "line", [pytest.param(line, id=page) for page, line in LINES if OVER_RANKS.search(line)]
 )
-@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.usefixtures("stand_ins", "no_pixels")
 def test_command_lines_run(line: str) -> None:
     words = [word for word in small(line) if word not in ("--dry-run", "--estimate")]
     for option in {"--target-tp", "--draft-tp"} & set(words):

@@ -15,7 +15,7 @@ from tests.cli.sweep_helpers import Sample, samples, specdec, without_times
 from tests.launch.forks import over_forks
 from tests.launch.helpers import ROOT, living, marked, start, torchrun_alone, wait_until_gone
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("no_pixels")]
 
 OPTIONS = [
     *("sweep-k", "demo", "--device", "cpu", "--k", "0,2", "--limit", "4", "-q"),

@@ -200,7 +200,7 @@ def stand_ins(
 
 
 @pytest.mark.parametrize("page", [page for page, lines in ALONE.items() if lines])
-@pytest.mark.usefixtures("stand_ins", "registries")
+@pytest.mark.usefixtures("stand_ins", "registries", "no_pixels")
 def test_command_lines_run(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
