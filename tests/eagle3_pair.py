@@ -33,9 +33,10 @@ def save_pair(
     family: str = "llama",
     dialect: str = "speculators",
     lends_head: bool = False,
+    steps: int = 150,
     **more: Any,
 ) -> Pair:
-    """A target of four layers, and a trained head that borrows its embedding.
+    """A target of four layers, and a head, trained for `steps`, that borrows its embedding.
 
     lends_head: whether it borrows the target's head too. more: of the head.
     """
@@ -55,7 +56,7 @@ def save_pair(
     if lends_head:
         fixed = ("lm_head.weight",)
         head.tensors[fixed[0]] = oracle.get_output_embeddings().weight.detach().clone()
-    head = trained(head, oracle, texts, 150, fixed)
+    head = trained(head, oracle, texts, steps, fixed)
     head = replace(head, tensors=head.tensors | embedding)
     saved = save_head(folder / "head", head, dialect, without=("embed_tokens.weight", *fixed))
     return Pair(target, saved, head)

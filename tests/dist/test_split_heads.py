@@ -153,7 +153,7 @@ def test_a_copy_of_the_target_s_head_is_counted(two: World, pairs: dict[str, Pai
 
 
 def test_ranks_share_a_draft_in_the_target_s_files(two: World, tmp_path: Path) -> None:
-    pair = save_pair(tmp_path / "pair")
+    pair = save_pair(tmp_path / "pair", steps=0)
     save_inside(pair.target, save_noised(tmp_path / "draft", pair.target))
     sets = sets_of(pair, 1, GREEDY)
     del sets["draft.model"]

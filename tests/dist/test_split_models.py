@@ -193,7 +193,8 @@ STORED_FAMILIES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+# Two ranks hold parts of four bits in test_split_heads.py too.
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(("family", "name", "sizes"), STORED_FAMILIES, ids=str)
 def test_passes_of_stored_weights(
     world: World, family: str, name: str, sizes: dict[str, Any], size: int, tmp_path: Path

@@ -29,7 +29,7 @@ def method() -> Iterator[None]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target with a draft inside, and that draft in a folder of its own."""
     root = tmp_path_factory.mktemp("inside")
-    target = save_pair(root / "pair").target
+    target = save_pair(root / "pair", steps=0).target  # its head is not used
     draft = save_noised(root / "draft", target)
     save_inside(target, draft)
     return target, draft
