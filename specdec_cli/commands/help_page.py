@@ -99,6 +99,10 @@ def explained(error: Any) -> tuple[str, str]:
         message = unknown[0]
         shown = [name for name, one in names.items() if not one.hidden]
         hint = f"{_guess(unknown[1], shown)}commands: {', '.join(shown)}; {hint}"
+        from specdec_cli.recipe.resolve import find_bundled
+
+        if find_bundled(unknown[1]):
+            hint = f"{unknown[1]} is a recipe: specdec generate {unknown[1]}; {hint}"
     elif "unexpected extra argument" in message and "prompt" in {p.name for p in parameters}:
         hint = f"a prompt goes after --prompt, in quotes; {hint}"
     return message, hint

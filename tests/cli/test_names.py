@@ -46,6 +46,7 @@ def test_methods_and_bundled_models_are_listed(capsys: pytest.CaptureFixture[str
         (["generate", "--column", "q"], "did you mean --dataset FILE::COLUMN?"),
         (["recipe", "check"], "did you mean validate? commands: ls, show, validate, schema;"),
         (["train"], "commands: generate, sweep-k,"),
+        (["demo"], "demo is a recipe: specdec generate demo; commands: generate,"),
         (["generate", "owner/name"], "a model goes after --target"),
         (["generate", "--set", "target=x"], "a section of keys"),
         (["merge", "a", "-o", ""], "the name is empty"),
