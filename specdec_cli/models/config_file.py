@@ -24,7 +24,7 @@ _SIZES = set(
     "vocab_size hidden_size n_embd intermediate_size moe_intermediate_size num_attention_heads "
     "n_head num_key_value_heads head_dim max_position_embeddings n_positions".split()
 )
-_SPREAD = "initializer_range"  # for random weights; transformers checks some families only
+_SPREAD = "initializer_range"  # deviation of random weights, which transformers rarely checks
 _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 

@@ -232,13 +232,13 @@ class PromptPasses:
         return results
 
     def _drawn(self, logits: Tensor, params: SamplingParams) -> Tensor:
-        """Next tokens of the first sequences, whose prompts end in this pass."""
+        """The next tokens of the first sequences, whose prompts end in this pass."""
         inputs, count = self.inputs, len(logits)
         lengths = inputs.context_lens[:count].long()
         return next_tokens(logits, params, inputs.seed, inputs.index[:count], lengths)
 
     def _keep(self, name: str, result: Tensor | None) -> Tensor | None:
-        """A copy of `result` in memory that no graph's pass uses for anything else."""
+        """A copy of `result` in memory that passes of graphs use for nothing else."""
         if result is None:
             return None
         rows, *features = result.shape
@@ -249,7 +249,7 @@ class PromptPasses:
         return self._kept[key][:rows].copy_(result)
 
     def close(self) -> None:
-        """Give up the graphs, and the results."""
+        """Free the graphs and the results."""
         for graph, _ in self._captured.values():
             graph.reset()
         self._captured.clear()

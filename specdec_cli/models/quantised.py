@@ -1,8 +1,8 @@
 """Quantised checkpoints: readers of their matrices in one layout a kind. Does not know modules.
 
-The orders of the formats end here: float8, int8 and mxfp4 along a row; GPTQ's words along a column
-(https://github.com/AutoGPTQ/AutoGPTQ), AWQ's across columns in an order of their own
-(https://github.com/casper-hansen/AutoAWQ), compressed-tensors' along a row.
+Only this module knows the formats' orders of codes: float8, int8 and mxfp4 go along a row; words of
+GPTQ along a column (https://github.com/AutoGPTQ/AutoGPTQ); words of AWQ across columns in a special
+order (https://github.com/casper-hansen/AutoAWQ); those of compressed-tensors along a row.
 """
 
 from collections.abc import Collection, Iterable
@@ -31,8 +31,8 @@ from specdec_cli.text import one_line
 # Endings of a scale's name, and of its matrix's: transformers' fp8, and the other formats'.
 _SCALES = {".weight_scale_inv": ".weight", ".scale": ".weight", ".qscale_weight": ".weight"}
 _SCALES |= {".weight_scale": ".weight"}
-_SCALES |= {"_scale_inv": ""}  # of experts that the file stacks
-# Endings of what else a file has of a matrix, by a word for each; the codes' is first.
+_SCALES |= {"_scale_inv": ""}  # names of experts that the file stacks
+# Endings of the names of a matrix's tensors, by a word for each; the codes' is first.
 _COMPRESSED = {"codes": ".weight_packed", "scales": ".weight_scale", "zeros": ".weight_zero_point"}
 _COMPRESSED |= {"shape": ".weight_shape", "order": ".weight_g_idx"}
 _PARTS = {
@@ -42,13 +42,13 @@ _PARTS = {
     AWQ: {"codes": ".qweight", "scales": ".scales", "zeros": ".qzeros"},
     BLOCKS: {"codes": "_blocks", "scales": "_scales"},
 }
-# Of activations, which stay in the run's dtype, and of caches, which `kv_scales` reads.
+# Scales of activations, which stay in the run's dtype, and of caches, which `kv_scales` reads.
 _OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
 _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight columns in a word
-_NO_POWER = 255  # as an exponent of scales
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # places of eight columns in a word
+_NO_POWER = 255  # NaN as an exponent of scales
 
-Names = dict[str, str]  # the file's names of what it has of one matrix, by words of `_PARTS`
+Names = dict[str, str]  # the file's names of one matrix's tensors, by words of `_PARTS`
 
 
 def scaled(names: Iterable[str]) -> dict[str, str]:
@@ -64,8 +64,8 @@ def scaled(names: Iterable[str]) -> dict[str, str]:
 def _matrices(
     names: Collection[str], scheme: Scheme, model: str
 ) -> dict[str, tuple[Matrices, Names]]:
-    """The stored matrices of a file, by the names of their plain forms, as the config describes
-    them."""
+    """The stored matrices of a file, as the config describes them, by the names of their plain
+    forms."""
     found: dict[str, tuple[Matrices, Names]] = {}
     held = {matrix: (PLAIN, scales) for scales, matrix in scaled(names).items()}
     endings = {parts["codes"]: form for form, parts in _PARTS.items()}
@@ -101,7 +101,7 @@ def _matrices(
 def _check_rest(
     names: Collection[str], found: dict[str, tuple[Matrices, Names]], model: str
 ) -> None:
-    """Raise `SetupError` for a tensor of a stored matrix that is not understood."""
+    """Raise `SetupError` for an unknown tensor of a stored matrix."""
     used = {part for _, own in found.values() for part in own.values()}
     paths = {matrix.rpartition(".")[0] for matrix in found if matrix.endswith(".weight")}
     rest = [n for n in names if n not in used and not n.endswith(".bias")]
@@ -117,7 +117,7 @@ def _check_rest(
 
 def fields_of(tensors: dict[str, Read], scheme: Scheme, model: str) -> Fields:
     """Readers of codes, scales and zeros in their kind's layout, by the matrices' plain names, and
-    of plain tensors. They raise `SetupError`, which names the tensor, for what does not fit."""
+    of plain tensors. They raise a `SetupError` that names the tensor if it does not fit."""
     found = _matrices(tensors.keys(), scheme, model)
     used = {part for _, own in found.values() for part in own.values()}
     fields = Fields({n: read for n, read in tensors.items() if n not in used}, {}, {}, {})
@@ -214,14 +214,15 @@ def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
         zeros = _ordered(_numbers(found, bits, told)).T
     else:
         zeros = _numbers(found, bits, told).T
-        # What its packer wrote for a zero of 0 is all ones.
+        # Its packer wrote all ones for a zero of 0.
         zeros = zeros + group.zeros_less_one & (1 << bits) - 1
     zeros = _of_columns(zeros, own, group, told)
     return same(zeros if bits == 4 else _signed(zeros), part)
 
 
 def _check_no_zeros(found: torch.Tensor, group: Matrices, bits: int, told: str) -> None:
-    """Raise for zeros other than the middle of the codes, where the config says that none are."""
+    """Raise `SetupError` if the config says that there are no zeros, and some differ from the
+    codes' middle."""
     if group.form == PLAIN:
         has_zeros = bool(found.any())
     else:
@@ -242,18 +243,18 @@ def _numbers(words: torch.Tensor, bits: int, told: str) -> torch.Tensor:
 
 
 def _ordered(numbers: torch.Tensor) -> torch.Tensor:
-    """Columns in their order, of words as AWQ fills them."""
+    """The columns in their order, from words in AWQ's order."""
     rows, columns = numbers.shape
     return numbers.view(rows, columns // 8, 8)[..., _AWQ_PLACES].flatten(-2)
 
 
 def _signed(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers 0..255 less 128, int8."""
+    """The numbers 0..255 less 128, int8."""
     return (numbers.short() - 128).to(torch.int8)
 
 
 def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, int]:
-    """The shape that a file says, of which words may hold a little more."""
+    """The shape that a file states; its words may hold a few numbers more."""
     is_whole = found.shape == (2,) and found.dtype in (torch.int32, torch.int64)
     rows, columns = found.tolist() if is_whole else (0, 0)
     if rows != len(numbers) or not 0 <= numbers.shape[1] - columns < 8:
@@ -265,7 +266,7 @@ def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, 
 
 
 def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
-    """Raise for columns that belong to groups in another order than the config says."""
+    """Raise `SetupError` for columns in groups whose order the config does not state."""
     wide = group.storage.group[1]
     if "order" not in own or group.ordered:
         return
@@ -278,7 +279,7 @@ def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
 
 
 def _of_columns(found: torch.Tensor, own: Parts, group: Matrices, told: str) -> torch.Tensor:
-    """Values that groups share, one a column where columns have an order of their own."""
+    """The values that groups share; if columns have their own order, one value for each column."""
     if not group.ordered:
         return found
     if "order" not in own:
@@ -290,7 +291,7 @@ def _of_columns(found: torch.Tensor, own: Parts, group: Matrices, told: str) -> 
 
 
 def read_stored(name: str, fields: Fields, model: str) -> Stored:
-    """A matrix as it is stored. Raises `SetupError`, with its name, for scales that do not fit."""
+    """A matrix in stored form. Raises a `SetupError` with its name for scales that do not fit."""
     codes, told, storage = fields.codes[name](), f"{name} of {model}", fields.storages[name]
     if name not in fields.scales:
         raise _damaged(f"{told} is quantised, and {no_scales(name, fields.codes)}")
@@ -320,9 +321,8 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
 
 
 def _has_nan(codes: torch.Tensor) -> bool:
-    """Whether e4m3 codes have a NaN, 0x7f or 0xff, which products in bf16 take for a number.
-
-    Each is the largest one by its bits, with a sign or without one: a mask takes ten times as long.
+    """Whether e4m3 codes have a NaN, 0x7f or 0xff, which products in bf16 take for a number. Both
+    are the largest by their bits, with or without a sign. A mask would take ten times as long.
     """
     bits = codes.view(torch.uint8)
     return bool(codes.numel()) and (
@@ -331,7 +331,7 @@ def _has_nan(codes: torch.Tensor) -> bool:
 
 
 def no_scales(name: str, names: Iterable[str]) -> str:
-    """The reason that a matrix has no scales: the file has none, or under another name."""
+    """The reason why a matrix has no scales: the file has none, or has them under another name."""
     stem = name.rpartition(".")[0]
     others = sorted(n for n in names if "scale" in n and stem.endswith(n.rpartition(".")[0]))
     if others:
@@ -340,7 +340,7 @@ def no_scales(name: str, names: Iterable[str]) -> str:
 
 
 def plain_names(names: Collection[str], settings: Settings, model: str) -> list[str]:
-    """The names of a quantised checkpoint's tensors once its matrices are plain; raises as
+    """The names of a quantised checkpoint's tensors after its matrices are made plain. Raises as
     `fields_of`."""
     found = _matrices(names, scheme_of(settings, model), model)
     used = {part for _, own in found.values() for part in own.values()}
@@ -350,8 +350,8 @@ def plain_names(names: Collection[str], settings: Settings, model: str) -> list[
 def dequantised(
     tensors: dict[str, Read], settings: Settings, dtype: torch.dtype, model: str
 ) -> dict[str, Read]:
-    """Readers of plain tensors in `dtype` for those of a quantised checkpoint; they, and it, raise
-    as `scheme_of` and `fields_of` do."""
+    """Readers of a quantised checkpoint's tensors as plain ones in `dtype`. This function and the
+    readers raise as `scheme_of` and `fields_of` do."""
     scheme = scheme_of(settings, model)
     # gpt-oss multiplies by experts [experts, in, out], and its files have [experts, out, in].
     is_turned = any(group.form == BLOCKS for group in scheme.groups)
@@ -363,7 +363,8 @@ def dequantised(
 def plain_reader(
     name: str, fields: Fields, dtype: torch.dtype, model: str, is_turned: bool
 ) -> Read:
-    """A reader of a stored weight's numbers; is_turned: of its last two dimensions, exchanged."""
+    """A reader of a stored weight's numbers. is_turned: whether its last two dimensions are
+    exchanged."""
 
     def read(part: Part | None = None) -> torch.Tensor:
         numbers = _plain(read_stored(name, fields, model), dtype)
@@ -373,7 +374,8 @@ def plain_reader(
 
 
 def _plain(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
-    """Its numbers. Experts come one at a time, since all of them in float32 can take 20 GB."""
+    """The weight's numbers. Experts are read one at a time, since all of them in float32 can take
+    20 GB."""
     if stored.codes.dim() < 3:
         return stored.plain(dtype)
     numbers = torch.empty(stored.shape, dtype=dtype)

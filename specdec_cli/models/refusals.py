@@ -19,8 +19,7 @@ class Unsupported(SetupError):
 
 
 class Indivisible(Unsupported):
-    """The model's `what`, such as its heads, cannot be split over the ranks that the recipe asks
-    for."""
+    """A part of the model, such as its heads, cannot be split over the recipe's number of ranks."""
 
     code = ExitCode.USAGE
 

@@ -1,5 +1,5 @@
-"""The folder or GGUF file for a model's name in a recipe: a path, `demo:NAME`, `package:NAME`, or a
-hub id. Reads no weights."""
+"""The folder or GGUF file for a model's name in a recipe, which is a path, `demo:NAME`,
+`package:NAME` or a hub id. Reads no weights."""
 
 import logging
 import re
@@ -18,8 +18,8 @@ from specdec_cli.recipe.resolve import find_bundled
 from specdec_cli.text import one_line
 
 _CONFIG = "config.json"
-# Files that are downloaded from the hub. Weights for other engines lie in subfolders or are called
-# consolidated.
+# Files to download from the hub. Weights for other engines lie in subfolders or have "consolidated"
+# in their names.
 _DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin",)
@@ -46,8 +46,8 @@ def model_place(
 ) -> Path:
     """The folder of a model's config and, with `weights`, its weights; or its GGUF file.
 
-    A hub id is taken from the local cache, or downloaded. Raises `SetupError` when there is no such
-    model, or several.
+    A hub id is taken from the local cache, or downloaded. Raises `SetupError` if there is no such
+    model, or if there are several.
     """
     if (local := local_place(name, file)) is not None:
         return local
@@ -67,15 +67,15 @@ def model_place(
 
 
 def place_of(spec: ModelSpec) -> Path:
-    """`model_place` of a model with what a run loads of it."""
+    """The `model_place` of a model with the files that a run loads."""
     is_dummy = spec.load_format == "dummy"
     where = spec.name, spec.revision, spec.file
     return model_place(*where, weights=not is_dummy, allow_pickle=spec.allow_pickle)
 
 
 def local_place(name: str, file: str | None = None) -> Path | None:
-    """The place of a model on this machine, or None for a hub id. Raises `SetupError` for a path
-    that leads to none or several."""
+    """The place of a model on this machine, or None for a hub id. Raises `SetupError` for a path to
+    no model or to several."""
     if name.startswith(PREFIX):
         return package_model(name, file)
     if name.startswith(demo.PREFIX):
@@ -155,10 +155,10 @@ def _files_of(package: str) -> list[Path] | None:
     with suppress(PackageNotFoundError):
         found = Distribution.from_name(package)
         listed = [Path(str(found.locate_file(path))) for path in found.files or ()]
-    # Editable and other installations list no files.
+    # Editable installations, for example, list no files.
     if not any(path.suffix == ".gguf" or path.name == "config.json" for path in listed or ()):
         module = package.replace("-", "_")
-        spec = find_spec(module) if module.isidentifier() else None  # without a dot: no import
+        spec = find_spec(module) if module.isidentifier() else None  # no dot, so no import
         if spec is not None and spec.origin is not None:
             folders = spec.submodule_search_locations or ()
             inside = (p for folder in folders for p in Path(folder).rglob("*"))
@@ -212,7 +212,7 @@ def _in_folder(name: str, folder: Path, file: str | None) -> Path:
 
 
 def _names_on_hub(name: str, revision: str | None, folder: Path) -> list[str]:
-    """The names of a repository's files, or of its cached ones where the hub is out of reach."""
+    """The names of a repository's files, or of its cached files if the hub cannot be reached."""
     from huggingface_hub import HfApi
 
     try:
@@ -266,7 +266,7 @@ def _from_hub(
         hint += _WITHOUT_HUB
         if find_bundled(name):
             hint = f"{name} is a bundled recipe, not a model: leave --target out; else {hint}"
-        elif "/" not in name:  # as nearly all ids on the hub have
+        elif "/" not in name:  # nearly all ids on the hub have one
             methods = "`specdec methods` lists methods (a plugin's needs --plugin)"
             hint = f"{_guess(name)}bundled are {_bundled()}, and {methods}; else {hint}"
         raise SetupError(

@@ -1,8 +1,8 @@
 """Rotary embeddings of fused passes: tables of cosines and sines by position.
 
-Some families turn the first features of a head alone, and kernels turn the pairs (i, i + D / 2) of
-all D. So features of queries and keys are put into an order in which those pairs are the family's
-own, and pairs of others, which an angle of zero passes.
+Some families rotate only the first features of a head, but kernels rotate the pairs (i, i + D / 2)
+of all D. So the features of queries and keys are reordered: each pair consists of a pair of the
+family's, or of features that do not rotate and get an angle of zero.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ _CHUNK = 1 << 16  # positions
 
 
 def turns_of(module: Any, max_len: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Cosines and sines [max_len, R * D] of a loaded model, R embeddings side by side, and the
-    index of each layer's embedding."""
+    """The cosines and sines [max_len, R * D] of a loaded model, with R embeddings side by side, and
+    the index of each layer's embedding."""
     rotary = module.model.rotary_emb
     kinds = _kinds(module)
     distinct = sorted(set(kinds), key=str)
@@ -33,7 +33,7 @@ def turns_of(module: Any, max_len: int) -> tuple[Tensor, Tensor, list[int]]:
 
 
 def turned_features(module: Any) -> int:
-    """The number of features of a head that the rotary embedding of a loaded model turns."""
+    """The number of features of a head that the rotary embedding of a loaded model rotates."""
     cos, _ = table_of(module.model.rotary_emb, (), module.dtype, module.device, 1)
     return int(cos.shape[1])
 
@@ -44,7 +44,7 @@ def num_turns(module: Any) -> int:
 
 
 def _kinds(module: Any) -> list[str | None]:
-    """The type of each layer, where that selects its rotary embedding, else None."""
+    """The type of each layer if types select the rotary embedding, else None."""
     count = len(module.model.layers)
     by_type = fusable_family(module).turns_by_type
     return list(module.config.layer_types[:count]) if by_type else [None] * count
@@ -68,9 +68,9 @@ def table_of(
 
 
 def turn_whole_heads(module: Any, turned: int) -> None:
-    """Reorder queries and keys of a loaded model, whose rotary embedding then turns whole heads.
-
-    It computes the same as before; cached keys have the new order. turned: features that turn.
+    """Reorder the queries and keys of a loaded model, so that its rotary embedding rotates whole
+    heads. The results do not change, but cached keys have the new order. turned: the number of
+    features that rotate.
     """
     head_dim = int(module.model.layers[0].self_attn.head_dim)
     if turned == head_dim:
@@ -98,7 +98,7 @@ def turn_whole_heads(module: Any, turned: int) -> None:
 
 
 def order_of(head_dim: int, turned: int) -> Tensor:
-    """int64 [D]: the place at which each feature of a reordered head was before."""
+    """int64 [D]: the previous place of each feature of a reordered head."""
     first, second = torch.arange(turned).chunk(2)
     passed, more_passed = torch.arange(turned, head_dim).chunk(2)
     return torch.cat((first, passed, second, more_passed))

@@ -1,4 +1,4 @@
-"""A model as a recipe names it, before anything of it is read."""
+"""A model as a recipe names it, before any of its files is read."""
 
 from dataclasses import dataclass
 
@@ -14,6 +14,6 @@ class ModelSpec:
     load_format: str  # auto | dummy
     trust_remote_code: bool = False
     allow_pickle: bool = False
-    file: str | None = None  # of several GGUF files
+    file: str | None = None  # name of one of several GGUF files
     weights: str = "auto"  # auto | stored | dequantise | fp8
-    cache: str = "auto"  # auto | fp8, of keys and values
+    cache: str = "auto"  # auto | fp8, for keys and values

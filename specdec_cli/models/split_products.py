@@ -11,13 +11,13 @@ from torch import Tensor
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.peers import Shared, shared_memory
 
-_OF_MLP = 1  # the place of sums that end a layer
+_OF_MLP = 1  # the place for sums at the end of a layer
 
 
 @dataclass(frozen=True, slots=True)
 class SplitProducts:
-    """vocab_size: V, of the whole head. shared: None if the ranks share no memory. nothing: zeros
-    [1, N] of the residual stream's width."""
+    """vocab_size: V of the whole head. shared: None if the ranks share no memory. nothing: zeros
+    [1, N], as wide as the residual stream."""
 
     parallel: TensorParallel
     vocab_size: int
@@ -28,9 +28,8 @@ class SplitProducts:
     def over(
         cls, parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
     ) -> Self:
-        """The products of a model that the group's ranks share; all ranks have to call this.
-
-        width: of the residual stream.
+        """The products of a model that the group's ranks share. All ranks have to call this. width:
+        that of the residual stream.
         """
         shared = shared_memory(parallel, width, vocab_size, dtype)
         nothing = torch.zeros(1, width, dtype=dtype, device=parallel.device)
@@ -47,7 +46,7 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """`ops.linear_add_norm` of a product that is split by the features that it reads.
+        """`ops.linear_add_norm` for a product that is split by the features that it reads.
 
         place: 0 for the output of attention, 1 for that of the MLP. bias: on one rank only.
         post_norm: the weight of a norm that the product passes before it is added.
@@ -68,15 +67,15 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """`ops.mixture_add_norm` of experts split by inner features, and the product of `shared`
-        ones."""
+        """`ops.mixture_add_norm` for experts that are split by inner features, with the product of
+        `shared` experts."""
         if self.parallel.size == 1:
-            if shared is not None:  # its norm is not used
+            if shared is not None:  # the norm here is not used
                 x = x._replace(
                     hidden=ops.linear_add_norm(*shared, x.hidden, norm_weight, eps).hidden
                 )
             return ops.mixture_add_norm(x, experts, norm_weight, eps)
-        # The stream is added once, to the sum of all ranks.
+        # The stream is added only once, to the sum of all ranks.
         start = self.nothing.expand_as(x.hidden) if shared is None else ops.linear(*shared)
         alone = x._replace(hidden=start)
         part = ops.mixture_add_norm(alone, experts, norm_weight, eps).hidden
@@ -105,7 +104,7 @@ class SplitProducts:
         return ops.add_norm(whole, residual, norm_weight, eps, post_norm)
 
     def logits(self, x: Normed, head: ops.Weight, bias: Tensor | None = None) -> Tensor:
-        """Logits [M, V] on every rank; each rank computes a part of the vocabulary."""
+        """Logits [M, V] on every rank. Each rank computes a part of the vocabulary."""
         peers = None if self.shared is None else self.shared.logits
         num_rows = len(x.hidden)
         if peers is not None and num_rows:

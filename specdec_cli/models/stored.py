@@ -35,10 +35,9 @@ ReadStored = Callable[[Part | None], Stored]
 def choose_form(
     module: Any, spec: ModelSpec, place: Path, shards: Shards, device: torch.device
 ) -> None:
-    """Mark the matrices that are to be held as stored, or quantised while they are loaded.
-
-    Raises `SetupError` for a quantisation that is not understood, and where `weights` asks for a
-    form that a matrix or a model cannot have; with `auto` it is dequantised, and the log says so.
+    """Mark the matrices to hold in stored form, or to quantise while they are loaded. Raises
+    `SetupError` for an unknown quantisation, and if `weights` names a form that a matrix or a model
+    cannot have. With `auto` such weights are dequantised, and the log says so.
     """
     header = read_model(place) if is_gguf(place) else None
     scheme, is_plain = None, header is None or gguf.is_plain(header)
@@ -86,8 +85,8 @@ def choose_form(
 
 
 def _gguf_storages(module: Any, header: Header) -> dict[str, Storage]:
-    """The storage of each matrix that can stay as a file has it. Those of one product share one:
-    files of Q4_K have values in Q6_K."""
+    """The storage of each matrix that can stay in a file's form. Matrices of one product share a
+    storage, because files of Q4_K have values in Q6_K."""
     found = {name: own for name, (own, _) in gguf.kept_readers(module, header).items()}
     for names in _products(module):
         own = {found[name] for name in names if name in found}
@@ -97,7 +96,7 @@ def _gguf_storages(module: Any, header: Header) -> dict[str, Storage]:
 
 
 def _products(module: Any) -> list[list[str]]:
-    """The names of the matrices that are merged into one product, of each of them."""
+    """For each matrix, the names of the matrices that are merged into the same product."""
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [group for layer in module.model.layers for group in matrices(layer)]
     return [[name_of[id(parameter)] for parameter in group] for group in groups]
@@ -106,10 +105,10 @@ def _products(module: Any) -> list[list[str]]:
 def _asked_storages(
     module: Any, spec: ModelSpec, place: Path, scheme: Scheme | None
 ) -> Mapping[str, Storage]:
-    """The storage that each matrix of a module is to have, by its name; a tied head's too."""
+    """The storage for each matrix of a module, by its name, including that of a tied head."""
     if scheme is not None and spec.load_format != "dummy":
         fields = Fields({}, {}, {}, {})
-        # Loading tells of files that are missing or damaged.
+        # Loading reports files that are missing or damaged.
         with suppress(SetupError), open_checkpoint(place, spec.allow_pickle) as tensors:
             fields = fields_of(tensors, scheme, spec.name)
         return storages_of(module, fields, spec.name)
@@ -127,8 +126,8 @@ def _asked_storages(
 
 
 def storages_of(module: Any, fields: Fields, model: str) -> dict[str, Storage]:
-    """The storages of a module's matrices by its own names. Raises `Unsupported` where stacked ones
-    differ."""
+    """The storages of a module's matrices by its own names. Raises `Unsupported` if those of
+    stacked matrices differ."""
     found: dict[str, Storage | None] = {}
     plain: dict[str, Any] = {n: unread for n in fields.codes if n not in fields.storages}
     groups: list[tuple[Storage | None, dict[str, Any]]] = [(None, plain)]
@@ -143,7 +142,7 @@ def storages_of(module: Any, fields: Fields, model: str) -> dict[str, Storage]:
 
 
 def _matrices(module: Any) -> Iterator[tuple[str, Any, str, nn.Parameter]]:
-    """A module's matrices of products and stacked experts: name, owner, name there, parameter."""
+    """A module's matrices in products and stacked experts: name, owner, name there, parameter."""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
@@ -155,10 +154,9 @@ def _matrices(module: Any) -> Iterator[tuple[str, Any, str, nn.Parameter]]:
 def _hold_as_stored(
     module: Any, storages: Mapping[str, Storage], shards: Shards, model: str
 ) -> dict[str, SetupError]:
-    """Mark the matrices of a module on meta, which has a fused form, that are held as stored.
-
-    shards: this rank's parts. A tied head stays plain. Returns errors, by the names of the matrices
-    that stay plain: groups that a part would cut, and products of which a part alone is stored.
+    """Mark the matrices to hold in stored form, in a module on meta that has a fused form. shards:
+    this rank's parts. A tied head stays plain. Returns errors by the names of the matrices that
+    stay plain: a part would cut a group, or only some matrices of a product are stored.
     """
     embedding = module.get_input_embeddings().weight
     problems: dict[str, SetupError] = {}
@@ -185,7 +183,7 @@ def _hold_as_stored(
 
 
 def _edges(held: StoredParameter, part: Part | None, told: str) -> SetupError | None:
-    """The error of a code or a group that the matrix or this rank's part would cut."""
+    """The error for a code or a group that the matrix's end or this rank's part would cut."""
     storage, width = held.stored_as, held.shape_written[-1]
     if width % (per_code := KINDS[storage.kind].per_code):
         return SetupError(f"{told} has {width} columns, and {per_code} of them share a code")
@@ -204,7 +202,7 @@ def _edges(held: StoredParameter, part: Part | None, told: str) -> SetupError | 
 
 
 def stored_part(held: StoredParameter, part: Part) -> Part:
-    """A rank's part of a parameter as that of its stored weight."""
+    """A rank's part of a parameter, converted to the part of its stored weight."""
     if not held.is_transposed:
         return part
     experts, columns, rows = part.shape
@@ -212,14 +210,13 @@ def stored_part(held: StoredParameter, part: Part) -> Part:
 
 
 def quantised(held: StoredParameter, numbers: Tensor, part: Part | None) -> Stored:
-    """This rank's part of a plain weight, of which `numbers` are the whole, in the form that is
-    held."""
+    """This rank's part of a plain weight in the held form. numbers: the whole weight."""
     whole = held.stored_as.quantised(numbers.transpose(1, 2) if held.is_transposed else numbers)
     return whole if part is None else part_of(whole, stored_part(held, part))
 
 
 def stored_parameters(module: Any) -> dict[str, StoredParameter]:
-    """The parameters of a module that are held as stored, by name."""
+    """The parameters of a module in stored form, by name."""
     found = module.named_parameters()
     return {name: p for name, p in found if isinstance(p, StoredParameter)}
 
@@ -235,7 +232,7 @@ def part_of(whole: Stored, part: Part) -> Stored:
 
 
 def stored_reader(read_whole: Callable[[], Stored], held: StoredParameter) -> ReadStored:
-    """A reader of one weight, or of this rank's part; it raises as `read_whole` does."""
+    """A reader of one weight or of this rank's part. It raises as `read_whole` does."""
 
     def read(part: Part | None = None) -> Stored:
         whole = read_whole()

@@ -44,13 +44,14 @@ _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the sam
 
 
 class PretrainedTokenizer:
-    """transformers' tokenizer of a model folder; adds the special tokens that it is set to add."""
+    """transformers' tokenizer of a model folder. It adds the special tokens that its settings
+    name."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         """Raises `ValueError` for a tokenizer that makes texts too long."""
         self._tokenizer = tokenizer
         self._name = name
-        self._skips = True  # special tokens, in decoded text
+        self._skips = True  # special tokens in decoded text
         steps = _steps_of(tokenizer)
         growths = {part: growth_of(found, part) for part, found in steps.items()}
         self._growth = math.prod(n for part, n in growths.items() if part != "decoder")
@@ -76,7 +77,8 @@ class PretrainedTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. Raises `SetupError` for a tokenizer that fails or takes too long."""
-        # Not verbose: it would warn of texts that are too long, which we report ourselves.
+        # It must not be verbose: it would warn about texts that are too long, which we report
+        # ourselves.
         more = {"add_special_tokens": add_special_tokens, "verbose": False}
         with refusing(self._failure, MemoryError):
             check_length(len(text), self._growth)
@@ -87,12 +89,11 @@ class PretrainedTokenizer:
     def render(
         self, messages: Sequence[Mapping[str, object]], template: Mapping[str, object] = _PLAIN
     ) -> str:
-        """Fill the model's chat template with a conversation, up to where the answer begins.
-
-        template: what else it gets; `chat_template`, another one or a name among the model's;
-        `DATE_KEY`, the ISO moment that it takes for now. The text includes special tokens. Raises
-        `UsageError` where there is no template, or it refuses these messages, and `SetupError` when
-        it is itself at fault.
+        """Fill the model's chat template with a conversation, up to the beginning of the answer.
+        template: its further values. `chat_template` among them is another template, or a name
+        among the model's; `DATE_KEY` is the present as an ISO moment. The text includes special
+        tokens. Raises `UsageError` if there is no template or it refuses these messages, and
+        `SetupError` if the template itself is at fault.
         """
         given = dict(template)
         moment = given.pop(DATE_KEY, None)
@@ -124,7 +125,7 @@ class PretrainedTokenizer:
         return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", written)]
 
     def _check(self, given: Mapping[str, object]) -> None:
-        """Raise `UsageError` for a template that is not there, and for switches that are ours."""
+        """Raise `UsageError` for a missing template, and for switches that only we set."""
         named, known = given.get("chat_template"), getattr(self._tokenizer, "chat_template", None)
         if named is None and not self.has_template:
             raise _no_template(self._name)
@@ -143,8 +144,8 @@ class PretrainedTokenizer:
         ids = list(token_ids)
         with refusing(self._failure, MemoryError):
             if self._decodes_by_regex:
-                # Other threads run on during this function only. The limit takes longer than
-                # decoding a token does, and the time of other decoders is linear.
+                # Only for this kind of function other threads run meanwhile. For other decoders a
+                # limit would take longer than decoding a token, and their time is linear.
                 decode = self._tokenizer.backend_tokenizer.decode_batch
                 found = in_time(partial(decode, [ids], skip_special_tokens=self._skips), len(ids))
                 return str(found[0])
@@ -198,8 +199,8 @@ def has_tokenizer(place: Path) -> bool:
 
 
 def is_same_tokenizer(one: Path, other: Path) -> bool:
-    """Whether two folders hold a tokenizer in the same files: compared in a hundredth of a second,
-    where reading one of 128,000 words takes half of one."""
+    """Whether two folders hold a tokenizer in the same files. Comparing takes a hundredth of a
+    second; reading a tokenizer of 128,000 words takes half a second."""
     if is_gguf(one) or is_gguf(other) or not has_tokenizer(one):
         return False
     names, others = (
@@ -214,7 +215,7 @@ def is_same_tokenizer(one: Path, other: Path) -> bool:
 def load_tokenizer(
     place: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
 ) -> Tokenizer:
-    """The tokenizer of a folder or GGUF file. Raises `SetupError` when a model with weights has
+    """The tokenizer of a folder or GGUF file. Raises `SetupError` if a model with weights has
     none."""
     if is_gguf(place):
         return _loaded(partial(gguf_tokenizer, read_model(place)), name, "the GGUF file is damaged")
@@ -248,7 +249,7 @@ def _loaded(load: Callable[[], Any], name: str, hint: str) -> PretrainedTokenize
             )
         return SetupError(f"cannot load the tokenizer of {name}: {reason_of(problem)}", hint)
 
-    # Without the option transformers asks on the terminal whether to run remote code.
+    # Without this option transformers would ask on the terminal whether to run remote code.
     with refusing(refusal, SetupError), native_lines(), redirect_stdout(sys.stderr):
         return PretrainedTokenizer(load(), name)
 
@@ -269,7 +270,7 @@ def at_moment(template: str, moment: datetime) -> str:
 
 
 def _no_template(name: str) -> SpecdecError:
-    # A usage error: the base model is complete, and another command line helps.
+    # This is a usage error: the base model is complete, and another command line helps.
     return UsageError(
         f"the model {name} has no chat template",
         "take a model tuned for chat, or give plain text without --chat, --system and messages",
@@ -281,7 +282,7 @@ def _template_problem(problem: Exception, name: str, *, is_own: bool) -> Specdec
 
     is_own: whether the user gave the template.
     """
-    if type(problem) is TemplateError:  # raised by the template, with `raise_exception`
+    if type(problem) is TemplateError:  # the template raises it with `raise_exception`
         return UsageError(
             f"the chat template of {name} refuses these messages: {reason_of(problem)}"
         )
@@ -303,7 +304,7 @@ def check_same_vocabulary(
 ) -> None:
     """Raise `SetupError`, with the first id that differs, unless two tokenizers agree.
 
-    sizes: the models' vocabulary sizes. They may differ by padding, but not in ids of text.
+    sizes: the models' vocabulary sizes. They may differ by padding, but ids of text may not differ.
     """
     by_id = {i: t for t, i in target.vocabulary().items()}
     other = {i: t for t, i in draft.vocabulary().items()}

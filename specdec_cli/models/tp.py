@@ -1,9 +1,10 @@
 """Tensor parallelism: each rank holds a part of a model's matrices.
 
-transformers' plan for a family says which products are split by the features they write (colwise)
-and which by those they read (rowwise). Its machinery splits over the whole world; this one over a
-group. Attention is split by whole heads; key and value heads are replicated where there are fewer
-than ranks. Experts are split by their inner features. Embeddings and routers are whole.
+transformers' plan for a family names the products that are split by the features they write
+(colwise) and those split by the features they read (rowwise). Its own code splits over the whole
+world, and this module over a group. Attention is split by whole heads; key and value heads are
+replicated where there are fewer than ranks. Experts are split by their inner features. Embeddings
+and routers are whole.
 """
 
 import re
@@ -27,10 +28,11 @@ _EXPERTS = "moe_tp_experts"
 # Every rank holds these whole. (Splitting the embedding would cost an all-reduce a pass.)
 _WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
-# The bias of what experts write is not a part of a product, so one rank adds it.
+# The bias of experts' outputs is not part of a product, so one rank adds it.
 _ADDED_ONCE = "down_proj_bias"
-_SINKS = ".sinks"  # a number for each head, beside its keys
-# Latent attention by whole heads: what makes the latent vectors is whole on every rank.
+_SINKS = ".sinks"  # a number for each head besides its keys
+# Latent attention is split by whole heads. The products that make the latent vectors are whole on
+# every rank.
 _LATENT = {
     "model.layers.*.self_attn.q_proj": _COLUMNS,
     "model.layers.*.self_attn.q_b_proj": _COLUMNS,
@@ -64,10 +66,9 @@ FAMILIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The parts of a module's stored tensors that a rank holds; tensors not named are whole.
-
-    parts: by parameter name. tied: parameters that are a part of another one, with that one's name.
-    zero: parameters that another rank adds; their values here are zeros.
+    """The parts of a module's stored tensors that a rank holds. Tensors without an entry are whole.
+    parts: by parameter name. tied: parameters that are a part of another one, with the other's
+    name. zero: parameters that another rank adds; here their values are zeros.
     """
 
     parts: dict[str, Part]
@@ -81,17 +82,16 @@ WHOLE = Shards({}, {})
 def shard(
     module: Any, layers: list[LayerShape], parallel: TensorParallel, name: str
 ) -> tuple[Shards, list[LayerShape]]:
-    """Reduce `module`, on meta, to this rank's part; returns the parts and what its layers cache.
-
-    layers: cache shapes of the whole model's layers. Raises `Unsupported` for a family without a
-    plan, or whose split form is not tested, and where heads or features do not divide.
+    """Reduce `module`, on meta, to this rank's part. Returns the parts and the cache shapes of its
+    layers. layers: cache shapes of the whole model's layers. Raises `Unsupported` for a family
+    without a plan or with an untested split form, and if heads or features do not divide.
     """
     kind, size = module.config.model_type, parallel.size
     whole_plan = (module._tp_plan or {}) | _OWN_PLANS.get(kind, {})
     plan = {k: v for k, v in whole_plan.items() if v not in _WHOLE}
     styles = {n: plan[p] for n in _names(module) if (p := _pattern(n)) in plan}
     experts = [path for path, style in styles.items() if style == _EXPERTS]
-    # Their tensors are planned too, in words that do not tell the layout.
+    # Plans have their tensors too, but in words that do not tell the layout.
     inside = tuple(f"{path}." for path in experts)
     styles = {n: s for n, s in styles.items() if n not in experts and not n.startswith(inside)}
     unknown = sorted({style for style in styles.values() if style not in _SPLIT})
@@ -134,7 +134,8 @@ def shard(
 def shard_layers(
     body: nn.Module, config: Any, layers: list[LayerShape], parallel: TensorParallel, name: str
 ) -> dict[str, Part]:
-    """Reduce a head's decoder layers, on meta, to this rank's part; arguments as of `shard`."""
+    """Reduce a head's decoder layers, on meta, to this rank's part. Arguments are as for
+    `shard`."""
     plan = config.base_model_tp_plan
     styles = {n: s for n in _names(body) if (s := plan.get(_pattern(n))) in _SPLIT}
     return _split_products(body, styles, config, layers, parallel, name)
@@ -148,7 +149,7 @@ def _split_products(
     parallel: TensorParallel,
     name: str,
 ) -> dict[str, Part]:
-    """Cut products of a module down to this rank's share. styles: of each, by the plan."""
+    """Cut products of a module down to this rank's share. styles: the plan's style of each."""
     parts: dict[str, Part] = {}
     for path, style in styles.items():
         linear = module.get_submodule(path)
@@ -162,10 +163,10 @@ def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[
     """This rank's parts of a module of stacked experts, by its names. Raises `Indivisible`.
 
     Each rank holds a part of every expert, and one sum over ranks ends the layer. With whole
-    experts on each rank a pass would last as long as on the rank with most of the chosen ones: of 8
-    among 128, 4 ranks hold 2 on average, and that rank 3.5. The price is narrower matrices: 96
-    features of an expert of 768 on 8 ranks. Routers are whole, so all ranks choose the same experts
-    without a message.
+    experts on each rank a pass would last as long as on the rank with most of the chosen experts.
+    If 8 of 128 are chosen, 4 ranks hold 2 each on average, but that rank holds 3.5. The price is
+    narrower matrices: 96 features of an expert of 768 on 8 ranks. Routers are whole, so all ranks
+    choose the same experts without a message.
     """
     # [experts, written, read], or with `is_transposed` [experts, read, written].
     read = 1 if experts.is_transposed else 2
@@ -175,7 +176,8 @@ def parts_of_experts(experts: Any, parallel: TensorParallel, name: str) -> dict[
     start, stop = parallel.share(width)
 
     def of_both(tensor: Any, dim: int) -> Part:
-        """This rank's part of a tensor of gate and up rows, in two halves or alternating."""
+        """This rank's part of a tensor with the rows of gate and up, in two halves or
+        alternating."""
         shape = tuple(tensor.shape)
         if experts.is_concatenated:
             return Part(dim, start, stop, shape, blocks=2)
@@ -196,12 +198,12 @@ def _pattern(name: str) -> str:
 
 
 def _names(module: Any) -> list[str]:
-    """Names of submodules and parameters; plans list stacked experts by parameter."""
+    """The names of submodules and parameters. Plans list stacked experts by parameter."""
     return [n for n, _ in (*module.named_modules(), *module.named_parameters()) if n]
 
 
 def _tied_head(module: Any) -> dict[str, str]:
-    """The head's weight and, where it is the embedding's, the embedding's name."""
+    """The head's weight and, if it is tied, the embedding's name."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return {}
@@ -219,7 +221,7 @@ def _share(
     name: str,
 ) -> tuple[int, int]:
     """This rank's range of a product's features: whole heads in attention, else an even share.
-    Raises `Unsupported` where they do not divide."""
+    Raises `Unsupported` if they do not divide."""
     if style in _GATHERED:
         return parallel.share(linear.out_features)
     size, reads = parallel.size, style != _COLUMNS
@@ -257,7 +259,7 @@ def _split(
         parts = {"weight": Part(1, start, stop, tuple(linear.weight.shape))}
         linear.in_features = stop - start
         if not parallel.is_first:
-            linear.register_parameter("bias", None)  # it is added once
+            linear.register_parameter("bias", None)  # only one rank adds it
         if style in _SPLIT_INPUT:
             linear.register_forward_pre_hook(lambda _, args: (args[0][..., start:stop],))
         linear.register_forward_hook(lambda _, args, out: _reduced(out, parallel))
@@ -265,7 +267,8 @@ def _split(
 
 
 def _narrow(path: str, owner: Any, parts: dict[str, Part]) -> dict[str, Part]:
-    """Cut tensors of a module down to `parts`, which are by its own names; returns them by path."""
+    """Cut tensors of a module down to `parts`, which go by its own names. Returns the parts by
+    path."""
     for leaf, part in parts.items():
         whole = getattr(owner, leaf).new_empty(part.local_shape)
         setattr(owner, leaf, nn.Parameter(whole, requires_grad=False))

@@ -1,4 +1,4 @@
-"""Checkpoint files: which of them holds which tensor, and errors for those that do not open."""
+"""Checkpoint files: the tensors in each, and errors for files that cannot be opened."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ _INDEX_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Entries start..stop of dimension `dim`, of each of so many equal blocks, of a tensor of
+    """The entries start..stop of dimension `dim` in each of `blocks` equal blocks of a tensor of
     `shape`."""
 
     dim: int
@@ -44,7 +44,7 @@ class Part:
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of `whole`, a view of it unless there are several blocks. Raises
+        """This part of `whole`. It is a view unless there are several blocks. Raises
         `WrongShape`."""
         if tuple(whole.shape) != self.shape:
             raise WrongShape(tuple(whole.shape))
@@ -54,7 +54,7 @@ class Part:
 
 
 class WrongShape(Exception):
-    """A tensor has another shape, `found`, than the one whose part is read."""
+    """A tensor has another shape, `found`, than the part to read expects."""
 
     def __init__(self, found: tuple[int, ...]) -> None:
         super().__init__()
@@ -62,16 +62,14 @@ class WrongShape(Exception):
 
 
 class Read(Protocol):
-    """Reads one tensor, or only a part of it where the file's format can."""
+    """Reads one tensor, or only a part of it if the file's format allows that."""
 
     def __call__(self, part: Part | None = None) -> torch.Tensor: ...
 
 
 class Fields(NamedTuple):
-    """Readers of what a checkpoint holds of its weights, by the weights' names.
-
-    codes: of plain tensors too. scales, zeros: of those that are stored, as in `ops.Stored`, with
-    their storages.
+    """Readers of a checkpoint's tensors, by the weights' names. codes: those of plain tensors too.
+    scales, zeros: those of stored weights, as in `ops.Stored`, with their storages.
     """
 
     codes: dict[str, Read]
@@ -112,14 +110,14 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a checkpoint, if any. Raises `SetupError` for a missing shard or bad
+    """The files of a checkpoint, if there are any. Raises `SetupError` for a missing shard or a bad
     index."""
     return _files(folder, _SAFE) or _files(folder, _PICKLED)
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The files of a checkpoint: one, which counts before an index beside it, or an index's
-    shards."""
+    """The files of a checkpoint: a single one, which takes precedence over an index beside it, or
+    an index's shards."""
     if (single := folder / name).is_file():
         return [single]
     if (index := _index(folder, name)) is not None:
@@ -137,7 +135,7 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _index(folder: Path, name: str) -> dict[str, str] | None:
-    """The file of each tensor, where a checkpoint is in several; None where it is not."""
+    """The file of each tensor if a checkpoint has several files, else None."""
     index = folder / f"{name}.index.json"
     if not index.is_file():
         return None
@@ -155,8 +153,8 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
 
 
 def layers_held(place: Path) -> int | None:
-    """The number of layers that the names of the tensors show; None where they show none, and for a
-    damaged index or file, which loading tells of."""
+    """The number of layers by the tensors' names; None if they tell none, and for a damaged index
+    or file, which loading reports."""
     if is_gguf(place):
         return layers_in(read_model(place))
     names = tensor_names(place)
@@ -165,7 +163,7 @@ def layers_held(place: Path) -> int | None:
 
 
 def tensor_names(folder: Path) -> Collection[str]:
-    """The names of the tensors in a folder; none where its index or file is damaged, or pickled."""
+    """The names of the tensors in a folder; none if its index or file is damaged or pickled."""
     names: Collection[str] = ()
     with suppress(SetupError), ExitStack() as stack:
         if (file := folder / _SAFE).is_file():
@@ -216,12 +214,12 @@ def _open_pickle(file: Path) -> dict[str, Read]:
 
 
 def same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
-    """`Read` of a tensor that is there."""
+    """The `Read` of an existing tensor."""
     return tensor if part is None else part.of(tensor)
 
 
 def unread(part: Part | None = None) -> torch.Tensor:
-    """`Read` of a tensor of which only the name counts."""
+    """The `Read` of a tensor whose name alone counts."""
     raise AssertionError("only its name is used")
 
 

@@ -125,7 +125,7 @@ class _HeaderReader:
         return struct.unpack(form, self.take(struct.calcsize(form), what))
 
     def fits(self, count: int, least: int, what: str, most: int | None = None) -> None:
-        """Check the count of items against the bytes that each takes at least."""
+        """Check the count of items against the least bytes of each."""
         if count * least > self.size - self.at:
             raise ValueError(f"it says that it has {count} {what}, more than its bytes can hold")
         if most is not None and count > most:

@@ -14,7 +14,7 @@ from specdec_cli.text import first_line, shown
 _ACTIVATIONS = {a: a for a in ("silu", "gelu_pytorch_tanh")} | {"swish": "silu"}
 # Rotary tables of other kinds depend on the longest position of a batch.
 _ROPES = ("default", "linear", "llama3", "yarn")
-_DEFAULT_ROPE_BASE = 10000.0  # of heads without rope_theta, with any target
+_DEFAULT_ROPE_BASE = 10000.0  # for heads without rope_theta, with any target
 
 
 @contextmanager
