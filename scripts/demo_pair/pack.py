@@ -72,7 +72,7 @@ def main() -> None:
     heldout_docs, docs = read(args.work / "heldout.jsonl"), read(args.work / "docs.jsonl")
     heldout, train = encode(tokenizer, heldout_docs), encode(tokenizer, docs)
 
-    longest = max(map(len, heldout + train)) + 1  # including its eos
+    longest = max(map(len, heldout + train)) + 1  # ids of a document, including its eos
     ascending, inverse = powers(BASE, longest), powers(INVERSE, longest)
     banned = np.unique(np.concatenate([window_hashes(x, ascending, inverse) for x in heldout]))
     eos = np.zeros(1, np.uint16)

@@ -169,7 +169,7 @@ class Planter:
         return Planted(fault, told, found.seconds, found.failed)
 
 
-_planters: list[Planter] = []  # of this process
+_planters: list[Planter] = []  # this process's planter
 
 
 def _get_ready(scratch: str) -> None:

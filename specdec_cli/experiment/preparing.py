@@ -14,7 +14,7 @@ from specdec_cli.recipe import Recipe
 from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
-_TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64  # of a loop: least turns, least tokens, longest turn
+_TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64  # least turns and tokens of a loop, longest turn
 
 
 def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:

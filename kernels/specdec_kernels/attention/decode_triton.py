@@ -187,7 +187,7 @@ def rope_attention_kernel(
     query_turn = load_turn(cos_ptr, sin_ptr, packed, half, row_mask, rope_stride)
 
     fresh = tl.arange(0, BLOCK_NEW)
-    num_fresh = query_len  # of this part
+    num_fresh = query_len  # the number of new keys in this part
     if CUT.splits > 1:
         num_fresh = tl.where(split == 0, query_len, 0)
     fresh_live = fresh < num_fresh

@@ -182,7 +182,7 @@ def store_for_norm(scaled_ptr, squares_ptr, out, norm, place, mask, row, row_liv
 @triton.jit
 def finish_product(
     acc,  # [M, N] fp32
-    acc_up,  # the same of the up features; only with ACTIVATION
+    acc_up,  # results for the up features; only with ACTIVATION
     squares,  # [M, P] fp32, or None for an x that is not to be scaled
     bias,  # [N], or None
     residual,  # [M, N], or None

@@ -145,7 +145,7 @@ def scaled_sums(sums, x_sums, scale, zero, FORM: tl.constexpr):
 def dot_products(
     weight,  # tiles [N, CHUNK]
     x,  # tiles [1, CHUNK] or [N, CHUNK]
-    x_high,  # likewise, of high codes; x where a byte has one code
+    x_high,  # tiles for high codes; x if a byte has one code
     groups,  # a result of `groups_of`, of tiles [N, CHUNK / LANE]
     N: tl.constexpr,
     ROW: tl.constexpr,  # numbers or bytes of a row
@@ -195,7 +195,7 @@ def one_row_linear_kernel(
     num_features,  # N
     eps,
     K: tl.constexpr,
-    FORM: tl.constexpr,  # of a stored weight, or None
+    FORM: tl.constexpr,  # the form of a stored weight, or None
     PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
     ACTIVATION: tl.constexpr,  # "" for a plain product
     TILES: tl.constexpr,

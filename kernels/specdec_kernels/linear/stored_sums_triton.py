@@ -214,7 +214,7 @@ def stored_sums(
     codes,  # [N] pointers to the codes, scales and zeros of rows of the weight
     scales,
     zeros,
-    codes_up,  # the same of other rows, read only with GATED
+    codes_up,  # pointers for the rows of up, read only with GATED
     scales_up,
     zeros_up,
     live,  # [N]

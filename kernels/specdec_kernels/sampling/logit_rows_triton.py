@@ -118,7 +118,7 @@ def search_kernel(
     logits_ptr,  # [R, V]
     rows_ptr,  # [R, 4] fp32
     keys_ptr,  # [R, 2] int32, in and out: the threshold's key is in [lo, hi)
-    sums_ptr,  # [R, 2] fp32, in and out: count or mass at hi or more, and what is to be reached
+    sums_ptr,  # [R, 2] fp32, in and out: count or mass at hi or more, and the goal
     partial_ptr,  # [R, PARTS, WAYS] fp32, scratch
     counters_ptr,  # [>= R] int32, zeros
     stride,

@@ -155,7 +155,8 @@ def greedy_argmax(logits: Tensor) -> Tensor:
     """The index of the first maximum of every row of [R, V]: [R] int64; -1 where it is not
     finite."""
     top, first = logits.max(dim=1)
-    # inf - inf is NaN, which is not zero either; `isfinite` takes five operations on a CPU.
+    # A difference is used, since inf - inf is NaN and so not zero; `isfinite` takes five operations
+    # on a CPU.
     return first.masked_fill_((top - top) != 0, -1)
 
 

@@ -63,7 +63,7 @@ def residual_weight(at, end, target, draft, V: tl.constexpr, DRAFT_V: tl.constex
 @triton.jit
 def draw_token(
     residuals,  # [BLOCK_PARTS], the residual's mass in each part; zeros to draw from p
-    parts_ptr,  # the target's, [PARTS] of this place
+    parts_ptr,  # [PARTS], the target's mass in each part at this place
     noise,
     target,  # `rows_at` this place, factor of p, scale of exponents
     draft,  # `rows_at` this place, or None twice for a q of 1 at the third, the proposed token

@@ -33,7 +33,7 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
         return sum(map(len, records.samples.values())) < plan.num_samples
 
     if resume and (path / settings_file.SETTINGS).exists():
-        read_settings(path)  # they may be damaged
+        read_settings(path)  # raises for damaged settings
     records.folder = folder = settings_file.opened(
         *(path, plan.settings, plan.recipe, where, load),
         resume=resume,

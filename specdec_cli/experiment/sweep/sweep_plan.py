@@ -18,7 +18,7 @@ from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, weights_from
 
-_OFF = 0.1  # of a rate
+_OFF = 0.1  # relative difference of two rates
 
 _LONG_S = 3600.0  # a longer sweep's plan mentions --minutes
 
