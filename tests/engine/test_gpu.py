@@ -66,6 +66,24 @@ def test_graphs_compiled_and_eager_passes_write_the_same(temperature: float, met
     assert found["graphs"] == found["eager"] == found["compiled"]
 
 
+HEADS = ("eagle3", "mtp", "peagle", "dflash", "dspark")
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_graphs_and_eager_passes_of_heads_write_the_same(temperature: float, head: str) -> None:
+    """With the same rounds: what a head proposes changes no text."""
+    method = "mtp_module" if head == "mtp" else head
+    keys: dict[str, Any] = {"draft__model": f"demo:{head}", "speculation__method": method}
+    found = {}
+    for graphs in ("on", "off"):
+        keys |= {"run__cuda_graphs": graphs, "run__seed": 1}
+        engine, params = demo_engine(4, sampling__temperature=temperature, **keys)
+        assert engine.is_captured == (graphs == "on")
+        found[graphs] = told(engine.run(requests(), 4, params))
+    assert found["on"] == found["off"]
+
+
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
