@@ -24,7 +24,7 @@ class SyntheticAcceptance(AcceptanceRule):
 
     conditional: tuple[float, ...]
     draws_when_greedy = True
-    remark = "times are measured, the text is not the target's"
+    remark = "times are measured, but the text is not the target's"
     _made: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod

@@ -137,8 +137,8 @@ def failed_check(check: CheckResult | None) -> list[Notice]:
     if check is None or check.passed:
         return []
     told = (
-        f"{check_line(check)}. The text is not the target's, so use no figure of these points: "
-        "`lossless_check` in the --json document has each place; "
+        f"{check_line(check)}. The text is not the target's, so do not use figures of these "
+        "points. `lossless_check` in the --json document lists the places; "
     )
     if check.must_be_identical:
         told += "report it with that, or mend the plugin in use"

@@ -16,7 +16,8 @@ _REMEMBERED = 32  # rounds
 
 @dataclass(slots=True)
 class LastRounds:
-    """(proposed, accepted) of each sequence in the rounds that the host has read, newest last."""
+    """The pairs (proposed, accepted) of each sequence in the rounds that the host has read. The
+    newest is last."""
 
     trials: deque[list[tuple[int, int]]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 

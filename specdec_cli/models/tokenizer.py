@@ -262,7 +262,7 @@ def _steps_of(tokenizer: Any) -> dict[str, Any]:
 
 
 def at_moment(template: str, moment: datetime) -> str:
-    """The chat template with `strftime_now` as a macro that knows the formats of one moment."""
+    """The chat template with `strftime_now` as a macro, which formats one fixed moment."""
     formats = [f"%{flag}{letter}" for flag in ("-", "") for letter in _FORMATS]
     steps = "".join(f"|replace({one!r}, {moment.strftime(one)!r})" for one in formats)
     # Jinja drops the line break after a block.

@@ -108,7 +108,7 @@ class Recipe(Section):
 
 
 def section_models() -> dict[str, type[BaseModel]]:
-    """Each section's model by its name."""
+    """The model of each section, by the section's name."""
     kinds = {name: info.annotation for name, info in Recipe.model_fields.items()}
     return {name: (get_args(kind) or (kind,))[0] for name, kind in kinds.items()}
 

@@ -124,12 +124,12 @@ def break_even(content: Content) -> str:
     rate = point.number("draft_acceptance_rate")
     name = f"{setting_in_words(run, point)} at {point.level_in_words}"
     if ratio <= 1:
-        return f" No point does; {name} comes closest, {100 * (1 - ratio):.0f} % below."
+        return f" No point does: the closest, {name}, is {100 * (1 - ratio):.0f} % below."
     needs = even.draft_acceptance_rate
     of = ""
     if needs is not None and rate is not None:
         of = f": it needs {100 * needs:.0f} % of its proposals accepted, and has {100 * rate:.0f} %"
-    return f" Most to spare has {name}{of}."
+    return f" The point with the largest margin is {name}{of}."
 
 
 def comparisons(content: Content) -> str:

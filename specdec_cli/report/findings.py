@@ -302,8 +302,8 @@ def warnings(run: ReportedRun) -> list[Notice]:
     told = []
     if run.is_partial:
         told.append(
-            "This run did not come to its end: there is no summary. What is shown was computed "
-            "from the points that were finished."
+            "This run did not come to its end: there is no summary. The report was computed from "
+            "the points that were finished."
         )
         if not run.is_comparison and run.has_samples:
             told[-1] += f" `specdec merge {run.path} -o NEW` makes points of all its samples."
@@ -311,7 +311,8 @@ def warnings(run: ReportedRun) -> list[Notice]:
         told.append("Acceptance was given, not measured: the text is not the target's.")
     if "dummy" in (run.setting("target", "load_format"), run.setting("draft", "load_format")):
         told.append(
-            "Random weights of a model's shape were run: times are real, acceptance is no pair's."
+            "Random weights of a model's shape were run: times are real, but no real pair has this "
+            "acceptance."
         )
     return [
         *(Notice("report", one) for one in told),

@@ -80,7 +80,7 @@ def drawing(
 _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
     "speedup": (
         "Speed-up over plain decoding by {axis}, with 95 % intervals; a ring marks "
-        "the recommended point, a square the fastest where that is another.",
+        "the recommended point, a square the fastest if it is another.",
         lambda f, c: draw_speedup(f, c.run, c.bests),
     ),
     "load": (

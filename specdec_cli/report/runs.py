@@ -153,7 +153,7 @@ class SideBySide:
         """The tables of a report."""
         columns = (Column("key"), *(Column(name) for name in self.names))
         rows = tuple((key, *values) for key, values in self.differences.items())
-        title = "What differs in recipe and environment"
+        title = "Differences in recipe and environment"
         differences = Table("differences", title, columns, rows)
         found = (_side_by_side(self), _engines(self), _pairs(self), differences)
         return [table for table in found if table.rows]
@@ -314,8 +314,8 @@ def _side_by_side(whole: SideBySide) -> Table:
     note = (
         "Plain decoding, and each arm at its fastest point. Speed-up is over the run's own plain "
         f"decoding; the ratio over {whole.names[0]} is over the same prompts, paired. Runs were "
-        "measured at different times: intervals are over prompts, and do not know of a machine "
-        "that was slower in one of them."
+        "measured at different times: intervals are over prompts, and leave out that the "
+        "machine may have been slower in one run."
     )
     strong = frozenset(i for i, one in enumerate(whole.shown) if one.is_best)
     return table_of(("runs", "Side by side", note), rows, cells, strong)

@@ -131,7 +131,7 @@ def times_of_a_round(run: ReportedRun) -> Table:
     cells += [replace(cell.TIMES["round"], interval=lambda p: p.round_ms_ci), cell.PREFILL]
     if counts_experts(run):
         cells.append(cell.EXPERTS)
-    note = "Means per engine round; prefill is per prompt. What the stages leave is the host's."
+    note = "Means per engine round; prefill is per prompt. The rest of a round is the host's."
     points = [p for p in run.points if p.is_ok]
     return by_point(("rounds", "Time of a round", note), run, points, cells)
 

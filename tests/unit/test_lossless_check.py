@@ -59,7 +59,7 @@ def test_twice_the_rounding_is_a_near_tie(dtype: str, gap: float, passed: bool, 
     told = [one.message for one in failed_check(found)]
     assert bool(told) is not passed
     remedy = "report it" if dtype == "float32" else "--dtype float32"
-    assert all("use no figure" in one and remedy in one for one in told)
+    assert all("do not use figures" in one and remedy in one for one in told)
 
 
 @pytest.mark.parametrize(("length", "width"), [(2, 4), (99, 99), (999, 256)])

@@ -73,7 +73,8 @@ def _scalar(value: float) -> Tensor:
 
 @kernel("specdec_kernels.linear.norm_triton:gate_triton")
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """activation(gate) * up of merged [T, 2F], gate first: [T, F]; "silu" or "gelu_tanh"."""
+    """The product activation(gate) * up, [T, F]. gate_up: [T, 2F], the gate first. activation:
+    "silu" or "gelu_tanh"."""
     first, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(first) * up

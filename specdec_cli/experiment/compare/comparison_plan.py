@@ -184,7 +184,7 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
     is_dummy = bool(plan.job.plan.random_roles)
     if is_dummy and not plan.settings.has_given_acceptance:
         told = (
-            "the weights are random, and so is what is accepted: set speculation.acceptance to "
+            "the weights are random, so acceptance is too: set speculation.acceptance to "
             "synthetic, and rates"
         )
         found.append(Notice("random_weights", told))

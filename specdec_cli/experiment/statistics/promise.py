@@ -128,7 +128,7 @@ def tokens_notice(tokens: Tokens) -> list[Notice]:
     if not tokens.is_broken:
         return []
     told = (
-        f"{tokens_line(tokens)}: a fault of the engine or of a plugin, so use no figure of these "
-        "points; `sweep-k --check-lossless` shows where texts part: report it with that"
+        f"{tokens_line(tokens)}: a fault of the engine or of a plugin, so do not use figures of "
+        "these points; report it with the places that `sweep-k --check-lossless` lists"
     )
     return [Notice("tokens_differ", told, {"diverging": tokens.diverging})]

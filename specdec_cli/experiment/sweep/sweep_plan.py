@@ -182,16 +182,16 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
     is_dummy = any(job.plan.random_roles for job in plan.jobs)
     if is_dummy and max(plan.settings.ks) > 0 and not plan.settings.has_given_acceptance:
         told = (
-            "the weights are random, and so is what is accepted: give acceptance with "
+            "the weights are random, so acceptance is too: give acceptance with "
             "--synthetic-acceptance-length or -rates"
         )
         found.append(Notice("random_weights", told))
     first = plan.jobs[0].plan
     if "target" in first.random_roles and first.has_experts:
         told = (
-            "the weights are random, and so are routers: tokens choose experts about evenly, while "
-            "those of a trained model share more of them, so that its rounds read fewer: take "
-            "these times as an upper limit, or measure trained weights (target.load_format: auto)"
+            "the weights are random, so routers are too: tokens choose experts about evenly. "
+            "Tokens of a trained model share more experts, so its rounds read fewer. Take these "
+            "times as an upper limit, or measure trained weights (target.load_format: auto)"
         )
         found.append(Notice("random_routers", told))
     if (remark := first.remark) is not None:
