@@ -181,3 +181,9 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, original in models.items():
         shutil.copytree(demo.FOLDER / original, folder / name)
     return folder
+
+
+@pytest.fixture
+def smaller_demo(small_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `demo:target` and `demo:draft` be the smaller ones in one test."""
+    monkeypatch.setattr(demo, "FOLDER", small_models)

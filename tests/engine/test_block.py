@@ -113,6 +113,7 @@ def test_proposals_that_are_not_drawn(tiny: tuple[Path, Path]) -> None:
     assert lossless.adjusted(found) > SIGNIFICANT
 
 
+@pytest.mark.usefixtures("smaller_demo")
 def test_a_recipe_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     """A sweep with this rule has points without predictions."""
     from specdec_cli.app import main

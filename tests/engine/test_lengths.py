@@ -249,6 +249,7 @@ def specdec(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any
 
 
 @pytest.mark.parametrize("policy", ["confidence", "adaptive"])
+@pytest.mark.usefixtures("smaller_demo")
 def test_a_recipe_names_a_policy(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     """The text equals that of the fixed length; a sweep's points have no predictions."""
     options = ["--set", f"speculation.length.policy={policy}", "--max-new-tokens", "8"]

@@ -440,6 +440,7 @@ def spec_of_demo() -> ModelSpec:
 
 
 @pytest.mark.parametrize("models", [(), ("--target", "demo:target")], ids=["pair", "no draft"])
+@pytest.mark.usefixtures("smaller_demo")
 def test_generate(models: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--json", *prompt_options(*PROMPTS), "--max-new-tokens", "24", "--ignore-eos")
     plain = generate(capsys, *models, *options, "-k", "0")

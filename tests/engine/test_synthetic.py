@@ -113,6 +113,7 @@ def test_more_places_than_rates_are_refused(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
+@pytest.mark.usefixtures("smaller_demo")
 def test_the_text_is_labelled(
     method: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
