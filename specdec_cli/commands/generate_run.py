@@ -106,7 +106,7 @@ def get_ready(
     own: Own,
     stages: Stages,
 ) -> Ready:
-    """Check everything, create or resume the run folder, load the models."""
+    """Check everything, create or resume the run folder, and load the models."""
     resolved = resolved.model_copy(update={"data": found.data})
     job = prepare(backend, resolved, found, asked.permissions())
     resolved = dated(resolved, job)

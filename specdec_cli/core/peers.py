@@ -52,7 +52,7 @@ def shared_memory(
         found, problem = None, first_line(error)
     problems = [p for p in parallel.gather_objects(problem) if p is not None]
     if problems:
-        _log.info("no memory shared between GPUs, small sums go through NCCL: %s", problems[0])
+        _log.info("GPUs share no memory, so small sums go through NCCL: %s", problems[0])
         return None
     return found
 

@@ -196,7 +196,7 @@ def _memory() -> int:
 
 
 def _escaped(said: bytes) -> bytes:
-    """Lines without control characters, which names in files may bring."""
+    """Lines without control characters. Quoted names in files may contain some."""
     lines = said.decode(errors="replace").splitlines()
     return "".join(f"{inert(shortened(line))}\n" for line in lines).encode()
 

@@ -150,7 +150,7 @@ def _refuse_unfinished(path: Path, settings: Mapping[str, Any] | None) -> None:
     has_samples = next(intact_records(path / "samples.jsonl", Record, []), None) is not None
     hint = f"go on with --resume -o {path}"
     if is_sweep and has_samples:
-        hint = f"`specdec merge {path} -o NEW` makes points of the samples there are; or {hint}"
+        hint = f"`specdec merge {path} -o NEW` makes points of the existing samples; or {hint}"
     raise UsageError(f"{path}: no point of this run is finished yet", hint)
 
 

@@ -106,7 +106,8 @@ def has_colour(stream: TextIO) -> bool:
 
 
 def progress_bar() -> Progress:
-    """A bar over prompts on stderr, shown on a terminal only; or part of a `live_view`."""
+    """A bar over prompts. It is shown on stderr if that is a terminal, or as part of a
+    `live_view`."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

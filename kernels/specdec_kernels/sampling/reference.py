@@ -197,13 +197,14 @@ def rejection_sample_reference(
     accept_noise: Tensor,
     sample_noise: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Modified rejection sampling: tokens distributed as the target's, whatever the draft is.
+    """Modified rejection sampling: tokens distributed like the target's, for any draft.
 
     Leviathan et al. (arXiv 2211.17192), Chen et al. (2302.01318). With u the accept noise, draft
     d_i is accepted iff u_i * q_i(d_i) < p_i(d_i). At the first rejection, a, one token is drawn
-    from norm(max(p_a - q_a, 0)), or from p_a where rounding leaves that empty; when all k are
-    accepted, from p_k. Draws are by inverse CDF with `sample_noise` at that position. draft_probs:
-    [B, K, V] fp32. target_probs: [B, K + 1, V] fp32. The others are as in `Verification`.
+    from norm(max(p_a - q_a, 0)), or from p_a if rounding leaves that empty. If all k are accepted,
+    it is drawn from p_k. Draws are by inverse CDF with `sample_noise` at that position.
+    draft_probs: [B, K, V] fp32. target_probs: [B, K + 1, V] fp32. The others are as in
+    `Verification`.
 
     Returns tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted
     [B] int32, the number of accepted drafts. A NaN in the target's probabilities makes both -1.

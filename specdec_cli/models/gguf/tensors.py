@@ -92,7 +92,7 @@ ReadAs = Callable[[Storage], Stored]
 
 
 def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, ReadAs]]:
-    """Storages and readers of matrices that can stay as the file has them. Readers read into these
+    """Storages and readers of matrices that can stay in the file's form. Readers read into these
     storages or into shared ones."""
     found: dict[str, tuple[Storage, ReadAs]] = {}
     for name, sources, change in _sources(module, header):
