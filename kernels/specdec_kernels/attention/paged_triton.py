@@ -54,7 +54,7 @@ def joined(
     cache,  # for a key head: pointers to keys and values, and the block table
     start,  # position of the first key
     limits,  # the key positions' end, the number of older keys, and the queries' positions [M]
-    slots_ptr,  # keys and values of the tokens after the older ones, or None
+    slots_ptr,  # slots of the tokens after the older ones, or None
     scaling,
     FORM: tl.constexpr,
     TILES: tl.constexpr,
