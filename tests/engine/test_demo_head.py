@@ -20,7 +20,7 @@ from tests.drafting import rounds_of
 from tests.eagle3 import Head
 from tests.engine.test_demo_pair import prompts, reference
 from tests.engine.test_eagle3_rounds import eagle_engine, expected_rounds
-from tests.support import decode, greedy_reference
+from tests.support import decode, greedy_text
 
 NEW_TOKENS = 24
 LONGEST = 200
@@ -36,9 +36,8 @@ def ids() -> list[list[int]]:
     return [prompt for prompt in encoded if len(prompt) <= LONGEST]
 
 
-@cache
 def texts() -> list[list[int]]:
-    return [greedy_reference(reference()[0], prompt, NEW_TOKENS) for prompt in ids()]
+    return [greedy_text(demo_path("demo:target"), prompt, NEW_TOKENS) for prompt in ids()]
 
 
 def accepted(changes: dict[str, Any] | None = None) -> float:

@@ -3,7 +3,9 @@
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return save_pair(tmp_path_factory.mktemp("pair"), draft_vocab=60)
 
 
+Rounds = Callable[[int], list[list[tuple[int, int]]]]
+
+
+@pytest.fixture(scope="module")
+def rounds_at(pair: Pair) -> Rounds:
+    """The reference's rounds of every prompt at a k, made once."""
+
+    def rounds(k: int) -> list[list[tuple[int, int]]]:
+        return [expected_rounds(pair.target, pair.head, p, k) if k else [] for p in PROMPTS]
+
+    return cache(rounds)
+
+
 def planned(target: Path, draft: Path, k: int = 4, **keys: object) -> Plan:
     overrides: dict[str, object] = {
         "target.model": str(target),
@@ -85,7 +100,9 @@ SETTINGS: dict[str, dict[str, object]] = {
     "case",
     ["chunks", "preemption", *(pytest.param(c, marks=SLOW) for c in ("one by one", "refills"))],
 )
-def test_text_is_the_target_s_and_rounds_are_the_reference_s(pair: Pair, case: str) -> None:
+def test_text_is_the_target_s_and_rounds_are_the_reference_s(
+    pair: Pair, rounds_at: Rounds, case: str
+) -> None:
     """At each k up to the planned one, on one engine."""
     found = planned(pair.target, pair.folder, 4, **SETTINGS[case])
     assert found.recipe.speculation.method == "eagle3" and found.k == 4
@@ -94,8 +111,7 @@ def test_text_is_the_target_s_and_rounds_are_the_reference_s(pair: Pair, case: s
     for k in (4, 1, 0, 2):
         seqs = run(engine, k, found.params)
         assert [s.output_ids for s in seqs] == wanted
-        rounds = [expected_rounds(pair.target, pair.head, p, k) if k else [] for p in PROMPTS]
-        assert list(map(rounds_of, seqs)) == rounds
+        assert list(map(rounds_of, seqs)) == rounds_at(k)
     assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
 
 
@@ -206,7 +222,7 @@ def test_a_length_policy_that_proposes_nothing_at_times(pair: Pair) -> None:
     assert sum(a for rounds in wanted for _, a in rounds) > 10
 
 
-def test_a_target_serves_several_drafts(pair: Pair, tmp_path: Path) -> None:
+def test_a_target_serves_several_drafts(pair: Pair, rounds_at: Rounds, tmp_path: Path) -> None:
     """As in a sweep: with hidden states and without, on weights that are loaded once."""
     noised = save_noised(tmp_path / "noised", pair.target)
     wanted, target = texts_of(pair.target), None
@@ -218,8 +234,7 @@ def test_a_target_serves_several_drafts(pair: Pair, tmp_path: Path) -> None:
         seqs = run(engine, 4, found.params)
         assert [s.output_ids for s in seqs] == wanted
         if layers:
-            rounds = [expected_rounds(pair.target, pair.head, p, 4) for p in PROMPTS]
-            assert list(map(rounds_of, seqs)) == rounds
+            assert list(map(rounds_of, seqs)) == rounds_at(4)
 
 
 def test_the_record_of_a_run(pair: Pair) -> None:

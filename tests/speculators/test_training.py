@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,7 @@ def walk(right: Tensor, start: int, k: int) -> list[int]:
     return found
 
 
+@cache
 def own_text(target: Target) -> tuple[Tensor, Rows, int]:
     """A text that the target writes greedily, alone in a row, and the length of its prompt."""
     tokens, _, start = greedy_rounds(target, {"speculation.method": "none"}, 0)
@@ -381,11 +383,7 @@ def test_a_head_with_fewer_ids_has_the_targets_rows_of_them(target: Target, tmp_
 
 def test_a_saved_draft_accepts_what_training_predicts(target: Target, tmp_path: Path) -> None:
     kind = draft.make(target, Options(depth=2))
-    tokens, _, start = greedy_rounds(target, {"speculation.method": "none"}, 0)
-    ids = torch.tensor(tokens)
-    rows = packed([(ids.numpy(), torch.ones(len(ids)).numpy())], len(ids)).at(
-        torch.tensor([0]), CPU
-    )
+    ids, rows, start = own_text(target)
     reading = target.read(rows)
     kind.prepare(reading)
     optimiser = torch.optim.AdamW(kind.module.parameters(), 2e-3)
@@ -404,7 +402,7 @@ def test_a_saved_draft_accepts_what_training_predicts(target: Target, tmp_path: 
     assert 1 < len(set(wanted)), wanted
     share = {"draft.model": str(tmp_path / "draft"), "draft.share": ["embeddings", "lm_head"]}
     got = greedy_rounds(target, share, 4)
-    assert got[0] == tokens
+    assert got[0] == ids.tolist()
     assert got[1] == wanted
 
 
