@@ -2,11 +2,11 @@
 
     python scripts/proofs/greedy.py --jobs 2
 
-Runs every bundled prompt through every combination of proposal length, proposer (a draft, or
-prompt lookup as "ngram") and batch size. Compares token ids with transformers' `generate` on the
-target alone, then the proposed and accepted counts of every round with transformers' assisted
-generation and prompt lookup. Prints a table; exits 1 on any mismatch. Takes about an hour of one
-core; `--prompts`, `--k`, `--proposers` and `--batch` select a part.
+Runs every bundled prompt through every combination of proposal length, proposer (a draft, prompt
+lookup as "ngram", or with `--proposers` a bundled head) and batch size. Compares token ids with
+transformers' `generate` on the target alone, then the proposed and accepted counts of every round
+with transformers' assisted generation and prompt lookup. Prints a table; exits 1 on any mismatch.
+Takes about an hour of one core; `--prompts`, `--k`, `--proposers` and `--batch` select a part.
 """
 
 import argparse
@@ -24,6 +24,10 @@ PROPOSERS: dict[str, dict[str, object]] = {
     "unrelated": {"draft.model": "demo:draft", "draft.load_format": "dummy"},
     "same": {"draft.model": "demo:target"},
     "ngram": {"speculation.method": "ngram", "speculation.ngram_max": 3},
+    **{
+        name: {"draft.model": f"demo:{name}"}
+        for name in ("eagle3", "mtp", "dspark", "dflash", "peagle")
+    },
 }
 LONGEST = 3  # n-gram length of transformers' prompt lookup, as in PROPOSERS
 
