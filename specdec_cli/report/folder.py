@@ -85,14 +85,14 @@ def read_folder(path: Path) -> ReportedRun:
     schema = str(document.get("schema", ""))
     if "generate" in schema or "profile" in schema:
         raise UsageError(
-            f"{path}: holds the results of {schema.removeprefix('specdec.').partition('/')[0]}",
+            f"{path} holds the results of {schema.removeprefix('specdec.').partition('/')[0]}",
             "a report is about a run of sweep-k or compare-tp",
         )
     settings = _document(path / "settings.json", [])
     if not document and not (path / "points.jsonl").exists():
         _refuse_unfinished(path, settings)
         raise UsageError(
-            f"{path}: neither points.jsonl nor summary.json in it",
+            f"{path} has neither points.jsonl nor summary.json",
             "name a run folder of sweep-k or compare-tp",
         )
     if settings is not None or not document:
