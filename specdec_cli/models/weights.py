@@ -89,8 +89,8 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read
     if not (files := weight_files(folder)):
         raise SetupError(
             f"no weights in {folder}",
-            "the folder needs model.safetensors (pickled weights of a hub id are downloaded only with "
-            "--allow-pickle), or load_format: dummy for random weights",
+            "the folder needs model.safetensors (pickled weights of a hub id are downloaded only "
+            "with --allow-pickle), or load_format: dummy for random weights",
         )
     if not (is_safe or allow_pickle):
         raise SetupError(
