@@ -29,10 +29,10 @@ class ForwardBatch:
     """The tensors of a pass over T packed tokens of B sequences.
 
     token_ids, positions, slots: int64 [T]; slots are flat cache positions, block * block_size +
-    offset. query_start: int32 [B + 1]. context_lens: int32 [B], tokens in the cache including this
-    pass's. block_tables: int32 [B, widest]. logit_rows: int64 [M], the packed rows that need
-    logits; None for all. plan: the gather of keys and values, on a CPU only. chunks: long chunks of
-    prompts, on CUDA only.
+    offset. query_start: int32 [B + 1], the rows at which sequences begin. context_lens: int32 [B],
+    tokens in the cache including this pass's. block_tables: int32 [B, widest]. logit_rows: int64
+    [M], the packed rows that need logits; None if all rows do. plan: the plan to gather keys and
+    values, on a CPU only. chunks: the plan for long chunks of prompts, on CUDA only.
     """
 
     token_ids: torch.Tensor
@@ -98,12 +98,12 @@ class Rectangle:
     """The tokens of one pass of a round: Q for each slot, at positions length + offset + 0..Q-1.
 
     Token j of a slot is live iff the slot is active, the position is one of the model's
-    0..max_len-1, and lens, if there are any, >= offset + j + margin. Others are padding: their keys
-    go to the trash block, and their logits have no meaning. last_only: whether logits of each
-    slot's last token are enough. first_logit: the first of a slot's tokens that needs logits.
+    0..max_len-1, and lens, if there are any, >= offset + j + margin. Other tokens are padding:
+    their keys go to the trash block, and their logits have no meaning. last_only: whether logits of
+    each slot's last token are enough. first_logit: the first of a slot's tokens that needs logits.
     cached: int64 [B], tokens of each sequence that the model's cache is known to hold; a CPU does
-    not feed them again. before: int64 [B], the number of places by which each slot's tokens, and
-    the length used here, lie further back.
+    not feed them again. before: int64 [B], the number of places by which each slot's length, and so
+    its tokens, are moved back.
     """
 
     token_ids: torch.Tensor  # int64 [B, Q]
@@ -127,8 +127,8 @@ class Rectangle:
 
 
 class LiveRows(NamedTuple):
-    """The row numbers in a padded pass of the outputs of a pass over live tokens: int64 [M], among
-    the rows [B * N] of `Rectangle.num_logits`, and int64 [T], among [B * Q]."""
+    """The rows of a padded pass in which the outputs of a pass over live tokens belong. logits:
+    int64 [M], among B * `Rectangle.num_logits` rows. tokens: int64 [T], among B * Q rows."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
@@ -197,8 +197,8 @@ def live_batch(
 
 
 def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: int) -> ForwardBatch:
-    """A pass over all tokens of `what`, in the fixed shapes that graphs need. num_ids: as in
-    `live_batch`."""
+    """A pass over all tokens of `what`, in the fixed shapes that graphs need. Ids are clamped to
+    0..num_ids-1."""
     count, width = what.token_ids.shape
     ids, positions, kv_slots, context_lens = ops.padded_pass(
         *(what.token_ids, what.lengths(state), what.lens, state.active, state.block_tables),
@@ -227,7 +227,7 @@ def rectangle(
     count: int, width: int, num_logits: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The rows at which each sequence's queries begin, int32 [B + 1], and the last `num_logits`
-    rows of each, int64 [B * N]; None for all rows."""
+    rows of each sequence, int64 [B * N], or None if these are all rows."""
     starts = width * torch.arange(count + 1, device=device)
     last = starts[1:, None] - torch.arange(num_logits, 0, -1, device=device)
     return starts.to(torch.int32), last.flatten() if num_logits < width else None

@@ -13,8 +13,8 @@ from specdec_cli.core.parallel import TensorParallel
 class Noise:
     """Uniform random numbers in [0, 1) of one round, fp32.
 
-    draft: [B, K], to draw proposals. accept: [B, K], to accept them. sample: [B, K + 1], for the
-    token after the accepted proposals, indexed by that token's place.
+    draft: [B, K], to draw proposals. accept: [B, K], to accept proposals. sample: [B, K + 1], for
+    the token after the accepted proposals, indexed by that token's place.
     """
 
     draft: Tensor
@@ -39,8 +39,9 @@ class Candidates:
     """The proposals of one round.
 
     token_ids: int64 [B, K]; -1 if the draft's logits are not finite. Entries past a sequence's
-    length are valid ids without meaning. lens: int64 [B], k_i of each sequence, 0..K. q: None if
-    nothing was drawn (greedy drafts, lookups), and on ranks other than 0.
+    length are valid ids without meaning. lens: int64 [B], k_i of each sequence, 0..K. q: the
+    distributions of the proposals; None if nothing was drawn (greedy drafts, lookups), and on ranks
+    other than 0.
     """
 
     token_ids: Tensor
@@ -87,7 +88,7 @@ class Verdict:
 
 
 def _packed(rows: Tensor, column: Tensor) -> Tensor:
-    """One contiguous tensor, so that one message brings both: [B, N + 1]."""
+    """Both arguments in one contiguous tensor, [B, N + 1], which one message can carry."""
 
     return torch.cat((rows, column[:, None]), dim=1)
 

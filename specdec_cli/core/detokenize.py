@@ -1,4 +1,4 @@
-"""Turning token ids into text as they arrive, and finding stop strings in it."""
+"""Turns token ids into text as they arrive, and finds stop strings in the text."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -50,8 +50,8 @@ class Tokenizer(Decoder, Protocol):
 class TextStream:
     """The text of a growing list of tokens, in pieces that never split a character.
 
-    Each step decodes a short window, which begins at the start of a character. From the middle of a
-    character, some decoders would replace every byte of a run.
+    Each step decodes a short window, which begins at the start of a character. If a window began
+    inside a character, some decoders would replace every byte of a run.
     """
 
     def __init__(self, tokenizer: Decoder, context: Sequence[int]) -> None:
@@ -89,8 +89,8 @@ class StopFinder:
         self._tail = ""
 
     def feed(self, tokens: Sequence[int]) -> int | None:
-        """The number of `tokens` up to the token that completes a stop string; None without a stop
-        string."""
+        """The number of `tokens` up to the token that completes a stop string; None if none
+        does."""
         for count, token in enumerate(tokens, start=1):
             piece = self._stream.feed(token)
             text = self._tail + piece

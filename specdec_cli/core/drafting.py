@@ -26,12 +26,12 @@ Doubt = Callable[[torch.Tensor], torch.Tensor]
 class Drafting:
     """One round's drafting: its limits, and the tokens drawn so far.
 
-    k: K, the largest number of tokens of any sequence; the same in every round of a graph. caps:
-    int64 [B], the largest number of tokens of each, 0..K. vocab_size: the target's; draft ids past
-    it are cut off. noise: fp32 [B, K], None if decoding is greedy. keeps_dist: whether to keep the
-    distributions that tokens were drawn from, as a rank that verifies needs them. stop, doubt: end
-    a sequence's drafting as `end_after` and `end_before` do. texts: change the logits before tokens
-    are drawn from them.
+    k: K, the most tokens that any sequence may propose; the same in every round of a graph. caps:
+    int64 [B], the most tokens that each sequence may propose, 0..K. vocab_size: the size of the
+    target's vocabulary; draft ids past it are cut off. noise: fp32 [B, K], the random numbers for
+    the draws; None if decoding is greedy. keeps_dist: whether to keep the distributions that tokens
+    were drawn from, which a rank that verifies needs. stop, doubt: end a sequence's drafting as
+    `end_after` and `end_before` do. texts: change the logits before tokens are drawn from them.
     """
 
     k: int
@@ -43,8 +43,8 @@ class Drafting:
     stop: Stop | None = None
     doubt: Doubt | None = None
     texts: TextsBefore | None = None
-    lens: torch.Tensor = field(init=False)  # int64 [B], so far: caps, or fewer after a stop
-    # An entry for each group of places drawn at once, [B, N, ...].
+    lens: torch.Tensor = field(init=False)  # int64 [B], lengths so far: caps, or less after a stop
+    # One tensor for each group of N places that were drawn at once, [B, N, ...].
     _tokens: list[torch.Tensor] = field(default_factory=list, init=False)
     _logits: list[torch.Tensor] = field(default_factory=list, init=False)
     _stats: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -59,8 +59,8 @@ class Drafting:
 
     @property
     def is_over(self) -> bool:
-        """True when no sequence takes another token. On CUDA the host does not wait, so there it is
-        true after K tokens only."""
+        """True when no sequence takes another token. On CUDA the host does not wait for the
+        lengths, so this is True only after K tokens."""
         step = self.num_drawn
         return step >= self.k or (not self.lens.is_cuda and not bool((self.lens > step).any()))
 
@@ -125,7 +125,7 @@ class Drafting:
         """The proposals drawn so far, padded to K places."""
         if not self._tokens:
             return self.nothing()
-        rest = self.k - self.num_drawn  # none on CUDA
+        rest = self.k - self.num_drawn  # 0 on CUDA
         token_ids = torch.nn.functional.pad(_joined(self._tokens), (0, rest))
         q = None
         if self._logits:
@@ -142,5 +142,5 @@ class Drafting:
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor of all places, [B, N, ...], from those of some places."""
+    """One tensor of all places, [B, N, ...], joined from tensors of some places."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

@@ -1,8 +1,9 @@
-"""The figures of a run or a point, in vLLM's names where vLLM has one, and the base of records.
+"""The figures of a run or a point, with vLLM's names where vLLM has them, and the base class of
+records.
 
-The engine makes them, run folders keep them and reports read them. A file may be damaged or edited,
-so everything is checked as it is read. Stage times are stamped within rounds, on CUDA by the
-device's clock. Imports no torch.
+The engine makes figures, run folders keep them and reports read them. A file may be damaged or
+edited, so everything is checked as it is read. Stage times are stamped within rounds, on CUDA by
+the device's clock. Imports no torch.
 """
 
 import math
@@ -30,7 +31,7 @@ TTFT_PARTS = {
     "first_round": "first round",
     "queue": "queued before",
 }
-_MOST = 2**63  # the largest number in a column of int64; Python's own whole numbers have no limit
+_MOST = 2**63  # one more than the largest int64; Python's own whole numbers have no limit
 
 
 def _none_if_infinite(value: Any) -> Any:
@@ -42,11 +43,11 @@ def _none_if_infinite(value: Any) -> Any:
 Name = InstanceOf[str]  # in contrast to `str`, also text that is not valid Unicode
 Count = Annotated[int, Field(ge=0, lt=_MOST)]
 Whole = Annotated[int, Field(gt=-_MOST, lt=_MOST)]
-# Requests at a time; 0 is no limit, and null in files.
+# The number of requests at a time. 0 means no limit; files have null instead.
 Slots = Annotated[
     Count, BeforeValidator(lambda value: value or 0), PlainSerializer(lambda value: value or None)
 ]
-# Requests a second; inf is all at once.
+# Requests per second; inf means all at once.
 Rate = Annotated[float, Field(gt=0)] | Literal["inf"]
 _Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
 # NaN and infinity become None in memory, since they become null in every file.
@@ -55,8 +56,8 @@ Interval = Annotated[_Ends | None, BeforeValidator(_none_if_infinite)]
 
 
 class Record(BaseModel):
-    """A line of a file or a part of one. Only fields that were given are written, and unknown ones
-    are kept."""
+    """A line of a file or a part of one. Only fields that were given are written, and unknown
+    fields are kept."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
 
@@ -92,7 +93,7 @@ class Acceptance(Record):
     rates are over all drafts. Conditional rates are over the drafts that proposed the place with
     all earlier proposals accepted. mean_acceptance_length: 1 + accepted / drafts, the target's own
     token included. acceptance_histogram: the number of drafts by accepted proposals, 0..k. Figures
-    that a server does not tell are None.
+    that a server does not report are None.
     """
 
     num_drafts: Count | None
@@ -112,7 +113,7 @@ class Acceptance(Record):
         histogram = [0] * (k + 1)
         for count in accepted:
             histogram[count] += 1
-        # Rounds that reached position i: it was proposed, and all before it were accepted.
+        # Rounds that reached position i: they proposed it, and all earlier proposals were accepted.
         reached = [
             sum(1 for p, a in zip(proposed, accepted, strict=True) if p >= i and a >= i - 1)
             for i in range(1, k + 1)
@@ -121,8 +122,9 @@ class Acceptance(Record):
 
     @classmethod
     def of_histogram(cls, histogram: Sequence[int], tokens: int) -> "Acceptance":
-        """The acceptance of rounds that proposed k tokens each, given their number by accepted
-        proposals, 0..k. tokens: the proposed tokens by the server's count."""
+        """The acceptance of rounds that proposed k tokens each. histogram: the number of rounds by
+        accepted proposals, 0..k. tokens: the number of proposed tokens, as the server counts
+        them."""
         reached = [sum(histogram[i:]) for i in range(len(histogram) - 1)]
         return cls._counted(histogram, reached, tokens)
 
@@ -155,9 +157,9 @@ class Acceptance(Record):
 class EngineFacts(Record):
     """The engine of a point or a sample.
 
-    acceptance_source: per_request (the server's details of each request), counters (its counters
-    before and after), or chunks (the counters, where as many chunks came as rounds); None if
-    acceptance is unknown.
+    acceptance_source: the source of the acceptance figures: per_request (the server's details of
+    each request), counters (the server's counters before and after the requests), or chunks (these
+    counters, if as many chunks came as there were rounds). None if acceptance is unknown.
     """
 
     kind: Name
@@ -183,8 +185,8 @@ class InText(Record):
 
 
 class StageTimes(Record):
-    """The milliseconds of each stage of a round, in order; `STAGES` and all lists follow from this
-    class. A server tells none of them."""
+    """The milliseconds of each stage of a round, in order; `STAGES` and all lists of stages follow
+    from this class. Servers do not report these times."""
 
     draft_ms: Figure = None
     broadcast_ms: Figure = 0.0
@@ -231,21 +233,22 @@ class Times(StageTimes, _RunCounts):
 class Metrics(Acceptance, Times):
     """The contract's `metrics` of a run or a point: the fields of `Times`, then of `Acceptance`.
 
-    Times in milliseconds unless the name says seconds. draft_ms to round_ms: means per engine
-    round, each of which serves several sequences. broadcast_ms: sending proposals and decisions to
-    the target's other ranks; on ranks other than 0 it contains the wait for the draft. commit_ms:
-    the proposer's work after the decision. prefill_ms: mean per prompt. ttft_ms: from a prompt's
-    admission to its first token. tpot_ms: per token after the first. num_rounds_without_proposal: a
-    count of sequence-rounds, as `num_drafts` is. output_tokens_per_second counts prefill and decode
-    time, decode_tokens_per_second counts decode time only. peak_memory_bytes: points only have it.
-    distinct_experts: the number of experts that scoring reads in a layer, as the mean over rounds
-    and layers with experts. tokens_per_round: output tokens over all sequence-rounds.
-    num_tokens_from_prefill: output tokens that prefill decided, at k = 0. They count as rounds
-    without proposals, but not as engine rounds, and not in decode_tokens_per_second. ttft_parts_ms:
-    see `core.types.Sequence`; absent where a prompt has no first token. e2el_ms: from sending a
-    request to its last token; at a rate all latencies run from the due time. in_text: only servers
-    have it. They have no times of stages and of prefill, and num_rounds and round_ms are None if
-    their rounds are unknown.
+    Times are in milliseconds unless the name says seconds. draft_ms to round_ms: means per engine
+    round; a round serves several sequences. broadcast_ms: the time to send proposals and decisions
+    to the target's other ranks; on ranks other than 0 it contains the wait for the draft.
+    commit_ms: the proposer's work after the decision. prefill_ms: the mean per prompt. ttft_ms: the
+    time from a prompt's admission to its first token. tpot_ms: the time per token after the first.
+    num_rounds_without_proposal: a count of sequence-rounds, as `num_drafts` is.
+    output_tokens_per_second counts prefill and decode time, decode_tokens_per_second counts decode
+    time only. peak_memory_bytes: only points have it. distinct_experts: the number of experts that
+    scoring reads in a layer, as the mean over rounds and layers with experts. tokens_per_round:
+    output tokens over all sequence-rounds. num_tokens_from_prefill: output tokens that prefill
+    decided, at k = 0. They count as rounds without proposals, but not as engine rounds, and not in
+    decode_tokens_per_second. ttft_parts_ms: see `core.types.Sequence`; absent if a prompt has no
+    first token. e2el_ms: the time from sending a request to its last token. If requests are sent at
+    a rate, all latencies count from the time when a request is due. in_text: only servers have it.
+    Servers have no times of stages and of prefill; num_rounds and round_ms are None if a server's
+    rounds are unknown.
     """
 
     peak_memory_bytes: Count | None = None

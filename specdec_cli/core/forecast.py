@@ -14,13 +14,13 @@ class Forecast(Record):
     """Expected acceptance of proposals at each of a text's N output tokens, in one of four forms.
 
     A draft model has `accept`, N chances that the token was accepted if proposed: min(1, q(x) /
-    p(x)); and `overlap`, N sums of min(p, q), the rate before the token is known. Lookups have
-    `chains`: for a round that begins at each token, the number of proposals and the number
-    accepted. Heads have `ahead`: for a round that begins at each token, the chance of each
+    p(x)); and `overlap`, N sums of min(p, q), the acceptance rate before the token is known.
+    Lookups have `chains`: for a round that begins at each token, the number of proposals and the
+    number accepted. Heads have `ahead`: for a round that begins at each token, the chance of each
     proposal, given that those before it were accepted. They also have the `overlap` of the first
     proposal. Given rates have `draws` and `rates`: N uniform numbers, and the chance at each place
-    of a draft. only_k: the proposal length that the values are for, if other lengths have other
-    proposals.
+    of a draft. only_k: the only proposal length for which the values hold; None if they hold for
+    every length.
     """
 
     accept: _Numbers | None = None

@@ -67,7 +67,8 @@ class KVCache:
         return [pool for layer in self.layers for pool in (layer.keys, layer.values)]
 
     def resized(self, num_blocks: int) -> "KVCache":
-        """Another cache of the same form. It may replace one whose `layers` were freed."""
+        """A cache of the same form with `num_blocks` blocks. It may replace a cache whose `layers`
+        were freed."""
         sizes = num_blocks, self.block_size
         return KVCache(self._shapes, *sizes, self._dtype, self.device, self._scales)
 

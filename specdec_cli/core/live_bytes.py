@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context; `peak` is the largest sum of bytes alive at once inside it."""
+    """A context manager; `peak` is the largest number of bytes alive at once inside it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -24,9 +24,10 @@ from specdec_cli.core.types import SamplingParams
 class LogitsProcessors:
     """The changes that a run's parameters ask for, on one device.
 
-    penalty: positive logits of ids that the text contains are divided by it, others multiplied
-    (Keskar et al., "CTRL", arXiv 1909.05858); 1 changes nothing. suppressed: bool [V], ids that are
-    never drawn. ends: bool [V], ids that are not drawn before min_new_tokens output tokens.
+    penalty: changes the logits of ids that the text contains. Positive logits are divided by it and
+    others multiplied (Keskar et al., "CTRL", arXiv 1909.05858); 1 changes nothing. suppressed: bool
+    [V], ids that are never drawn. ends: bool [V], ids that are not drawn before min_new_tokens
+    output tokens.
     """
 
     penalty: float
@@ -103,8 +104,8 @@ class TextsBefore:
 
     def after_all(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Changed logits, fp32 [B, N, V'], of the places after `tokens`, int64 [B, S]. Each row
-        follows all of these tokens: the places of a block that is drawn at once know no later
-        ones."""
+        follows all of these tokens and none of the rows before it, since a block is drawn at
+        once."""
         seen = self._seen_with(tokens)[:, None] if self.processors.reads_text else None
         return self._changed(logits, seen, tokens.shape[1])
 

@@ -1,9 +1,9 @@
 """The inputs of padded passes over packed tokens, at fixed addresses, so that graphs can hold them.
 
 A pass's tokens are packed at the front. Padding belongs to no sequence, its keys go to the trash
-block, and its outputs mean nothing. The host writes into one of two pieces of its memory. The pass
-itself fetches that piece, and leaves its tokens there at its end. Legend: T most tokens, B most
-sequences, MB block-table columns, W a pass's width.
+block, and its outputs mean nothing. The host writes the inputs into one of two buffers in its
+memory. The pass itself fetches them, and at its end sends the tokens that it decided to the host.
+Legend: T the most tokens, B the most sequences, MB block-table columns, W a pass's width.
 """
 
 from struct import pack_into
@@ -25,7 +25,7 @@ class PackedInputs:
     token_ids, positions: int64 [T]. query_start: int32 [B + 1]. context_lens: int32 [B], 0 for rows
     without a sequence. index: int64 [B], the key of each sequence's random numbers. seed: int64
     scalar. block_tables: int32 [B, MB]; entries past a sequence's blocks mean nothing. The host
-    fills a pass with `fill`; the pass runs `fetch` first and `tell` last; then the host calls
+    enters inputs with `fill`. The pass runs `fetch` first and `tell` last. Then the host calls
     `passed`.
     """
 
@@ -51,25 +51,25 @@ class PackedInputs:
         def on_host(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
-        # Two of each, since the pass before may not have begun yet.
+        # Two buffers of each kind, since the previous pass may not have begun yet.
         self._staged = on_host(2, words)
         self._told = on_host(2, num_sequences, dtype=torch.int64)
         self._pieces = [piece.numpy().data.cast("B") for piece in self._staged]
         self._offsets = [4 * sum(lengths[:part]) for part in range(len(lengths))]
         self._tokens: list[Tokens] = [piece.numpy() for piece in self._told]
         # The device counts the passes that have run and tells the host, which counts the launched
-        # ones.
+        # passes.
         self._passes = torch.zeros(1, dtype=torch.int32, device=device)
         self._ended = on_host(1)
         self._num_ended = self._ended.numpy().data
         self._num_launched = 0
-        self._row_bytes = 4 * num_columns  # in a block table
+        self._row_bytes = 4 * num_columns  # of a block table
         self._positions = np.arange(num_columns * block_size).data.cast("B")
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
     def fill(self, spans: list[Span], width: int, shift: int = 0, seed: int = 0) -> None:
-        """Enter `spans`, at most `width` tokens, moved on by `shift` places. Waits for the pass
-        before the last one."""
+        """Enter `spans`, which have at most `width` tokens. Their ids are taken from `shift` places
+        further on. Waits until the pass before the last one has ended."""
         if self._num_ended[0] < self._num_launched - 1:
             torch.cuda.synchronize(self.device)
         # `struct` converts a list in a third of NumPy's time. It also has less code, which the
@@ -112,8 +112,8 @@ class PackedInputs:
 
     @property
     def told(self) -> Tokens:
-        """The host's memory for the tokens of the filled pass, int64 [B]. They are there from the
-        end of that pass until the second pass after it ends."""
+        """The host's memory for the tokens of the filled pass, int64 [B]. The tokens are valid from
+        the end of that pass until the second pass after it ends."""
         return self._tokens[self._num_launched % 2]
 
     def passed(self) -> None:
@@ -142,12 +142,14 @@ class PackedInputs:
 
 
 def last_rows(batch: ForwardBatch) -> torch.Tensor:
-    """The row of each sequence's last token, int64 [B]; any row where there is no sequence."""
+    """The row of each sequence's last token, int64 [B]; an arbitrary row where there is no
+    sequence."""
     return (batch.query_start[1:] - 1).clamp_(min=0).long()
 
 
 def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
-    """The block of each sequence's last token, int64 [B]; the trash block where none is."""
+    """The block of each sequence's last token, int64 [B]; the trash block where there is no
+    sequence."""
     column = (batch.context_lens - 1).clamp_(min=0) // block_size
     blocks = batch.block_tables.gather(1, column.long()[:, None])[:, 0]
     return (blocks * (batch.context_lens > 0)).long()
@@ -155,8 +157,8 @@ def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
 
 def _lengths(num_tokens: int, num_sequences: int, num_columns: int) -> list[int]:
     """The number of words of each of `_parts`. Each part begins at a multiple of 16 bytes, since
-    Triton would compile a kernel again for other addresses. The sum is a multiple of 16 words, so
-    that copies use larger pieces."""
+    Triton would compile a kernel again for unaligned addresses. The sum is a multiple of 16 words,
+    so that copies use larger pieces."""
     words = 2 * num_tokens, 2 * num_tokens, num_sequences + 1, num_sequences, 2 * num_sequences, 2
     lengths = [-(-count // 4) * 4 for count in words]
     tables = num_sequences * num_columns

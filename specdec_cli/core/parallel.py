@@ -18,7 +18,7 @@ from specdec_cli.errors import SetupError
 from specdec_cli.launch.quiet import meeting_quietly
 
 T = TypeVar("T")
-# torch 2.13 has renamed it, and warns about the old name.
+# torch 2.13 has renamed this function, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _CPU = torch.device("cpu")
 _FEW = 1 << 16  # up to this many numbers, messages dominate the time of a sum over ranks on a CPU
@@ -28,8 +28,8 @@ _FEW = 1 << 16  # up to this many numbers, messages dominate the time of a sum o
 class TensorParallel:
     """One rank's place among the `size` ranks that share a model.
 
-    rank: 0..size-1 within the group. group: None with one rank; then every method returns its
-    argument. device: the device of this rank's tensors.
+    rank: 0..size-1 within the group. group: the process group of the ranks; None with one rank, for
+    which every method returns its argument. device: the device of this rank's tensors.
     """
 
     rank: int = 0
@@ -60,8 +60,8 @@ class TensorParallel:
         return torch.sum(parts.view(self.size, *x.shape), 0, out=x)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
-        """Join the ranks' parts, of `share(width)`, of the last dimension: [..., part] to [...,
-        width]."""
+        """Join the ranks' parts of the last dimension, [..., part], to [..., width]. A rank's part
+        is `share(width)`."""
         if self.group is None:
             return x
         most = -(-width // self.size)
@@ -82,7 +82,8 @@ class TensorParallel:
         return x
 
     def gather_objects(self, value: T) -> list[T]:
-        """The values of all ranks in their order, which every rank gets. Waits for the device."""
+        """The values of all ranks, in the order of ranks. Every rank gets them. Waits for the
+        device."""
         if self.group is None:
             return [value]
         held: list[T] = [value] * self.size
@@ -121,7 +122,7 @@ class HostMessages:
 
 
 class Groups(NamedTuple):
-    """This rank's place in each model's group; None for a model that it holds no part of."""
+    """This rank's place in each model's group; None for a model of which the rank holds no part."""
 
     target: TensorParallel | None
     draft: TensorParallel | None
@@ -136,7 +137,7 @@ def make_groups(
     device: torch.device,
     ranks: Sequence[int] | None = None,
 ) -> Groups:
-    """Groups of a target and of a draft on the first `draft_tp` of its ranks.
+    """Groups of a target and of a draft, which is on the first `draft_tp` of the target's ranks.
 
     Every process of the world calls this, with the same arguments except the device. ranks: the
     ranks that take part, by default the first `target_tp`. Raises ValueError when the draft's
@@ -160,13 +161,14 @@ def _place(members: list[int], device: torch.device) -> TensorParallel | None:
 
 
 def world_size() -> int:
-    """The number of processes of torch.distributed's world; 1 without one."""
+    """The number of processes of torch.distributed's world; 1 without a world."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @contextmanager
 def found_alike() -> Iterator[None]:
-    """Mark a `SetupError` as common to all ranks, if they share one host; it then names no rank."""
+    """Mark a `SetupError` as common to all ranks, if they share one host. Such an error names no
+    rank."""
     try:
         yield
     except SetupError as problem:

@@ -1,6 +1,6 @@
 """Memory that the GPUs of a group read from each other, for sums and logits of some rows. NCCL sums
-up to 64 rows on two H200s in 8 to 16 us; reads over NVLink take 4 to 7 us. All ranks agree to use
-it or not, since their collectives have to match.
+up to 64 rows on two H200s in 8 to 16 us; reads over NVLink take 4 to 7 us. Either all ranks use
+this memory or none does, since their collectives have to match.
 """
 
 import logging
@@ -22,7 +22,7 @@ from specdec_cli.text import first_line
 _log = logging.getLogger("specdec")
 
 # torch counts a process's rendezvous over shared memory across all groups. Ranks with different
-# counts wait for each other forever, so this module counts them too.
+# counts wait for each other forever, so this module counts rendezvous too.
 _meetings: list[str] = []
 
 
@@ -41,7 +41,7 @@ def shared_memory(
     """Shared memory for MAX_ROWS rows on every rank; every rank of the group has to call this.
 
     None if the GPUs cannot read each other, or if some ranks have met in another group before.
-    width: that of the residual stream.
+    width: the width of the residual stream.
     """
     if parallel.size == 1 or parallel.device.type != "cuda":
         return None

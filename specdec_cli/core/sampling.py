@@ -72,7 +72,7 @@ def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
 
 def by_target_ids(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Logits [..., V] by the target's ids, with -inf for ids that a draft cannot propose. logits:
-    [..., V'] by the draft's own ids. ids: int64 [V'], the target's id of each of them.
+    [..., V'] by the draft's own ids. ids: int64 [V'], the target's id of each draft id.
     """
     wide = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     return wide.index_copy_(-1, ids, logits)
@@ -86,7 +86,8 @@ def draw(
 ) -> torch.Tensor:
     """One token for each row of `logits` [R, V]: int64 [R]; -1 if the row is not finite.
 
-    stats: from `softmax_stats`, if they are known. noise: fp32 [R], not read if decoding is greedy.
+    stats: the result of `softmax_stats`; None if it is not known yet. noise: fp32 [R], not read if
+    decoding is greedy.
     """
     if params.is_greedy:
         return ops.greedy_argmax(logits)

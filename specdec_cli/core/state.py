@@ -16,7 +16,8 @@ _FIELDS = 6  # int64 fields of each slot besides its tail
 
 def slot_counts(batch_size: int) -> list[int]:
     """The numbers of slots for which rounds are captured, each a quarter of the next. At the end of
-    a run few sequences are left, so small numbers pay; more of them would be slow to compile."""
+    a run few sequences are left, so small numbers pay off. More numbers would take long to
+    compile."""
     counts = [batch_size]
     while counts[0] > 1:
         counts.insert(0, -(-counts[0] // 4))
@@ -41,7 +42,7 @@ class Texts:
         return cls(torch.zeros(num_rows, num_tokens, dtype=torch.int32, device=device))
 
     def mark(self, num_ids: int) -> None:
-        """Keep the ids that each text contains from now on. The argument is the size of the
+        """From now on, mark the ids that each text contains. num_ids: the size of the
         vocabulary."""
         if self.seen is None:
             shape = len(self.tokens), num_ids + 1
@@ -68,15 +69,15 @@ class Texts:
 
 
 class BatchState:
-    """The state of B slots, idle at first; on one device, never reallocated, so graphs can hold it.
+    """The state of B slots on one device. Tensors are never reallocated, so graphs can hold them.
 
     numbers: the int64 fields in one piece. tail: int64 [B, W], the last W tokens; shorter texts
     have zeros before them. length: int64 [B], tokens of each sequence. limit: int64 [B], the number
-    of tokens at which it ends. index: int64 [B], prompt indices. active: bool [B], whether the slot
-    still decodes. block_tables: int32 [B, MB]; unused entries are 0, the trash block. seed: int64
-    scalar. row: int64 [B], each sequence's row in `texts`, if there are any. prompt: int64 [B],
-    tokens of its prompt. draft_kv: int64 [B], tokens that the proposer's cache held when the slots
-    were loaded; it has grown since.
+    of tokens at which each sequence ends. index: int64 [B], prompt indices. active: bool [B],
+    whether the slot still decodes. block_tables: int32 [B, MB]; unused entries are 0, the trash
+    block. seed: int64 scalar. row: int64 [B], each sequence's row in `texts`, if there are any.
+    prompt: int64 [B], tokens of each prompt. draft_kv: int64 [B], tokens that the proposer's cache
+    held when the slots were loaded; the cache has grown since.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class BatchState:
         self.grow([(b, 0, s.block_table) for b, s in enumerate(seqs)])
 
     def append(self, slots: list[int], tokens: torch.Tensor, eos_ids: torch.Tensor) -> None:
-        """Append a token to the sequences in some slots, which may end them. The tokens are int64
+        """Append a token to each sequence in `slots`; the token may end the sequence. tokens: int64
         [R], on the device."""
         at = torch.tensor(slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         at = at.to(self.device, non_blocking=True)

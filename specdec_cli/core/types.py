@@ -50,9 +50,9 @@ class SamplingParams:
 class Request:
     """One prompt. `index` is global: with the seed it keys the random numbers.
 
-    stop_finder: makes a finder. Each run makes a new one, since a finder remembers its tokens.
-    arrives_at: seconds after the run's start, finite and not negative. The request is not admitted
-    earlier.
+    stop_finder: makes a finder of stop strings; None without stop strings. Each run makes a new
+    finder, since a finder remembers its tokens. arrives_at: seconds after the run's start, finite
+    and not negative. The request is not admitted earlier.
     """
 
     index: int
@@ -108,11 +108,11 @@ class Sequence:
     prefill_seconds: float = 0.0  # this sequence's equal shares of the passes in which it took part
     decode_seconds: float = 0.0
     round_share: float = 0.0  # its shares of the number of engine rounds
-    stage_ms: dict[str, float] = field(default_factory=dict)  # its shares, by stage
+    stage_ms: dict[str, float] = field(default_factory=dict)  # its shares of stages' times
     experts_share: float | None = None  # its shares of the distinct experts that rounds read
     arrived_at: float = 0.0  # seconds on the host's clock; not before the run's start
     queued_seconds: float = 0.0  # from its arrival to its first admission
-    # Times of passes before its first token, its own and others', by model.
+    # Seconds of each model's passes before the first token, passes of other sequences included.
     target_prefill_seconds: float = 0.0
     draft_prefill_seconds: float = 0.0
     admitted_at: float | None = None  # host clock, seconds
@@ -180,8 +180,8 @@ class Sequence:
         return self.experts_share / self.round_share
 
     def room(self, draft_max_len: int) -> int:
-        """The largest number of tokens that may be proposed now: a round always adds one of the
-        target's, and no proposal lies past the draft's context length."""
+        """The largest number of tokens that may be proposed now: a round always adds a token of the
+        target, and no proposal lies past the draft's context length."""
         n = len(self.tokens)
         return max(0, min(self.max_tokens - n - 1, draft_max_len - n))
 

@@ -1,4 +1,4 @@
-"""From a plan to an engine: the one place where models, caches and the loop are wired."""
+"""Builds an engine from a plan: the only module that wires models, caches and the loop."""
 
 import logging
 from collections.abc import Callable
@@ -54,10 +54,10 @@ def build(
 ) -> Engine:
     """Load the models, size and allocate the caches, and wire the engine.
 
-    longest_prompt: with `max_new_tokens` it bounds the cache. on_stage: called with each of
-    `plan.stages` as it begins. loaded_target: the target of an engine that is no longer used; its
-    cache is freed. Raises `SetupError` when a checkpoint is damaged, a model cannot be compiled, or
-    memory runs out.
+    longest_prompt: the tokens of the longest prompt; with `max_new_tokens` it bounds the cache.
+    on_stage: called with each of `plan.stages` as it begins. loaded_target: the target of an engine
+    that is no longer used; its cache is freed. Raises `SetupError` when a checkpoint is damaged, a
+    model cannot be compiled, or memory runs out.
     """
     recipe = plan.recipe
     need = _need_of(plan, longest_prompt)
@@ -90,8 +90,9 @@ def build_beside(
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> Engine | None:
     """An engine of another proposer over the target and the cache of `engine`; both engines stay in
-    use. None if they do not both fit, or if a compiled target would have to return other hidden
-    states; nothing is loaded then. Arguments are as for `build`.
+    use. Returns None, and loads nothing, if memory does not suffice for both engines or if a
+    compiled target would have to return other hidden states. The other arguments are those of
+    `build`.
     """
     need = _need_of(plan, longest_prompt)
     plan = _within_reach(plan, need.longest)
@@ -127,7 +128,7 @@ def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
 
 def _within_reach(plan: Plan, longest: int) -> Plan:
     """The plan with as many positions as texts of `longest` tokens need, and at least 131,072.
-    Rotary tables grow with positions, and a config may name any number."""
+    Rotary tables grow with the number of positions, and a config may give any number."""
     reach = max(longest, _FEWEST_POSITIONS)
     if reach >= plan.max_model_len:
         return plan
@@ -140,8 +141,8 @@ def load_models(
     on_stage: Callable[[str], None] = lambda _: None,
     loaded_target: PagedModel | None = None,
 ) -> Models:
-    """The models that this rank holds a part of, with caches of zero blocks. Arguments are as for
-    `build`."""
+    """The models of which this rank holds a part, with caches of zero blocks. The arguments are
+    those of `build`."""
     device, draft = plan.device, plan.draft
     if device.type == "cuda":
         begin_stage("starting CUDA")
@@ -156,7 +157,7 @@ def load_models(
         target = plan.target.paged(module, block_size, on_compile.get("target"))
     if target.hidden_layers != plan.target.hidden_layers:
         target.hidden_layers = plan.target.hidden_layers
-        if target.compiled is not None:  # compiled again for other hidden states
+        if target.compiled is not None:  # compile again, for other hidden states
             target.compiled = CompiledForward(target.module, "target", on_compile=on_stage)
     models = Models(target)
     if draft is not None:
@@ -166,14 +167,15 @@ def load_models(
             held = draft.load(target, plan.groups, block_size, on_compile.get("draft"))
         models = Models(target, held)
     begin_stage("releasing what loading has left")
-    release(device)  # weights as they were before they were split or merged
+    release(device)  # the weights from before they were split or merged
     return models
 
 
 def wire(
     plan: Plan, models: Models, num_blocks: int, *, keeps_target_cache: bool = False
 ) -> Engine:
-    """An engine over `models` whose caches, or the draft's alone, get `num_blocks` blocks."""
+    """An engine over `models`. Each cache gets `num_blocks` blocks; the target's is left as it is
+    with `keeps_target_cache`."""
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
     first = 1 if keeps_target_cache else 0
@@ -194,11 +196,11 @@ def wire(
         draft_len = plan.draft.max_len if plan.draft is not None else 0
         parts = MethodParts(speculation, models.target, models.draft, draft_len, plan.draft)
         proposer = method_of(speculation).make(parts)
-        if models.target.hidden_layers != proposer.feature_layers:  # a plugin asked
+        if models.target.hidden_layers != proposer.feature_layers:  # a plugin reads others
             models.target.hidden_layers = proposer.feature_layers
     rule, policy = rule_of(speculation), policy_of(speculation)
     plugged = isinstance(rule, PluggedRule) or isinstance(policy, PluggedPolicy)
-    # A plugin's own description of its draft has read options before.
+    # A plugin that describes its own draft has read the options before.
     if isinstance(proposer, PluggedMethod) or (proposer is not None and plugged):
         if method_of(speculation).describe is None:
             options.refuse_unknown()
@@ -220,7 +222,8 @@ def wire(
 
 
 def _prompt_graphs(plan: Plan, num_blocks: int) -> PromptGraphs:
-    """Run passes as large as the plan's prefill passes, over tables as wide as those of rounds."""
+    """Graphs of passes as large as the plan's prefill passes, over block tables as wide as those of
+    rounds."""
     run, block_size = plan.recipe.run, plan.recipe.cache.block_size
     num_tokens = min(run.prefill_chunk, run.batch_size * plan.max_model_len)
     num_columns = min(-(-plan.max_model_len // block_size), num_blocks - 1)
@@ -247,8 +250,8 @@ def _choose_num_blocks(
     on_stage: Callable[[str], None],
 ) -> int:
     """The number of blocks to allocate: as many as a run can use, and no more than fit on the rank
-    with the least room. rough: estimated bytes of the passes. On CUDA they are measured if memory
-    is tight.
+    with the least room. rough: the estimated bytes of the passes. On CUDA the passes are measured
+    if memory is tight.
     """
     if plan.device.type != "cuda":
         mine = rank_memory(plan, models, on_host(0, sum(weight_bytes(models))))
@@ -281,8 +284,8 @@ def _check_host_room(plan: Plan, num_blocks: int) -> None:
 def _warm_up(
     engine: Engine, plan: Plan, longest_prompt: int, on_stage: Callable[[str], None]
 ) -> None:
-    """On CUDA, compile kernels by launching them once, and capture rounds. Otherwise the time of
-    both would count as the first prompts'."""
+    """On CUDA, compile kernels by launching them once, and capture rounds. Otherwise the first
+    prompts' times would include this work."""
     if plan.device.type != "cuda":
         return
     on_stage("compiling kernels and capturing rounds")

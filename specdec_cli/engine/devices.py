@@ -9,7 +9,7 @@ from specdec_cli.launch.rank import num_cores
 from specdec_cli.recipe import Recipe
 
 # Models smaller than this run on one CPU thread. Their products take microseconds, so threads gain
-# little. If another process holds a core, they wait for each other (measured: 80 times slower).
+# little. If another process holds a core, threads wait for each other (measured: 80 times slower).
 _ONE_THREAD_BYTES = 256 * 2**20
 
 
@@ -32,8 +32,8 @@ def check_world(recipe: Recipe) -> None:
 
 
 def resolve_device(wanted: str) -> torch.device:
-    """The device of this process; `auto` is a GPU if there is one. Each process of a host takes its
-    own. Raises `SetupError` if the device is missing."""
+    """The device of this process; `auto` means a GPU if the host has one. Each process of a host
+    takes its own GPU. Raises `SetupError` if the device is missing."""
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)
@@ -51,7 +51,8 @@ def resolve_device(wanted: str) -> torch.device:
 
 def use_few_threads(device: torch.device, weight_bytes: int) -> Notice | None:
     """Set torch's number of threads on a CPU, unless the user has chosen one. Small models get one
-    thread. Beside other work there are fewer threads than processors, and the notice says so."""
+    thread. If other work uses processors, larger models get the threads that are left, and the
+    notice says so."""
     if device.type != "cpu" or spinning.chosen_threads() is not None:
         return None
     if weight_bytes < _ONE_THREAD_BYTES:

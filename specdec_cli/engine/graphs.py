@@ -24,11 +24,11 @@ _WARM_UP_ROUNDS = 2
 class Outcome:
     """The decision of one round, as the host reads it.
 
-    seqs: the sequence in each slot at launch. If one has finished since, its entries mean nothing.
-    tokens: k + 1 a slot; the first accepted + 1 of them count. lens: proposal lengths. seconds: the
-    time since the previous round was read, or since this round's launch. read_at: the time on the
-    host's clock. distinct_experts: the mean number of experts that scoring read in a layer with
-    experts; None if experts are not counted.
+    seqs: the sequence in each slot at launch. The entries of a sequence that has finished since
+    mean nothing. tokens: k + 1 tokens per slot, of which the first accepted + 1 count. lens: the
+    proposal length of each slot. seconds: the time since the previous round was read, or since this
+    round's launch. read_at: the time of reading, on the host's clock. distinct_experts: the mean
+    number of experts that scoring read in a layer with experts; None if experts are not counted.
     """
 
     seqs: list[Sequence]
@@ -82,9 +82,9 @@ class _Round:
 class Rounds:
     """Rounds over one batch of slots, by K, on this rank.
 
-    ks: every K, rising. is_captured: whether they run as CUDA graphs. runs_ahead: whether the host
-    launches a round before it has read the previous one. pool: memory of captured rounds, which may
-    share it if no two are in flight at once.
+    ks: every K, in ascending order. is_captured: whether rounds run as CUDA graphs. runs_ahead:
+    whether the host launches a round before it has read the previous one. pool: the memory of
+    captured rounds. Two instances may share a pool if their rounds are never in flight at once.
     """
 
     IN_FLIGHT = 2  # the most rounds that are launched and not yet read
@@ -103,7 +103,7 @@ class Rounds:
         self.runs_ahead = runs_ahead
         self.ks = ks
         self.seqs: list[Sequence] = []
-        self.last_k = ks[-1]  # that of the round launched last
+        self.last_k = ks[-1]  # K of the round launched last
         self._flights: deque[_Flight] = deque()
         self._num_launched = 0
         self._read_at = 0.0
@@ -133,11 +133,12 @@ class Rounds:
         self.state.append([place[id(seq)] for seq in seqs], tokens, self.parts.eos_ids)
 
     def _places(self) -> dict[int, int]:
-        """The slots by the identities of their sequences."""
+        """The slot of each sequence, by the sequence's `id`."""
         return {id(seq): slot for slot, seq in enumerate(self.seqs)}
 
     def grow(self, added: list[tuple[Sequence, list[int]]]) -> None:
-        """Enter blocks that were added to the end of sequences' tables."""
+        """Enter the blocks that were added at the end of block tables. added: sequences, each with
+        its new blocks."""
         place = self._places()
         self.state.grow([(place[id(s)], len(s.block_table) - len(new), new) for s, new in added])
 
@@ -185,8 +186,8 @@ class Rounds:
         )
 
     def begin_after(self, time_s: float) -> None:
-        """Count no time before `time_s` on the host's clock, when other work ended, as that of
-        rounds."""
+        """Do not count time before `time_s` on the host's clock as time of rounds: other work ran
+        until then."""
         self._read_at = max(self._read_at, time_s)
 
     def discard(self) -> None:
@@ -214,7 +215,7 @@ class RoundCache:
     runs_ahead: bool
     _made: dict[Hashable, tuple[Rounds, ...]] = field(default_factory=dict, init=False)
     _pool: Any = field(default=None, init=False)  # memory that captured rounds share
-    _texts: Texts | None = field(default=None, init=False)  # likewise
+    _texts: Texts | None = field(default=None, init=False)  # texts that rounds share
 
     def of(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
         """The rounds whose longest proposal has k tokens, by number of slots, in ascending
@@ -252,7 +253,7 @@ class RoundCache:
             if how is not None and marks:
                 texts.mark(len(how.suppressed))
         ks = parts.policy.lengths(k) if k else (0,)
-        # The largest comes first, so that smaller ones fit into the memory that it reserved.
+        # The largest batch comes first, so that smaller ones fit into the memory that it reserved.
         counts = reversed(slot_counts(self.batch_size))
         tail = parts.proposer.tail_for(k) if parts.proposer is not None else 2
         states = [BatchState(count, columns, device, texts, tail) for count in counts]

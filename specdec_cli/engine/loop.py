@@ -1,7 +1,6 @@
-"""The engine: the order of prefill passes, rounds, and the host's reading of both.
+"""The engine, which orders prefill passes, rounds, and the host's reading of their results.
 
-Knows no text. With several ranks each runs the same rounds on the same sequences; proposals and
-decisions are rank 0's.
+It knows no text. All ranks run the same rounds on the same sequences; rank 0 proposes and decides.
 """
 
 import time
@@ -52,12 +51,13 @@ class RunResult:
 class Engine:
     """Two models, their caches and one allocator; holds no state of a run.
 
-    proposer: None if only the target decodes. max_model_len: most tokens of a sequence.
-    prefill_chunk: most tokens of one prefill pass. rule, policy: those of rounds with proposals.
-    is_captured, runs_ahead: see `Rounds`. parallel: the ranks that the target is split over.
-    prompts: the graphs of prefill passes, if they are captured. hidden_layers: the layers whose
-    states a shared target returns in this engine's runs. Engines may share a target and its cache
-    if they run one at a time.
+    proposer: the source of proposals; None if only the target decodes. max_model_len: the most
+    tokens of a sequence. prefill_chunk: the most tokens of one prefill pass. rule, policy: the
+    acceptance rule and the length policy of rounds with proposals. is_captured, runs_ahead: see
+    `Rounds`. parallel: the ranks over which the target is split. prompts: the graphs of prefill
+    passes; None if they are not captured. hidden_layers: the layers whose states a shared target
+    returns in this engine's runs. Engines may share a target and its cache if they run one at a
+    time.
     """
 
     target: PagedModel
@@ -109,10 +109,10 @@ class Engine:
     ) -> RunResult:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
-        arrivals: further requests; each is looked at once the one before is due. A request that
+        arrivals: further requests; each is taken once the request before it is due. A request that
         cannot run ends with finish_reason "error". `on_emit` is called with such requests at once,
-        and with tokens as they are read. While requests are still to arrive it is also called with
-        nothing, as a sign of life.
+        and with tokens as they are read. While requests are still to arrive, it is also called with
+        an empty list, as a sign of life.
         """
         run = self.start(requests, k, params)
         if arrivals is not None:
@@ -159,7 +159,7 @@ class Engine:
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams
     ) -> Forecast:
-        """The expected acceptance along `output`, if each of its tokens were proposed. k: most
+        """The expected acceptance along `output`, if each of its tokens were proposed. k: the most
         tokens that a round may propose. The engine must be idle. All ranks call this; only rank 0's
         answer is valid. Raises `NoForecast` if the acceptance rule or the length policy has no
         forecast.
@@ -177,7 +177,8 @@ class Engine:
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> torch.Tensor:
         """The target's logits [V] after `tokens`, as passes over `width` tokens give them, with the
-        changes of `params`. start: the number of tokens of the prompt. Otherwise as `forecast`."""
+        changes of `params`. start: the number of tokens of the prompt. The conditions of `forecast`
+        apply."""
         return last_logits(self._teacher(params), tokens, width, start)
 
     def _teacher(self, params: SamplingParams) -> Teacher:
@@ -259,7 +260,8 @@ class Engine:
         return emissions if stays_ahead else emissions + self._read_last(run)
 
     def _has_work(self, run: Run) -> bool:
-        """Queue the requests that are due by rank 0's clock; an idle engine sleeps until then."""
+        """Queue the requests that are due by rank 0's clock. An idle engine first sleeps for a
+        while. Returns True if there is work."""
         scheduler, count = run.scheduler, 0
         if self.parallel.is_first:
             if scheduler.is_idle and not run.rounds.in_flight:
@@ -269,13 +271,13 @@ class Engine:
             while run.look_ahead(count) and scheduler.pending[count].arrived_at <= now:
                 count += 1
         count = self._arrivals.told(count)
-        run.look_ahead(count)  # as on rank 0
+        run.look_ahead(count)  # the same requests as on rank 0
         scheduler.arrive(count)
         return not scheduler.is_idle or run.rounds.in_flight > 0
 
     def _fill(self, run: Run, began: float) -> list[Emission] | None:
-        """Feed a chunk of the tokens that the caches lack, or read the last chunk; None if a round
-        can begin."""
+        """Feed a chunk of the tokens that the caches lack, or read the results of the last chunk.
+        Returns None if a round can begin."""
         if (chunk := run.prefill.next_chunk()) is not None:
             emissions = run.take(run.prefill.feed(chunk, began))
             return emissions if self.runs_ahead else emissions + self._read_prefill(run)

@@ -33,7 +33,8 @@ from specdec_cli.models.weights import Read, tensor_names, unread
 from specdec_cli.recipe import SpeculationSection
 from specdec_cli.text import counted, one_line
 
-# Kinds of draft whose config is that of an ordinary model, by names of weights that no model has.
+# Kinds of draft whose config describes an ordinary model. Each has a pattern for names of weights
+# that no model has.
 _OF_HEADS = (
     ("an EAGLE head of the first kinds (EAGLE-1, EAGLE-2 or HASS)", r"(model[.])?fc[.]weight"),
     ("a set of Hydra heads", r"(.*[.])?hydra_.*"),
@@ -47,9 +48,10 @@ Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 
 
 def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
-    """The draft at its place. All but the vocabulary is checked against its target. describe:
-    describes models of transformers. Raises `SetupError` for a draft that cannot be found, read or
-    run beside the target, and `UsageError` for keys of the recipe that do not fit it.
+    """The description of the draft at `place`. All but its vocabulary is checked against the
+    target. describe: describes a model of transformers. Raises `SetupError` for a draft that cannot
+    be found, read or run beside the target, and `UsageError` for keys of the recipe that do not fit
+    the draft.
     """
     method = method_of(place.speculation)
     if method.describe is None:
@@ -86,7 +88,7 @@ def not_held(draft: Description) -> tuple[str, ...]:
     names = {id(part): name for name, part in module.named_modules()}
     is_tied = bool(module.config.tie_word_embeddings)
     for what, part in lendable(module).items():
-        # Checkpoints of a bare model have names without its prefix.
+        # In checkpoints of a bare model, names lack the prefix.
         tail = ".".join(f"{names[id(part)]}.weight".split(".")[-2:])
         if any(name == tail or name.endswith(f".{tail}") for name in held):
             if is_tied:
@@ -99,7 +101,8 @@ def not_held(draft: Description) -> tuple[str, ...]:
 def check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:
     """Bytes of the draft's weights that need not be loaded when it borrows the target's.
 
-    Both are on meta. Raises `SetupError` if shapes, dtypes or, for the head, degrees differ.
+    Both models are on meta. Raises `SetupError` if shapes or dtypes differ or, for the head, the
+    numbers of ranks.
     """
     if "lm_head" in share and draft.parallel.size != target.parallel.size:
         raise SetupError(
@@ -164,7 +167,8 @@ def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) ->
     the target's hidden states."""
     if draft.feature_layers:
         return
-    # A folder of a config alone, or without embeddings, takes the target's tokenizer.
+    # A dummy draft, or one that borrows embeddings, takes the target's tokenizer if its folder has
+    # none.
     is_part = draft.spec.load_format == "dummy" or "embeddings" in draft.shared
     is_bare = is_part and not has_tokenizer(draft.place)
     own = tokenizer if is_bare or _have_one(target, draft) else tokenizer_of(draft)
@@ -174,8 +178,8 @@ def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) ->
 
 def _check_is_model(draft: Description) -> None:
     """Raise `SetupError` for a draft of another kind whose config.json is that of a model, and for
-    a draft with weights that nothing would use. It would run, but its acceptance would mean
-    nothing."""
+    a draft with weights that nothing would use. Such a draft would run, but its acceptance would
+    mean nothing."""
     if draft.spec.load_format == "dummy":
         return
     name = draft.spec.name
@@ -203,8 +207,8 @@ def _check_is_model(draft: Description) -> None:
 
 
 def _without_use(draft: Description, names: Collection[str]) -> list[str]:
-    """The names of a draft's stored tensors that its model does not read. names: all those of its
-    folder."""
+    """The names of a draft's stored tensors that its model does not read. names: the names of all
+    tensors in the draft's folder."""
     module = draft.module
     if is_gguf(draft.place):
         return readers(module, read_model(draft.place), draft.dtype)[1]

@@ -1,4 +1,4 @@
-"""From a recipe to a plan: everything that can be checked before any weight is read."""
+"""Makes a plan from a recipe, and checks all that can be checked before any weight is read."""
 
 from dataclasses import dataclass, replace
 
@@ -44,9 +44,10 @@ FP8_CAPABILITY = (8, 9)  # the first compute capability that converts to fp8
 class Plan:
     """A pair that passed every check and has not loaded any weights yet.
 
-    draft: None if no draft model proposes. Every rank has it, though `groups.draft` is None on
-    ranks without a part of it. compiled: roles of the models whose padded passes are compiled.
-    few_threads: the notice that torch runs on fewer threads than there are processors.
+    draft: the draft's description; None if no draft model proposes. Every rank has it, though
+    `groups.draft` is None on ranks without a part of the draft. compiled: roles of the models whose
+    padded passes are compiled. few_threads: the notice that torch runs on fewer threads than there
+    are processors.
     """
 
     recipe: Recipe
@@ -67,7 +68,8 @@ class Plan:
 
     @property
     def proposer(self) -> str | None:
-        """The name of the recipe's proposer at any k: the draft's, the method's, or None."""
+        """The name of the recipe's proposer, whatever k is: that of the draft or of the method, or
+        None."""
         method = self.recipe.speculation.method
         if weights_from(method) == "draft" and self.recipe.draft is not None:
             return self.recipe.draft.model
@@ -102,13 +104,13 @@ class Plan:
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether prefill passes of models with a fused form are captured, as they are on one
-        rank."""
+        """Whether prefill passes of models with a fused form are captured. Only a single rank
+        captures them."""
         return self.no_cuda_graphs is None and self.parallel.size == 1
 
     @property
     def _no_graphs_here(self) -> str | None:
-        """The reason why this device or these models rule out CUDA graphs; None without one."""
+        """The reason why this device or these models rule out CUDA graphs; None if nothing does."""
         if self.device.type != "cuda":
             return "the device is a CPU"
         if self.k and method_of(self.recipe.speculation).runs_on_host:
@@ -125,7 +127,8 @@ class Plan:
         found = [f"loading the {m.spec.role}" for m in self.held]
         if self.device.type == "cuda":
             found.append("compiling kernels and capturing rounds")
-            # Passes of one token have a graph of their own; a batch that ends has them too.
+            # Passes of one token have a graph of their own. Without proposals, a batch has such
+            # passes once a single sequence is left.
             plain = self.k == 0 and self.recipe.run.batch_size > 1
             shapes = {"target": 1 + plain, "draft": 1 + (self.k > 1)}
             for role in self.compiled:
@@ -165,7 +168,7 @@ class Plan:
 
     @property
     def params(self) -> SamplingParams:
-        """The recipe's sampling as parameters; both have the same names."""
+        """The recipe's sampling section as parameters; the keys have the same names."""
         asked = self.recipe.sampling.model_dump(exclude={"source"})
         return SamplingParams(**asked, seed=self.recipe.run.seed)
 
@@ -187,7 +190,8 @@ def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
 def plan_all_ranks(
     recipe: Recipe, permissions: Permissions, device: torch.device, describe: Describe = describe
 ) -> list[Plan]:
-    """The plans of all ranks of a world that need not exist. Models cannot be loaded from them."""
+    """The plans of all ranks of a world that need not exist. Models cannot be loaded from these
+    plans."""
     size, draft_size = recipe.target.tensor_parallel_size, draft_degree(recipe)
     places = [
         Groups(
@@ -334,10 +338,10 @@ def block_bytes_of(plan: Plan) -> tuple[int, int]:
 
 
 def cache_need(plan: Plan, longest: int) -> CacheNeed:
-    """The size of a run, given the tokens of its longest sequence."""
+    """The sizes that determine the run's caches. longest: the tokens of its longest sequence."""
     recipe = plan.recipe
     rows = plan.draft.passes(plan.k).rows if plan.draft is not None else 0
-    k = max(plan.k, rows - 1)  # and the range of a round's passes
+    k = max(plan.k, rows - 1)  # a pass of the draft may have more rows
     return CacheNeed(recipe.run.batch_size, longest, k, recipe.cache.block_size)
 
 

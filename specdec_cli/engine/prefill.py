@@ -1,7 +1,7 @@
-"""Prefill: fills the caches of sequences by chunks of tokens. Each model takes a chunk in one pass.
+"""Prefill, which fills the caches of sequences in chunks. Each model takes a chunk in one pass.
 
-In plain decoding it also decides the first output token. The host counts a chunk's time one step
-later.
+In plain decoding, prefill also decides the first output token. The host counts a chunk's time one
+step later.
 """
 
 import time
@@ -23,8 +23,8 @@ from specdec_cli.models.prompt_passes import Results
 
 
 class Moment:
-    """The present on the device. event: marks a place in the device's queue; None on a device
-    without one."""
+    """A point in time on the device. event: marks a place in the device's queue; None on a device
+    without a queue."""
 
     def __init__(self, event: torch.Event | None = None) -> None:
         self._at = time.perf_counter()
@@ -41,8 +41,8 @@ class Moment:
 
 
 class Moments:
-    """Moments of one device. The last AT_ONCE are valid. Their events are used again, since the
-    driver takes long to make one at its first record."""
+    """Moments of one device, of which the last AT_ONCE are valid. Events are used again, since the
+    driver takes long to make an event when it is first recorded."""
 
     AT_ONCE = 4  # two for each of two steps in flight
 
@@ -58,8 +58,8 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The spans of one step: the target's and the proposer's. `ending`: those that feed a last
-    token."""
+    """The spans that the target and the proposer take in one step. ending: the target's spans that
+    feed the last token of a sequence."""
 
     targets: list[Span]
     proposers: list[Span]
@@ -72,7 +72,7 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """The next token of each of `seqs`, decided by a prefill pass: int64 [R], -1 where logits were
-    not finite. The host's tensor, [R] or longer, is valid when the pass has ended; the device's is
+    not finite. on_host may be longer than R and is valid when the pass has ended. on_device is
     valid until the next pass."""
 
     seqs: list[Sequence]
@@ -82,10 +82,10 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
-    """Queued passes over a chunk of prompts, before their time is known. begun: seconds on the
-    host's clock. halfway, end: the ends of the target's passes and of all passes. seqs: the
-    sequences that took part. waiting: those without a first token. drawn: the tokens that the
-    passes decided.
+    """Queued passes over a chunk of prompts, before their time is known. begun: the start of the
+    step, in seconds on the host's clock. halfway: the end of the target's passes. end: the end of
+    all passes. seqs: the sequences that took part. waiting: the sequences without a first token.
+    drawn: the tokens that the passes decided.
     """
 
     begun: float
@@ -100,8 +100,9 @@ class PrefillStep:
 class Prefill:
     """The prefill passes of one run; at most one step is in flight.
 
-    budget: most tokens of a chunk. parallel: the target's ranks. moments: those of the target's
-    device. ended_at: the end of the last step that was read, in seconds on the host's clock.
+    budget: the most tokens of a chunk. parallel: the target's ranks. moments: the moments of the
+    target's device. ended_at: the end of the last step that was read, in seconds on the host's
+    clock.
     """
 
     target: PagedModel
@@ -116,7 +117,7 @@ class Prefill:
 
     @property
     def drawn(self) -> Drawn | None:
-        """The number of tokens that passes in flight decide."""
+        """The tokens that the passes in flight decide; None if they decide none."""
         return self._step.drawn if self._step is not None else None
 
     def next_chunk(self) -> Chunk | None:
@@ -149,8 +150,9 @@ class Prefill:
         return Chunk(targets, proposers) if targets or proposers else None
 
     def feed(self, chunk: Chunk, begun: float) -> list[tuple[Sequence, int]]:
-        """Queue the passes over a chunk, then `settle` those of the chunk before. begun: the start
-        of the step."""
+        """Queue the passes over a chunk, then `settle` the passes of the previous chunk and return
+        the tokens that they decided. begun: the start of the step, in seconds on the host's
+        clock."""
         features = drawn = None
         if chunk.targets:
             ending = chunk.ending if self._decides else []
@@ -234,7 +236,8 @@ class Prefill:
         gets it."""
         assert logits is not None, "a pass without draws returns its logits"
         device = logits.device
-        # Rows have 16 bytes, since Triton would compile a kernel again for other addresses.
+        # Rows have a multiple of 16 bytes, since Triton would compile a kernel again for unaligned
+        # rows.
         spare = [0] * (len(seqs) % 2)
         rows = [[s.noise_key for s in seqs] + spare, [len(s.tokens) for s in seqs] + spare]
         rows.append([self.params.seed] + [0] * (len(rows[0]) - 1))

@@ -26,8 +26,8 @@ from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
 
 # The stage that ends at each stamp after the first. A single rank sends nothing, so it has no
-# stamps of broadcasts. A proposer without a commit has no stamp of it. The last stamp ends the
-# update of the state.
+# stamps of broadcasts. A proposer that does not commit has no stamp of a commit. The last stamp
+# ends the update of the state.
 STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "commit", "sample")
 NUM_STAMPS = len(STAMPED) + 1
 
@@ -36,9 +36,10 @@ NUM_STAMPS = len(STAMPED) + 1
 class RoundParts:
     """The parts that every round of a run uses, on this rank.
 
-    proposer: None if the run proposes nothing. max_model_len: the target's context length. eos_ids:
-    int64 [E], the ids that end a sequence. parallel: the target's ranks, of which rank 0 proposes
-    and decides. processors: None if nothing changes logits.
+    proposer: the source of proposals; None if the run proposes nothing. max_model_len: the target's
+    context length. eos_ids: int64 [E], the ids that end a sequence. parallel: the target's ranks,
+    of which rank 0 proposes and decides. processors: the changes to the target's logits; None
+    without changes.
     """
 
     target: PagedModel
@@ -184,7 +185,7 @@ def _score(parts: RoundParts, state: BatchState, candidates: Candidates) -> Targ
 def _decide(
     parts: RoundParts, candidates: Candidates, target: TargetOutput, noise: Noise | None
 ) -> Verdict:
-    """Rank 0's decision; on other ranks, tensors of its shapes to receive it."""
+    """Rank 0's decision; other ranks get tensors of the same shapes to receive the decision."""
     k = candidates.token_ids.shape[1]
     if not parts.parallel.is_first:
         lens = candidates.lens

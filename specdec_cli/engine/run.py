@@ -1,4 +1,5 @@
-"""The sequences of a run, from their arrival to their end; the only module that appends to one."""
+"""The sequences of a run, from their arrival to their end. Only this module appends to a
+sequence."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ class Run:
     """The state of one pass over a list of prompts; `Engine.step` advances it.
 
     k: the longest proposal. eos_ids: the ids that end a sequence. by_slots: rounds by number of
-    slots, in ascending order. rounds: those in use. to_come: requests in the order of their
+    slots, in ascending order. rounds: the rounds in use. to_come: requests in the order of their
     arrivals, taken one at a time. refused: sequences that cannot run, kept until they are reported.
     """
 
@@ -41,8 +42,8 @@ class Run:
         return next(r for r in self.by_slots if r.num_slots >= count)
 
     def look_ahead(self, place: int) -> bool:
-        """Whether there are more than `place` pending requests. Further ones are taken from those
-        to come if needed."""
+        """Whether there are more than `place` pending requests. If needed, requests are taken from
+        `to_come`."""
         pending = self.scheduler.pending
         while len(pending) <= place and (request := next(self.to_come, None)) is not None:
             self.add(request, is_here=False)
@@ -82,7 +83,8 @@ class Run:
                 seq.admitted_at, seq.queued_seconds = now, now - seq.arrived_at
 
     def load(self) -> None:
-        """Put the running sequences into slots, with their tokens that are still on the device."""
+        """Put the running sequences into slots, with the decided tokens that the host has not read
+        yet."""
         drawn = self.prefill.drawn
         if drawn is not None:
             self.scheduler.extend_ahead(1)
@@ -104,7 +106,7 @@ class Run:
         return [self.append(seq, [token], 0, ended_at) for seq, token in decided]
 
     def apply(self, done: Outcome, live: list[int]) -> list[Emission]:
-        """Append the decided tokens of the `live` slots, and move both cache lengths."""
+        """Append the decided tokens of the `live` slots, and update the lengths of both caches."""
         self.last.trials.append([(done.lens[b], done.accepted[b]) for b in live])
         emissions, proposer = [], self.prefill.proposer
         for seq, k, accepted, row in (
@@ -133,7 +135,7 @@ class Run:
 
     def append(self, seq: Sequence, tokens: list[int], accepted: int, at: float) -> Emission:
         """Append decided tokens, then finish the sequence or trim its blocks. accepted: the number
-        of proposals among them. at: the time of reading."""
+        of proposals among them. at: the time of reading, on the host's clock."""
         keep = self._finish_reason(seq, tokens)
         seq.tokens.extend(tokens[:keep])
         seq.first_token_at = seq.first_token_at or at

@@ -26,7 +26,7 @@ class Scheduler:
         self.batch_size = batch_size
         self.k = k
         self.draft_max_len = draft_max_len
-        self.ahead = ahead  # see `Proposer`
+        self.ahead = ahead  # see `Proposer.ahead`
         self.pending: deque[Sequence] = deque()  # not arrived yet, in order of arrival
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -56,7 +56,8 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def proposal_len(self, seq: Sequence) -> int:
-        """k_i of the sequence's next round; it does not depend on other sequences."""
+        """The proposal length of the sequence's next round. It does not depend on other
+        sequences."""
         return min(self.k, seq.room(self.draft_max_len)) if self.k else 0
 
     def admit(self) -> list[Sequence]:

@@ -1,4 +1,5 @@
-"""KV blocks that fit on each rank beside both models, and that a run can use. Knows no models."""
+"""The number of KV blocks that fit on each rank beside both models, and the number that a run can
+use."""
 
 import os
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ _CGROUP = "/sys/fs/cgroup"
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """The sizes of a run that the cache depends on. longest: in tokens. k: the largest."""
+    """The sizes of a run that determine the size of its caches. longest: the tokens of the longest
+    sequence. k: the largest k of the run, or more if a pass of the draft has more rows."""
 
     batch_size: int
     longest: int
@@ -24,13 +26,13 @@ class CacheNeed:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """The blocks of the longest sequence and two rounds."""
+        """The number of blocks that hold the longest sequence and the tokens of two rounds."""
         return -(-(self.longest + 2 * (self.k + 1)) // self.block_size)
 
     @property
     def num_blocks(self) -> int:
-        """The blocks that the run can use: for each slot a sequence and two rounds, and the trash
-        block."""
+        """The number of blocks that the run can use: `blocks_per_sequence` for each slot, and the
+        trash block."""
         return self.batch_size * self.blocks_per_sequence + 1
 
 
@@ -38,9 +40,10 @@ class CacheNeed:
 class RankMemory:
     """One rank's memory by use, in bytes.
 
-    activation_bytes: the peak of passes. graph_bytes: held by captured rounds. other_bytes: memory
-    that is not torch's: other processes, the CUDA context, kernels, communication. kv_budget_bytes:
-    the rest, for both caches. The draft's numbers are zero on a rank that holds no part of it.
+    activation_bytes: the peak memory of passes. graph_bytes: the memory that captured rounds hold.
+    other_bytes: memory outside torch, for other processes, the CUDA context, kernels and
+    communication. kv_budget_bytes: the rest, for both caches. The draft's numbers are zero on a
+    rank that holds no part of the draft.
     """
 
     rank: int
@@ -67,7 +70,7 @@ class RankMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in use before the first block."""
+        """Bytes in use before the first block is allocated."""
         return (
             self.target_weight_bytes
             + self.draft_weight_bytes
@@ -158,7 +161,8 @@ def host_budget(cache: CacheSection, available: int, num_ranks: int) -> int:
 
 
 def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
-    """A CPU rank's even share of its host. Activations use memory outside the caches' budget."""
+    """The overhead of a CPU rank, with an even share of its host's memory. Activations use memory
+    outside the caches' budget."""
     ranks = local_world_size()
     total = total_memory() // ranks
     taken = (total_memory() - available_memory()) // ranks
@@ -195,7 +199,8 @@ def available_memory() -> int:
 
 
 def _group_number(file: str, key: str | None = None) -> int | None:
-    """A number from a file of this process's control group, version 2."""
+    """A number from a file of this process's control group (cgroup v2); None if there is none. key:
+    the word before the number."""
     try:
         with open(f"{_CGROUP}/{file}", encoding="ascii") as lines:
             for line in lines:

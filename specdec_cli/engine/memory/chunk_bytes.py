@@ -11,8 +11,8 @@ from specdec_cli.models.draft import Draft
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes of copies on a GPU: those of a prompt's first chunk, and the further bytes of later
-    chunks."""
+    """Bytes of the copies on a GPU. first: for a prompt's first chunk. later: further bytes for
+    later chunks."""
 
     first: int = 0
     later: int = 0
@@ -24,7 +24,8 @@ def prefill_tokens(plan: Plan, need: CacheNeed) -> int:
 
 
 def chunk_bytes(plan: Plan, need: CacheNeed) -> ChunkBytes:
-    """The sums of both over this rank's models with fused layers."""
+    """The bytes for first and for later chunks, each summed over this rank's models with fused
+    layers."""
     tokens = min(prefill_tokens(plan, need), need.longest - 1)
     found = [
         _bytes_of(model, tokens, need.longest - 1)

@@ -68,13 +68,14 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
 
 
 def _drawn(model: Draft, need: CacheNeed) -> int:
-    """Rows of logits of a prefill pass; in plain decoding it decides first tokens."""
+    """The number of rows of logits of a prefill pass. The target's pass decides first tokens in
+    plain decoding."""
     return need.batch_size if model.spec.role == "target" else 0
 
 
 def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
     """Memory of captured prefill passes: their pool, their inputs and results at fixed addresses,
-    and the graphs. A measurement counts them with the passes."""
+    and the graphs. A measurement counts this memory as memory of passes."""
     largest = width_of(prefill_tokens(plan, need)) or WIDTHS[-1]
     # Passes of one width differ in their rows of logits; few widths need all numbers of rows.
     count = WIDTHS.index(largest) + 1 + len(slot_counts(need.batch_size))
@@ -92,9 +93,9 @@ def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
 class Machine:
     """The device and the memory that each rank of a run is assumed to have.
 
-    total_bytes, available_bytes: the GPU's, or a CPU rank's share of the host's. other_bytes:
-    memory in use before anything is loaded. is_limit: whether everything on a CPU has to fit into
-    total_bytes.
+    total_bytes, available_bytes: the memory of a GPU, or a CPU rank's share of its host's memory.
+    other_bytes: memory in use before anything is loaded. is_limit: whether weights, activations and
+    caches on a CPU have to fit into total_bytes.
     """
 
     name: str
@@ -123,7 +124,7 @@ def empty_gpu(total_bytes: int, num_ranks: int) -> Machine:
 
 
 def host_of(total_bytes: int, num_ranks: int) -> Machine:
-    """A CPU's host with `total_bytes` of memory; all ranks are on it."""
+    """A host with `total_bytes` of memory that runs all ranks on its CPU."""
     share = total_bytes // num_ranks
     return Machine("cpu", share, 0, share, is_limit=True)
 
@@ -152,8 +153,9 @@ def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
 
 
 def draft_shares(plan: Plan, degree: int) -> list[tuple[int, int]]:
-    """Bytes of the planned draft's weights, and of one block of its cache, on each of `degree`
-    ranks that share it. Raises `SetupError` if it cannot be split so."""
+    """Bytes of the planned draft's weights and of one block of its cache, for each rank, if the
+    first `degree` ranks share the draft. Raises `SetupError` if the draft cannot be split in this
+    way."""
     assert plan.draft is not None
     found = [(0, 0)] * plan.parallel.size
     for rank in range(degree):
@@ -198,8 +200,9 @@ def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
 
 
 def _changes_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    """Bytes of the texts and their ids for a penalty, of fp32 logits with three intermediate
-    results, and of marks of all rows. The draft's logits, which stay, take as much."""
+    """Bytes that changes of logits need: the texts and marks of their ids for a penalty, fp32
+    logits with three intermediate results, marks of all rows, and the draft's fp32 logits, which
+    are kept."""
     if not plan.params.changes_logits:
         return MethodBytes()
     batch, vocab = need.batch_size, plan.target.vocab_size
@@ -213,7 +216,7 @@ def _passes_bytes(plan: Plan, batch: int) -> int:
     rows = batch * (plan.k + 1)
     found = _pass_bytes(plan, plan.target, rows, rows, gathers=False)
     for draft in plan.held[1:]:
-        # The first pass of a round makes up for a token that its cache lacks.
+        # The first pass of a round makes up for a token that the draft's cache lacks.
         rows = batch * (draft.passes(plan.k).rows + 1)
         found = max(found, _pass_bytes(plan, draft, rows, batch, gathers=False))
     return found

@@ -21,7 +21,7 @@ SEGMENT = 2 * 2**20  # torch rounds a large allocation on CUDA up to a multiple 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The loaded models of a rank. draft: None if the rank holds no part of one."""
+    """The loaded models of a rank. draft: None if the rank holds no part of a draft."""
 
     target: PagedModel
     draft: Loaded | None = None
@@ -64,7 +64,7 @@ def measure_rank(
 
     if is_cuda:
         overhead = _on_gpu(plan, capture, run)
-        # The rehearsal has no chunk of a prompt but the first.
+        # The rehearsal feeds only the first chunk of a prompt.
         activation = overhead.activation_bytes + chunk_bytes(plan, need).later
         overhead = replace(overhead, activation_bytes=activation)
     else:
@@ -80,8 +80,9 @@ def measure_rank(
 
 @dataclass(slots=True)
 class TwoRounds:
-    """Arrivals without a request, which are over after two rounds of `count` sequences: those are
-    the largest of a fixed length. All rounds of a long proposal could take minutes on a CPU."""
+    """Arrivals without a request, which end the run after two rounds of `count` sequences. With a
+    fixed proposal length, later rounds are not larger, and a CPU could take minutes to run them
+    all."""
 
     count: int
     _seqs: set[Sequence] = field(default_factory=set)
@@ -125,7 +126,7 @@ def _left_to_a_round(k: int) -> int:
 
 
 def weight_bytes(models: Models) -> tuple[int, int]:
-    """Bytes of the target's weights, and of the draft's without borrowed ones."""
+    """Bytes of the target's weights, and of the draft's weights without those that it borrows."""
     target = models.target.storages
     draft = {} if models.draft is None else models.draft.storages
     own = draft.keys() - target.keys()
@@ -181,7 +182,8 @@ def _on_gpu(plan: Plan, capture: Callable[[], None], run: Callable[[], None]) ->
 
 
 def cache_rounding(plan: Plan) -> int:
-    """Bytes that rounding may add to caches: two allocations a layer, for keys and for values."""
+    """Bytes that rounding may add to caches: each layer has two allocations, for keys and for
+    values."""
     return 2 * sum(len(held.layers) for held in plan.held) * SEGMENT
 
 
