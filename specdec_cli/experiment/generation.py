@@ -1,6 +1,6 @@
-"""Prompts in, outputs out: the text side of a run.
+"""The text side of a run: it turns prompts into requests, and answers into outputs.
 
-Turns prompts into requests and answers into outputs. Knows nothing of terminals.
+Knows nothing of terminals.
 """
 
 import logging
@@ -25,7 +25,7 @@ from specdec_cli.text import digest, is_unicode
 _log = logging.getLogger("specdec")
 _ANOTHER_DAY = "2001-02-03T04:05:06"
 _BASELINE_TOKENS = 32
-_BASELINE_LEAST = 16  # fewest tokens from which the speed of a run means something
+_BASELINE_LEAST = 16  # fewest tokens of a run whose speed is worth comparing
 
 
 class Output(Record):
@@ -49,7 +49,7 @@ class Output(Record):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A checked pair and its tokenised prompts; no weights are loaded yet.
+    """A checked pair of models and its tokenised prompts; no weights are loaded yet.
 
     Each conversation among the prompts has its text, as the target's chat template renders it.
     backend: the engine that made `plan` and runs it.
@@ -66,7 +66,7 @@ class Job:
 
     @property
     def date(self) -> str | None:
-        """The moment that the prompts' chat template writes, or None."""
+        """The date that the chat template writes into the prompts, or None."""
         for prompt in self.prompts:
             if prompt.messages is not None and DATE_KEY in prompt.template:
                 other = replace(prompt, template={**prompt.template, DATE_KEY: _ANOTHER_DAY})
@@ -78,8 +78,8 @@ class Job:
     @property
     def identity(self) -> dict[str, Any]:
         """The number of prompts and digests of their tokens and categories, as settings hold them.
-        For prompts with a date the digest is of their messages, since a run may go on another day.
-        """
+        If the chat template writes a date, the digest is of the messages, since a run may go on
+        another day."""
         found: list[Any] = list(self.token_ids)
         if self.date is not None:
             found = [
@@ -100,7 +100,7 @@ class Job:
         return replace(self, prompts=[p for p, _ in kept], token_ids=[ids for _, ids in kept])
 
     def too_long(self, prompt: int) -> str | None:
-        """The reason why a prompt cannot run with any cache, or None."""
+        """The reason why a prompt cannot run, however large the cache is, or None."""
         length, most = len(self.token_ids[prompt]), self.plan.max_model_len
         if length < most:
             return None
@@ -108,7 +108,7 @@ class Job:
 
 
 def prepare(backend: Backend, recipe: Recipe, prompts: PromptSet, permissions: Permissions) -> Job:
-    """The job of `tokenised`, with a warning in the log if texts may outgrow the draft's
+    """The job that `tokenised` makes. The log has a warning if texts may outgrow the draft's
     context."""
     planned = backend.prepare(recipe, permissions)
     job = tokenised(backend, planned, prompts.prompts, skip_bad=prompts.skip_bad)
@@ -120,10 +120,10 @@ def prepare(backend: Backend, recipe: Recipe, prompts: PromptSet, permissions: P
 def tokenised(
     backend: Backend, planned: Prepared, prompts: list[Prompt], *, skip_bad: bool = False
 ) -> Job:
-    """The job of a checked pair and its prompts.
+    """The job of a checked pair of models and its prompts.
 
-    skip_bad: whether to leave out prompts that cannot be rendered or tokenised. These are ids
-    outside the vocabulary, messages without a chat template, and messages that the template
+    skip_bad: whether to leave out prompts that cannot be rendered or tokenised. Such prompts have
+    ids outside the vocabulary, messages without a chat template, or messages that the template
     refuses; see `refuse`.
     """
     begin_stage("tokenising the prompts")
@@ -191,7 +191,8 @@ def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
 def _filled(
     tokenizer: Tokenizer, messages: tuple[Message, ...], template: Mapping[str, object]
 ) -> str:
-    """The chat template's text. Parts of a message's content are joined where it takes texts."""
+    """The text that the chat template makes of the messages. If the template takes only texts, the
+    parts of a message's content are joined."""
     parts = [m["content"] for m in messages if isinstance(m.get("content"), list)]
     try:
         text = tokenizer.render(messages, template)
@@ -251,7 +252,7 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
     accepted, proposed = answer.accepted_per_round or [], answer.proposed_per_round or []
     tokenizer, stop, shown = job.plan.tokenizer, job.plan.params.stop, prompt.text
     of_server = answer if isinstance(answer, Sample) else answer.served
-    text = of_server.text if of_server is not None else None  # a server that tells no ids
+    text = of_server.text if of_server is not None else None  # known if a server sent no ids
     if not text and answer.finish_reason == "stop":
         text = text_before(tokenizer, answer.token_ids, stop)
     elif not text:
@@ -276,8 +277,7 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
 def baseline(session: Session, job: Job, outputs: list[Output]) -> Metrics | None:
     """The metrics of a few tokens of the first prompts at k = 0, to tell whether speculation pays.
     None if the run wrote too little for a comparison, or left no memory for other rounds on its
-    only GPU; the run itself is complete then.
-    """
+    only GPU. In both cases the run itself is complete."""
     ran = [o.index for o in outputs if o.error is None]
     params = job.plan.params
     if sum(len(o.token_ids) for o in outputs) < _BASELINE_LEAST:

@@ -1,7 +1,6 @@
-"""The measuring loop of sweeps and comparisons: warm-up, then every k over a few prompts at a time.
-A few prompts go through all points, in a balanced order, before the next ones come. So disturbances
-of the machine affect every point alike. Knows no folders and no terminals.
-"""
+"""The measuring loop of sweeps and comparisons: a warm-up, then every k over a few prompts at a
+time. A few prompts go through all points, in a balanced order, before the next prompts follow. So
+disturbances of the machine affect every point alike. Knows no folders and no terminals."""
 
 import logging
 import random
@@ -31,10 +30,10 @@ class Watcher:
     """Receives the progress of a sweep or a comparison. This base class shows nothing."""
 
     def begin(self, what: Any) -> None:
-        """A stage of a sweep, by its name, or a pair of a comparison begins."""
+        """A stage of a sweep, given by its name, or a pair of a comparison begins."""
 
     def told(self, line: str) -> None:
-        """A message for a time in which nothing is measured."""
+        """A message comes while nothing is measured."""
 
     def sample(self, key: Key, sample: Sample) -> None: ...
 
@@ -60,9 +59,10 @@ class MeasuringLoop:
     """Runs prompts at points and hands over each sample once its last repeat is done.
 
     session_of: gives the session of each point; sessions run one at a time. keep: takes the samples
-    of a point that one round finished; called on every rank. peak_memory: the most bytes held so
-    far. guard: runs a part of a point and decides about the point if that fails; by default errors
-    pass. seconds: time in rounds and prefill passes of measured runs.
+    of a point that one round finished; called on every rank. peak_memory: gives the largest number
+    of bytes held so far. guard: runs a part of a point, and decides what a failure means for the
+    point; by default errors pass through. seconds: the time in rounds and prefill passes of
+    measured runs.
     """
 
     session_of: Callable[[Key], Session]
@@ -75,7 +75,7 @@ class MeasuringLoop:
     def warm_up(self, jobs: Mapping[Key, Job], most_tokens: int | None = None) -> None:
         """Run the first batch at each point, without keeping samples.
 
-        most_tokens: limit on new tokens; None for the recipe's.
+        most_tokens: the limit on new tokens; None for the recipe's limit.
         """
         for key, job in jobs.items():
             first, params = job.part(0, key.batch_size or 1), job.plan.params
@@ -85,7 +85,7 @@ class MeasuringLoop:
                 self.guard(key, partial(self.run, key, first, params))
 
     def measure(self, jobs: Mapping[Key, Job], number: int) -> None:
-        """Run all repeats of each point's prompts. number: that of their unit."""
+        """Run all repeats of each point's prompts. number: the number of the prompts' unit."""
         taken: dict[Key, dict[int, list[Finished]]] = {key: defaultdict(list) for key in jobs}
         if not jobs:
             return
@@ -101,7 +101,7 @@ class MeasuringLoop:
         params: SamplingParams,
         on_finished: Callable[[list[Finished]], None] = lambda _: None,
     ) -> Metrics | None:
-        """Decode the prompts of a job once, with a sign of life each round."""
+        """Decode the prompts of a job once, with a sign of life after each round."""
 
         def on_round(_: Sequence[Written], finished: list[Finished]) -> None:
             self.world.beat()
@@ -193,9 +193,9 @@ T = TypeVar("T")
 def balanced(values: Sequence[T], turn: int, seed: int) -> list[T]:
     """The order of `values` at a turn, the same on every rank.
 
-    Over n turns (2n, if n is odd) each value comes once (twice) at every place, and once (twice)
-    right after every other value. So the effects of one point on the next, such as a warm cache or
-    a hot device, are spread evenly. These are the rows of a Williams square (Williams 1949,
+    Over n turns each value comes once at every place, and once right after every other value; if n
+    is odd, twice over 2n turns. So the effects of one point on the next, such as a warm cache or a
+    hot device, are spread evenly. These are the rows of a Williams square (Williams 1949,
     Experimental designs balanced for the estimation of residual effects), with values and rows
     shuffled by the seed, anew for each square.
     """

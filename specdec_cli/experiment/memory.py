@@ -1,7 +1,7 @@
-"""`profile-blocks`: measured or estimated memory of every rank, and its consequences.
+"""`profile-blocks`: measured or estimated memory of every rank, and what follows from it.
 
-The answers are in the user's terms: tokens, sequences, advice for a batch that does not fit, the
-draft's cost. Knows the contract's JSON names; knows nothing of terminals.
+The answers are in the user's terms: tokens, sequences, advice for a batch that does not fit, and
+the draft's cost. Knows the contract's JSON names; knows nothing of terminals.
 """
 
 import functools
@@ -38,14 +38,13 @@ from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from
 
-_MOST_UTILIZATION = 0.98  # largest share that is advised: the rest is for fluctuations
+_MOST_UTILIZATION = 0.98  # largest share that is advised, since memory use fluctuates
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """The memory of every rank of one plan. context: the length, in tokens, of the sequences to
-    hold. at_degree: gives the memory at another draft TP, if it can be estimated again.
-    """
+    hold. at_degree: gives the memory at another draft TP; None if it cannot be estimated."""
 
     plan: Plan
     split: Split
@@ -63,7 +62,7 @@ class Profile:
         return cache_need(self.plan, self.context)
 
     def capacity(self, num_blocks: int) -> dict[str, int]:
-        """The capacity of a cache by its number of blocks. Block 0 holds no tokens."""
+        """The capacity of a cache with a number of blocks. Block 0 holds no tokens."""
         usable = max(0, num_blocks - 1)
         return {
             "num_blocks": num_blocks,
@@ -101,8 +100,7 @@ def measure_blocks(
     return Profile(planned, split, tokens)
 
 
-# Bytes of each GPU, or of everything on a CPU's host; and whether only a GPU can be meant, of any
-# machine.
+# The bytes of each GPU or of a CPU's host, and whether the bytes must be those of a GPU.
 Room = tuple[int, bool]
 
 
@@ -133,7 +131,7 @@ class Estimator:
 
 
 def _machine(recipe: Recipe, room: Room | None) -> tuple[torch.device, Machine]:
-    """The device and its memory: the given one, or that of this machine now."""
+    """The device and its memory: the given memory, or that of this machine now."""
     num_ranks = recipe.target.tensor_parallel_size
     wanted = recipe.run.device
     if room is None:
@@ -158,7 +156,8 @@ def _split(plans: Sequence[Plan], machine: Machine) -> Split:
 
 
 def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
-    """The document of `profile-blocks --json`, without the points of an estimate."""
+    """The document of `profile-blocks --json`, without the `points` of an estimate over several
+    settings."""
     planned, split, cost = profile.plan, profile.split, _draft_cost(profile)
     device = None if profile.machine is None else torch.device("cpu")
     where = native.environment(native.prepared(planned), device)
@@ -212,8 +211,8 @@ def _rank(rank: RankMemory, split: Split) -> dict[str, Any]:
 
 
 def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
-    """A sequence's length: the option's, the recipe's, that of the longest prompt with its output,
-    or the model's limit."""
+    """The length of a sequence, from the first of these that is known: the option, the longest
+    prompt with its output, and the model's limit."""
     recipe, most = planned.recipe, planned.max_model_len
     if wanted is not None:
         if wanted > most:
@@ -246,7 +245,7 @@ def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
-    """Changes of the recipe. Each alone makes the batch fit."""
+    """Changes of the recipe, each of which makes the batch fit."""
     need, split = profile.need, profile.split
     asked = profile.plan.recipe.cache.num_blocks
     if need.num_blocks <= split.num_blocks:
@@ -288,10 +287,9 @@ def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
 
 
 def _draft_cost(profile: Profile) -> dict[str, Any] | None:
-    """The draft's cost in capacity, compared with the target alone, at each degree; None without a
-    draft. For measured ranks only the draft's weights and blocks are replaced. They follow from its
-    config.
-    """
+    """The draft's cost in capacity, compared with the target alone, at each degree of the draft;
+    None without a draft. For measured ranks only the bytes of the draft's weights and blocks are
+    replaced, which follow from its config."""
     planned = profile.plan
     if planned.draft is None:
         return None
@@ -313,7 +311,7 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
             except SpecdecError as problem:
                 rows.append({"draft_tp": degree, "status": "skipped", "reason": problem.message})
                 continue
-        # The lost share of the target's own capacity.
+        # The share of the target's own capacity that is lost.
         lost = 1.0 - found.num_blocks / alone.num_blocks if alone.num_blocks else 0.0
         rows.append(
             {
@@ -329,7 +327,8 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
 
 
 def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
-    """The ranks with another draft's weights and blocks, in bytes of each rank."""
+    """The ranks with the weights and blocks of another draft. shares: the bytes of both on each
+    rank."""
     on_gpu = profile.plan.device.type == "cuda"
     ranks = []
     for rank, (weights, block) in zip(profile.split.ranks, shares, strict=True):
@@ -348,10 +347,10 @@ def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
 def memory_cost(
     plan: Plan, longest_prompt: int, where: Mapping[str, Any], pair: Pair | None = None
 ) -> MemoryCost:
-    """The memory of a plan's draft beside its target on a rank that holds a part of both.
+    """The memory of a plan's draft beside its target, on a rank that holds a part of both.
 
     where: the record of the run's environment. pair: the degrees in a comparison; without it the
-    plan's own are used.
+    plan's own degrees are used.
     """
     target, draft = plan.target, plan.draft
     if pair is not None:

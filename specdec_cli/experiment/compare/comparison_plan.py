@@ -34,8 +34,9 @@ from specdec_cli.recipe.choices.registry import weights_from
 class ComparisonPlan:
     """A checked comparison.
 
-    recipe: the command line's resolved recipe, for the first pair and batch size. job: the models
-    at one rank each, and the prompts. notices, own_prompts: as in `SweepPlan`.
+    recipe: the command line's resolved recipe, for the first pair and batch size. job: the prompts,
+    and the models as they are on one rank. skips: the pairs that are not run. notices, own_prompts:
+    as in `SweepPlan`.
     """
 
     recipe: Recipe
@@ -70,10 +71,10 @@ def plan_comparison(
     batches: int | None,
     permissions: Permissions,
 ) -> ComparisonPlan:
-    """A checked comparison: tokenised prompts, and the pairs that can run. degrees: the target's
-    and the draft's. Raises `UsageError` if no pair is legal, `SetupError` if this machine has too
-    few GPUs for each of them, and the errors of `generation.tokenised`.
-    """
+    """A checked comparison: tokenised prompts, and the pairs that can run. degrees: the degrees of
+    the target, and those of the draft. Raises `UsageError` if no pair is legal, `SetupError` if
+    every legal pair needs more GPUs than this machine has, and the errors of
+    `generation.tokenised`."""
     if recipe.draft is None or weights_from(recipe.speculation.method) != "draft":
         raise UsageError(
             "compare-tp needs a draft model: its degrees are compared",
@@ -117,9 +118,8 @@ def plan_comparison(
 
 def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
     """The pairs that are not run, with the reasons. num_gpus: the number of this machine's GPUs;
-    None for ranks on CPUs. Raises `UsageError` if no pair is legal, `SetupError` if there are too
-    few GPUs for all of them.
-    """
+    None for ranks on CPUs. Raises `UsageError` if no pair is legal, and `SetupError` if every legal
+    pair needs more GPUs than this machine has."""
     found: dict[Pair, Skip] = {}
     own = own_plan(job)
     target, device = own.target.spec, own.device

@@ -34,7 +34,8 @@ class Skip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonSettings(RunSettings):
-    """batches: the most batches of prompts at each batch size; None takes all."""
+    """The settings of a comparison. batches: the largest number of batches of prompts at each batch
+    size; None for all prompts."""
 
     kind, mark = "comparison of compare-tp", "target_tps"
     draft: str
@@ -50,7 +51,8 @@ class ComparisonSettings(RunSettings):
 
     @property
     def in_order(self) -> Iterator[Pair]:
-        """Pairs in running order. Equal degrees come first, since others are compared with them."""
+        """The pairs in running order. At each target TP the pair with equal degrees comes first,
+        since the other pairs are compared with it."""
         for target_tp in self.target_tps:
             own = [pair for pair in self.pairs if pair.target_tp == target_tp]
             yield from sorted(own, key=lambda p: (p.draft_tp != target_tp, p.draft_tp))
@@ -61,11 +63,11 @@ class ComparisonSettings(RunSettings):
         return count if self.batches is None else min(count, self.batches * batch_size)
 
     def key(self, pair: Pair, batch_size: int, k: int) -> Key:
-        """The samples of a pair's ranks at a k."""
+        """The key of the samples that a pair's ranks write at a k."""
         return Key(self.draft, batch_size, k, pair.target_tp, pair.draft_tp)
 
     def keys(self, pair: Pair, batch_size: int) -> list[Key]:
-        """The samples of k = 0, then those of the comparison's k."""
+        """The key of the samples at k = 0, then the key of those at the comparison's k."""
         return [self.key(pair, batch_size, k) for k in (0, self.k)]
 
     def misfit(self, record: Record) -> str | None:
@@ -86,9 +88,9 @@ _OF_REPEATS = (
 
 @dataclass(slots=True)
 class ComparisonRecords:
-    """The records of a comparison, and the fate of pairs without records. failures: those of pairs
-    and batch sizes in this run of the command. points: as last computed.
-    """
+    """The records of a comparison, and the reasons why pairs have none. skips: the pairs that are
+    not run. failures: the failures in this run of the command, by pair and batch size. points: the
+    points as last computed."""
 
     settings: ComparisonSettings
     skips: Mapping[Pair, Skip]
@@ -97,7 +99,8 @@ class ComparisonRecords:
     points: list[Point] = field(default_factory=list)
 
     def load(self, folder: RunFolder, of: Iterable[Pair] = ()) -> bool:
-        """Replace these records by those of a folder. Returns whether a pair is still open."""
+        """Replace these records by those of a folder. Returns whether a pair in `of` is not fully
+        measured."""
         self.kept = SweepRecords(folder)
         self.kept.load(folder.path, self.settings)
         self.points = list(self.kept.points.values())
@@ -127,7 +130,7 @@ class ComparisonRecords:
         return self.kept.samples.get(self.settings.key(pair, batch_size, k), {})
 
     def update_points(self) -> list[Point]:
-        """Compute all points anew. Those that changed are recorded and returned."""
+        """Compute all points anew. Points that changed are recorded and returned."""
         self.points = self._points()
         return [point for point in self.points if self.kept.add_point(point)]
 
@@ -161,7 +164,8 @@ class ComparisonRecords:
         return point.model_copy(update=update)
 
     def _plain(self, target_tp: int, batch_size: int) -> Point | None:
-        """The point of k = 0 at a target TP: the ranks of every pair are further repeats of it."""
+        """The point of k = 0 at a target TP. The ranks of all its pairs measure it, and count as
+        repeats."""
         # A pair whose degrees do not divide cannot run, which is no failure of plain decoding.
         pairs = [p for p in self.settings.pairs if p.target_tp == target_tp and p.divides]
         complete = [p for p in pairs if self.is_complete(p, batch_size)]
@@ -180,14 +184,15 @@ class ComparisonRecords:
         return self.failures.get((pair, batch_size))
 
     def _blocks(self, pairs: Iterable[Pair]) -> dict[str, Any]:
-        """The smallest cache among the pairs."""
+        """The numbers of blocks of the pair with the smallest cache."""
         known = [self.kept.facts[pair] for pair in pairs if pair in self.kept.facts]
         least = min(known, key=lambda fact: fact.num_blocks, default=None)
         return {name: getattr(least, name, None) for name in ("num_blocks", "blocks_per_rank")}
 
 
 def point_of(key: Key, own: Samples, plain: Samples, failure: Failure | None, seed: int) -> Point:
-    """A point without its comparison to other pairs. own, plain: samples at `key` and at k = 0."""
+    """A point without its comparison to other pairs. own, plain: the samples at `key` and at k
+    = 0."""
     found = points.measured(key, own, without_errors(plain), failure, seed)
     metrics = found["metrics"]
     texts = [[i, s.token_ids] for i, s in sorted(own.items())]
@@ -229,7 +234,7 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
 
 
 def _joined(ours: Any, theirs: Any) -> Any:
-    """The numbers of our repeats, then of theirs, by stage or part; None if one of both did not
+    """The numbers of our repeats, then of theirs, by stage or part; None if either side did not
     count them."""
     if ours is None or theirs is None:
         return None

@@ -1,4 +1,4 @@
-"""The parent process of a comparison: starts the ranks of one pair after the other.
+"""The parent process of a comparison: it starts the ranks of one pair after another.
 
 If a pair's ranks fail, only that pair has failed.
 """
@@ -31,9 +31,8 @@ def run_pairs(
     program: Sequence[str],
     watcher: Watcher,
 ) -> None:
-    """Measure every pair that is not recorded yet. program: a rank's module and arguments. The
-    number of ranks, the device and the timeout are appended.
-    """
+    """Measure every pair that is not recorded yet. program: the module that a rank runs, and its
+    arguments, to which the number of ranks, the device and the timeout are appended."""
     records.kept.folder = folder
     records.update_points()
     for pair in plan.to_run:
@@ -69,9 +68,9 @@ def run_pairs(
 
 
 def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
-    """Read the records of a pair's ranks; killed ranks may have left a torn line.
+    """Read the records of a pair's ranks. Killed ranks may have left a torn line.
 
-    Raises `LostRecords` if records of earlier pairs are no longer there.
+    Raises `LostRecords` if records of earlier pairs are missing.
     """
     earlier = records.counts
     folder.mend()
@@ -130,7 +129,8 @@ def conclusion(
 
 
 def code_of(records: ComparisonRecords, tokens: Tokens) -> ExitCode:
-    """The exit code of a comparison: partial if a pair lacks GPUs. tokens: the document's."""
+    """The exit code of a comparison. It is also partial if the result of a skipped pair is missing.
+    tokens: the document's `tokens`."""
     return exit_code(
         records.points,
         records.kept.samples.values(),

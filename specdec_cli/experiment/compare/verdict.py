@@ -1,5 +1,5 @@
-"""The conclusions of a comparison: the best pair with the reason, the batch sizes at which it
-changes, and whether tokens are equal.
+"""The conclusions of a comparison: the best pair and the reason for it, the batch sizes at which
+the best pair changes, and whether tokens are equal.
 
 Computed from points and samples alone. Knows no terminal.
 """
@@ -23,9 +23,9 @@ from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed
 
 Verdict = dict[str, Any]
 
-_NOTABLE = 0.1  # a stage is mentioned from this share of the difference between two rounds on
-_ALIKE = 1e-6  # ms: rounding
-_SAME = 0.01  # tokens a round are mentioned from this relative difference on
+_NOTABLE = 0.1  # least share of the difference between two rounds for a stage to be mentioned
+_ALIKE = 1e-6  # milliseconds; smaller differences are rounding
+_SAME = 0.01  # least relative difference of tokens per round that is mentioned
 
 
 def verdict_of(records: ComparisonRecords, disturbed: Sequence[Notice] = ()) -> Verdict:
@@ -56,12 +56,12 @@ def best_of(
     batch_size: int,
     disturbed: Sequence[Notice] = (),
 ) -> BestPair:
-    """The fastest pair at a batch size among some target TPs, the pairs tied with it, and the
-    cause.
+    """The fastest pair at a batch size among some target TPs, the pairs tied with it, and the stage
+    that decides.
 
     Speeds are compared on the same prompts. A pair is tied if it does not differ from the best at
-    95 % over prompts; variation between starts of the ranks is not included. A cause is given only
-    if nothing disturbed the times and stages differ beyond their intervals.
+    95 % over prompts; variation between starts of the ranks is not included. A deciding stage is
+    given only if nothing disturbed the times and stages differ beyond their intervals.
     """
     chosen, settings = set(target_tps), records.settings
     at = [p for p in records.points if p.is_ok and p.batch_size == batch_size]
@@ -115,7 +115,8 @@ def best_of(
 
 
 def _against_plain(records: ComparisonRecords, best: Point, plain: Point | None) -> SumRatio | None:
-    """The speed of a pair over the fastest plain decoding's, which may be at another target TP."""
+    """The speed of a pair divided by that of the fastest plain decoding, which may be at another
+    target TP."""
     settings, size = records.settings, best.batch_size
     pairs = [Pair.of(best)]
     if plain is not None and plain.target_tp != best.target_tp:
@@ -126,14 +127,15 @@ def _against_plain(records: ComparisonRecords, best: Point, plain: Point | None)
 
 
 def _seconds(records: ComparisonRecords, points: Iterable[Point]) -> float:
-    """The seconds of the rounds of pairs, with those of k = 0 in the same ranks."""
+    """The seconds that the rounds of some pairs took, including those of k = 0 in the same
+    ranks."""
     taken = (records.of(Pair.of(p), p.batch_size, k).values() for p in points for k in (0, p.k))
     return sum(sum(sample.decode_seconds) for samples in taken for sample in samples)
 
 
 def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[str, float]:
-    """The milliseconds of a round that the best saves, for each stage that differs beyond its 95 %
-    interval over prompts; `host` is the rest of the round."""
+    """The milliseconds that a round of the best pair saves, for each stage that differs beyond its
+    95 % interval over prompts. `host` is the part of a round outside all stages."""
     ours, theirs = (
         without_errors(records.of(Pair.of(p), p.batch_size, p.k)) for p in (best, rival)
     )
@@ -151,7 +153,7 @@ def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[st
 
 
 def _stage_ms(sample: Sample, stage: str) -> float:
-    """A stage's share of a prompt's round, over its repeats."""
+    """The milliseconds of a stage in one round of a prompt, averaged over repeats."""
     rounds = max(sum(sample.round_share), 1e-9)
     if stage == "host":
         spent = 1e3 * sum(sample.decode_seconds) - sum(map(sum, sample.stage_ms.values()))
@@ -183,7 +185,8 @@ def _reason(
 
 
 def _saved(best: Point, rival: Point) -> dict[str, float]:
-    """Milliseconds of a round that the best saves, by stage; `host` is the rest of the round."""
+    """The milliseconds that a round of the best pair saves, by stage. `host` is the part of a round
+    outside all stages."""
     ours, theirs = _metrics(best), _metrics(rival)
     parts = {stage: theirs.stage_ms(stage) - ours.stage_ms(stage) for stage in STAGES}
     return parts | {"host": _round_ms(theirs) - _round_ms(ours) - sum(parts.values())}
@@ -199,7 +202,7 @@ def _name(point: Point) -> str:
 
 
 def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
-    """A comparison in words, stage by stage, of the best pair and the next best at its target
+    """A comparison in words, stage by stage, of the best pair and the next best pair at its target
     TP."""
     ours, theirs = _metrics(best), _metrics(rival)
     name = f"draft TP {rival.draft_tp}"
@@ -225,7 +228,7 @@ def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
 
 
 def _difference(milliseconds: float) -> str:
-    """A stage's difference in words; positive if the best spends less."""
+    """The difference of a stage in words. It is positive if the best pair spends less."""
     return f"{abs(milliseconds):.2f} ms {'less' if milliseconds >= 0 else 'more'}"
 
 
@@ -249,7 +252,8 @@ def _flips(target_tp: int, row: Mapping[int, BestPair]) -> list[dict[str, Any]]:
 
 
 def summary_lines(verdict: Verdict) -> list[str]:
-    """The findings in words: the best pair by batch size, then that of each target TP."""
+    """The findings in words: the best pair by batch size, then the best draft TP of each target
+    TP."""
     overall: Mapping[str, BestPair] = verdict["best_by_batch_size"]
     lines = [_line(size, best, overall) for size, best in overall.items()]
     for target_tp, row in verdict["best_by_target_tp"].items():

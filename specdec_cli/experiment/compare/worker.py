@@ -28,16 +28,15 @@ from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 
-# Tokens of a warm-up. Its first round captures rounds and compiles kernels.
+# The most tokens that a warm-up writes. Its first round captures rounds and compiles kernels.
 WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PairTask:
-    """The task of a pair's ranks. recipe: the comparison's; the pair's degrees replace its own.
-    batch_sizes: those to measure. warnings: those about the machine while earlier ranks of the pair
-    measured.
-    """
+    """The task of a pair's ranks. recipe: the comparison's recipe; the pair's degrees replace those
+    in it. batch_sizes: the batch sizes that are left to measure. warnings: the warnings about the
+    machine from earlier ranks of the pair."""
 
     pair: Pair
     settings: ComparisonSettings
@@ -50,15 +49,16 @@ class PairTask:
 
 
 def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
-    """The recipe, which has a draft, with the degrees of one pair."""
+    """The recipe with the degrees of one pair. It must have a draft."""
     of_target = recipe.changed("target", tensor_parallel_size=pair.target_tp)
     return of_target.changed("draft", tensor_parallel_size=pair.draft_tp)
 
 
 def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> None:
-    """Measure a pair in a world of its target's ranks; every rank calls this.
+    """Measure a pair in a world of its target's ranks. Every rank calls this.
 
-    on_point: called on rank 0 for k = 0 and the comparison's k after each batch size.
+    on_point: called on rank 0 after each batch size, once for k = 0 and once for the comparison's
+    k.
     """
     began = time.perf_counter()
     for file in task.permissions.plugins:
@@ -112,7 +112,8 @@ def _measure_size(
     folder: RunFolder,
     watch: MachineWatch,
 ) -> dict[Key, dict[int, Sample]]:
-    """Samples of every prompt at k = 0 and at k, by point and prompt; rank 0 also writes them."""
+    """The samples of every prompt at k = 0 and at the comparison's k, by point and prompt. Rank 0
+    also writes them."""
     keys = task.settings.keys(task.pair, session.batch_size)
     found: dict[Key, dict[int, Sample]] = {key: {} for key in keys}
 
@@ -144,10 +145,9 @@ def _warnings(pair: Pair, by_rank: Sequence[Sequence[Notice]]) -> list[dict[str,
 
 
 def _blocks_per_rank(planned: Plan, held: int) -> list[int]:
-    """The number of KV blocks that would fit on each rank beside the models. held: the allocated
-    ones. The engine takes the same number on every rank: as many as fit on the rank with the least
-    room, and at most as many as the run can use.
-    """
+    """The number of KV blocks that would fit on each rank beside the models. held: the number of
+    allocated blocks. The engine takes the same number on every rank: as many as fit on the rank
+    with the least room, and at most as many as the run can use."""
     cache, block = planned.recipe.cache, sum(block_bytes_of(planned))
     if planned.device.type == "cuda":
         fits = held + max(0, room_now(planned.device, cache)) // block

@@ -14,13 +14,14 @@ from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.folders.records import FEWEST, Point
 from specdec_cli.text import one_line
 
-# The version of settings.json, summary.json and all records. Raise it with a change after which old
-# code would misread new folders, or new code old folders.
+# The version of settings.json, summary.json and all records. Raise it when a change would make old
+# code misread new folders, or new code misread old folders.
 VERSION = 1
 
 
 def refuse_other_version(path: Path, found: Mapping[str, Any]) -> None:
-    """Raise `UsageError` if the document in a run folder's file is of another version."""
+    """Raise `UsageError` if a document, read from the file `path` of a run folder, has another
+    version."""
     if (version := found.get("version")) == VERSION:
         return
     told = "has no version" if version is None else f"has version {one_line(str(version))[:20]}"
@@ -35,21 +36,22 @@ Verdict = Literal["use", "none", "inconclusive"]
 
 
 class Needed(Record):
-    """The measurement that would decide. minutes: the time of measuring; None if unknown."""
+    """The measurement that would settle an undecided verdict. prompts: the number of prompts.
+    minutes: the time that measuring them takes; None if unknown."""
 
     prompts: Count
     minutes: Figure = None
 
 
 class Arm(Record):
-    """One side of a comparison; k = 0, whose draft is null, is plain decoding."""
+    """One side of a comparison. Plain decoding has k = 0 and no draft."""
 
     k: Count
     draft: Name | None
 
 
 class Fastest(Arm):
-    """The fastest point. speedup: measured, else predicted."""
+    """The fastest point. speedup: predicted in sweeps with predicted points, otherwise measured."""
 
     speedup: Figure = None
 
@@ -57,13 +59,14 @@ class Fastest(Arm):
 class Best(Record):
     """The recommended point of one batch size, or of one category's prompts: the contract's `best`.
 
-    k: None if nothing could be compared, 0 for no speculation. draft: None at k = 0. tied: the k of
-    the points with that draft that are tied with the fastest. tied_points: those of every draft.
-    significant: whether the point is faster than k = 0 beyond chance, in a run that nothing
-    disturbed. verdict: "use" if it is significant; "none" if no point is worth a draft beyond
-    chance; "inconclusive" if neither was shown, so that k is a guess and no advice; None if every
-    point is overloaded. needed: the measurement that would decide. by: the figure that decided, in
-    a run at a rate.
+    k: the recommended k; 0 for no speculation, None if nothing could be compared. draft: the
+    recommended draft; None at k = 0. tied: the k of all points with this draft that are tied with
+    the fastest point. tied_points: the tied points of every draft. significant: whether the point
+    is faster than k = 0 beyond chance, in a run that nothing disturbed. verdict: "use" if the point
+    is significant; "none" if it is beyond chance that no point is worth a draft; "inconclusive" if
+    neither was shown, so that k is only a guess; None if every point at a rate is overloaded or
+    failed. needed: the measurement that would settle the verdict. by: the figure that decided, if
+    requests arrive at a rate.
     """
 
     k: Count | None
@@ -81,23 +84,25 @@ class Best(Record):
 
 
 class Crossover(Record):
-    """The largest rate at which some k > 0 is recommended, and the smallest at which k = 0 is; None
-    without such a rate."""
+    """The rates between which the recommendation changes. below: the largest rate at which some k >
+    0 is recommended. above: the smallest rate at which k = 0 is recommended. Either is None if
+    there is no such rate."""
 
     below: Rate | None
     above: Rate | None
 
 
 class Degrees(Record):
-    """A pair of a comparison."""
+    """The degrees of one pair of a comparison."""
 
     target_tp: Count
     draft_tp: Count | None
 
 
 class Decision(Record):
-    """The stage in which a round of the best pair saves most against the next best draft TP, and
-    the milliseconds that it saves. stage: `host` for the rest of a round."""
+    """The stage in which a round of the best pair saves the most time over a round with the next
+    best draft TP. stage: its name, or `host` for the part of a round outside all stages. saved_ms:
+    the milliseconds saved. draft_tp: the next best draft TP."""
 
     stage: Name
     saved_ms: float
@@ -105,8 +110,9 @@ class Decision(Record):
 
 
 class BestPair(Record):
-    """The fastest pair of one batch size. target_tp: None if no pair was measured. significant,
-    verdict, needed: as in `Best`, compared with the fastest plain decoding."""
+    """The fastest pair of one batch size. target_tp: the target's degree; None if no pair was
+    measured. significant, verdict, needed: as in `Best`, for the speed-up over the fastest plain
+    decoding."""
 
     target_tp: Count | None
     draft_tp: Count | None
@@ -140,10 +146,11 @@ class MemoryCost(Record):
 
 
 class SpeedRatio(Record):
-    """The figures of a `Comparison`, over all prompts or those of one category.
+    """The figures of a `Comparison`, over all prompts or over those of one category.
 
     num_prompts: the number of prompts that all arms have. speed_ratio: the arm's decoding speed on
-    these prompts over the other's. tied: whether the interval contains 1; None without an interval.
+    these prompts, divided by the other arm's. tied: whether the interval contains 1; None without
+    an interval.
     """
 
     num_prompts: Count
@@ -160,7 +167,7 @@ class SpeedRatio(Record):
 
 class Comparison(SpeedRatio):
     """An entry of a sweep's `comparisons`: one arm against another, each at its fastest k.
-    is_predicted: whether speeds are predicted."""
+    is_predicted: whether the speeds are predicted."""
 
     batch_size: Count
     arm: Arm
@@ -170,7 +177,8 @@ class Comparison(SpeedRatio):
 
 
 class Diverging(Record):
-    """A point some of whose texts differ. first: the first such prompt's index."""
+    """A point at which the texts of some prompts differ from those of an earlier point. first: the
+    index of the first of these prompts."""
 
     target_tp: Count | None = None
     draft_tp: Count | None = None
@@ -204,9 +212,9 @@ class Tokens(Record):
 
 
 class CheckResult(Record):
-    """The result of `--check-lossless`; see `docs/correctness.md`. diverging: each text that
-    differs, by point and index, with the position of the first difference and the gap of logits
-    there."""
+    """The result of `--check-lossless`; see `docs/correctness.md`. diverging: the texts that
+    differ, each with its point, its index, the position of the first difference and the gap between
+    the logits there."""
 
     dtype: Name
     must_be_identical: bool
@@ -244,9 +252,8 @@ class _SweepSection(Record):
 
 class Summary(Record):
     """The parts of summary.json that are read again. All runs share this record; parts that a run
-    does not have are empty. recipe: as resolved. best_by_request_rate: by the rate as text.
-    best_by_target_tp: by target TP, then by batch size.
-    """
+    does not have are empty. recipe: the resolved recipe. best_by_request_rate: the recommendations,
+    by the rate as text. best_by_target_tp: the best pairs, by target TP and then by batch size."""
 
     recipe: dict[str, Any] = Field(default_factory=dict)
     points: list[Point] = Field(default_factory=list)
@@ -269,7 +276,8 @@ class Summary(Record):
 
 
 class SweepSummary(Summary):
-    """summary.json of a sweep. best_by_batch_size: by the size as text."""
+    """summary.json of a sweep. best_by_batch_size: the recommendations, by the batch size as
+    text."""
 
     best_by_batch_size: dict[Name, Best] = Field(default_factory=dict)
 

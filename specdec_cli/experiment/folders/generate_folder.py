@@ -1,4 +1,4 @@
-"""The run folder of `generate`: creating it, resuming in it, its document and its point."""
+"""The run folder of `generate`: creating it, resuming in it, and the point of the run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class Kept:
 
 
 def key_of(job: Job) -> Key:
-    """The point of the run's records."""
+    """The point to which the run's records belong."""
     return Key(job.plan.proposer, job.plan.recipe.run.batch_size, job.plan.k)
 
 
@@ -79,7 +79,7 @@ def open_folder(
 def point_of_run(
     outputs: Sequence[Output], metrics: Metrics, key: Key, of_engine: dict[str, Any]
 ) -> Point:
-    """The line of points.jsonl of a single run, which has no baseline. of_engine: further fields of
+    """The point of a single run, which has no baseline. of_engine: further fields of the point, for
     a run on a server."""
     why = next((o.error for o in outputs if o.error is not None), None)
     could_run = any(o.error is None for o in outputs)

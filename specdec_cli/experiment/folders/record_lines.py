@@ -1,4 +1,4 @@
-"""Records as JSON, one object a line: writing them and reading them again.
+"""Records as JSON, one object per line: writing them and reading them again.
 
 A file may have been damaged or edited, so everything is checked as it is read. Imports no torch.
 """
@@ -21,10 +21,11 @@ R = TypeVar("R", bound=Record)
 def read_records(
     path: Path, kind: type[R], further: Callable[[R], str | None] = lambda _: None
 ) -> list[R]:
-    """The records of a .jsonl file, empty without the file. An unfinished last line is left out.
+    """The records of a .jsonl file; none if the file is missing. An unfinished last line is left
+    out.
 
-    further: returns another error of a record, or None. Raises `SetupError` if the file cannot be
-    read, and for the first line that is not such a record.
+    further: a further check, which returns the error of a record, or None. Raises `SetupError` if
+    the file cannot be read, or for the first line that does not hold a valid record.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -89,7 +90,8 @@ def checked(found: object, kind: type[R]) -> R | str:
 
 
 def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | None:
-    """A description of the first field whose value is unknown; None if all are known."""
+    """A description of the first field of a record whose value is not a known one; None if all are
+    known. known: the possible values of each field, by the field's name."""
     for name, values in known.items():
         if (value := getattr(record, name, None)) not in values and hasattr(record, name):
             return f"its {name} is {one_line(str(value))}"

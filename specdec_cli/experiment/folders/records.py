@@ -1,6 +1,7 @@
-"""The records that runs write, one JSON object a line. Both writing and reading use these classes.
+"""The records that runs write, one JSON object per line.
 
-One definition for measuring, resuming, merging, reports and the JSON documents. Imports no torch.
+Measuring, resuming, merging, reports and the JSON documents all use these classes. Imports no
+torch.
 """
 
 from collections.abc import Sequence
@@ -26,13 +27,13 @@ from specdec_cli.core.figures import (
     impossible,
 )
 
-_LONGEST = 1e12  # milliseconds: 30 years
-Time = Annotated[float, Field(ge=0, lt=_LONGEST)]  # shares of rounds and mean counts too
+_LONGEST = 1e12  # milliseconds, about 30 years
+Time = Annotated[float, Field(ge=0, lt=_LONGEST)]  # also for shares of rounds and for mean counts
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pair:
-    """The number of the target's ranks, and the number of those that also hold the draft."""
+    """The number of the target's ranks, and the number of those ranks that also hold the draft."""
 
     target_tp: int
     draft_tp: int
@@ -53,8 +54,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The point that a record belongs to. batch_size: 0 for no limit. target_tp, draft_tp: in
-    comparisons only; points of k = 0 have no draft TP. request_rate: None without arrivals."""
+    """The point that a record belongs to. batch_size: the largest number of requests at a time; 0
+    for no limit. target_tp, draft_tp: the degrees of a pair, in comparisons only; points of k = 0
+    have no draft TP. request_rate: the rate at which requests arrive; None for closed batches."""
 
     draft: str | None
     batch_size: int
@@ -76,23 +78,27 @@ class Key:
 
 
 class Sample(Record):
-    """One prompt at one point, a line of samples.jsonl: the contract's fields, and after `seconds`
-    all other figures from which metrics are computed.
+    """One prompt at one point, a line of samples.jsonl. The contract names the fields up to
+    `seconds`; the others are further figures from which metrics are computed.
 
-    target_tp, draft_tp: in comparisons only. Lists of times have a number for each repeat. Over all
-    prompts shares add up to the engine's time, rounds and stages. error: the reason why a prompt
-    could not run, if `finish_reason` is "error". num_tokens_from_prefill: as in `Metrics`; the
-    prompt's `rounds_without_proposal` include these tokens, times and shares of rounds do not.
-    ttft_parts_ms: a list for each part. distinct_experts: as in `Metrics`, over the prompt's own
-    rounds, a number for each repeat; None if experts are not counted.
+    target_tp, draft_tp: the degrees of a pair, in comparisons only. Each list of times has one
+    number for each repeat. The shares of all prompts add up to the engine's time, rounds and
+    stages. error: the reason why a prompt could not run, if `finish_reason` is "error".
+    num_tokens_from_prefill: as in `Metrics`; `rounds_without_proposal` includes these tokens, but
+    times and shares of rounds do not. ttft_parts_ms: the parts of `ttft_ms`, one list for each
+    part. distinct_experts: as in `Metrics`, over the prompt's own rounds, one number for each
+    repeat; None if experts are not counted.
 
-    Only samples of servers, which count rounds in their own way, have the following. engine: the
-    server. acceptance_histogram: rounds by accepted proposals, if their order is unknown. counted:
-    the counters' sums over all requests that ran together; one of the requests has them.
-    num_tokens, text: if no ids came. remarks: codes of warnings.
+    Only samples of servers have the following fields, since servers count rounds in their own way.
+    engine: facts about the server. acceptance_histogram: the number of rounds by accepted
+    proposals, if the order of rounds is unknown. counted: the sums of the server's counters over
+    all requests that ran together; only one of these requests has them. num_tokens, text: the
+    number of output tokens and their text, if the server sent no token ids. remarks: codes of
+    warnings.
 
-    At a rate each request has a sample, and one number in each list: request: its number from 0.
-    due: seconds after the first request's due time. send_lag_ms: the delay of sending, for servers.
+    If requests arrive at a rate, each request has a sample of its own, with one number in each
+    list. request: the number of the request, from 0. due: the due time, in seconds after that of
+    the first request. send_lag_ms: how late a request was sent, for servers.
     """
 
     target_tp: Count | None = None
@@ -136,7 +142,8 @@ class Sample(Record):
 
     @property
     def place(self) -> int:
-        """The sample's number among those of its point."""
+        """The number of the sample within its point: that of the request or, without one, of the
+        prompt."""
         return self.index if self.request is None else self.request
 
     @property
@@ -149,7 +156,7 @@ class Sample(Record):
 
     @property
     def decoded_tokens(self) -> int:
-        """The output tokens that rounds decided, the tokens of `decode_seconds`."""
+        """The number of output tokens that rounds decided, in `decode_seconds`."""
         return self.num_output_tokens - self.num_tokens_from_prefill
 
     @property
@@ -159,24 +166,25 @@ class Sample(Record):
 
     @property
     def num_accepted(self) -> int:
-        """The number of accepted proposals in these rounds."""
+        """The number of accepted proposals in rounds with proposals."""
         if self.accepted_per_round:
             return sum(self.accepted_per_round)
         return sum(place * count for place, count in enumerate(self.acceptance_histogram or ()))
 
     @property
     def num_rounds(self) -> int:
-        """The number of rounds in `decode_seconds`, with and without proposals."""
+        """The number of rounds that `decode_seconds` covers, with and without proposals."""
         without = self.rounds_without_proposal - self.num_tokens_from_prefill
         return self.num_drafts + without
 
     @property
     def usual_seconds(self) -> float:
-        """The prompt's share of the time of rounds, averaged over repeats that are no outliers."""
+        """The prompt's share of the time of rounds, averaged over repeats that are not outliers."""
         return self.usual_mean(self.decode_seconds)
 
     def usual_mean(self, values: Sequence[float]) -> float:
-        """The mean of values, one for each repeat, without repeats whose time is an outlier."""
+        """The mean of `values`, one for each repeat, without the repeats whose time is an
+        outlier."""
         if len(values) == len(self.decode_seconds):
             values = [values[place] for place in usual_repeats(self.decode_seconds)]
         return sum(values) / len(values) if values else 0.0
@@ -197,8 +205,8 @@ class Sample(Record):
         return self
 
 
-FEWEST = 3  # fewest prompts with an interval; that of two would span several powers of ten
-OUTLYING = 1.5  # factor over the fastest repeat
+FEWEST = 3  # fewest prompts for an interval; with two it would span several powers of ten
+OUTLYING = 1.5  # a repeat is an outlier above this many times the fastest repeat's time
 
 
 def usual_repeats(seconds: Sequence[float]) -> list[int]:
@@ -230,21 +238,21 @@ class CategoryMetrics(Record):
         return True
 
     def number(self, name: str, _: str | None = None) -> float | None:
-        """A figure by its name, as for a point."""
+        """The figure of this name, as in `Point.number`."""
         value: float | None = getattr(self, name, None)
         return value
 
 
 class BreakEven(Record):
-    """The acceptance at which a point is as fast as plain decoding, at the costs of its rounds.
+    """The acceptance at which a point is as fast as plain decoding, given the costs of its rounds.
 
-    tokens_per_round: the tokens that a round has to write. It is the cost of a sequence's round
-    over that of a round at k = 0, which writes one token. It is over all rounds, like
-    `Metrics.tokens_per_round`. draft_acceptance_rate: the ratio of accepted to proposed tokens that
-    gives this many. alpha: the chance of each proposal that does so in the geometric model
-    (`forecasts.iid_length`). Both are 0 if rounds cost no more than plain decoding, and None if
-    accepting everything would not be enough. is_predicted: whether costs are those of the time
-    curve.
+    tokens_per_round: the tokens that a round must write to break even. This is the cost of a
+    sequence's round divided by the cost of a round at k = 0, which writes one token. It covers all
+    rounds, like `Metrics.tokens_per_round`. draft_acceptance_rate: the ratio of accepted to
+    proposed tokens that yields this many tokens. alpha: the chance of acceptance of each proposal
+    that yields this many tokens in the geometric model (`forecasts.iid_length`). Both are 0 if
+    rounds cost no more than in plain decoding, and None if accepting everything would not be
+    enough. is_predicted: whether the costs come from the time curve.
     """
 
     tokens_per_round: Figure
@@ -255,11 +263,11 @@ class BreakEven(Record):
 
 
 class Prediction(Record):
-    """Predicted figures of a point, from the run at the largest k; errors are relative.
+    """Predicted figures of a point, from the run at the largest k. All errors are relative.
 
-    speedup_ci, speedup_error_ci: 95 % intervals; that of the error is over the measured prompts.
-    drafts_of_k: the k whose proposals stand for this point's, if a method's proposals depend on k;
-    else absent.
+    speedup_ci: the 95 % interval of the speed-up. speedup_error_ci: the 95 % interval of its error,
+    over the measured prompts. drafts_of_k: the k whose proposals were used in place of this
+    point's, if the method's proposals depend on k; otherwise absent.
     """
 
     method: Name
@@ -278,15 +286,15 @@ class Prediction(Record):
 
 
 class Stretch(Record):
-    """A line of load.jsonl: a point at a rate. The point's samples are complete once this line is
-    there. window_seconds: the time from the first measured due time to the last plus one mean gap;
-    for requests all at once, the time to the last answer. num_requests: the measured ones.
-    num_answered: all answers in the window, also to requests that are not measured. num_unmeasured:
-    other requests that were due. max_in_flight: the most requests that were due and not answered.
-    widening: the factor by which intervals over blocks are too narrow. autocorrelated: whether
-    requests wait for each other too long for an interval. shard: the number of the shard, in merged
-    folders.
-    """
+    """The measured window of a point at a rate, a line of load.jsonl. The point's samples are
+    complete once this line is written. window_seconds: the time from the first measured due time to
+    the last, plus one mean gap; if all requests arrive at once, the time to the last answer.
+    num_requests: the number of measured requests. num_answered: the number of answers in the
+    window, including those to requests that are not measured. num_unmeasured: the number of other
+    requests that were due. max_in_flight: the largest number of requests that were due and not yet
+    answered. widening: the factor by which intervals over blocks are too narrow. autocorrelated:
+    whether requests wait for each other too long for an interval. shard: the number of the shard,
+    in merged folders."""
 
     draft: Name | None
     batch_size: Slots
@@ -304,8 +312,8 @@ class Stretch(Record):
 
 
 class Load(Record):
-    """Further figures of a point at a rate; see docs/load.md. offered_rate, goodput: None for
-    requests all at once. slo: objectives in milliseconds, by name."""
+    """Further figures of a point at a rate; see docs/load.md. offered_rate, goodput: None if all
+    requests arrive at once. slo: the objectives in milliseconds, by the name of their figure."""
 
     arrivals: Name
     seed: Count
@@ -337,10 +345,11 @@ class Point(Record):
     """A line of points.jsonl, and an entry of a document's `points`.
 
     Points of sweeps have `draft`, predictions and no degrees. Points of comparisons have degrees
-    (`draft_tp` is None at k = 0) and the fields after `prediction`. request_rate, load: at a rate
-    only. engine, num_retries: for servers only. *_ci: 95 % intervals of figures of `metrics`.
-    break_even: None at k = 0. impossible_speedup: a ratio of speeds that no speculation can reach;
-    then `speedup` is None.
+    (`draft_tp` is None at k = 0) and the fields after `prediction`. request_rate, load: set only if
+    requests arrive at a rate. engine, num_retries: set only for servers. *_ci: the 95 % intervals
+    of figures of `metrics`. break_even: the acceptance needed to be as fast as plain decoding; None
+    at k = 0. impossible_speedup: a ratio of speeds that no speculation can reach; then `speedup` is
+    None.
     """
 
     target_tp: Count | None = None
@@ -377,7 +386,8 @@ class Point(Record):
     load: Load | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The point as written. k = 0 has no draft, whichever arm it was measured with."""
+        """The point as it is written. At k = 0 it has no draft, whichever arm it was measured
+        with."""
         found = super().as_dict()
         return found | {"draft": None} if self.k == 0 and "draft" in found else found
 
@@ -403,13 +413,13 @@ class Point(Record):
 
     @property
     def is_predicted(self) -> bool:
-        """Whether this was predicted instead of measured, as asked."""
+        """Whether the run was asked to predict this point instead of measuring it, and could."""
         return self.status == "skipped" and self.predicted_speedup is not None
 
     def number(self, name: str, part: str | None = None) -> float | None:
-        """A figure of the point, else of its metrics; None if it was not measured.
+        """A figure of the point or else of its metrics; None if it was not measured.
 
-        part: such as p50, if the figure is a spread.
+        part: the part of a figure that is a spread, such as p50.
         """
         of = self if name in self.model_fields_set else self.metrics
         if self.engine is not None and of is not None and name not in of.model_fields_set:
@@ -447,8 +457,8 @@ class CurvePart(StageTimes, _PartCounts):
 
 
 class PairFacts(Record):
-    """A line of pairs.jsonl: the caches of a pair whose models were loaded. warnings: those about
-    the machine during its measurement so far."""
+    """A line of pairs.jsonl: the caches of a pair whose models were loaded. warnings: the warnings
+    so far about the machine while the pair was measured."""
 
     target_tp: Count
     draft_tp: Count
@@ -460,12 +470,13 @@ class PairFacts(Record):
 
 
 def blocks_in_words(blocks: Sequence[int] | None) -> str:
-    """Blocks by rank: `4 x 1,024` if all ranks have the same, else each."""
+    """The number of blocks on each rank: `4 x 1,024` if all ranks have equally many, else a
+    list."""
     if blocks and len(set(blocks)) == 1:
         return f"{len(blocks)} x {blocks[0]:,}"
     return " ".join(f"{b:,}" for b in blocks or ())
 
 
 def given(**fields: Any) -> dict[str, Any]:
-    """The fields that are not None, for records that are written without the others."""
+    """The fields that are not None, for records that leave out fields without a value."""
     return {name: value for name, value in fields.items() if value is not None}

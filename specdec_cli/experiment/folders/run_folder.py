@@ -22,7 +22,7 @@ _RECORDS = ("samples", "points", "replay", "curve", "pairs", "load")
 
 
 class LostRecords(SetupError):
-    """Something else changed the folder while a run wrote there: exit code 1."""
+    """Something else changed the folder while a run wrote to it. The exit code is 1."""
 
     code = ExitCode.RUN_FAILED
 
@@ -57,7 +57,8 @@ class RunFolder:
     def create(
         cls, path: Path, recipe: Recipe, where: dict[str, Any], own_prompts: str | None = None
     ) -> "RunFolder":
-        """A new folder. own_prompts: the text of prompts.jsonl, if the recipe's data are there."""
+        """A new folder with its recipe and environment. own_prompts: the text of prompts.jsonl, if
+        the folder has to keep the prompts itself."""
         folder = cls(path)
         if own_prompts is not None:
             folder.refuse_foreign(PROMPTS)
@@ -85,7 +86,8 @@ class RunFolder:
         return folder
 
     def write_recipe(self, recipe: Recipe) -> None:
-        """Write recipe.yaml, which names the folder's own prompts in a way that moves with it."""
+        """Write recipe.yaml. It names the folder's own prompts by a relative path, so that the
+        folder can be moved."""
         recipe, data = found_from_anywhere(recipe), recipe.data
         if data is not None and data.path == os.path.abspath(self.path / PROMPTS):
             recipe = recipe.changed("data", path=PROMPTS)
@@ -157,7 +159,8 @@ class RunFolder:
             _sync_names(self.path)
 
     def _check_present(self) -> None:
-        """Raise `LostRecords` if the folder is no longer there, or a file that this run wrote."""
+        """Raise `LostRecords` if the folder, or a file that this run wrote, was removed, replaced
+        or cut short."""
         for name, descriptor in self._files.items():
             ours, now = os.fstat(descriptor), None
             with suppress(FileNotFoundError, NotADirectoryError):

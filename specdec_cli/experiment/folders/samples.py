@@ -1,11 +1,11 @@
-"""The samples of a point: those that ran, its baseline, its categories, and checks of foreign
-samples."""
+"""Selecting among the samples of a point: those that could run, the baseline's, those of a
+category. Also a check of samples that were read from a file."""
 
 from collections.abc import Iterable, Mapping
 
 from specdec_cli.experiment.folders.records import Key, Sample
 
-Samples = Mapping[int, Sample]  # of one point, by `Sample.place` (prompt or request)
+Samples = Mapping[int, Sample]  # the samples of one point, by `Sample.place`
 
 
 def without_errors(samples: Samples) -> dict[int, Sample]:
@@ -14,7 +14,7 @@ def without_errors(samples: Samples) -> dict[int, Sample]:
 
 
 def why_none(samples: Samples) -> str:
-    """The reason of a point that did not fail, although none of its prompts ran."""
+    """The reason why a point that did not fail has no result: none of its prompts ran."""
     why = next((s.error for s in samples.values() if s.error), None)
     return f"no prompt could run: {why}" if why else "no prompt was run"
 
@@ -48,7 +48,8 @@ def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, l
 
 
 def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
-    """The reason why a run with these numbers cannot have the sample, or None."""
+    """The reason why a run with this number of prompts and repeats cannot have the sample, or
+    None."""
     if sample.index >= num_prompts:
         return f"its index is {sample.index}, of {num_prompts} prompts"
     repeats = repeats if sample.request is None else 1

@@ -26,12 +26,13 @@ SETTINGS = "settings.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """The settings that samples depend on, as kept in a run folder; a resumed run must have the
-    same.
+    """The settings that samples depend on, as kept in a run folder. A resumed run must have the
+    same settings.
 
-    kind: the kind of run, in words. mark: a field that only settings of this kind have. recipe: as
-    resolved, without the keys that other fields cover. prompts: their number, and digests of their
-    tokens and categories. device: the name of the device's kind. dtype: the target's.
+    kind: the kind of run, in words. mark: a field that only settings of this kind have. recipe: the
+    resolved recipe, without the keys that other fields cover. prompts: the number of prompts, and
+    digests of their tokens and categories. device: the name of the device's kind. dtype: the
+    target's dtype.
     """
 
     kind: ClassVar[str]
@@ -62,18 +63,17 @@ class RunSettings:
         return is_given(self.recipe["speculation"]["acceptance"])
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as read back from JSON: with lists for tuples."""
+        """The settings as they are read back from JSON, with lists in place of tuples."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found
 
     def in_document(self) -> dict[str, Any]:
-        """The settings as documents have them."""
+        """The settings as they appear in documents, with their digest."""
         return self.as_dict() | {"settings_hash": self.digest}
 
     def misfit_in(self, record: Record, **known: Collection[Any]) -> str | None:
         """The reason why a record belongs to no point of the run, or None. known: the values that
-        its fields may have.
-        """
+        each field of a record may have."""
         told = elsewhere(record, known)
         if told or not isinstance(record, Sample):
             return told
@@ -131,9 +131,9 @@ def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[
 
 
 def kept_settings(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
-    """The settings of a run of this kind; empty for a folder with another's.
+    """The settings in the folder of a run of this kind; empty if the run is of another kind.
 
-    Raises `SetupError` if they are damaged, and the errors of `read_settings_file`.
+    Raises `SetupError` if the settings are damaged, and the errors of `read_settings_file`.
     """
     refuse_special_files(path)
     file = read_settings_file(path)
@@ -157,8 +157,8 @@ def read_warnings(path: Path) -> list[Notice]:
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """The content of settings.json. Raises `UsageError` without the file, or for another version's
-    folder."""
+    """The content of settings.json. Raises `UsageError` if the file is missing or of another
+    version, and `SetupError` if it cannot be read."""
     try:
         found = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -225,13 +225,14 @@ def keep_warning(folder: RunFolder, settings: RunSettings, found: Notice) -> Non
 
 
 def unsaid(found: Iterable[Notice], said: Iterable[Notice]) -> list[Notice]:
-    """The warnings whose messages have not been said, each once."""
+    """The warnings of `found` whose messages do not occur in `said`, each once."""
     known = {one.message for one in said}
     return list({one.message: one for one in found if one.message not in known}.values())
 
 
 def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
-    """The environment in a folder's summary, or that in which the run began, or `where`."""
+    """The environment in a folder's summary; without a summary, the one in which the run began;
+    else `where`."""
     summary = read_json(path / "summary.json")
     measured = summary.get("environment") if isinstance(summary, dict) else None
     found = measured, read_json(path / "environment.json"), where
@@ -270,8 +271,8 @@ class Difference:
 def settings_difference(there: Document, now: Document) -> Difference | None:
     """The first difference between two settings, or None.
 
-    Models with equal fingerprints are the same under any name; names count if a fingerprint is
-    missing. The drafts' names also count, since they label records.
+    Models with equal fingerprints are the same, whatever their names. If a fingerprint is missing,
+    names are compared. The drafts' names are always compared, since they label records.
     """
     there, now = copy.deepcopy(there), copy.deepcopy(now)
     for key, theirs, ours in _models(there, now):
@@ -297,7 +298,7 @@ def settings_difference(there: Document, now: Document) -> Difference | None:
 
 
 def _models(there: Document, now: Document) -> Iterator[tuple[str, Document, Document]]:
-    """Keys and sections of the models that both settings have in the same place."""
+    """The key and the two sections of each model that both settings have in the same place."""
     was, is_now = there.get("recipe"), now.get("recipe")
     if not isinstance(was, dict) or not isinstance(is_now, dict):
         return

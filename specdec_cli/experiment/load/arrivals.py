@@ -19,8 +19,9 @@ _CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The way in which requests arrive. shape: that of the gamma distribution of gaps; 1 is
-    Poisson's. times: those of a file, in ascending seconds; they repeat after the last."""
+    """The way in which requests arrive. shape: the shape of the gamma distribution of gaps; 1 gives
+    a Poisson process. times: the due times of a file, ascending, in seconds; after the last one
+    they repeat."""
 
     kind: Literal["gamma", "constant", "file"]
     shape: float = 1.0
@@ -28,7 +29,7 @@ class Process:
 
     @property
     def own_rate(self) -> float | None:
-        """The mean rate of a file's times."""
+        """The mean rate of a file's due times; None without a file."""
         span = self.times[-1] - self.times[0] if self.times else 0.0
         return (len(self.times) - 1) / span if span else None
 
@@ -73,10 +74,10 @@ def _times_in(path: Path) -> tuple[float, ...]:
 
 
 def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float]:
-    """The seconds before each request, without end. stream: `MEASURED` or `BEFORE`.
+    """The seconds that pass before each request, without end. stream: `MEASURED` or `BEFORE`.
 
-    PCG64 is keyed by seed, rate and stream, so that the numbers are the same at every k and for
-    every engine, and longer sequences begin like shorter ones.
+    PCG64 is keyed by seed, rate and stream. So the numbers are the same at every k and for every
+    engine, and longer sequences begin like shorter ones.
     """
     if rate == "inf":
         yield from cycle([0.0])
@@ -99,8 +100,8 @@ def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float
 class Offered:
     """The load of a run, as its settings hold it.
 
-    rates: ascending, inf last. arrivals: as in the recipe. slo: objectives in milliseconds, by the
-    name of their figure.
+    rates: the request rates, ascending, with inf last. arrivals: the process of arrivals, as the
+    recipe names it. slo: the objectives in milliseconds, by the name of their figure.
     """
 
     rates: tuple[Rate, ...]

@@ -15,14 +15,15 @@ FEWEST = 16  # fewest requests for an interval
 _FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
 _LONG = 200  # a larger block is split into more blocks
 _MOST_LIKENESS = 0.8
-_FEW = 10  # good requests, or bad ones, below which blocks tell too little
+_FEW = 10  # with fewer good or fewer bad requests, blocks tell too little
 
 
 def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]) -> bool:
-    """Whether an answered request meets every objective, both in milliseconds by name.
+    """Whether an answered request meets every objective. Objectives and latencies are in
+    milliseconds, by name.
 
-    A text of one token has no `tpot_ms` and meets any objective for it. With any other missing
-    figure a request fails its objective.
+    A request fails an objective whose figure is missing. The exception is `tpot_ms`, which a text
+    of one token does not have.
     """
     return all(
         name == "tpot_ms" if (found := latencies.get(name)) is None else found <= most
@@ -31,8 +32,8 @@ def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]
 
 
 def blocks(count: int) -> list[slice]:
-    """8 to 20 blocks of consecutive requests, whose sizes differ by at most one; none below 16
-    requests."""
+    """8 to 20 blocks of consecutive requests, whose sizes differ by at most one. The list is empty
+    for fewer than 16 requests."""
     if count < FEWEST:
         return []
     number = min(_MOST_BLOCKS, max(_FEWEST_BLOCKS, count // _LONG))
@@ -41,7 +42,7 @@ def blocks(count: int) -> list[slice]:
 
 
 def block_means(values: Sequence[float]) -> list[float]:
-    """The mean of each block; none for too few requests."""
+    """The mean of each block; empty for too few requests."""
     return [float(np.mean(values[block])) for block in blocks(len(values))]
 
 
@@ -49,8 +50,8 @@ def mean_interval(means: Sequence[float]) -> list[float] | None:
     """Student's 95 % interval of the mean over blocks; None without blocks.
 
     The interval is widened by the correlation of neighbouring blocks, as for an autoregressive
-    process. 1 / blocks is added to the correlation, which is too low by as much on average (Kendall
-    1954). `scripts/proofs/load.py` has the coverage with queues.
+    process. The estimated correlation is too low by 1 / blocks on average, so this is added to it
+    (Kendall 1954). `scripts/proofs/load.py` shows the coverage on simulated queues.
     """
     if len(means) < _FEWEST_BLOCKS:
         return None
@@ -59,7 +60,7 @@ def mean_interval(means: Sequence[float]) -> list[float] | None:
 
 
 def _reach(means: Sequence[float]) -> float:
-    """Half the width of the interval."""
+    """Half the width of the interval that `mean_interval` returns."""
     count, away = len(means), np.asarray(means, float) - np.mean(means)
     if not (spread := float(away @ away)):
         return 0.0
@@ -70,8 +71,8 @@ def _reach(means: Sequence[float]) -> float:
 
 
 def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] | None:
-    """The interval of a ratio of two means over the same requests, such as times at two k. It uses
-    the linearised difference of each block. None for too few requests."""
+    """The 95 % interval of the ratio of two means over the same requests, such as times at two k.
+    It uses the linearised difference of each block. None for too few requests."""
     if len(one) < FEWEST:
         return None
     upper, lower = float(np.mean(one)), float(np.mean(other))
@@ -81,10 +82,11 @@ def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] 
 
 
 def share_interval(met: Sequence[bool], widening: float = 1.0) -> list[float] | None:
-    """The interval of a share, within 0 and 1. widening: that of `crowding`.
+    """The 95 % interval of a share of requests, within 0 and 1; None for too few requests.
+    widening: the factor by which `crowding` widens the interval.
 
-    Blocks with few good requests, or few bad ones, are alike by chance. So the interval then
-    reaches at least as far as that of independent requests.
+    If few requests are good, or few are bad, blocks may be alike by chance. Then the interval
+    reaches at least as far as for independent requests.
     """
     found = mean_interval(block_means([float(one) for one in met]))
     if found is None:

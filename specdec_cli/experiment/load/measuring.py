@@ -1,9 +1,14 @@
-"""Measuring one point at a rate. Requests arrive before, during and after the measured window, and
-the measured ones become samples. The window also shows whether arrivals outran the server, so that
-its queue grew and answers fell behind, and how much requests crowd each other. The number of them
-under way drifts back to its mean at the rate (1 - elasticity) / latency, by Little's law, where
-elasticity is the growth of a request's time, in per cent, if one per cent more requests are under
-way: 0 if none disturbs another, near 1 if the server is nearly full."""
+"""Measuring one point at a rate.
+
+Requests arrive before, during and after the measured window, and the measured ones become samples.
+The window also shows whether arrivals outran the server, so that its queue grew and answers fell
+behind, and how much requests crowd each other.
+
+By Little's law, the number of requests under way drifts back to its mean at the rate (1 -
+elasticity) / latency. The elasticity is the growth of a request's time, in per cent, if one per
+cent more requests are under way. It is 0 if no request disturbs another, and near 1 if the server
+is nearly full.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,17 +34,17 @@ from specdec_cli.experiment.load.goodput import FEWEST
 from specdec_cli.experiment.measure import sample_of
 
 _FREE = 0.15  # up to this elasticity any window will do
-_NEEDED = 150.0  # least memories in a window, for each unit of elasticity above that
+_NEEDED = 150.0  # least memories in a window, for each unit of elasticity above `_FREE`
 _MOST = 0.9  # largest elasticity in the widening of intervals
 _POWER = 0.75  # exponent of 1 / (1 - elasticity) in the widening
 
 
 @dataclass(frozen=True, slots=True)
 class Crowding:
-    """widening: the factor by which intervals over blocks are too narrow. is_lasting: whether a
-    queue lasts too long for an interval over this window.
+    """How much requests crowd each other. widening: the factor by which intervals over blocks are
+    too narrow. is_lasting: whether a queue lasts too long for an interval over this window.
 
-    The constants are those with which `scripts/proofs/load.py` finds honest intervals.
+    With the constants above, `scripts/proofs/load.py` finds honest intervals.
     """
 
     widening: float = 1.0
@@ -70,14 +75,15 @@ def crowding(latencies: Sequence[float], under_way: Sequence[int]) -> Crowding:
 
 _ERRORS, _GROWTH, _REQUESTS = 2.0, 1.2, 2.0
 _SHARE = 0.95
-_BLOCKS = 4  # blocks of each third
+_BLOCKS = 4  # blocks in each third of the arrivals
 
 
 def stretch_of(
     key: Key, num_measured: int, due: Mapping[int, float], done: Mapping[int, float]
 ) -> Stretch:
-    """due, done: times by number of request, in seconds on one clock. The measured requests have
-    the first numbers. Requests that are due after the last of their answers were not sent."""
+    """The record of a window. due, done: the times at which requests were due and were answered, by
+    the number of the request, in seconds on one clock. The measured requests have the first
+    numbers. Requests that are due after the last answer to a measured request were not sent."""
     measured = [due[number] for number in range(num_measured)]
     begin, span = measured[0], measured[-1] - measured[0]
     end = max(done[number] for number in range(num_measured))
@@ -106,8 +112,8 @@ def stretch_of(
 
 
 def in_flight(due: Sequence[float], done: Sequence[float], at: Sequence[float]) -> list[int]:
-    """The number of requests under way at each of the given times: due by then, and not done. done:
-    infinity for requests that never end."""
+    """The number of requests under way at each time in `at`: those due by then and not yet
+    answered. done: the times of the answers; infinity for requests that never end."""
     times = np.asarray(at, float)
     arrived, answered = (
         np.searchsorted(np.sort(np.asarray(of, float)), times, side="right") for of in (due, done)
@@ -116,14 +122,18 @@ def in_flight(due: Sequence[float], done: Sequence[float], at: Sequence[float]) 
 
 
 def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
-    """Whether requests under way keep growing beyond chance, and answers come more slowly.
+    """Whether the number of requests under way keeps growing beyond chance, and answers fall
+    behind.
 
-    under_way: the number at each measured arrival, in order. num_answered: answers within the
-    window. The number under way has to grow from the first third to the last by two requests, by a
-    fifth, and by two standard errors of the means of blocks, and from the second third on as well:
-    after a few more arrivals it falls again. The errors are too small, since a queue has a memory.
-    So answers also have to fall behind arrivals by 5 %, and by two standard
-    errors of the difference of two Poisson counts of the requests under way.
+    under_way: the number under way at each measured arrival, in order. num_answered: the number of
+    answers within the window.
+
+    The number under way has to grow from the first third of arrivals to the last by two requests,
+    by a fifth, and by two standard errors of the means of blocks. It also has to grow from the
+    second third to the last: after a short burst of arrivals it would fall again. The standard
+    errors are too small, since a queue has a memory. So answers also have to fall behind arrivals
+    by 5 %, and by two standard errors of the difference of two Poisson counts whose mean is the
+    number of requests under way in the first third.
     """
     count = len(under_way)
     if count < FEWEST or num_answered >= _SHARE * count:
@@ -143,21 +153,22 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
     )
 
 
-_BEFORE = 10  # one request before for this many measured ones
+_BEFORE = 10  # at least one request before the window for this many measured ones
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """Requests as they come, prompts in turn; see `core.types.Arrivals`.
+    """The requests of a point as they arrive, with the prompts in turn; see `core.types.Arrivals`.
 
-    The measured requests have numbers from 0, and those after them the next numbers; requests
-    before them have the last numbers. Requests before come until as many are answered as were under
-    way at the first answer, so that the queue is full. They are at least a tenth of the measured
-    ones and at most as many. Then the measured ones begin, at due times that are the same in every
-    stream of a rate. After them at most as many requests come, until all measured ones are
-    answered.
+    The measured requests have numbers from 0. Requests after them have the next numbers, and
+    requests before them have the last numbers. Earlier requests arrive until those that were under
+    way at the first answer are all answered, so that the queue is full. Their number is at least a
+    tenth of that of the measured requests, and at most as large. Then the measured requests arrive,
+    at due times that are the same in every stream of a rate. After them at most as many requests
+    arrive again, until all measured ones are answered.
 
-    due: seconds after the start, by number. done: times on `time.perf_counter`, by number.
+    due: seconds after the start, by the number of the request. done: the times of answers on
+    `time.perf_counter`, by the same number.
     """
 
     prompts: Sequence[Request]
@@ -221,7 +232,7 @@ def measure_at_rate(
     """Have requests arrive at the key's rate. Every rank calls this.
 
     Returns the point's samples, the record of its window, and the seconds of rounds and prefill
-    passes. These include requests that are not measured.
+    passes. The seconds include requests that are not measured.
     """
     assert key.request_rate is not None
     repeats, params = job.plan.recipe.run.repeats, job.plan.params
@@ -253,10 +264,9 @@ def measure_at_rate(
 
 
 def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
-    """The sample with the server's counts of all requests together, which any of the answers had.
+    """The sample with the server's counts of all requests together, which one of the answers holds.
     The counts include requests that are not measured. They are needed only if the rounds of single
-    requests are unknown.
-    """
+    requests are unknown."""
     served = [one.served for one in found if one.served is not None]
     remarks = sorted({code for one in served for code in one.remarks} - {*sample.remarks})
     counted = next((one.counted for one in served if one.counted is not None), None)
@@ -267,7 +277,7 @@ def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
 
 
 def _from_due(own: Finished) -> dict[str, object]:
-    """Latencies from the due time of a request, with its wait for a slot."""
+    """The latencies of a request from its due time on, so that they include its wait for a slot."""
     lag = own.served.send_lag_ms if own.served is not None else None
     first, last = (
         [] if at is None or own.error is not None else [(at - own.arrived_at) * 1e3]

@@ -1,8 +1,8 @@
 """Points at a rate, computed from their samples and windows: goodput, overload and speed-ups. Also
 the recommended k at a rate, and the rates between which the recommendation changes.
 
-Points are compared on the same requests at the same due times, so that differences are paired, and
-over blocks of consecutive requests.
+Points are compared on the same requests at the same due times, so that differences are paired.
+Intervals are over blocks of consecutive requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from specdec_cli.experiment.load.goodput import (
 )
 from specdec_cli.experiment.points import Failure, measured
 
-_LATE = 0.05  # in mean gaps
+_LATE = 0.05  # least reported delay of sending, in mean gaps
 _NO_LATENCIES = {name: Spread.of([]) for name in ("ttft_ms", "tpot_ms", "e2el_ms")}
 
 
@@ -51,8 +51,8 @@ def points_at_rate(
             of_plain = stretches.get(plain, {}).values()
             is_slow = load.overloaded or any(one.overloaded for one in of_plain)
             gain = _gain(own, {} if is_slow or plain in failures else samples.get(plain, {}))
-            # Latencies run from the due time. An overloaded server has none, since they grow
-            # without end.
+            # Latencies count from the due time. An overloaded server has none, since its latencies
+            # grow without end.
             whole = {"e2el_ms": Spread.of([ms for s in own.values() for ms in s.e2el_ms])}
             latencies = _NO_LATENCIES if load.overloaded else whole
             metrics = point.metrics.model_copy(update=latencies)
@@ -62,8 +62,8 @@ def points_at_rate(
 
 
 def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: Offered) -> Load:
-    """The record of a point's load. Failed requests are not good. An overloaded server has no
-    goodput, since the time of a request depends on the length of the run."""
+    """The record of a point's load. Failed requests do not count as good. An overloaded server has
+    no goodput, since there the time of a request depends on the length of the run."""
     window = sum(one.window_seconds for one in stretches)
     count, answered = len(samples), sum(one.num_answered for one in stretches)
     ordered = [samples[number] for number in sorted(samples)]
@@ -107,8 +107,8 @@ def is_met(samples: Sequence[Sample], slo: Mapping[str, float]) -> list[bool]:
 
 
 def _gain(own: Samples, plain: Samples) -> dict[str, Any]:
-    """The mean time of requests at k = 0 over that at this point, for requests that both answered.
-    The interval is over blocks of requests."""
+    """The mean time of a request at k = 0 divided by the mean time at this point, over the requests
+    that both points answered. The interval is over blocks of requests."""
     both = sorted(without_errors(own).keys() & without_errors(plain).keys())
     times = [[of[i].e2el_ms[0] for i in both] for of in (plain, own)]
     if not both:
@@ -119,7 +119,8 @@ def _gain(own: Samples, plain: Samples) -> dict[str, Any]:
 
 
 def load_warnings(points: Sequence[Point]) -> list[Notice]:
-    """Warnings of servers that fell behind, and of a client that did."""
+    """Warnings about servers that fell behind, queues that last too long for an interval, and a
+    client that sent requests late."""
     found = []
     for point in points:
         if (load := point.load) is None or point.request_rate is None:
@@ -149,27 +150,29 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A point, over the requests that all points have. times: milliseconds of the requests that all
-    points answered. met: whether each met the objectives; empty without objectives."""
+    """The results of a point on the requests that all points have. times: the milliseconds of each
+    request that all points answered. met: for each request, 1 if it met the objectives and 0 if
+    not; empty without objectives."""
 
     point: Point
     times: tuple[float, ...]
     met: tuple[float, ...] = ()
 
     def is_faster(self, other: "Scored") -> bool:
-        """Whether this one is faster beyond chance."""
+        """Whether requests of this point take less time than the other's, beyond chance."""
         ends = ratio_interval(other.times, self.times)
         return ends is not None and ends[0] > 1.0
 
     def is_better(self, other: "Scored") -> bool:
-        """Whether this one meets more objectives beyond chance."""
+        """Whether more requests of this point meet the objectives than of the other, beyond
+        chance."""
         pairs = zip(block_means(self.met), block_means(other.met), strict=True)
         ends = mean_interval([a - b for a, b in pairs])
         return ends is not None and ends[0] > 0.0
 
 
 def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scored]:
-    """The scores of points that have latencies."""
+    """The results of all points that were measured and are not overloaded."""
     chosen = [p for p in points if p.is_ok and p.load is not None and not p.load.overloaded]
     if not chosen:
         return []
@@ -190,8 +193,9 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
     """The recommendation among the points of one rate.
 
     If there are objectives, goodput decides. Points that are tied with the best are then compared
-    by latency, and the smallest k among those still tied is chosen. It is recommended if one of the
-    two figures is better than at k = 0 beyond chance. Overloaded points are never recommended.
+    by latency, and the smallest k among those still tied is chosen. A k > 0 is recommended only if
+    one of the two figures is better than at k = 0 beyond chance, or if k = 0 has no result.
+    Overloaded points are never recommended.
     """
     rate = points[0].request_rate
     assert rate is not None
@@ -249,7 +253,8 @@ def _reason(
 
 
 def crossover(best: Mapping[Rate, Best]) -> Crossover:
-    """The largest rate at which some k > 0 is recommended, and the smallest at which k = 0 is."""
+    """The largest rate at which some k > 0 is recommended, and the smallest at which k = 0 is
+    recommended."""
     known = {rate: one.k for rate, one in best.items() if rate != "inf" and one.k is not None}
     speculating = [rate for rate, k in known.items() if k]
     plain = [rate for rate, k in known.items() if not k]

@@ -1,4 +1,4 @@
-"""The verdict on a gain, and how much more has to be measured for one. Knows no engine."""
+"""The verdict on a gain, and how much more has to be measured to reach one. Knows no engine."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,17 +8,16 @@ from specdec_cli.experiment.folders.conclusions import Needed, Verdict
 from specdec_cli.experiment.statistics.stats import student
 
 NEGLIGIBLE = 0.03  # a gain up to this is not worth a draft, so it may be called none
-_SURE = 1.96 + 0.84  # distance from 1 in standard errors at which four of five measurements decide
+_SURE = 1.96 + 0.84  # standard errors from 1 at which four of five measurements decide
 _ENOUGH = 8  # fewest prompts whose interval has enough degrees of freedom
 Ends = Sequence[float] | None
 
 
 def verdict_of(chosen: Ends, others: Iterable[Ends], *, is_disturbed: bool) -> Verdict:
-    """use: the chosen point is faster beyond chance. none: no point gains more than `NEGLIGIBLE`,
-    beyond chance. Otherwise inconclusive, as for disturbed times. chosen: the interval of the
-    chosen point's speed-up; None for plain decoding or without an interval. others: the intervals
-    of all points with proposals.
-    """
+    """The verdict: "use" if the chosen point is faster beyond chance, "none" if it is beyond chance
+    that no point gains more than `NEGLIGIBLE`, otherwise "inconclusive". With disturbed times it is
+    always "inconclusive". chosen: the interval of the chosen point's speed-up; None for plain
+    decoding or without an interval. others: the intervals of all points with proposals."""
     if is_disturbed:
         return "inconclusive"
     if chosen is not None and chosen[0] > 1.0:
@@ -34,11 +33,10 @@ def judged(
     leader: tuple[float, Ends, int, float, int] | None,
     disturbed: Sequence[Notice],
 ) -> tuple[Verdict, Needed | None, str]:
-    """The verdict, the measurement that would decide an undecided one, and both in words that
-    follow a reason. chosen, others: as for `verdict_of`. leader: the arguments of `needed_for` for
-    the fastest point with proposals; None without one. disturbed: signs that something disturbed
-    the times.
-    """
+    """The verdict, the measurement that would settle it if it is inconclusive, and words on both to
+    append to a reason. chosen, others: as for `verdict_of`. leader: the arguments of `needed_for`
+    for the fastest point with proposals; None without such a point. disturbed: signs that something
+    disturbed the times."""
     is_disturbed = bool(disturbed)
     verdict = verdict_of(chosen, others, is_disturbed=is_disturbed)
     codes = ", ".join(dict.fromkeys(one.code for one in disturbed))
@@ -53,10 +51,10 @@ def judged(
 def needed_for(
     gain: float, ends: Ends, count: int, seconds: float, batch_size: int, *, is_disturbed: bool
 ) -> Needed:
-    """The number of prompts that would tell a gain from 1, or from a gain worth having, four times
-    in five, if they scatter like the measured ones. If only times were disturbed, it is the same
-    prompts again. ends: the gain's interval over `count` prompts, which took `seconds`.
-    """
+    """The number of prompts that would settle a gain four times in five, if they scatter like the
+    measured ones: they would show that it is above 1, or that it is not worth having. If only the
+    times were disturbed, the same prompts are measured again. ends: the gain's interval over
+    `count` prompts, which took `seconds` to measure."""
     if ends is None:
         prompts = max(count + 1, _ENOUGH * batch_size)
     elif is_disturbed and not ends[0] <= 1.0 <= ends[1]:

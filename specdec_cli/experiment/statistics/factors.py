@@ -1,7 +1,7 @@
-"""Measures over one or two kinds of observations, and the choice among them.
+"""Measures over one or two kinds of observations, and the choice of the best measure.
 
-A prediction rests on two kinds: the rounds of prompts, and the cost of rounds in the parts of a
-time curve. Knows no engine and no files.
+A prediction rests on two kinds of observations: the rounds of prompts, and the cost of rounds in
+the parts of a time curve. Knows no engine and no files.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,10 @@ class MidRatio:
     def interval(self) -> list[float] | None:
         """The 95 % interval; None for fewer than two observations.
 
-        Yuen's for trimmed means (The two-sample trimmed t for unequal population variances,
-        Biometrika 1974), of the logarithm: winsorised influences, Student's t. Below 8 observations
-        nothing is trimmed, since 4 observations would leave one degree of freedom.
+        This is Yuen's interval for trimmed means (The two-sample trimmed t for unequal population
+        variances, Biometrika 1974), applied to the logarithm with winsorised influences and
+        Student's t. Below 8 observations nothing is trimmed, since 4 observations would leave one
+        degree of freedom.
         """
         n = len(self.columns)
         if n < 2:
@@ -75,9 +76,10 @@ class Product:
     def interval(self, seed: int) -> list[float] | None:
         """The 95 % interval; None if one of the factors has none.
 
-        The factors' intervals are combined on the logarithm by their squares (Zou and Donner,
-        Construction of confidence limits about effect measures, Statistics in Medicine 2008).
-        Prompts that are all alike have an interval without width.
+        The distances of the factors' ends from their values are combined on a logarithmic scale, by
+        the root of the sum of squares (Zou and Donner, Construction of confidence limits about
+        effect measures, Statistics in Medicine 2008). If all prompts are alike, their factor has an
+        interval of width 0.
         """
         prompts, parts = stats.interval(self.prompts, seed), self.parts.interval()
         if prompts is None and len(self.prompts.columns) >= stats.FEWEST:
@@ -106,8 +108,8 @@ def midmean(values: Sequence[float] | Array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The recommended measure of several, by its place in their list. best: the place of the
-    largest. tied: the places of those that do not differ from it at 95 %, including the best.
+    """The largest of several measures, by its place in their list. best: the place of the largest
+    measure. tied: the places of the measures that do not differ from it at 95 %, including its own.
     """
 
     best: int
@@ -116,9 +118,9 @@ class Ranking:
 
 def choose(measures: Sequence[Measure], seed: int = 0) -> Ranking:
     """The largest of several measures over the same observations, and those tied with it. A measure
-    is tied if the interval of its ratio to the best contains 1. Without an interval only an equal
-    value is tied. Measures without a value are left out, unless none has one.
-    """
+    is tied if the interval of its ratio to the largest contains 1. Without an interval, a measure
+    is tied only if its value is equal. A measure whose value is NaN is left out, unless all values
+    are NaN."""
     values = [m.value for m in measures]
     best = max(range(len(values)), key=lambda i: -np.inf if np.isnan(values[i]) else values[i])
 

@@ -18,13 +18,13 @@ from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio
 
 _DRIFT = 0.10  # least relative change of a round's time, minus its error, that is reported
-# The number of standard errors that are subtracted. The largest change among many splits counts,
-# and no machine is wholly quiet: 28 quiet sweeps on two shared cores had at most 9 %, and 18 sweeps
-# beside other work at least 13 %.
+# The number of standard errors that are subtracted from a change. It is large, since the largest
+# change among many splits counts and no machine is wholly quiet: 28 quiet sweeps on two shared
+# cores had changes of at most 9 %, and 18 sweeps beside other work of at least 13 %.
 _CERTAIN = 4.5
 _FEWEST = 8  # fewest batches of prompts that can show a drift
 _FEWEST_AT_SEAM = 5
-_DISAGREE = 0.03  # least reported difference of two repeats, at its interval's near end
+_DISAGREE = 0.03  # least reported difference of two repeats, at the near end of its interval
 _OFF = 0.03  # least relative error of a prediction that is reported
 
 
@@ -37,7 +37,7 @@ def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
 
 
 def _by_run(samples: Mapping[Key, Samples]) -> Iterable[dict[Key, Samples]]:
-    """The samples that were measured in turns: those of one batch size and pair of degrees."""
+    """The samples of each batch size and pair of degrees, whose points were measured in turns."""
     by_run: dict[tuple[int, Pair], dict[Key, Samples]] = {}
     for key, of in samples.items():
         if usable := without_errors(of):
@@ -46,8 +46,8 @@ def _by_run(samples: Mapping[Key, Samples]) -> Iterable[dict[Key, Samples]]:
 
 
 def seams_in(samples: Mapping[Key, Samples], earlier: Collection[int]) -> list[Notice]:
-    """Warnings if rounds are slower or faster since a run was resumed. earlier: the prompts before
-    that."""
+    """Warnings if rounds are slower or faster since a run was resumed. earlier: the prompts that
+    were measured before the run was resumed."""
     if not earlier:
         return []
     return [one for chosen in _by_run(samples) for one in _drift(chosen, earlier)]
@@ -58,8 +58,8 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
 
     earlier: the prompts before a seam, if only a change at the seam counts.
 
-    Prompts are measured in the order of their indices, each at every point, so that the mean over
-    points of a round's time, relative to each point's median, shows the machine's speed. Longer
+    Prompts are measured in the order of their indices, each at every point. So the time of a round,
+    relative to the median of its point and averaged over points, shows the machine's speed. Longer
     texts are accounted for: their rounds read more keys, and data sets are often ordered by length.
     Prompts that are decoded together share their rounds, so they are one observation.
     """
@@ -114,11 +114,11 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
 def _step(
     values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], split: int
 ) -> tuple[float, float]:
-    """The change of the mean at a split and its standard error, by least squares together with a
-    change in proportion to `lengths`. All lengths may be the same."""
+    """The step of the mean at a split, and the step's standard error. Least squares fits the step
+    together with a term proportional to `lengths`. The lengths may all be equal."""
     after = (np.arange(len(values)) >= split).astype(float)
     known = np.stack((np.ones(len(values)), lengths - lengths.mean()), axis=1)
-    # The residuals of both after the mean and the lengths.
+    # What the mean and the lengths leave unexplained of the values, and of the step itself.
     rest, own = (v - known @ np.linalg.lstsq(known, v, rcond=None)[0] for v in (values, after))
     weight = max(float(own @ own), 1e-9)
     change = float(own @ rest) / weight
@@ -135,8 +135,8 @@ def _context(sample: Sample) -> float:
 def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
     """A warning if outlying repeats cast doubt on those that count.
 
-    An outlier from a slice of time casts none: the prompt's figure is the mean of its other
-    repeats.
+    A single outlier that lost no more than a slice of time casts no doubt: the prompt's figure is
+    the mean of its other repeats.
     """
     outliers = Outliers.of(samples)
     if not outliers.are_long and not outliers.are_many:
@@ -184,7 +184,7 @@ def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
 
 
 def impossible_speeds(points: Iterable[Point]) -> list[Notice]:
-    """A warning if points were faster than their tokens in a round allow."""
+    """A warning if points were faster than the number of tokens in their rounds allows."""
     found = [(p.impossible_speedup, p) for p in points if p.impossible_speedup is not None]
     if not found:
         return []
@@ -218,7 +218,8 @@ def predictions_off(points: Iterable[Point]) -> list[Notice]:
 
 
 def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
-    """A warning about predictions from proposals that other lengths would not have."""
+    """A warning about predictions from the proposals of the largest k, if a smaller k would propose
+    other tokens."""
     found = [p for p in points if p.prediction is not None and p.prediction.drafts_of_k is not None]
     if not found:
         return []
@@ -232,7 +233,8 @@ def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
 
 
 def _round_seconds(sample: Sample) -> float:
-    """Seconds of one round of a prompt, over its repeats; of a token where rounds are unknown."""
+    """Seconds of one round of a prompt, over its repeats. If rounds are unknown, seconds of one
+    token."""
     rounds = sum(sample.round_share) or sample.decoded_tokens * len(sample.decode_seconds)
     return max(sum(sample.decode_seconds) / max(rounds, 1e-9), 1e-9)
 
@@ -245,11 +247,12 @@ def _name(key: Key) -> str:
 # The seconds that a system at rest occasionally takes from a process. In recorded quiet sweeps on a
 # virtual machine of two processors the longest outlier lost 0.19 s.
 _SLICE = 0.25
-_WEIGHT = 0.01  # least share of a point's time
-# Share of the repeats that are outliers on a system at rest: 0 to 1.4 % in those sweeps. If they
-# were independent, two repeats of one prompt would both be outliers in 4 of 10,000 prompts.
+_WEIGHT = 0.01  # an outlier is not long if it lost less than this share of its point's time
+# Share of the repeats that are outliers on a system at rest: 0 to 1.4 % in the same sweeps. If
+# outliers were independent, two repeats of one prompt would both be outliers in 4 of 10,000
+# prompts.
 _SELDOM = 0.02
-_CHANCE = 0.001  # the chance of so many outliers if their share is `_SELDOM`
+_CHANCE = 0.001  # outliers are too many if their number is less likely than this at rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +269,9 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """The outliers of some points. repeats: the number for all prompts, outliers or not.
-    disturbances, chances: the numbers of outliers and repeats if prompts that are decoded together
-    count once.
-    """
+    """The outliers of some points. repeats: the number of repeats of all prompts. disturbances: the
+    number of outliers if prompts that are decoded together count once. chances: the number of
+    repeats, counted in the same way. seconds: the time of all repeats of each point."""
 
     found: list[Outlier]
     repeats: int
@@ -301,9 +303,8 @@ class Outliers:
 
     @property
     def are_long(self) -> bool:
-        """Whether an outlier lost more than a slice of time. A longer disturbance may have met its
-        neighbours too, and slowed them too little to be noticed.
-        """
+        """Whether an outlier lost more than a slice of time. A longer disturbance may also have
+        slowed the neighbouring repeats, too little to be noticed."""
         return any(one.lost > max(_SLICE, _WEIGHT * self.seconds[one.key]) for one in self.found)
 
     @property
@@ -311,8 +312,9 @@ class Outliers:
         """Whether there are more outliers than on a system at rest, so that all repeats of a prompt
         may be disturbed.
 
-        By the bound of Chernoff and Hoeffding on a binomial's tail: n repeats, of which each is an
-        outlier with probability p, have a share of s or more with at most exp(-n KL(s, p)).
+        This uses the bound of Chernoff and Hoeffding on the tail of a binomial distribution. If
+        each of n repeats is an outlier with probability p, then the probability that a share of s
+        or more are outliers is at most exp(-n KL(s, p)).
         """
         share, rate = self.disturbances / max(self.chances, 1e-9), _SELDOM
         if share <= rate:
@@ -350,5 +352,5 @@ def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
 
 
 def disturbances(warnings: Iterable[Notice]) -> list[Notice]:
-    """The warnings that keep everything from being called significant."""
+    """The warnings that keep any result from being called significant."""
     return [one for one in warnings if one.code in DISTURBED]

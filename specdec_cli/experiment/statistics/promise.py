@@ -65,8 +65,7 @@ def check_line(check: CheckResult) -> str:
 
 
 def lossless_in_words(summary: Summary) -> str | None:
-    """A line about losslessness in a run, and about the promise; None for runs that tell
-    neither."""
+    """A line about the losslessness of a run, with the promise; None if there is nothing to say."""
     if (tokens := summary.tokens) is None:
         return None
     found = check_line(check) if (check := summary.lossless_check) is not None else None
@@ -89,9 +88,9 @@ def lossless_in_words(summary: Summary) -> str | None:
 def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Tokens:
     """The document's `tokens` for the samples of `points`, in their order.
 
-    Points are comparable if decoding is greedy and acceptance not synthetic. The tokens of each
-    prompt are compared with those of the first point that has it. In float32 a difference is a
-    fault. In narrower formats another order of sums can flip near-ties, so there the number of
+    Points are comparable if decoding is greedy and acceptance is not synthetic. The tokens of each
+    prompt are compared with those of the first point that has the prompt. In float32 a difference
+    is a fault. In narrower formats another order of sums can flip near-ties, so there the number of
     diverging prompts is informational.
     """
     is_comparable = settings.is_greedy and not settings.has_given_acceptance
@@ -106,7 +105,7 @@ def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Toke
         if differing:
             labels = key.as_dict()
             if key.target_tp is not None:
-                del labels["draft"]  # comparisons have only one
+                del labels["draft"]  # comparisons have only one draft
             diverging.append(
                 Diverging(
                     **labels,

@@ -22,14 +22,15 @@ Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.uint16]
 
 RESAMPLES = 2000
-_FEW = 8  # fewest prompts; resamples of fewer are too similar
+_FEW = 8  # fewest prompts for the bootstrap; resamples of fewer are too similar
 # 97.5 % points of Student's t for 1 to 6 degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
-# Lower bound on a resample's standard error, relative to that of the sample. Without one outlier,
-# the other prompts may be nearly identical, and dividing by their error would blow up the interval.
+# Lower bound on a resample's standard error, relative to that of the sample. A resample without the
+# one outlier may have nearly identical prompts, and dividing by its error would blow up the
+# interval.
 _LEAST_ERROR = 0.25
 _NORMAL = NormalDist().inv_cdf(0.975)
-_FEW_WITHOUT = 0.1  # share of rounds without proposals that is worth mentioning
+_FEW_WITHOUT = 0.1  # least share of rounds without proposals that is mentioned
 _CHUNK = 2_000_000  # numbers in memory at a time
 
 
@@ -71,8 +72,8 @@ def mean_acceptance_length(accepted: Sequence[float], drafts: Sequence[float]) -
 def proposing_rate(metrics: Metrics) -> float | None:
     """The share of a run's rounds that proposed anything; None if it is nearly 1, or unknown.
 
-    `mean_acceptance_length` is over these rounds only. A draft model proposes in all rounds except
-    a text's last; n-grams may find nothing in most.
+    `mean_acceptance_length` is over these rounds only. A draft model proposes in every round except
+    a text's last; the n-gram method may find nothing to propose in most rounds.
     """
     drafts, without = metrics.num_drafts or 0, metrics.num_rounds_without_proposal
     is_telling = drafts > 0 and without > _FEW_WITHOUT * (drafts + without)
@@ -80,22 +81,22 @@ def proposing_rate(metrics: Metrics) -> float | None:
 
 
 def among_rounds(metrics: Metrics) -> str:
-    """A suffix that names the rounds of an acceptance length; "" if they are nearly all."""
+    """A suffix that says which rounds an acceptance length is over; "" if these are nearly all
+    rounds."""
     rate = proposing_rate(metrics)
     return "" if rate is None else f" in the {100 * rate:.0f}% that proposed"
 
 
 def speed(tokens: Sequence[float], seconds: Sequence[float]) -> SumRatio:
-    """Tokens a second, from each prompt's tokens and its share of the time."""
+    """Tokens per second, from each prompt's tokens and its share of the time."""
     return SumRatio(np.stack((np.asarray(tokens, float), np.asarray(seconds, float)), 1), (1, -1))
 
 
 def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> list[float] | None:
-    """The 95 % interval [low, high] of `measure`, or None. There is none for fewer than three
-    prompts, or if all are exactly alike, such as the time shares of one batch that begins and ends
-    together.
+    """The 95 % interval [low, high] of `measure`. It is None for fewer than three prompts, and if
+    all prompts are exactly alike, as with time shares in one batch that begins and ends together.
 
-    The bootstrap-t of the logarithm, whose standard error is the linearised one (Efron and
+    This is the bootstrap-t of the logarithm, with the linearised standard error (Efron and
     Tibshirani, An Introduction to the Bootstrap, chapter 12.5). The percentile interval is too
     narrow for 20 prompts: `scripts/proofs/intervals.py` has the coverage of both. Below 8 prompts
     Student's t takes the place of resampling.
@@ -145,11 +146,11 @@ def _drawn(rng: np.random.Generator, n: int, size: int) -> Counts:
 
 
 def linear_interval(measure: SumRatio) -> list[float] | None:
-    """The 95 % interval of `measure` by its linearised error and Student's t, or None as for
-    `interval`.
+    """The 95 % interval of `measure` from its linearised standard error and Student's t, or None as
+    for `interval`.
 
-    It is for figures that decide nothing, such as a plot's: it is quick, and too narrow for few and
-    skewed prompts.
+    It is for figures that decide nothing, such as those of a plot. It is quick, but too narrow for
+    few and skewed prompts.
     """
     x = measure.columns
     if len(x) < FEWEST or not np.isfinite(value := measure.value):
@@ -161,7 +162,7 @@ def linear_interval(measure: SumRatio) -> list[float] | None:
 
 def student(freedom: int) -> float:
     """The 97.5 % point of Student's t: from a table for few degrees of freedom, else by the
-    expansion of Cornish and Fisher, whose error is at most 0.002 from 7 on."""
+    expansion of Cornish and Fisher, whose error is at most 0.002 from 7 degrees on."""
     if freedom <= len(STUDENT):
         return STUDENT[freedom - 1]
     z, n = _NORMAL, freedom
@@ -174,7 +175,8 @@ def student(freedom: int) -> float:
 
 
 def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
-    """The logarithm of the measure and its linearised standard error, [R], for weights [R, N]."""
+    """The logarithm of the measure and its linearised standard error, both [R], for weights [R,
+    N]."""
     n = x.shape[0]
     means = weights @ x / n  # [R, M]
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,6 +1,5 @@
-"""The sessions of a sweep's arms: all over one target, or one at a time if memory is short. All
-ranks call this in the same order. Knows no samples.
-"""
+"""The sessions of a sweep's arms. All arms share one target, or are loaded one at a time if memory
+is short. All ranks call this in the same order. Knows no samples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +14,9 @@ from specdec_cli.launch.world import World
 
 @dataclass(slots=True)
 class Arms:
-    """Loads the arms of a plan. begin: called with a description of each load. failures: those of
-    arms that cannot be loaded, by name. alternates: whether arms are loaded one at a time, because
-    they do not fit in memory together.
-    """
+    """Loads the arms of a plan. begin: called with a description of each load. failures: the
+    reasons why arms could not be loaded, by the arm's name. alternates: whether arms are loaded one
+    at a time, because they do not fit in memory together."""
 
     plan: SweepPlan
     world: World
@@ -29,7 +27,7 @@ class Arms:
     _weights: object = None
 
     def together(self, jobs: Sequence[Job]) -> dict[str | None, Session] | None:
-        """The sessions of these arms, by name, without those that cannot be loaded.
+        """The sessions of these arms, by name, without arms that cannot be loaded.
 
         None, now and from then on, if the arms do not fit in memory together.
         """
@@ -59,8 +57,8 @@ class Arms:
         return self._sessions.get(name)
 
     def _load(self, job: Job, first: Session | None = None) -> None:
-        """Load an arm, beside a first one if there is one. Its session or its failure is kept;
-        neither is kept if it does not fit beside the first.
+        """Load an arm, beside a first one if there is one. Its session or its failure is kept. If
+        it does not fit beside the first one, neither is kept.
 
         Raises if it is the only arm, and with several ranks: a rank with a part of the draft may
         fail while the others do not.

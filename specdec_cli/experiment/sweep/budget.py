@@ -1,4 +1,4 @@
-"""The prompts, tokens and repeats of a sweep that fit into some minutes. Loads no weights."""
+"""The prompts, tokens and repeats of a sweep that fit into a given time. Loads no weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ _FEWEST_PROMPTS, _FEWEST_TOKENS, _USUAL_TOKENS = 8, 16, 64
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A size of a sweep. seconds: about how long it takes."""
+    """The size of a sweep. seconds: its approximate duration."""
 
     prompts: int
     max_new_tokens: int
@@ -32,10 +32,9 @@ class Fit:
 
 
 def fitting(plan: SweepPlan, seconds: float) -> Fit:
-    """The largest size of a sweep that takes no longer. Raises `UsageError` if even the smallest
-    does. Repeats are reduced first, since intervals are over prompts; then tokens to 64, prompts to
-    8, and tokens to 16.
-    """
+    """The largest size of a sweep that takes at most `seconds`. Repeats are reduced first, since
+    intervals are over prompts. Then tokens are reduced to 64, prompts to 8, and tokens to 16.
+    Raises `UsageError` if even the smallest size takes longer."""
     first = own_plan(plan.jobs[0])
     speeds = speeds_of(first.device, first.target.dtype)
     found = None

@@ -43,7 +43,8 @@ def points_at(
     failures: Mapping[Key, Failure],
     rate: Rate | None = None,
 ) -> list[Point]:
-    """The points of one level, from the records. Points that arms share come once, and first."""
+    """The points of one level, from the records. A point that several arms share comes once, and
+    first."""
     if (offered := settings.offered) is not None:
         keys = settings.keys(batch_size, settings.ks, rate)
         return points_at_rate(offered, records.samples, records.stretches, keys, failures)
@@ -104,7 +105,8 @@ def sweep_document(
     """The document of `sweep-k --json` and summary.json, with an `error` if no point was measured,
     and the exit code.
 
-    failures: those of this run of the command. check: that of losslessness, if one was asked for.
+    failures: the failures in this run of the command. check: the result of the check for
+    losslessness, if one was asked for.
     """
     is_closed = settings.offered is None
     samples = {key: records.samples[key] for key in sorted(records.samples, key=order_of(settings))}
@@ -199,7 +201,7 @@ def _at_rates(
 
 
 def order_of(settings: SweepSettings) -> Callable[[Key], tuple[float, ...]]:
-    """The sort key of points: rates and batch sizes ascending, drafts as given, ks ascending."""
+    """The sort key of points: by rate, batch size, draft in the given order, and k."""
     places = {draft: place for place, draft in enumerate(settings.drafts)}
     return lambda key: (
         float(key.request_rate or 0.0),
@@ -210,7 +212,7 @@ def order_of(settings: SweepSettings) -> Callable[[Key], tuple[float, ...]]:
 
 
 def prompts_that_failed(samples: Iterable[Samples]) -> list[Notice]:
-    """A warning if prompts could not run. samples: those of each point, by prompt."""
+    """A warning if prompts could not run. samples: the samples of each point, by prompt."""
     failed = {
         sample.index: sample.error or "no reason is known"
         for found in samples
@@ -237,10 +239,10 @@ def exit_code(
 ) -> ExitCode:
     """The exit code of a sweep or a comparison.
 
-    It is partial if a point or a prompt failed, if no prompt could run, and if `is_partial` is
-    true. If every point failed, it is the code of their failure. Tokens that differ although they
-    must not take precedence over missing results. samples: those of each point. failures: those of
-    this run of the command.
+    It is partial if a point or a prompt failed, if no prompt could run, or if `is_partial` is true.
+    If every point failed, it is the code of their failures. If tokens differ although they must be
+    identical, that takes precedence over missing results. samples: the samples of each point.
+    failures: the failures in this run of the command.
     """
     points = [p for p in points if p.status != "skipped"]
     statuses = {p.status for p in points}

@@ -25,10 +25,10 @@ from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, sp
 class Gains:
     """Speed-ups over k = 0, on the same prompts for all points.
 
-    points: those that can be compared. measured, predicted: the measures of the points; one of the
-    two is set. prompts: the compared prompts. num_parts: the parts of the time curve, for
-    predictions. seconds: the time of measuring these prompts at these points. why_none: set if
-    there are no points.
+    points: the points that can be compared. measured, predicted: the measures of the points; only
+    one of the two is set. prompts: the prompts that are compared. num_parts: the number of parts of
+    the time curve, for predictions. seconds: the time that measuring these prompts at these points
+    took. why_none: the reason why there are no points.
     """
 
     points: Sequence[Point] = ()
@@ -82,7 +82,7 @@ def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> G
 def seconds_of(
     samples: Mapping[Key, Samples], points: Iterable[Point], prompts: Iterable[int]
 ) -> float:
-    """The seconds of the rounds of some prompts at some points, with all repeats."""
+    """The seconds that the rounds of some prompts took at some points, in all repeats."""
     chosen = list(prompts)
     return sum(sum(samples[Key.of(p)][i].decode_seconds) for p in points for i in chosen)
 
@@ -100,7 +100,7 @@ def _why_not_compared(points: Sequence[Point]) -> str:
 
 
 def predicted_gains(points: Sequence[Point], forecasts: Mapping[str | None, Forecasts]) -> Gains:
-    """The predicted speed-ups of points. forecasts: that of each arm."""
+    """The predicted speed-ups of points. forecasts: the basis of predictions for each arm."""
     chosen = [p for p in points if p.predicted_speedup is not None]
     if not chosen:
         return Gains(why_none="nothing could be predicted")
@@ -122,8 +122,7 @@ def compare_arms(
     points: Sequence[Point], gains: Gains, samples: Mapping[Key, Samples], seed: int
 ) -> list[Comparison]:
     """Comparisons of all pairs of arms of one batch size, each arm at its own fastest k. The faster
-    arm comes first, and plain decoding is an arm too. All are compared on the same prompts.
-    """
+    arm comes first, and plain decoding is an arm too. All comparisons are over the same prompts."""
     fastest: dict[str | None, Point] = {}
     for point in gains.points:
         name = point.draft if point.k else None

@@ -36,10 +36,10 @@ R = TypeVar("R", Sample, ReplayText, CurvePart, Point, Stretch)
 
 
 def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], ExitCode]:
-    """Write the folder of the whole sweep; returns its document and the exit code.
+    """Write the folder of the whole sweep. Returns its document and the exit code.
 
-    Raises `UsageError` for folders of different sweeps, and for the same prompt in two of them.
-    A missing or unfinished shard is a warning: its prompts are missing.
+    Raises `UsageError` if the folders are of different sweeps, or if two of them have the same
+    prompt. A missing or unfinished shard only causes a warning that its prompts are missing.
     """
     shards = [read_settings(path) for path in paths]
     whole = replace(shards[0], shard=None)
@@ -101,7 +101,7 @@ def _recipe_for(output: Path, shard: Path) -> tuple[Recipe, str | None]:
 
 
 def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
-    """A warning that names the shards of the sweep that are not among these."""
+    """A warning that names the shards of the sweep that are not in `shards`."""
     there = [settings.shard for settings in shards if settings.shard is not None]
     if not there or len(there) < len(shards) or len({count for _, count in there}) > 1:
         return []
@@ -210,7 +210,7 @@ def _missing(whole: SweepSettings, records: SweepRecords) -> list[Notice]:
 
 
 def _environments(paths: Sequence[Path]) -> dict[str, Any]:
-    """The first shard's environment, and those of other shards if they differ."""
+    """The first shard's environment, with the environments of other shards if they differ."""
     found: list[dict[str, Any]] = []
     for path in paths:
         file = path / "environment.json"

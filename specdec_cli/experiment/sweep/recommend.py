@@ -20,10 +20,10 @@ def recommend(
     """The contract's `best` among the points of one batch size, over all drafts.
 
     Candidates are the points that are tied with the fastest and faster than k = 0 beyond chance.
-    The draft is that of the fastest candidate; k is the smallest candidate with that draft, or 0,
-    "no speculation", without candidates. In sweeps with predicted points predictions replace speeds
-    and pass the same test. disturbed: signs that something disturbed the times; with them no
-    recommendation is called significant.
+    The draft is that of the fastest candidate. k is the smallest candidate with that draft, or 0
+    ("no speculation") without candidates. In sweeps with predicted points, predictions replace
+    measured speeds and pass the same test. disturbed: signs that something disturbed the times;
+    with them no recommendation is called significant.
     """
     candidates = list(gains.points)
     if not candidates:
@@ -111,7 +111,7 @@ def has_several_drafts(points: Sequence[Point]) -> bool:
 
 
 def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
-    """The name of a point. with_draft: whether to add the draft; k = 0 has none."""
+    """The name of a point. with_draft: whether to add the draft; k = 0 has no draft."""
     return f"k = {k} with draft {draft}" if with_draft and k else f"k = {k}"
 
 

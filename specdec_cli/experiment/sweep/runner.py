@@ -35,7 +35,7 @@ _MOST_PASSES = 4  # passes of each arm over a batch size's prompts, if arms are 
 
 @dataclass(eq=False)
 class Sweep(Running):
-    """Sweeps whose sessions all batch sizes share."""
+    """A sweep in which all batch sizes share the sessions."""
 
     def __post_init__(self) -> None:
         plan, samples = self.plan, self.records.samples
@@ -71,9 +71,8 @@ class Sweep(Running):
 
     def run(self) -> list[Point]:
         """Measure everything that is not recorded yet. Returns the points of the whole sweep, on
-        rank 0. Raises if the only draft cannot be loaded. If one of several drafts cannot be
-        loaded, on one rank, its points fail.
-        """
+        rank 0. Raises if the only draft cannot be loaded. With several drafts on one rank, the
+        points of a draft that cannot be loaded fail."""
         points: list[Point] = []
         if self.plan.settings.offered is not None:
             return self._run_at_rates()
@@ -86,7 +85,8 @@ class Sweep(Running):
         return points
 
     def _run_at_rates(self) -> list[Point]:
-        """Each point at a rate runs in one piece, so the arms of a rate take turns by points."""
+        """Measure points at rates. Each point runs in one piece, so arms take turns point by
+        point."""
         settings, jobs, points = self.plan.settings, self.plan.jobs, list[Point]()
         size, loads = settings.batch_sizes[0], {job.plan.proposer: job for job in jobs}
         keys = [key for key in settings.measured_keys if not self.records.stretches[key]]
@@ -125,9 +125,8 @@ class Sweep(Running):
         return [key for key in keys if key.draft == draft]
 
     def _open_jobs(self, batch_size: int) -> list[Job]:
-        """The arms that lack samples or data for predictions at a batch size. It is the first arm
-        if only the k = 0 that all arms share is incomplete.
-        """
+        """The arms that lack samples or data for predictions at a batch size. If only the k = 0
+        that all arms share is incomplete, this is the first arm."""
         settings, jobs = self.plan.settings, self.plan.jobs
         found = [job for job in jobs if self._is_open(job, batch_size)]
         shared = [key for key in settings.keys(batch_size, [0]) if settings.shares_baseline]
@@ -187,10 +186,10 @@ class Sweep(Running):
         batch_size: int,
         numbers: Sequence[int],
     ) -> None:
-        """Measure points of the arms that have sessions over some units of a batch size, one unit
-        after another, then release their captured rounds.
+        """Measure some units of a batch size, one after another, at the points of the arms that
+        have sessions. Then release the rounds that these sessions captured.
 
-        whole: the sessions, opened for the largest batch.
+        whole: the sessions, opened for the largest batch. numbers: the places of the units.
         """
         jobs = [job for job in jobs if job.plan.proposer in whole]
         if not jobs:
@@ -254,9 +253,9 @@ class Sweep(Running):
     def _check(
         self, hosts: Mapping[str | None, Job], session_of: Callable[[Key], Session], batch_size: int
     ) -> None:
-        """Compare texts with those of the target alone, if asked: the run's own texts if it is
-        greedy. hosts: the job of each arm that was measured at this batch size.
-        """
+        """Compare texts with those of the target alone, if this was asked for. These are the run's
+        own texts if it is greedy, else greedy texts of a few prompts. hosts: the job of each arm
+        that was measured at this batch size."""
         settings = self.plan.settings
         if self.check is None or not (settings.is_greedy or batch_size == settings.batch_sizes[0]):
             return

@@ -1,7 +1,7 @@
-"""Records, progress and points at rates for all kinds of sweeps, and running a sweep on servers
-that are started for it. Servers run one after another, each for all batch sizes. A server has one
-k, so arms take turns by starts, not by prompts. Knows no server's commands.
-"""
+"""What all kinds of sweeps share: keeping records, showing progress, and measuring points at rates.
+Also sweeps on servers that are started for them. The servers run one after another, each for all
+batch sizes. A server has one k, so arms take turns server by server, not prompt by prompt. Knows no
+server's commands."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -28,9 +28,8 @@ _log = logging.getLogger("specdec")
 
 @dataclass(eq=False)
 class Running:
-    """Runs a plan; `records` holds everything that is finished. records: the same on every rank,
-    except for the folder, since they determine the remaining work.
-    """
+    """Runs a plan. records: everything that is finished. Except for the folder they are the same on
+    every rank, since they determine the remaining work."""
 
     plan: SweepPlan
     records: SweepRecords
@@ -39,7 +38,7 @@ class Running:
     check: LosslessCheck | None = field(default=None, init=False)
     failures: dict[Key, Failure] = field(default_factory=dict, init=False)
     clock: SweepClock = field(default_factory=SweepClock, init=False)
-    # Pairs of arm and k of points at rates.
+    # The arms and k that were warmed up for points at rates.
     _warm: set[tuple[str | None, int]] = field(default_factory=set, init=False)
 
     def _points(self, batch_size: int, rate: Rate | None = None) -> list[Point]:
@@ -87,7 +86,7 @@ class Running:
         self.records.add(stretch)  # samples count once this record is there
 
     def _guarded(self, key: Key, run: Callable[[], object]) -> None:
-        """Run a part of a point, unless its server died in an earlier one."""
+        """Run a part of a point, unless an earlier part failed."""
         if key in self.failures:
             return
         try:
@@ -112,7 +111,7 @@ class Starter(Protocol):
 
 @dataclass(eq=False)
 class StartedSweep(Running):
-    """Sweeps whose jobs' backend starts servers."""
+    """A sweep whose jobs' backend starts servers."""
 
     starter: Starter
 

@@ -1,5 +1,5 @@
-"""The run folder of a sweep: creating, resuming and reading it, and taking k = 0 from another
-run."""
+"""The run folder of a sweep: creating, resuming and reading it. Also taking the samples of k = 0
+from another run."""
 
 import math
 from collections.abc import Sequence
@@ -20,9 +20,10 @@ from specdec_cli.text import one_line, shown
 
 
 def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: bool) -> RunFolder:
-    """The sweep's run folder, new or resumed; `records` takes over the records that it holds.
+    """The sweep's run folder, new or resumed. The records that the folder holds are read into
+    `records`.
 
-    Raises `UsageError` when it holds a sweep with other settings, or another run.
+    Raises `UsageError` if the folder holds a sweep with other settings, or another run.
     """
     where = _where(plan)
 
@@ -107,8 +108,8 @@ def _where(plan: SweepPlan) -> dict[str, Any]:
 
 
 def _by_draft(plan: SweepPlan) -> dict[str, dict[str, Any]]:
-    """What the environments of a sweep's drafts do not share, such as how each checkpoint is
-    read."""
+    """The parts of each draft's environment in which drafts differ, such as how their checkpoints
+    are read."""
     each = {str(job.plan.proposer): job.backend.environment(job.plan) for job in plan.jobs}
     return {
         name: {
@@ -121,7 +122,8 @@ def _by_draft(plan: SweepPlan) -> dict[str, dict[str, Any]]:
 
 
 def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
-    """The samples at k = 0 of the plan's prompts, as samples of its own arm.
+    """The samples of the plan's prompts at k = 0 in another run's folder, as samples of the plan's
+    own arm.
 
     Raises `UsageError` if the folder has none, or if they belong to other prompts or settings.
     """

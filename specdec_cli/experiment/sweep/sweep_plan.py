@@ -18,14 +18,14 @@ from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, weights_from
 
-_OFF = 0.1  # relative difference of two rates
+_OFF = 0.1  # largest relative difference of two rates without a warning
 
 _LONG_S = 3600.0  # a longer sweep's plan mentions --minutes
 
 
 @dataclass(slots=True)
 class SweepPlan:
-    """A checked sweep: no weights are loaded yet.
+    """A checked sweep, whose weights are not loaded yet.
 
     recipe: the command line's resolved recipe. jobs: one for each draft, with this shard's prompts.
     notices: further warnings, the same for all shards. own_prompts: the text of the prompts, which
@@ -109,7 +109,7 @@ def plan_sweep(
         predict_only=predict_only,
         shard=shard,
     )
-    # Warnings are about the prompts of all shards, so that each shard has the same.
+    # Warnings are about the prompts of all shards, so that each shard has the same warnings.
     found = [*prompts.notices, *warnings_of_job(jobs[0], prompts.chat)]
     for job in jobs:
         if (short := draft_context_warning(job.plan, job.token_ids)) is not None:
@@ -128,8 +128,8 @@ def plan_sweep(
 
 
 def _with_load(recipe: Recipe) -> Recipe:
-    """The recipe with the whole path of a file of due times. Raises `UsageError` if its arrivals
-    name no process."""
+    """The recipe, in which the path of a file of due times is absolute. Raises `UsageError` if the
+    recipe's arrivals name no process, or if a file meets several rates."""
     load = recipe.load
     if load.request_rate is None:
         return recipe
@@ -147,7 +147,7 @@ def _with_load(recipe: Recipe) -> Recipe:
 
 
 def _other_rate(recipe: Recipe) -> list[Notice]:
-    """A warning if the times of a file come at another rate than the requested one."""
+    """A warning if the due times of a file come at another rate than the requested one."""
     rates = recipe.load.request_rate
     own = process_of(recipe.load.arrivals).own_rate if rates else None
     if own is None or rates is None or abs(own / float(rates[0]) - 1) <= _OFF:
@@ -161,7 +161,7 @@ def _other_rate(recipe: Recipe) -> list[Notice]:
 
 
 def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
-    """A draft's section of the settings, with its method unless that is the recipe's."""
+    """A draft's section of the settings, with its method if that differs from the recipe's."""
     recipe = job.plan.recipe
     if recipe.draft is None:
         return None

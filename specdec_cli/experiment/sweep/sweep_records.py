@@ -27,9 +27,10 @@ from specdec_cli.experiment.load.arrivals import Offered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSettings(RunSettings):
-    """The settings of a sweep; folders with equal settings may be merged.
+    """The settings of a sweep. Folders with equal settings may be merged.
 
-    drafts: the names of the arms. shard: place and number of shards, or None.
+    drafts: the names of the arms. shard: the place of this shard and the number of shards; None for
+    a whole sweep.
     """
 
     kind, mark = "sweep of sweep-k", "ks"
@@ -41,8 +42,8 @@ class SweepSettings(RunSettings):
 
     @property
     def shares_baseline(self) -> bool:
-        """Whether all arms have one k = 0, whose records name no draft; a single arm's goes by its
-        name."""
+        """Whether several arms share one k = 0, whose records name no draft. With a single arm, its
+        records of k = 0 have the arm's name."""
         return len(self.drafts) > 1
 
     @property
@@ -74,7 +75,7 @@ class SweepSettings(RunSettings):
         return Key(own, batch_size, k, request_rate=rate)
 
     def keys(self, batch_size: int, ks: Iterable[int], rate: Rate | None = None) -> list[Key]:
-        """The points of one level: each arm's in turn. A point that all arms share comes once, and
+        """The points of one level, arm by arm. A point that all arms share comes once, and
         first."""
         chosen = list(ks)
         found = (self.key(d, batch_size, k, rate) for d in self.drafts for k in chosen)
@@ -96,7 +97,7 @@ class SweepSettings(RunSettings):
 
     @classmethod
     def of_dict(cls, found: Mapping[str, Any]) -> "SweepSettings":
-        """From `as_dict`."""
+        """The settings that `as_dict` returned."""
         values: dict[str, Any] = {
             n: tuple(v) if isinstance(v, list) else v for n, v in found.items()
         }
@@ -110,10 +111,9 @@ class Settings(Protocol):
 
 @dataclass(slots=True)
 class SweepClock:
-    """The duration of a sweep, in seconds. rounds: time in rounds and prefill passes of measured
-    runs. measuring: the whole measured part, including recording and writing. processor: CPU time
-    of this process over that part.
-    """
+    """The duration of a sweep, in seconds. rounds: the time in rounds and prefill passes of
+    measured runs. measuring: the whole measured part, including recording and writing. processor:
+    the CPU time of this process during the measured part."""
 
     rounds: float = 0.0
     measuring: float = 0.0
@@ -137,10 +137,11 @@ class SweepClock:
 class SweepRecords:
     """The records of a sweep or a comparison, in memory and in its folder.
 
-    samples: those of a point at a rate need its stretches; without these they are only a part of a
-    window. texts: by draft and prompt. costs: the time curves. facts: those of a comparison's pairs
-    whose models were loaded. earlier_clock, earlier_where: taken from the summary of the last
-    process that measured anything; the first new record removes that summary.
+    samples: at a rate, a point's samples need its stretches; without them they cover only a part of
+    a window. texts: the texts for predictions, by draft and prompt. costs: the parts of the time
+    curves. facts: the facts about the pairs of a comparison whose models were loaded.
+    earlier_clock, earlier_where: the clock and the environment in the summary of the last process
+    that measured anything, since the first new record removes that summary.
     """
 
     folder: RunFolder | None = None
@@ -156,14 +157,14 @@ class SweepRecords:
     earlier_where: dict[str, Any] | None = None
 
     def load(self, folder: Path, settings: Settings) -> None:
-        """Read a folder."""
+        """Read the records of a folder."""
         for kind in _FILES:
             for record in read_kept(folder, kind, settings):
                 self.enter(record)
         self.drop_parts()
 
     def drop_parts(self) -> None:
-        """Leave out samples of points at rates that are incomplete."""
+        """Leave out the samples of points at rates whose windows are incomplete."""
         for key in [key for key in self.samples if key.request_rate is not None]:
             whole = sum(one.num_requests for one in self.stretches[key].values())
             if len(self.samples[key]) != whole:
@@ -177,8 +178,8 @@ class SweepRecords:
             self.enter(record)
 
     def add_point(self, point: Point) -> bool:
-        """Add a point if it changed, and return whether it did. A retried point has a second
-        line."""
+        """Add a point if it changed, and return whether it did. A point that is tried again gets a
+        second line."""
         kept = _as_kept(point)
         has_changed = self.points.get(Key.of(kept)) != kept
         if has_changed:
@@ -204,7 +205,7 @@ class SweepRecords:
 
 
 def _as_kept(point: Point) -> Point:
-    """The point as its line has it: k = 0 has no draft."""
+    """The point as its line in the file has it: k = 0 has no draft."""
     return point if point.k or point.draft is None else point.model_copy(update={"draft": None})
 
 

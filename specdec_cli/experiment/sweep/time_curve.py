@@ -15,8 +15,8 @@ _CURVE_PARTS_OF_BATCHES = 2
 
 
 def curve_parts(job: Job, batch_size: int) -> int:
-    """The number of parts of the time curve: at most half of the units. A server has no curve,
-    since it tells no times of rounds."""
+    """The number of parts of the time curve: at most half the number of units. A server has no
+    curve, since it reports no times of rounds."""
     if not job.backend.is_native:
         return 0
     most = _MOST_CURVE_PARTS if batch_size == 1 else _CURVE_PARTS_OF_BATCHES
@@ -24,9 +24,10 @@ def curve_parts(job: Job, batch_size: int) -> int:
 
 
 def curve_unit(job: Job, batch_size: int, part: int) -> int:
-    """The unit whose prompts a part uses. The part is measured before it.
+    """The number of the unit whose prompts a part of the time curve uses. The part is measured just
+    before that unit.
 
-    It is a whole unit, so that its batch drains as often as those of the points: in a half-empty
+    It is a whole unit, so that its batch drains as often as the batches of points: in a half-empty
     batch a round costs each sequence more.
     """
     return part * len(units_of(job, batch_size)) // curve_parts(job, batch_size)
@@ -35,8 +36,8 @@ def curve_unit(job: Job, batch_size: int, part: int) -> int:
 def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
     """The cost of a round at one point, from the parts of the time curve.
 
-    draft_ms_per_step: the method's whole time, `commit_ms` included, divided by k.
-    `distinct_experts` is there if all parts counted them.
+    draft_ms_per_step: the method's whole time, including `commit_ms`, divided by k.
+    `distinct_experts` is included only if all parts counted experts.
     """
     total = sum(part.rounds for part in parts.values())
     rounds = max(1, total)
@@ -59,5 +60,5 @@ def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
 
 
 def cost_by_part(parts: Iterable[CurvePart]) -> dict[int, float]:
-    """The time of one sequence's round in each part in which a prompt could run."""
+    """The seconds of one sequence's round, for each part in which a prompt could run."""
     return {p.part: p.decode_seconds / p.sequence_rounds for p in parts if p.sequence_rounds}
