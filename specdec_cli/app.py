@@ -132,7 +132,7 @@ def _main(argv: Sequence[str] | None) -> int:
             if outcome.failed:
                 place.rank.exit(outcome.code)
             if place.rank.seat.folder is not None:
-                return 0  # the report has the exit code; others than 0 say that the rank failed
+                return 0  # the report has the exit code; any code but 0 means a failed rank
     return outcome.code
 
 

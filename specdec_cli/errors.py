@@ -1,7 +1,7 @@
 """The errors that a user can cause, each with the contract's exit code, and warnings.
 
-Does not know how they are shown: `app.main` turns an error into a line on stderr, or into the JSON
-error document under `--json`; warnings stand in the documents' `warnings`.
+Does not know how errors are shown: `app.main` turns an error into a line on stderr, or into the
+JSON error document under `--json`; warnings stand in the documents' `warnings`.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,8 @@ class ExitCode(IntEnum):
 class Notice:
     """A warning beside results.
 
-    code: for scripts, such as few_prompts. message: one line. evidence: the figures behind it.
+    code: a name for scripts, such as few_prompts. message: one line. evidence: the figures behind
+    the warning.
     """
 
     code: str
@@ -39,7 +40,7 @@ class Notice:
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> Self:
-        """A warning in a document."""
+        """The warning that a document holds as `found`."""
         evidence = found.get("evidence")
         return cls(
             str(found.get("code", "recorded")),

@@ -1,6 +1,7 @@
-"""A plugin's proposer, rule and policy in the place of built-in ones: defaults, and checks.
+"""Wrappers with which a plugin's proposer, rule and policy stand in for built-in ones.
 
-A plugin may have a single method. Its mistakes end the run with one line that names the plugin.
+They add defaults and checks. A plugin's class may define a single method. Its mistakes end the run
+with one line that names the plugin.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from specdec_cli.text import one_line
 
 @contextmanager
 def blamed(who: str, doing: str) -> Iterator[None]:
-    """Tell the plugin's own errors from the project's: `UsageError` with one line."""
+    """Turn the plugin's own errors, but not the project's, into a `UsageError` of one line."""
     try:
         yield
     except (SpecdecError, NoForecast, torch.OutOfMemoryError):
@@ -132,8 +133,8 @@ class PluggedMethod:
         return Candidates(clamped, torch.minimum(lens, first), found.q)
 
     def check(self) -> None:
-        """Raise `UsageError` where ids outside the vocabulary, or lens outside 0..caps, were
-        proposed since the last call."""
+        """Raise `UsageError` if ids outside the vocabulary, or lens outside 0..caps, were proposed
+        since the last call."""
         with blamed(self.who, "check"):
             self.inner.check()
         ids, lens = (0, 0) if self._num_invalid is None else self._num_invalid.tolist()

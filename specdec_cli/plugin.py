@@ -4,10 +4,10 @@ A class is registered under a name, which recipes then may use:
 
     @method("echo")     # made of `methods.base.MethodParts`
     @rule("lenient")    # made of the recipe's `speculation`
-    @policy("sawtooth") # made likewise
+    @policy("sawtooth") # made of the recipe's `speculation` too
 
-`docs/methods.md` builds one of each. Only the command line may name a plugin, never a recipe, since
-a plugin runs code.
+`docs/methods.md` builds an example of each kind. Only the command line may name a plugin, never a
+recipe, since a plugin runs code.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made],
 
     weights_from: `draft` loads the recipe's draft; `target` stands for tensors in the target's own
     files, which the class's `describe` finds. A class with `describe` makes its own kind of draft
-    from a `models.description.DraftPlace`. Raises ValueError if weights have no `describe`.
+    from a `models.description.DraftPlace`. Raises ValueError for `target` without `describe`.
     """
 
     def register(made: Made) -> Made:

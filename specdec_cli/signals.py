@@ -12,7 +12,7 @@ from specdec_cli.errors import ExitCode
 # group.
 _SAME_REQUEST_S = 5.0
 
-# Python's default handlers. Those that nohup or a caller has set stay.
+# Python's default handlers. Handlers that nohup or a caller has set stay.
 _USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,

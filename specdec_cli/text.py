@@ -60,8 +60,8 @@ def shown(value: object) -> str:
 
 
 def in_lines(told: list[str], what: str, where: str = "") -> str:
-    """Up to five of these problems, a line each, and the number of further ones. what: their noun
-    in the plural. where: the file that has them, if it is a single one.
+    """Up to five of these problems, one per line, and the number of further ones. what: the noun
+    for the problems, in the plural. where: the file that has them, if it is a single one.
     """
     shown, more = told[:_MAX_LINES], len(told) - _MAX_LINES
     rest = f"{where}: and" if where else "and"

@@ -1,1 +1,1 @@
-"""Engines that answer requests, behind one interface: our own, and whatever serves models."""
+"""Engines that answer requests, behind one interface: our own engine, and servers of models."""

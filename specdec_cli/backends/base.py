@@ -1,7 +1,7 @@
 """The interface between a measurement and an engine: requests go in, answers come out.
 
-Requests carry the times at which they are due (`Request.arrives_at`). What a measurement concludes
-rests on answers alone, so it does not know which engine gave them. Imports no torch.
+Requests carry the times at which they are due (`Request.arrives_at`). A measurement's conclusions
+rest on answers alone, so it does not know which engine gave them. Imports no torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,10 +37,11 @@ class Served:
 class Finished:
     """The answer to one request.
 
-    max_output_tokens: the number of tokens after which the answer had to end. *_per_round: of the
-    rounds that proposed, in order; None where the engine does not tell. The fields after them are
-    as in `core.types.Sequence`. arrived_at to finished_at: seconds on one clock. Shares and times
-    of stages are absent (0 or empty) where an engine has none.
+    max_output_tokens: the number of tokens after which the answer had to end. *_per_round: the
+    numbers of proposed and of accepted tokens in each round with proposals, in order; None if the
+    engine does not report them. The fields after them are those of `core.types.Sequence`.
+    arrived_at to finished_at: seconds on one clock. Shares and stage times are 0 or empty if an
+    engine has none.
     """
 
     index: int
@@ -70,7 +71,7 @@ class Finished:
 
     @property
     def seconds(self) -> float:
-        """The request's shares of prefill and of rounds."""
+        """The request's shares of the time of prefill and of rounds."""
         return self.prefill_seconds + self.decode_seconds
 
 
@@ -85,7 +86,7 @@ class Written(Protocol):
     def num_accepted(self) -> int: ...
 
 
-# Called once a round as tokens come, with the answers that the tokens complete.
+# Called once per round with the new tokens, and with the answers that they complete.
 OnRound = Callable[[Sequence[Written], list[Finished]], None]
 
 
@@ -93,13 +94,14 @@ OnRound = Callable[[Sequence[Written], list[Finished]], None]
 class Prepared:
     """A checked recipe, before anything is loaded.
 
-    proposer: the name of the arm. draft_max_len: None without a draft. device: has a `type`.
-    device_name: the kind, or a GPU's name. random_roles: the models with random weights. remark,
-    readings: notes for readers of the results, about the acceptance rule and the draft.
-    reads_hidden: whether the draft takes the target's hidden states. generation_config: the
-    target's file of that name, or empty. stages: of opening a session. fingerprint: gives a hash
-    that tells models of one name apart, by role; None for a model that takes no part. own: data of
-    the backend itself. few_threads: the notice that it runs on fewer threads than it could.
+    proposer: the name of the arm. draft_max_len: the draft's context length; None without a draft.
+    device: an object with a `type`. device_name: the device's type, or a GPU's name. random_roles:
+    the models with random weights. remark, readings: notes for readers of the results, about the
+    acceptance rule and the draft. reads_hidden: whether the draft takes the target's hidden states.
+    generation_config: the content of the target's file of that name, or empty. stages: the stages
+    of opening a session. fingerprint: gives, for a role, a hash that tells models of one name
+    apart; None for a role without a model. own: data of the backend itself. few_threads: the notice
+    that the backend runs on fewer threads than it could.
     """
 
     recipe: Recipe
@@ -127,7 +129,7 @@ class Prepared:
 
     @property
     def params(self) -> SamplingParams:
-        """The recipe's sampling as parameters; both have the same names."""
+        """The recipe's sampling section as parameters; the keys have the same names."""
         asked = self.recipe.sampling.model_dump(exclude={"source"})
         return SamplingParams(**asked, seed=self.recipe.run.seed)
 
@@ -135,8 +137,8 @@ class Prepared:
 class Session(Protocol):
     """Loaded models that answer requests, `batch_size` at a time. Sessions run one at a time.
 
-    weights: the target's, which the next session may take over. reach: the length of a text past
-    which nothing is proposed.
+    weights: the target's weights, which the next session may take over. reach: the length of a text
+    past which nothing is proposed.
     """
 
     @property
@@ -151,7 +153,7 @@ class Session(Protocol):
     def run(
         self, requests: Sequence[Request], k: int, params: SamplingParams, on_round: OnRound
     ) -> Metrics | None:
-        """Answer every request, with at most `k` proposals a round.
+        """Answer every request, with at most `k` proposals per round.
 
         Returns None if metrics follow from the answers alone, as they do for servers.
         """
@@ -172,7 +174,7 @@ class Session(Protocol):
         ...
 
     def resized(self, batch_size: int) -> "Session":
-        """The same models with another number of requests at a time; 0 is no limit."""
+        """The same models with another number of requests at a time; 0 means no limit."""
         ...
 
     def forget_rounds(self) -> None:
@@ -182,7 +184,7 @@ class Session(Protocol):
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> np.ndarray:
         """The target's logits [V], fp32, after `tokens`, as passes over `width` tokens give them,
-        with the changes that `params` make: -inf for ids that cannot follow. start: number of
+        with the changes that `params` make: -inf for ids that cannot follow. start: the number of
         tokens of the prompt.
 
         Every rank calls this; only rank 0's logits have a meaning.
@@ -192,12 +194,12 @@ class Session(Protocol):
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams
     ) -> Forecast | None:
-        """The acceptance of proposals along `output`; None where the method has no forecast."""
+        """The acceptance of proposals along `output`; None if the method has no forecast."""
         ...
 
 
 class Backend(Protocol):
-    """An engine. `prepare` makes what its other functions take.
+    """An engine. `prepare` makes the plan that the other functions take.
 
     is_native: whether the engine is our own, which stamps rounds, forecasts them and has logits.
     """
@@ -208,7 +210,7 @@ class Backend(Protocol):
     def prepare(
         self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
     ) -> Prepared:
-        """Check a recipe. largest: the largest k and batch size, if they are not the recipe's."""
+        """Check a recipe. largest: the largest k and batch size; None for the recipe's own."""
         ...
 
     def open_session(
@@ -218,7 +220,7 @@ class Backend(Protocol):
         on_stage: Callable[[str], None],
         weights: object = None,
     ) -> Session:
-        """Load the models. weights: those of a session that is no longer used."""
+        """Load the models. weights: the weights of a session that is no longer used."""
         ...
 
     def open_beside(

@@ -115,7 +115,7 @@ def finished(seq: Seq) -> Finished:
 
 
 def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
-    """The recipe for engine and cache, with the largest k and batch size."""
+    """The recipe from which engine and cache are built, with the largest k and batch size."""
     recipe = recipe.model_copy(update={"speculation": for_k(recipe.speculation, largest)})
     recipe = recipe.changed("speculation", num_speculative_tokens=largest)
     return recipe.changed("run", batch_size=batch_size)
@@ -188,7 +188,7 @@ def environment(plan: Prepared, device: torch.device | None = None) -> dict[str,
     """The record of the environment, from an allow-list: no environment variable is copied.
 
     It includes the target's dtype, and which parts were compiled or captured, and why. device: the
-    plan's, unless given.
+    device to record; None for the plan's.
     """
     device = device or plan.device
     found: dict[str, Any] = {

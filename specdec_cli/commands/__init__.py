@@ -1,1 +1,1 @@
-"""One module a command: parse, resolve the recipe, run, render."""
+"""One module per command. Each parses, resolves the recipe, runs, and shows the results."""

@@ -182,7 +182,7 @@ def compare_tp_ranks(
 def degrees_of(
     target_tp: str | None, draft_tp: str | None, recipe_tp: int
 ) -> tuple[list[int], list[int]]:
-    """Degrees to compare in ascending order: the target's and the draft's."""
+    """The target's and the draft's degrees to compare, each in ascending order."""
     targets = sorted(options.parse_counts(target_tp, "--target-tp") or [recipe_tp])
     drafts = sorted(options.parse_counts(draft_tp, "--draft-tp"))
     divisors = {d for t in targets for d in range(1, t + 1) if t % d == 0}

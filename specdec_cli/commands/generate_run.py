@@ -1,4 +1,5 @@
-"""The run of `specdec generate` and its results. Imports torch: only functions import it."""
+"""The run of `specdec generate` and its results. Imports torch, so other modules import it inside
+functions."""
 
 import sys
 from collections.abc import Sequence
@@ -63,8 +64,8 @@ class Ready:
     """Everything that a run needs.
 
     recipe: the recipe to record, which can run again. where: the record of the environment. kept:
-    the run folder, if one was asked for, with the samples that it holds. session: None if nothing
-    is left to do.
+    the run folder, if one was asked for, with the samples that it holds. session: the loaded
+    models; None if nothing is left to do.
     """
 
     recipe: Recipe
@@ -87,7 +88,7 @@ class Ready:
 @dataclass(frozen=True, slots=True)
 class Own:
     """The command's own options. is_single: whether the only prompt is on the command line; the run
-    fails if that prompt cannot run. checks: whether to compare texts with those of the target
+    fails if that prompt cannot run. checks: whether to compare texts with texts of the target
     alone. strict: whether disturbed times make a run partial."""
 
     resume: bool
@@ -175,7 +176,8 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
             typer.echo(check_line(check), err=True)
     if not asked.quiet:
         _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
-    # Torch's import may keep this frame alive, and the engine with it: free its graphs here.
+    # Torch's import may keep this frame alive, and the engine with it: free the engine's graphs
+    # here.
     if ready.session is not None:
         ready.session.forget_rounds()
     if check is not None and not check.passed:
@@ -185,8 +187,8 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
 
 
 def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
-    """Compare the texts of a few prompts with those of the target alone. Texts of this run are used
-    if it is greedy."""
+    """Compare the texts of a few prompts with texts of the target alone. A greedy run's own texts
+    are compared; otherwise greedy texts are written anew."""
     job, session = ready.job.part(0, PROMPTS), ready.session
     assert session is not None, "a run that is checked has one"
     plan = job.plan
@@ -203,8 +205,8 @@ def _run(
 ) -> tuple[list[Output], Metrics, dict[int, Sample]]:
     """Run the prompts that are left; each output is shown and on disk as soon as it comes.
 
-    The metrics of a resumed run, and of a run on a server, are those of all its samples. Those
-    samples are returned too.
+    The metrics of a resumed run, and of a run on a server, cover all of its samples. These samples
+    are returned too.
     """
     job, sinks, done = ready.job, [], ready.kept.done
     if world.is_first:
@@ -235,8 +237,8 @@ def _run(
         if ready.session is not None:
             plan = job.plan
             left = ready.left
-            # A server's answers come all at once at a run's end, so runs are short: a kill costs
-            # one of them.
+            # A server's answers come all at once at a run's end, so runs are short: a kill loses
+            # only one run.
             units = [left] if job.backend.is_native else units_of(left, plan.recipe.run.batch_size)
             metrics = None
             for unit in units:

@@ -1,5 +1,5 @@
-"""Commands whose help is readable at 80 columns, and that refuse a source of prompts given twice;
-and hints for command lines that the parser refuses.
+"""Commands with help that is readable at 80 columns and with a check for prompts that are given
+twice, and hints for command lines that the parser refuses.
 
 Imports nothing heavy, since `specdec --help` imports this module.
 """
@@ -16,7 +16,7 @@ from specdec_cli.errors import UsageError
 
 
 class Command(TyperCommand):
-    """A command whose help shows options by panel, each name whole in every terminal."""
+    """A command whose help lists options by panel, and shows whole names in every terminal."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a list of options for each panel."""
@@ -58,7 +58,7 @@ class OneSource(Command):
         return super().parse_args(ctx, args)
 
 
-# Our names, and names that people try, without dashes.
+# Our names, each with other names that people try, without dashes.
 _OTHER_NAMES: Final = {
     "--target": "checkpoint model",
     "--dataset FILE::COLUMN": "column",
@@ -86,7 +86,7 @@ def explained(error: Any) -> tuple[str, str]:
         return message, hint
     parameters = context.command.params
     names = getattr(context.command, "commands", {})
-    wrong: Any = getattr(error.__cause__, "errors", None)  # of pydantic, which reads numbers
+    wrong: Any = getattr(error.__cause__, "errors", None)  # errors of pydantic, which reads numbers
     if wrong is not None:
         from specdec_cli.recipe.problems import describe
 
@@ -109,7 +109,7 @@ def explained(error: Any) -> tuple[str, str]:
 
 
 def _guess(given: str, known: Sequence[str]) -> str:
-    """`did you mean --target? `, or "" if nothing comes near."""
+    """A question such as `did you mean --target? `, or "" if no name is similar."""
     name = given.replace("_", "-")
     tried = name.lstrip("-")
     other = next((ours for ours, others in _OTHER_NAMES.items() if tried in others.split()), "")

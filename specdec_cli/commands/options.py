@@ -1,7 +1,8 @@
 """The options that commands share, and how they become a recipe.
 
-Knows option names and the dotted keys that they set. Does not know which values are allowed: the
-recipe's schema checks them. Imports nothing heavy, since `specdec --help` imports this module.
+This module knows the names of options and the dotted keys that they set. It does not know which
+values are allowed: the recipe's schema checks them. Imports nothing heavy, since `specdec --help`
+imports this module.
 """
 
 import inspect
@@ -38,8 +39,8 @@ _MAX_COUNT, _MAX_BATCH = 2**31 - 1, 2**16
 def option(
     flags: str, metavar: str | None, help: str, panel: str | None = None, **more: Any
 ) -> Any:
-    """An option for `Annotated`. flags: its spellings, separated by spaces. metavar: None for a
-    flag.
+    """An option for `Annotated`. flags: its spellings, separated by spaces. metavar: the name of
+    its value; None for a flag.
 
     more: further arguments of `typer.Option`.
     """
@@ -81,7 +82,7 @@ Json = Annotated[
 
 
 def folder(text: str) -> Path:
-    """The folder of this name. An empty one, as from `-o "$UNSET"`, is an error."""
+    """The folder of this name. An empty name, as from `-o "$UNSET"`, is an error."""
     if not text.strip():
         raise typer.BadParameter("the name is empty")
     if len(text.splitlines()) > 1:
@@ -195,8 +196,8 @@ OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     for name, key in _KEYS.items()
 }
 
-# The options of all commands with a recipe that set a key of it, by panel of the help: parameter,
-# type and name of the value, help.
+# The options that set a key of the recipe, in all commands with a recipe, by panel of the help.
+# Each row has the parameter, the type and the name of the value, and the help.
 _KEY_OPTIONS: Final = {
     _MODELS: (
         ("target", str, "MODEL", "Target model."),
@@ -282,7 +283,8 @@ class Asked:
         """The recipe of the command line, with the method that its draft needs. It has the target's
         own sampling if `sampling.from` says so.
 
-        own: the command's own options, as for `resolve`. sets: further values of `--set`.
+        own: the command's own options, as for the function `resolve`. sets: further values of
+        `--set`.
         """
         from specdec_cli.models.draft_form import with_method
         from specdec_cli.models.generation_config import with_sampling
@@ -314,9 +316,9 @@ class Asked:
 def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the shared options, which it receives as its first argument, an `Asked`.
 
-    A command that reads prompts receives `Prompts` as its second. An option that the command
-    declares itself takes the place of the shared one of that name. without: shared options that the
-    command does not have.
+    A command that reads prompts receives `Prompts` as its second argument. An option that the
+    command declares itself takes the place of the shared option of that name. without: shared
+    options that the command does not have.
     """
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
@@ -408,7 +410,7 @@ def parse_sets(sets: Sequence[str], option: str = "--set") -> dict[str, object]:
 
 
 def parse_counts(text: str | None, option: str) -> list[int]:
-    """Parse `1,8` into distinct numbers; None for an option that was not given."""
+    """Parse `1,8` into distinct numbers; an option that was not given has none."""
     if text is None:
         return []
     parts = [part.strip() for part in text.split(",")]

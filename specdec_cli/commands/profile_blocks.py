@@ -107,7 +107,7 @@ def _measured(
     context: int | None,
     asked: Asked,
 ) -> dict[str, object]:
-    """The document, on rank 0, which creates the run folder before measuring."""
+    """The document on rank 0. Rank 0 creates the run folder before the measurement."""
     with waiting("getting ready", quiet=asked.quiet) as stages:
         with importing(world.device):
             from specdec_cli.backends import native
@@ -134,11 +134,10 @@ def _estimated(
     rooms: Sequence[tuple[int, bool] | None],
     context: int | None,
 ) -> "tuple[specdec_cli.recipe.Recipe, dict[str, object]]":
-    """The document of the first point, with a row for each point if there are several. rooms: those
-    of `_rooms`; if there are several, each point has `device_memory_bytes`.
+    """The recipe and the document of the first point that fits; the document has a row for each
+    point. rooms: the result of `_rooms`; if it has several sizes, rows have `device_memory_bytes`.
 
-    Raises `SetupError` if nothing fits at any of them, and the first point's problem if all of them
-    are skipped.
+    Raises `SetupError` if no point fits, and the first point's problem if all points are skipped.
     """
     from specdec_cli.commands.reading import recipe_options
 
@@ -208,7 +207,8 @@ def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int,
 
 @contextmanager
 def _naming_shapes() -> Iterator[None]:
-    """Add the bundled shapes, which need no hub, to the hint about a model that is not there."""
+    """Add the bundled recipes of mere shapes, which need no hub, to the hint about a missing
+    model."""
     try:
         yield
     except SetupError as problem:

@@ -112,7 +112,8 @@ def _loose(source: options.Prompts, resolved: Recipe, *, reads_pipe: bool) -> li
 def _from_data(
     source: options.Prompts, resolved: Recipe, data: DataSection, asked: Asked
 ) -> tuple[DataSection, LoadedPrompts]:
-    """The data section after the options, and its prompts. A local file gets its full path."""
+    """The data section with the options applied, and its prompts. A local file gets its full
+    path."""
     sets = options.parse_sets(asked.sets or ())
     own = {name for name, value in recipe_options(source).items() if value is not None}
     if own:
@@ -138,7 +139,7 @@ def _from_data(
 
 
 def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, str | None]:
-    """`data.chat` and `data.system` after the options, for prompts from any source."""
+    """`data.chat` and `data.system` with the options applied, for prompts from any source."""
     chat, system = source.chat, source.system
     chosen = [f"--{name.replace('_', '-')}" for name in _OF_CHAT if getattr(source, name)]
     if chat is False:
@@ -157,8 +158,8 @@ def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, st
 def _template_of(
     source: options.Prompts, data: DataSection | None, output: Path | None
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """The keys of `data` about the chat template, after the options. A template gets its switches,
-    a template other than the usual one if one is named, and the date that it may write."""
+    """The keys of `data` about the chat template, with the options applied, and the values for a
+    template: its switches, another template if one is named, and the date that it may write."""
     switches: dict[str, Any] = dict(data.template) if data is not None else {}
     switches |= options.parse_sets(source.template or (), "--template")
     named = source.chat_template or (data.chat_template if data is not None else None)

@@ -105,7 +105,7 @@ def report(
 def _report_runs(
     folders: list[Path], output: Path | None, formats: Collection[str], *, as_json: bool
 ) -> None:
-    """Compare runs; print the answers and tables, and write files if there is a place for them."""
+    """Compare runs; print the answers and tables, and write files if there is an output folder."""
     from specdec_cli.report.export import aligned
     from specdec_cli.report.runs import side_by_side, warnings_of
     from specdec_cli.report.write import write_runs
@@ -126,7 +126,7 @@ def _report_runs(
 
 
 def _tell(document: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
-    """Print a document, or lines, the names of its files and its warnings."""
+    """Print the document as JSON, or else `lines`, the names of the files, and the warnings."""
     if as_json:
         typer.echo(inert_json(json.dumps(document, ensure_ascii=False)))
         return

@@ -1,5 +1,5 @@
-"""Runs that go on in their folder: settings that the folder keeps and the command line leaves out,
-and the command that goes on with an interrupted run."""
+"""Resumed runs: the settings that the run folder keeps and the command line leaves out, and the
+command that resumes an interrupted run."""
 
 import json
 import os
@@ -25,11 +25,11 @@ def begun(
     *,
     resume: bool,
 ) -> tuple[Asked, dict[str, Any]]:
-    """The command line and the settings of the run that it goes on with; none for a new run.
+    """The command line, and the settings of the run that it resumes; {} for a new run.
 
-    A command line without a recipe gets the folder's. kind: of the command's settings. Raises
-    `UsageError` for --resume without a folder, and for a new folder where no model is named: a
-    mistyped path would start the demo.
+    A command line without a recipe gets the folder's recipe. kind: the class of the command's
+    settings. Raises `UsageError` for --resume without a folder, and for a new folder if no model is
+    named: a mistyped path would start the demo.
     """
     if not resume:
         return asked, {}
@@ -56,7 +56,7 @@ def begun(
 
 def _use_threads_of(folder: Path) -> None:
     """Use as many threads as the run began with, on a CPU with the same number of processors. With
-    other threads the times would be of two environments."""
+    another number of threads, the run's times would come from two environments."""
     from specdec_cli.experiment.folders.settings_file import read_json
 
     where = read_json(folder / "environment.json")
@@ -74,14 +74,14 @@ def folder_of_servers(asked: Asked, kept: Mapping[str, Any]) -> Path | None:
 
 
 def names_of_drafts(asked: Asked, kept: Mapping[str, Any]) -> list[str | None]:
-    """The names of the arms of the sweep whose folder the recipe is from; [None] for others."""
+    """The names of the sweep's arms if the recipe is from the sweep's folder; otherwise [None]."""
     return list(kept["drafts"]) if kept and _has_its_recipe(asked) else [None]
 
 
 def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -> Asked:
-    """The command line with the draft under the name that it has in the folder's records; the
-    folder's recipe has its whole path instead. The draft of another recipe stays. name: that of an
-    arm of a sweep."""
+    """The command line with the draft under the name that it has in the folder's records, since the
+    folder's recipe has the draft's whole path. The draft of another recipe keeps its name. name:
+    the name of an arm of a sweep."""
     if not kept or not _has_its_recipe(asked):
         return asked
     recipe = kept["recipe"]
@@ -89,7 +89,7 @@ def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -
     # A method that needs no draft model is also named by --draft.
     section = dict(zip(names, sections, strict=True)).get(name) or ({"model": name} if name else {})
     keys = {"speculation.method" if k == "method" else f"draft.{k}": v for k, v in section.items()}
-    if "draft.weights" in keys:  # a fingerprint
+    if "draft.weights" in keys:  # in records, a fingerprint
         keys["draft.weights"] = keys.pop("draft.weights_as", "auto")
     found = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     return replace(asked, sets=[*found, *(asked.sets or ())])

@@ -1,5 +1,5 @@
-"""The servers that a command line names, and their points. Functions import this module when they
-need it."""
+"""The servers that a command line names, and the proposal lengths to measure. Functions import this
+module when they need it."""
 
 import os
 import shlex
@@ -27,8 +27,8 @@ class Named(Record):
     """The servers of a command line.
 
     urls: addresses of the servers to measure. plain_url: the address of a server without
-    speculation. baseline: a run folder with k = 0. ks: the proposal lengths of `--k`; None for
-    those of all servers.
+    speculation. baseline: a run folder with k = 0. ks: the proposal lengths of `--k`; None for the
+    lengths of all servers.
     """
 
     urls: list[str]
@@ -46,8 +46,8 @@ def named(
 ) -> Named:
     """The servers that options name.
 
-    earlier: the folder of the run that goes on, which names servers that were not given. Raises
-    `UsageError` for text that is no address, and for an option without its servers.
+    earlier: the folder of a resumed run, which names the servers that options leave out; None for a
+    new run. Raises `UsageError` for text that is no address, and for an option that needs --server.
     """
     servers = Named(
         urls=[address(url, "--server") for url in urls or ()],
@@ -69,10 +69,10 @@ def keep(folder: RunFolder, servers: Named) -> None:
 
 
 def _as_before(servers: Named, folder: Path) -> Named:
-    """The servers, completed with those that the folder names."""
+    """The servers, completed with the ones that the folder names."""
     kept = checked(read_json(folder / _FILE), Named)
     if isinstance(kept, Named):
-        if not servers.urls:  # prompts are sent there, and the environment's key
+        if not servers.urls:  # say where prompts and the environment's key are sent
             typer.echo(inert(f"servers that {folder} names: {', '.join(kept.urls)}"), err=True)
         urls, ks = servers.urls or kept.urls, kept.ks if servers.ks is None else servers.ks
         of_plain = kept if servers.plain_url is None and servers.baseline is None else servers
@@ -127,13 +127,14 @@ def with_args(recipe: Recipe, words: str | None) -> Recipe:
     except ValueError as problem:
         raise UsageError(f"--serve-args: {problem}") from None
     there = recipe.engine.args
-    if there[len(there) - len(args) :] == args:  # of a run that goes on with its folder's recipe
+    if there[len(there) - len(args) :] == args:  # a resumed run's recipe has them already
         return recipe
     return recipe.changed("engine", args=(*there, *args))
 
 
 def logs_in(output: Path | None, until_end: ExitStack) -> Path:
-    """The folder for servers' logs: the run folder's, or one that goes with the command."""
+    """The folder for servers' logs: in the run folder, or a temporary one that ends with the
+    command."""
     if output is not None:
         return output / "servers"
     return Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="specdec-servers-")))

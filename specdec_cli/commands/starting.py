@@ -21,7 +21,7 @@ from specdec_cli.stages import begin_stage
 
 T = TypeVar("T")
 
-# Memory that imports map. Measured: 120 MiB, and 470 MiB once torch is imported.
+# Memory that imports map. Measured: 120 MiB for numpy, and 470 MiB for transformers after torch.
 NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 
 
@@ -29,10 +29,10 @@ NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 def importing(device: str = "cpu") -> Iterator[None]:
     """Wraps imports of the engine, which load torch and transformers.
 
-    device: `run.device`, or None if the device must not be used yet. Other slow steps before a GPU
-    computes run meanwhile, if they let other threads run Python. The imports create a million
-    objects that live to the end. The garbage collector would traverse them again and again during
-    the imports, and later with every collection of a run.
+    device: `run.device`, or "cpu" if no GPU is to be used yet. Meanwhile, threads do other slow
+    work that a GPU needs before it computes, if this work lets other threads run Python. The
+    imports create a million objects that live to the end. The garbage collector is off during the
+    imports and leaves these objects out later, since it would traverse them again and again.
 
     Raises `SetupError` where a limit of memory leaves too little for the imports.
     """
@@ -60,7 +60,7 @@ def importing(device: str = "cpu") -> Iterator[None]:
 
 
 def _driver() -> Any:
-    """CUDA's driver, or None. None under a limit of memory, which a context would use up."""
+    """CUDA's driver; None without one, or under a limit of memory, which a context would use up."""
     import ctypes
 
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
@@ -72,7 +72,7 @@ def _driver() -> Any:
 
 def _start_driver(driver: Any, device: str) -> None:
     """Start the driver, the context in which torch will use a GPU, and NVML. Without a GPU nothing
-    happens; code that needs one reports that."""
+    happens; code that needs a GPU reports that later."""
     import ctypes
 
     index, handle, context = int(device.partition(":")[2] or 0), ctypes.c_int(), ctypes.c_void_p()
@@ -131,8 +131,8 @@ def joined(
 
     computes: whether models run here, on their ranks. A client of servers needs one process only.
 
-    A process that has to start the ranks instead checks the recipes, waits for the ranks and leaves
-    the command with their exit code. recipes: all with the same number of ranks.
+    If this process has to start the ranks, it only checks the recipes, waits for the ranks and
+    leaves the command with their exit code. recipes: all of them need the same number of ranks.
     """
     from specdec_cli.models.ahead import check_ahead
 

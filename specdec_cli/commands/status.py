@@ -62,7 +62,8 @@ def write_pictures(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Stages:
-    """The stages of getting ready. `show` is None without a terminal."""
+    """The stages of getting ready. show: shows a stage, its number and the total; None without a
+    terminal."""
 
     show: Callable[[str, int, int], None] | None
     _done: int = -1
@@ -82,7 +83,7 @@ class Stages:
 
 @contextmanager
 def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
-    """Show `what`, then stages with a bar, on stderr during the block, if it is a terminal."""
+    """During the block, show `what` and then stages with a bar, if stderr is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield Stages(None)
         return
@@ -119,8 +120,8 @@ class _InertFormatter(logging.Formatter):
 
 
 class _Kept(logging.Filter):
-    """Keeps warnings for the command's document, and says each once: plans of several ranks or
-    drafts repeat them."""
+    """Keeps warnings for the command's document, and logs each only once: plans of several ranks or
+    drafts repeat warnings."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno == logging.WARNING:

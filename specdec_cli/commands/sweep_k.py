@@ -175,7 +175,7 @@ def sweep_k(
         )
     if rates is not None or synthetic_acceptance_length is not None:
         sets.append("speculation.acceptance=synthetic")
-        # The option replaces either of the two in the recipe.
+        # The option replaces both the rates and the length of the recipe.
         own["synthetic_acceptance_rates"] = rates
         own["synthetic_acceptance_length"] = synthetic_acceptance_length
         if rates is not None:  # one rate for each position of the largest k
@@ -304,7 +304,8 @@ def _sweep(
 ) -> ExitCode:
     """Measure; rank 0 keeps and shows the results. Returns the exit code.
 
-    named: the servers to measure, if they are up. starter: starts servers, if the sweep has to.
+    named: the servers to measure; None unless the user started them. starter: starts servers; None
+    if the sweep starts none.
     """
     from specdec_cli.experiment.folders.record_lines import to_json
     from specdec_cli.experiment.folders.records import Key, Sample

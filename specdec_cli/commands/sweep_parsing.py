@@ -1,6 +1,6 @@
 """Values of the options of `specdec sweep-k`: lists of numbers, objectives, shards.
 
-Each raises a `UsageError` that names the option if the text is not valid.
+Each function raises a `UsageError` that names the option if the text is not valid.
 """
 
 import re
@@ -66,7 +66,8 @@ def refuse_beside(option: str, **unfit: object) -> None:
 
 
 def shard_of(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Index and number of shards: the option's, else a Slurm array task's, else None."""
+    """The shard's index and the number of shards, from the option or else from a Slurm array task.
+    None if all prompts are taken."""
     if text is None:
         return _slurm_shard(environ)
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())

@@ -1,7 +1,7 @@
 """The process between a command and its ranks: it imports their packages once and forks them.
 
-A rank then starts in a tenth of a second, not four. The agent waits for all ranks and writes down
-their ends in order; the first is the cause. It runs as a file.
+A rank then starts in a tenth of a second instead of four seconds. The agent waits for all ranks and
+writes down their ends in order; the first end is the cause. The module is run as a file.
 """
 
 import atexit
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> None:
     # Signals are blocked: a rank must not inherit the handler, and the handler must know every
     # rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    # Python warns about threads. They belong to OpenBLAS, which ends them before a fork.
+    # Python warns about threads. The threads belong to OpenBLAS, which ends them before a fork.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     agent = os.getpid()
     for rank in range(int(num_ranks)):
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
         ranks[pid] = rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.close(tie)
-    os.read(tied, 1)  # it ends when every rank has closed the other end
+    os.read(tied, 1)  # returns when every rank has closed the other end
     signal.signal(signal.SIGTERM, pass_on)
     die_with(int(parent))
 

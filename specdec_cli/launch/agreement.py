@@ -64,8 +64,8 @@ class Agreement:
         return len({row[0] for row in rows}) == 1 and len(inner) <= 1
 
     def _places(self) -> tuple[int, int]:
-        """Number of collectives that this rank has begun in groups of all ranks, and in its smaller
-        groups (-1 without one)."""
+        """The numbers of collectives that this rank has begun in groups of all ranks, and in its
+        smaller groups (-1 if it is in no smaller group)."""
         import torch.distributed as dist
         import torch.distributed.distributed_c10d as c10d
 

@@ -1,10 +1,10 @@
 """The process between a command and its server, which ends all of the server's processes.
 
 `python -P guardian.py MARK SECONDS COMMAND...` runs a command in a session of its own. A line on
-standard input, or its end, asks for the stop. The process group gets SIGTERM, and SIGKILL after
-SECONDS. Then every process that is left is killed: descendants, and processes with MARK in their
-environment. The exit code goes to standard output at once. Imports nothing of ours, since it runs
-as a file; Linux only.
+standard input, or the end of standard input, asks for the stop. The process group gets SIGTERM, and
+SIGKILL after SECONDS. Then every process that is left is killed: descendants, and processes with
+MARK in their environment. The exit code goes to standard output at once. Imports nothing of ours,
+since it runs as a file; Linux only.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ MARK = "SPECDEC_SERVER"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 0.05
-_KILLS_S = 10.0  # limit until killed processes are gone
+_KILLS_S = 10.0  # time limit for killed processes to disappear
 
 
 def main(mark: str, seconds: str, *command: str) -> int:
@@ -32,7 +32,7 @@ def main(mark: str, seconds: str, *command: str) -> int:
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != own:
             os._exit(1)
-        for number in _IGNORED:  # a child would ignore them too, and so the stop
+        for number in _IGNORED:  # a child would inherit this and ignore the stop
             signal.signal(number, signal.SIG_DFL)
 
     for number in _IGNORED:

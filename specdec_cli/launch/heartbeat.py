@@ -1,7 +1,8 @@
-"""A rank's heartbeat. It shows whether the main thread moves, and the reason for which it waits.
+"""A rank's heartbeat. It shows whether the main thread moves, and why it waits.
 
 A second thread looks at the main thread's stack. The rank moves if the stack changed or a step was
-counted. While models load it also moves if bytes were read, so that a long load does not look hung.
+counted. While models load, the rank also moves if bytes were read, so that a long load does not
+look hung.
 
 Ranks that torchrun or srun started watch each other through their common store. A rank that stands
 still cannot report it, so rank 0 watches all others, and they watch rank 0.
@@ -50,8 +51,8 @@ class Beat:
 
 
 def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: float) -> Beat | None:
-    """The rank that has held up the others for `timeout_s`, or None. It is busy and does not move
-    while others wait. If all wait for each other, it is the rank with the fewest steps.
+    """The rank that has held up the others for `timeout_s`, or None. This rank is busy and does not
+    move while others wait. If all ranks wait for each other, it is the rank with the fewest steps.
 
     num_ranks: the number of ranks of the run; some may not have sent a beat yet.
     """
@@ -87,7 +88,7 @@ class Heartbeat:
     """The heartbeat's thread of one rank; created in the main thread.
 
     on_beat: called with every beat. on_stop: called with the signal if the process was asked to end
-    (SIGTERM) and its main thread did not react, as in a collective. It must not return.
+    (SIGTERM) and its main thread did not react, as in a collective. on_stop must not return.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Heartbeat:
                 ready=self.ready,
                 where=_where(frames),
             )
-            del frames  # would keep the locals of finished calls alive
+            del frames  # frames would keep the locals of finished calls alive
             self._on_beat(beat)
             if not asked and (asked := self._asked_to_stop()):
                 stop_at = now + _STOP_GRACE_S

@@ -1,4 +1,4 @@
-"""Silence while ranks meet: the exception tells about failures."""
+"""Keeps stderr silent while ranks meet, since exceptions report failures."""
 
 import os
 from collections.abc import Iterator

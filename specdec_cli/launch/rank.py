@@ -174,7 +174,8 @@ class Rank:
         os._exit(report.code)
 
     def _silence(self, *, verbose: bool) -> None:
-        """Silence a rank other than 0. Its libraries' writes to stderr are kept or dropped."""
+        """Silence a rank other than 0. The text that its libraries write to stderr goes to a file
+        or is dropped."""
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         if not verbose:
@@ -214,7 +215,7 @@ def how_it_ended(error: BaseException | None, code: int, *, failed: bool) -> End
 
 
 def _own_threads(seat: Seat) -> int | None:
-    """Number of threads for this rank's share of the cores; None if the user chose one."""
+    """Number of threads for this rank's share of the cores; None if the user chose a number."""
     chosen = os.environ.pop(seats.THREADS, None)
     if chosen is not None:
         return int(chosen)

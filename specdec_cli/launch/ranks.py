@@ -125,7 +125,7 @@ def _failures(folder: Path, reports: Mapping[int, Report], exits: Sequence[Exit]
     for report in reports.values():
         if (
             report.end is End.STOPPED
-        ):  # another process stopped it: this one does not while it watches
+        ):  # another process stopped the rank: this process stops none while it watches
             report = replace(report, code=ExitCode.RUN_FAILED)
         if report.end is not End.DONE:
             found.append(report)

@@ -13,13 +13,14 @@ from specdec_cli.errors import ExitCode, RunError
 
 
 class End(StrEnum):
-    """The kind of a rank's end; `_BLAME` orders them by how well they explain other ranks' ends."""
+    """The kind of a rank's end; `_BLAME` orders the kinds by how well they explain other ranks'
+    ends."""
 
     DONE = "done"
     FAILED = "failed"  # the rank's own error, or an end without a report
     STUCK = "stuck"
-    STOPPED = "stopped"  # a signal that was not ours asked it to end
-    ABORTED = "aborted"  # SIGABRT: NCCL ends a rank so that has lost its peers
+    STOPPED = "stopped"  # a signal that was not ours asked the rank to end
+    ABORTED = "aborted"  # SIGABRT, with which NCCL ends a rank that has lost its peers
     LOST_PEERS = "lost peers"  # a collective failed: another rank is the cause
 
 
@@ -28,8 +29,9 @@ _BLAME = (End.FAILED, End.STUCK, End.STOPPED, End.ABORTED, End.LOST_PEERS)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The end of one rank. message: None if there is nothing to say. at: seconds since the epoch.
-    is_common: all ranks found the same error, so the message is not about this rank."""
+    """The end of one rank. message: the error in words; None if there is nothing to say. at:
+    seconds since the epoch. is_common: whether all ranks found the same error; then the message
+    names no rank."""
 
     rank: int
     end: End
@@ -49,7 +51,8 @@ class Report:
         return f"rank {self.rank}: {self.message}"
 
     def check(self) -> int:
-        """The exit code of a run that ended well; raises the failure of one that did not."""
+        """The exit code if the rank ended well. Raises `RanksError` or `SystemExit` if it
+        failed."""
         if self.end is End.DONE:
             return self.code
         if self.message is None:  # a closed pipe, for example, needs no message
@@ -81,7 +84,7 @@ def root_cause(reports: Iterable[Report]) -> Report | None:
 
 
 def gone(rank: int, exit_code: int, at: float, last_words: str = "") -> Report:
-    """The report for a rank that left none. exit_code: as in `subprocess`."""
+    """The report for a rank that left no report. exit_code: as in `subprocess`."""
     end, hint = End.FAILED, last_words or None
     if exit_code < 0:
         name = signal_name(-exit_code)

@@ -10,7 +10,7 @@ from specdec_cli.errors import UsageError
 FOLDER = "SPECDEC_RANKS_FOLDER"  # set by `launch.ranks` for the ranks that it starts
 THREADS = "SPECDEC_RANK_THREADS"
 
-_FIRST_PORT, _NUM_PORTS = 10000, 20000  # lies below the ports that systems assign by themselves
+_FIRST_PORT, _NUM_PORTS = 10000, 20000  # below the ports that systems assign by themselves
 _SLURM_STEP = (
     "SLURM_STEP_ID",
     "SLURM_STEP_NUM_TASKS",
@@ -43,7 +43,7 @@ class Seat:
 
 
 def find_seat(environ: Mapping[str, str]) -> Seat | None:
-    """The seat that `specdec`, torchrun or srun gave this process; None if none started it.
+    """The seat that `specdec`, torchrun or srun gave this process; None if none of them started it.
 
     Raises `UsageError` for variables that contradict each other.
     """

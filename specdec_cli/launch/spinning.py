@@ -1,11 +1,11 @@
-"""The number of torch's threads on a CPU, and the time that they spin while they wait for another,
-which libgomp reads when it is loaded.
+"""The number of torch's threads on a CPU, and the number of spins for which they wait for each
+other. libgomp reads the spins when it is loaded.
 
 A product of a small model takes less time than it takes to wake a thread, so threads spin between
-products. Beside other work one that spins uses its time up and then waits for a processor, and
-every product for it: tokens take five times as long, or fifty (docs/performance.md, CPU). Few spins
-cost a tenth on a quiet machine. So both numbers follow from what other work used while this process
-started.
+products. Beside other work, a thread that spins uses up its turn and then waits for a processor,
+and every product waits for this thread: tokens take five or even fifty times as long
+(docs/performance.md, CPU). On a quiet machine, few spins cost a tenth of the speed. So both numbers
+depend on the processors that other work used while this process started.
 """
 
 import ctypes
@@ -24,15 +24,16 @@ SPINS = "GOMP_SPINCOUNT"
 _POLICY = "OMP_WAIT_POLICY"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ALONE, _CROWDED = 20_000, 100  # spins; libgomp's own default is 300,000
-_OTHERS = 0.3  # processors that other work may use of those that torch's threads need
-_UNSURE = 0.1  # processors by which the use is seen too high or too low
-_WINDOW = 0.25  # least seconds to see other work in
+_OTHERS = 0.3  # processors that other work may take from torch's threads
+_UNSURE = 0.1  # error of the measured use, in processors
+_WINDOW = 0.25  # the least seconds over which other work is measured
 _TURN = 100_000  # nanoseconds; Linux has no shorter turns
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # system calls
 
 
 class Use(NamedTuple):
-    """Processor seconds: on the clock, of all processes, and of this one and its children."""
+    """A reading of use, in seconds. clock: the monotonic clock. all: processor time of all
+    processes. own: processor time of this process and its children."""
 
     clock: float
     all: float
@@ -40,8 +41,8 @@ class Use(NamedTuple):
 
 
 def in_use() -> Use | None:
-    """The use so far of the processors that this process may run on; None where the system does not
-    tell."""
+    """The use so far of the processors that this process may run on; None if the system does not
+    report it."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         ours = {f"cpu{index}" for index in os.sched_getaffinity(0)}
         ticks = 0
@@ -60,7 +61,7 @@ _BEGAN = in_use()
 
 @cache
 def others() -> float | None:
-    """Processors that other work used while this process started; None where unknown."""
+    """The number of processors that other work used while this process started; None if unknown."""
     if _BEGAN is None:
         return None
     while time.monotonic() < _BEGAN.clock + _WINDOW:
@@ -70,13 +71,13 @@ def others() -> float | None:
 
 
 def used_by_others(began: Use, now: Use) -> float:
-    """Processors that other work used meanwhile, on average."""
+    """The number of processors that other work used between the two readings, on average."""
     return (now.all - began.all - (now.own - began.own)) / (now.clock - began.clock)
 
 
 def choose_spins() -> None:
-    """Set the number of spins, unless the user has chosen one, or one thread. Call it before torch
-    is imported, or processes are started that import it."""
+    """Set the number of spins, unless the user has chosen a number or there is only one thread.
+    Call it before torch is imported, and before processes that import torch are started."""
     threads = chosen_threads() or num_cores()
     if threads > 1 and not {SPINS, _POLICY} & os.environ.keys() and (use := others()) is not None:
         threads = threads if chosen_threads() else threads_beside(use, num_cores())
@@ -87,11 +88,13 @@ def choose_spins() -> None:
 
 
 def ask_for_short_turns() -> None:
-    """Ask for turns of a tenth of a millisecond, for this process and what it starts from now on.
+    """Ask for turns of a tenth of a millisecond, for this process and those that it starts from now
+    on.
 
-    Linux 6.12 and later gives them, and others none. Who asks for shorter turns gets no more of a
-    processor, but sooner: a thread that others wait for does not wait itself until a turn of some
-    three milliseconds ends. Only an ordinary process asks, and keeps its niceness.
+    Only Linux 6.12 and later grants them. A process with shorter turns gets no larger share of a
+    processor, but gets it sooner: a thread that others wait for does not wait until a turn of some
+    three milliseconds ends. Only a process with ordinary scheduling asks, and it keeps its
+    niceness.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform == "linux" and number is not None and os.sched_getscheduler(0) == 0:
@@ -109,22 +112,22 @@ def chosen_threads() -> int | None:
 
 
 def threads_beside(use: float, cores: int) -> int:
-    """The number of threads where other work uses so many of `cores` processors.
+    """The number of threads if other work uses `use` of `cores` processors.
 
-    As many as are free, if that is half; beside more work all, which get more of the processors
-    than fewer threads would.
+    This is the number of free processors if at least half are free. Beside more work it is `cores`,
+    since many threads get more of the processors than few.
     """
     leaves_half = use <= cores / 2 + _UNSURE
     return max(1, round(cores - use)) if _OTHERS < use and leaves_half else cores
 
 
 def spins_for(use: float, threads: int, cores: int) -> int:
-    """The number of spins where other work uses so many of `cores` processors."""
+    """The number of spins if other work uses `use` of `cores` processors."""
     return _CROWDED if use > cores - min(threads, cores) + _OTHERS else _ALONE
 
 
 def told(threads: int) -> str:
-    """The choice, for the record of a run's environment."""
+    """The spins in words, for the record of a run's environment."""
     if threads == 1:
         return "none: one thread"
     set_ones = [f"{name}={os.environ[name]}" for name in (_POLICY, SPINS) if name in os.environ]

@@ -28,11 +28,12 @@ _MOST_RANKS = 64
 
 @dataclass(slots=True)
 class Place:
-    """The origin of this process.
+    """The way in which this process was started.
 
-    program: the module and the arguments that start it again. seat: None unless torchrun, srun or
-    another `specdec` started it. rank: None if it is a single process that `run_ranks` did not
-    start. has_answered: whether the ranks that it started have written the command's result.
+    program: the module and the arguments that start it again. seat: its place among ranks; None
+    unless torchrun, srun or another `specdec` started it. rank: its duties as a rank; None for a
+    single process that `run_ranks` did not start. has_answered: whether the ranks that it started
+    have written the command's result.
     """
 
     program: tuple[str, ...]
@@ -81,8 +82,8 @@ class World:
     """The ranks of one run. All ranks call every method in the same order, except `beat` and
     `outside`.
 
-    rank: that of this process. size: the number of ranks. device: "cuda:i" or "cpu" with several
-    ranks; otherwise the recipe's value.
+    rank: the rank of this process. size: the number of ranks. device: "cuda:i" or "cpu" with
+    several ranks; otherwise the recipe's value.
     """
 
     def __init__(self, rank: Rank | None, device: str, timeout_s: float) -> None:
@@ -109,7 +110,7 @@ class World:
         return value
 
     def inputs(self, read: Callable[[], T]) -> T:
-        """The inputs that the parent handed to its ranks; without any, `once(read)`."""
+        """The inputs that the parent handed to its ranks, or `once(read)` if it handed none."""
         folder = self._rank.seat.folder if self._rank is not None else None
         if folder is not None and (path := folder / "inputs").exists():
             value: T = pickle.loads(path.read_bytes())
@@ -122,7 +123,7 @@ class World:
         self._declare(True, self._patience_s)
 
     def loading(self) -> None:
-        """Declare that models load until `ready`: a rank may take as long as it moves."""
+        """Declare that models load until `ready`: a rank may take any time while it moves."""
         self._declare(False, _LONG_S)
 
     def _declare(self, is_ready: bool, seconds: float) -> None:
@@ -165,8 +166,9 @@ def join(place: Place, num_ranks: int, *, device: str, timeout_s: float) -> Iter
     """Join `num_ranks` ranks and, if there are several, initialise torch.distributed.
 
     device: `run.device`. NCCL connects GPUs, one per rank, and gloo CPUs. At the end of the block
-    every rank waits for the others; after an exception no rank does. Raises `UsageError` if another
-    number of ranks was started, `SetupError` if there are too few GPUs or ranks do not meet.
+    every rank waits for the others; after an exception no rank waits. Raises `UsageError` if
+    another number of ranks was started, `SetupError` if there are too few GPUs or ranks do not
+    meet.
     """
     rank, seat = place.rank, place.seat
     if seat is not None and seat.size != num_ranks:
@@ -228,7 +230,7 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
 
     seat = rank.seat
     local_rank = seat.local_rank if device == "cpu" else int(device.removeprefix("cuda:"))
-    os.environ |= {  # torchrun's names; srun has other ones
+    os.environ |= {  # torchrun's names; srun uses other names
         "RANK": str(seat.rank),
         "WORLD_SIZE": str(seat.size),
         "LOCAL_RANK": str(local_rank),  # it is also the index of the GPU

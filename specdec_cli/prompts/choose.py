@@ -20,9 +20,9 @@ _MAX_NAMED = 6
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The prompts to take: `limit` of them, or all. sample: None takes the first, `random` draws,
-    and `stratified` draws evenly from all categories. Raises `UsageError` for a sample without a
-    size."""
+    """The prompts to take. limit: the number of prompts; None takes all. sample: None takes the
+    first prompts, `random` draws, and `stratified` draws evenly from all categories. Raises
+    `UsageError` for a sample without a size."""
 
     limit: int | None = None
     sample: str | None = None
@@ -76,7 +76,8 @@ def uneven(
     taken: Sequence[Prompt], further: Mapping[str | None, int], *, is_whole: bool
 ) -> list[Notice]:
     """A warning if the first prompts have other categories than the data. further: the number of
-    later prompts by category; is_whole: whether it counts all of them or only the next ones.
+    later prompts by category. is_whole: whether `further` counts all later prompts or only the next
+    ones.
     """
     first = Counter(prompt.category for prompt in taken)
     data = first + Counter(further)

@@ -54,7 +54,7 @@ def refuse(bad: Sequence[UsageError], *, skip: bool) -> None:
 
 
 def unused_keys(prompts: Sequence[Prompt]) -> list[Notice]:
-    """A warning that names the rows' keys that have no effect, and counts the rows of each.
+    """A warning that names the rows' keys that have no effect, and counts the rows of each key.
 
     Raises `UsageError` if every row has images or the like, since no prompt is complete then.
     """

@@ -1,6 +1,6 @@
 """The notation `PATH[:SPLIT[:COLUMN]]` of `--dataset`, and splits of single files.
 
-Opens nothing; only tests if a path exists.
+This module opens no files; it only tests whether a path exists.
 """
 
 import os

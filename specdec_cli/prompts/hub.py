@@ -21,11 +21,11 @@ _CARD_BYTES = 1 << 20  # `datasets` parses 100 KiB of settings in a second
 def hub_source(
     path: str, subset: str | None, split: str | None, column: str | None, *, is_folder: bool
 ) -> Source:
-    """One split of a dataset. Without `split` the dataset must have a single one.
+    """One split of a dataset. Without `split` the dataset must have a single split.
 
     path: a hub id, or a folder (`is_folder`). split: a name or slice (`train[:100]`). Raises
-    `UsageError` for an unknown subset or split, naming the known ones, and `SetupError` if the
-    dataset is not available.
+    `UsageError` for an unknown subset or split, with the names of the known ones, and `SetupError`
+    if the dataset is not available.
     """
     try:
         import datasets
@@ -142,7 +142,7 @@ def _rows(data: Any, name: str) -> Rows:
 
 def _refusal(path: str, problem: Exception, *, is_folder: bool) -> SpecdecError:
     kind = type(problem).__name__
-    if type(problem) is ValueError:  # an unknown split or configuration; it lists those known
+    if type(problem) is ValueError:  # an unknown split or configuration; it lists the known ones
         return UsageError(
             f"{path}: {' '.join(map(one_line, str(problem).split()))}",
             "name another data.split or data.subset",

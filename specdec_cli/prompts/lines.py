@@ -36,7 +36,7 @@ def jsonl_rows(file: BinaryIO, name: str) -> Rows:
 
 
 def json_rows(file: BinaryIO, name: str) -> Rows:
-    """The items of a JSON list, or the objects of a file with one object a line."""
+    """The items of a JSON list, or the objects of a file with one object per line."""
     start = file.tell()
     if not file.read(1024).removeprefix(BOM).lstrip().startswith(b"["):
         file.seek(start)

@@ -41,7 +41,7 @@ from specdec_cli.text import counted, in_lines, of_many, one_line
 
 EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
-_MAX_AHEAD = 20_000  # later rows whose categories are compared with the first ones'
+_MAX_AHEAD = 20_000  # later rows whose categories are compared with those of the first rows
 _PATIENCE_S = 1.0  # seconds of waiting for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
 _ONE_OBJECT = (
@@ -67,8 +67,8 @@ def load_prompts(
     `data.path` is a file (`EXTENSIONS`), `demo:prompts`, or the folder or id of a Hugging Face
     dataset. Rows after the first `data.limit` prompts count for warnings only. A sample, which
     `seed` decides, is drawn from all rows. skip_bad: whether to leave out bad rows with a warning
-    that counts them; otherwise they raise a `UsageError` with file and line of each. is_file:
-    whether the path can only be a file's. Raises `UsageError` for an unknown split, subset or
+    that counts them; otherwise they raise a `UsageError` with the file and line of each bad row.
+    is_file: whether the path has to be a file. Raises `UsageError` for an unknown split, subset or
     column, `SetupError` for a dataset that is not available.
     """
     choice = Choice(data.limit, data.sample, seed)
@@ -128,7 +128,7 @@ def read_prompts(
 ) -> list[Prompt]:
     """The prompts given as options, then those of the file, at most `limit` together.
 
-    `stdin` is read if there are neither, or if the file is `-`; a terminal is never read. Without
+    `stdin` is read if neither is given, or if the file is `-`; a terminal is never read. Without
     any prompt the list is empty. sample, seed: see `Choice`. skip_bad: leave out bad lines with a
     warning that counts them; otherwise bad prompts raise a `UsageError` with file, line and reason.
     """
@@ -204,7 +204,7 @@ def _is_json_list(raw: bytes) -> bool:
 
 
 def _say_if_it_waits(stream: TextIO | BinaryIO) -> None:
-    """Tell the user that a pipe has no data yet: it may be there by accident."""
+    """Tell the user that a pipe has no data yet: the pipe may be there by accident."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         if not select.select([stream.fileno()], [], [], _PATIENCE_S)[0]:
             _log.warning(
@@ -298,9 +298,9 @@ def _prompts_of(
     skip_bad: bool,
     turn: int = 1,
 ) -> list[Prompt]:
-    """The first `limit` prompts of a source. Bad rows before the last of them are reported or
-    counted. rows: the source's rows, which this consumes. split: the split that selected them, for
-    messages.
+    """The first `limit` prompts of a source. Bad rows before the last of these prompts are reported
+    or counted. rows: the source's rows, which this consumes. split: the split that selected them,
+    for messages.
     """
     name = source.name
     _check_columns(source, column)
@@ -340,7 +340,8 @@ def _prompts_of(
 
 
 def _check_columns(source: Source, column: str | None) -> None:
-    """Raise `UsageError` once for a missing column, since all rows of a table have the same."""
+    """Raise `UsageError` once for a missing column, since all rows of a table have the same
+    columns."""
     if source.columns is None:
         return
     listed = columns_in_words(source.columns)

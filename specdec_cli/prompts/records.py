@@ -12,7 +12,7 @@ from specdec_cli.prompts.turns import LATER_KEY, later_turns, shared_conversatio
 from specdec_cli.prompts.types import BadRow, Message, Prompt
 from specdec_cli.text import is_unicode, one_line, shown
 
-TEXT_KEYS = ("prompt", "text", "question", "instruction", "turns")  # a row's first one counts
+TEXT_KEYS = ("prompt", "text", "question", "instruction", "turns")  # the first one in a row counts
 MESSAGES_KEY = "messages"
 IDS_KEY = "prompt_token_ids"
 CATEGORY_KEY = "category"
@@ -64,8 +64,8 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
     """The prompt in a row. The caller sets its index and place. row: text, or a record by column
     name; a line of an OpenAI batch has the record in its `body`. column: the column of the prompt;
     None takes the first of `PROMPT_KEYS` that the record has. The value decides the kind of prompt.
-    Of several turns the first is the prompt, and of a conversation the `turn`-th. Raises `BadRow`,
-    and `NoSuchTurn` for a shorter conversation."""
+    Of several turns the first is the prompt; of a conversation, the user's `turn`-th turn. Raises
+    `BadRow`, and `NoSuchTurn` for a shorter conversation."""
     if isinstance(row, str) and column is None:
         return Prompt(0, checked(row))
     if not isinstance(row, Mapping):
@@ -177,8 +177,8 @@ def category_of(row: object) -> str | None:
 
 
 def _messages(value: object, key: str) -> tuple[Message, ...]:
-    """The messages up to the last that is not the assistant's. Data sets keep the assistant's
-    answer after it."""
+    """The messages up to the last one that is not the assistant's. Data sets keep the assistant's
+    answer after that message."""
     if not isinstance(value, list):
         raise BadRow(f"{key} should be a list, not {shown(value)}")
     if not value:

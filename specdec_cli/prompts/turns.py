@@ -26,16 +26,16 @@ class NoSuchTurn(Exception):
 
 
 def subtask(category: str | None) -> str | None:
-    """The subtask of Spec-Bench that a category belongs to; other categories are their own."""
+    """The subtask of Spec-Bench that a category belongs to; other categories stay as they are."""
     return "mt_bench" if category in _MT_BENCH else category
 
 
 def shared_conversation(value: object, turn: int) -> list[Message]:
-    """The messages of a conversation up to the user's `turn`-th, from 1 on.
+    """The messages of a conversation up to the user's `turn`-th message, counted from 1.
 
-    Its items have `from` and `value`, as in ShareGPT, or `role` and `content`. Answers before that
-    turn are those of the file. Messages before the user's first turn are left out, except a system
-    message. Raises `BadRow`, and `NoSuchTurn`.
+    The conversation's items have `from` and `value`, as in ShareGPT, or `role` and `content`.
+    Answers before that message come from the file. Messages before the user's first turn are left
+    out, except a system message. Raises `BadRow`, and `NoSuchTurn`.
     """
     if not isinstance(value, list):
         raise BadRow("conversations should be a list of messages with from and value")
@@ -59,14 +59,15 @@ def shared_conversation(value: object, turn: int) -> list[Message]:
 
 
 def later_turns(rest: object) -> tuple[str, ...]:
-    """The user's turns after the first, if `rest` has this form."""
+    """The user's turns after the first, if `rest` is a list of texts; otherwise ()."""
     if not isinstance(rest, list) or not all(isinstance(one, str) for one in rest):
         return ()
     return tuple(rest)
 
 
 def next_turn(prompt: Prompt, answer: str) -> Prompt | None:
-    """The prompt's next turn, after the answer to this one; None if it has no further turn."""
+    """The prompt of the next turn, with the answer to this one; None if there is no further
+    turn."""
     if not prompt.later or prompt.messages is None:
         return None
     asked, *rest = prompt.later

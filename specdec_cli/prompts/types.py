@@ -1,4 +1,4 @@
-"""Prompts, those of a run, rows and bad rows. Knows nothing of files."""
+"""Data types: a prompt, the prompts of a run, rows and bad rows. Knows nothing of files."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class Source:
     """The rows of one file, pipe or dataset, read lazily.
 
     rows: each row's place (`prompts.jsonl:3`) and its content: text, a record by column name, or
-    the `BadRow` that kept it from being read. columns: the columns of a table, None without a
+    the `BadRow` that kept it from being read. columns: the columns of a table; None without a
     table. hint: advice about bad rows.
     """
 
@@ -56,10 +56,10 @@ class Source:
 class PromptSet:
     """The prompts of a run.
 
-    data: the section of a recipe that names them; None for prompts that no recipe can name. chat:
-    the setting with which they were read. notices: warnings about them. own: the text of the
-    prompts, which the run folder keeps if no other file holds them. skip_bad: whether to leave out
-    prompts that cannot be rendered or tokenised.
+    data: the section of a recipe that names the prompts; None for prompts that no recipe can name.
+    chat: the setting with which the prompts were read. notices: warnings about the prompts. own:
+    the text of the prompts, which the run folder keeps if no other file holds them. skip_bad:
+    whether to leave out prompts that cannot be rendered or tokenised.
     """
 
     prompts: list[Prompt]

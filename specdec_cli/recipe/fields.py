@@ -70,7 +70,7 @@ def _refusing(is_wrong: Callable[[str], bool], told: str) -> AfterValidator:
 _ENCODED = _refusing(lambda text: not is_unicode(text), "should be valid Unicode text")
 _NO_NUL = _refusing(lambda text: "\0" in text, "should not contain a NUL character")
 _NOT_BLANK = _refusing(lambda text: not text.strip(), "should be more than white space")
-# A line break would break the messages that name it.
+# A line break would break the messages that name the value.
 _ONE_LINE = _refusing(lambda text: "\n" in text, "should not contain a line break")
 _GGUF = _refusing(
     lambda name: not name.endswith(".gguf") or not {"", ".."}.isdisjoint(name.split("/")),
@@ -133,8 +133,8 @@ Rates = Annotated[
 
 
 def entry(default: object, description: str, **more: Any) -> Any:
-    """A key's default and its meaning, as `pydantic.Field` takes them. more: its further
-    arguments."""
+    """A key's default and its meaning, as `pydantic.Field` takes them. more: further arguments of
+    `pydantic.Field`."""
     return Field(default=default, description=description, **more)
 
 

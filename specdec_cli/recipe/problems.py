@@ -82,7 +82,8 @@ def describe(error: ErrorDetails) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """The message for an unknown key. It names the nearest valid key, as a question if close."""
+    """The message for an unknown key. It names the nearest valid key, as a question if it is
+    close."""
     if key.rpartition(".")[2] == "<<":
         return "merge keys are not supported: write the keys out"
     nearest, is_close = nearest_key(key)

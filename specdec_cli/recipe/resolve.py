@@ -1,4 +1,4 @@
-"""From a recipe's name and overrides to one checked `Recipe`, and back to YAML.
+"""Makes one checked `Recipe` from a recipe's name and overrides, and writes it back as YAML.
 
 Knows precedence, the origin of each value, and the bundled recipes. Knows neither the names of
 options (callers name the origins) nor the existing models and devices.
@@ -40,7 +40,7 @@ _HINT = "`specdec recipe schema` lists the keys and what they may hold"
 
 @dataclass(frozen=True, slots=True)
 class BundledRecipe:
-    """`description` is the first comment line of the file."""
+    """A recipe that comes with specdec. description: the first comment line of its file."""
 
     name: str
     path: Path
@@ -55,7 +55,8 @@ def bundled_folder() -> Path:
 
 
 def bundled_recipes() -> list[BundledRecipe]:
-    """All bundled recipes by name; the demo's come first, those with random weights last."""
+    """All bundled recipes by name. Recipes of the demo come first, recipes with random weights
+    last."""
     return [
         BundledRecipe(path.stem, path, _first_comment(path))
         for path in sorted(
@@ -91,8 +92,8 @@ def load_recipe(
 
     Without a source the recipe is the demo pair, or only defaults if the overrides name a target.
     origins: the source of each override (`--temperature`), for messages. overridden: values of
-    `--set` that options replace. They are checked, and so are replaced values of the file. One
-    `UsageError` reports all problems, a line each.
+    `--set` that options replace. Replaced values are checked too, also the file's. One `UsageError`
+    reports all problems, one per line.
     """
     overrides = dict(overrides or {})
     if source is None and not _names_target(overrides):

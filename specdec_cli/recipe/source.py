@@ -1,4 +1,4 @@
-"""YAML text to plain data, with the line of every key.
+"""Reads YAML text into plain data, with the line of every key.
 
 Knows nothing of a recipe's keys. Scalars follow YAML 1.2's core schema: `on`, `no` and `12:30` are
 words, `012` is twelve, `1e-3` is a number.

@@ -1,4 +1,4 @@
-"""Makes answers of the data that came: shares of time, and rounds as far as the server tells
+"""Turns a server's data into answers: shares of time, and rounds as far as the server reports
 them."""
 
 from collections import Counter
@@ -19,8 +19,8 @@ INVALID = "spec_details_invalid"
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The rounds of one request. order: the number that each round accepted and proposed, if
-    known."""
+    """The rounds of one request. order: the numbers of tokens that each round accepted and
+    proposed. histogram: the number of rounds by accepted tokens. Both are None if unknown."""
 
     order: tuple[list[int], list[int]] | None = None
     histogram: list[int] | None = None
@@ -33,8 +33,9 @@ class Rounds:
 def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool) -> bool:
     """Whether details contradict neither themselves nor the text.
 
-    tokens_after_first: tokens after the first chunk, which is the prefill's. may_skip: whether
-    rounds may propose nothing, so that a text may have more tokens than the counted rounds allow.
+    tokens_after_first: the number of tokens after the first chunk, which prefill writes. may_skip:
+    whether rounds may propose nothing, so that a text may have more tokens than the counted rounds
+    allow.
     """
     numbers = (found.num_rounds, found.num_accepted, *found.histogram)
     if any(type(one) is not int or one < 0 for one in numbers) or len(found.histogram) > k + 1:
@@ -61,9 +62,9 @@ def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool)
 
 
 def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
-    """The number that each round accepted, in order; None where the two sources do not fit. They
-    are a histogram and the sizes of the chunks after the first. Every round but the last is a chunk
-    of its accepted proposals and one token more. The last may have accepted tokens beyond the
+    """The number of tokens that each round accepted, in order. sizes: the sizes of the chunks after
+    the first. None if they do not fit the histogram of rounds. Every round but the last is a chunk
+    of its accepted proposals and one more token. The last round may have accepted tokens beyond the
     text's end, which no chunk has.
     """
     if found.accepted is not None:
@@ -81,8 +82,9 @@ def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
 def chunks_tell(sizes: Sequence[Sequence[int]], k: int, drafts: int, accepted: int) -> bool:
     """Whether chunks are rounds, by the counters of all requests.
 
-    sizes: those of each request's chunks after its first. drafts, accepted: the server's counts.
-    The last round of a request may have accepted tokens beyond its text.
+    sizes: for each request, the sizes of the chunks after its first. drafts, accepted: the server's
+    counts of drafts and of accepted tokens. The last round of a request may have accepted tokens
+    beyond its text.
     """
     every = [size for own in sizes for size in own]
     seen = sum(size - 1 for size in every)
@@ -98,8 +100,8 @@ NO_ROUNDS = Rounds()
 
 
 def rounds_by_details(answer: Answer, k: int, *, may_skip: bool) -> Rounds | str | None:
-    """The rounds that the server told of one request; None where it told none, and a warning's code
-    where they are impossible."""
+    """The rounds of one request, as the server reports them; None if it reports none, and a
+    warning's code if they are impossible."""
     after = answer.num_tokens - answer.tokens_in_first
     found = answer.reading.details
     if found is None:
@@ -116,10 +118,11 @@ def rounds_by_details(answer: Answer, k: int, *, may_skip: bool) -> Rounds | str
 def all_rounds(
     answers: Sequence[Answer], counted: Counted | str | None, k: int, *, may_skip: bool
 ) -> tuple[Source | None, list[Rounds], Counted | None, set[str]]:
-    """The source of acceptance, each answer's rounds, the counts that stand for all of them, and
-    codes of warnings.
+    """The source of acceptance, each answer's rounds, the counts of all answers together, and codes
+    of warnings.
 
-    counted: the counts of the server's counters, or a warning's code where they tell none.
+    counted: the counts from the server's counters, or a warning's code if they are unknown; None
+    without counters.
     """
     remarks: set[str] = set()
     if k == 0:
@@ -167,8 +170,9 @@ def finished(
     times: tuple[float, float],
     most: int,
 ) -> Finished:
-    """The answer to one request. times: its shares of the time of decoding, and of the whole time
-    from sending to the last token. most: the number of tokens after which it had to end."""
+    """The answer to one request. times: the request's shares of the time of decoding, and of the
+    whole time from sending to the last token. most: the number of tokens after which the answer had
+    to end."""
     reading, request = answer.reading, answer.request
     served = Served(
         EngineFacts(kind=facts.kind, version=facts.version, acceptance_source=source),

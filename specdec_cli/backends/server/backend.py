@@ -1,6 +1,6 @@
 """Servers as a backend. Here a recipe needs only a tokenizer.
 
-Imports of tokenizers wait inside functions.
+Functions import tokenizers when they need them.
 """
 
 import platform
@@ -26,7 +26,7 @@ from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from, without_draft
 
 _UNLIMITED = 1 << 31
-_SAY_S = 30.0  # between lines about a server that is starting
+_SAY_S = 30.0  # seconds between lines about a server that is starting
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Elsewhere:
 class ServerBackend:
     """Servers, by k. Use it as a context manager.
 
-    logs: the folder for the logs of servers that it starts, one at a time. started: the facts that
-    these told. notices: warnings about them.
+    logs: the folder for the logs of the servers that this backend starts, one at a time. started:
+    the facts that these servers told. notices: warnings about these servers.
     """
 
     is_native = False
@@ -53,7 +53,7 @@ class ServerBackend:
         self.notices: list[Notice] = []
         self._permissions = Permissions()
         self._process: Process | None = None
-        self._unknown: list[str] = []  # flags that a start of this version did not know
+        self._unknown: list[str] = []  # flags that this version of the server does not know
 
     def __enter__(self) -> "ServerBackend":
         return self
@@ -180,7 +180,7 @@ class ServerBackend:
         )
 
     def _proposer(self, recipe: Recipe) -> str | None:
-        """The recipe's draft or method, else the one that a server names."""
+        """The name of the recipe's draft or method, or else of the method that a server names."""
         method = recipe.speculation.method
         if weights_from(method) == "draft" and recipe.draft is not None:
             return recipe.draft.model
@@ -202,7 +202,7 @@ class ServerBackend:
             batch_size=recipe.run.batch_size,
             max_model_len=plan.max_model_len,
             limits=Limits(recipe.engine.request_timeout_s, recipe.engine.retries),
-            may_skip=weights_from(recipe.speculation.method) == "none",  # it looks for proposals
+            may_skip=weights_from(recipe.speculation.method) == "none",  # lookups may find none
             line=self._line,
             check=self._check,
         )

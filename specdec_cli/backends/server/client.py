@@ -1,6 +1,6 @@
-"""The client: requests go out, each when it is due and there is room, and answers come in.
+"""The client, which sends each request when it is due and there is room, and reads the answers.
 
-Measures times on its own clock, the same for all requests of a run. Knows no dialect.
+It measures times on its own clock, the same for all requests of a run. It knows no dialect.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 @dataclass(slots=True)
 class Answer:
     """The outcome of one request. chunks: the time and the number of new tokens of each chunk that
-    holds some. sent: the time at which it could be sent. began: the start of the attempt that was
-    answered. error: set if no attempt was answered. lost_tokens: tokens that earlier attempts may
-    have made."""
+    holds text or tokens. sent: the time at which the request could be sent. began: the start of the
+    attempt that was answered. error: set if no attempt was answered. lost_tokens: tokens that
+    earlier attempts may have made."""
 
     request: Request
     due: float
@@ -52,23 +52,24 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """The number of output tokens: that of the ids, or else that of `usage`."""
+        """The number of output tokens, counted by ids or else by `usage`."""
         return len(self.reading.token_ids) or self.reading.usage or 0
 
     @property
     def tokens_in_first(self) -> int:
-        """Tokens of the first chunk; one where chunks hold text alone."""
+        """The number of tokens in the first chunk; 1 if chunks hold only text."""
         return (self.chunks[0][1] or 1) if self.chunks else 0
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of each chunk after the first."""
+        """The number of tokens in each chunk after the first."""
         return [count for _, count in self.chunks[1:]]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """timeout_s: the limit of one attempt. retries: the number of attempts after the first."""
+    """Limits of a request. timeout_s: the time limit of one attempt. retries: the number of
+    attempts after the first."""
 
     timeout_s: float
     retries: int
@@ -127,7 +128,8 @@ class Client:
     most: int | None
 
     async def ask_all(self, requests: Sequence[Request]) -> list[Answer]:
-        """Ask all, as many at a time as allowed. Returns the outcomes in the requests' order."""
+        """Send all requests, as many at a time as allowed. Returns the outcomes in the requests'
+        order."""
         room = asyncio.Semaphore(self.most if self.most is not None else max(1, len(requests)))
         start = time.perf_counter()
 
@@ -144,8 +146,8 @@ class Client:
         return [task.result() for task in tasks]
 
     async def ask_arrivals(self, arrivals: Arrivals) -> list[Answer]:
-        """Ask each request when it is due and there is room, until the arrivals are over. Then wait
-        for the requests that were sent, since the server counts their tokens."""
+        """Send each request when it is due and there is room, until the arrivals are over. Then
+        wait for the requests that were sent, since the server counts their tokens."""
         room = asyncio.Semaphore(self.most) if self.most is not None else None
         start, answers = time.perf_counter(), list[Answer]()
 
@@ -170,7 +172,7 @@ class Client:
                     await asyncio.sleep(wait)
                 answer.sent = time.perf_counter()
                 group.create_task(one(answer))
-                await asyncio.sleep(0)  # late requests too leave room for answers
+                await asyncio.sleep(0)  # answers get their turn even if requests are late
 
         async with asyncio.TaskGroup() as group:
             sender = group.create_task(send(group))
@@ -228,7 +230,7 @@ class Client:
 
     def _read(self, data: bytes, reading: Reading) -> int | None:
         """Enter an event, and return the number of its new tokens: 0 for text without ids, None
-        without both."""
+        without text and ids."""
         before = len(reading.token_ids), len(reading.text)
         event = json.loads(data)
         if not isinstance(event, dict):
@@ -283,6 +285,6 @@ async def error_words(response: aiohttp.ClientResponse) -> str:
 
 
 def _without_key(words: str) -> str:
-    """The words of a server, which may quote the key."""
+    """A server's words without the key, which the server may quote."""
     key = os.environ.get(_KEY)
     return words.replace(key, "***") if key else words

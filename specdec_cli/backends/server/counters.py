@@ -34,7 +34,7 @@ class Scrape:
         return cls(found)
 
     def total(self, name: str) -> float | None:
-        """The sum of a counter over its labels, such as engines; None without it."""
+        """The sum of a counter over its labels, such as engines; None if the counter is missing."""
         found = [value for (own, _), value in self.values.items() if own == name]
         return sum(found) if found else None
 
@@ -50,7 +50,8 @@ class Scrape:
 
     @property
     def k(self) -> int | None:
-        """All positions exist from the start, so their number is k; None without counters."""
+        """The proposal length: the number of positions, all of which exist from the start. None
+        without counters."""
         return len(self.by_position) if self.values else None
 
     @property

@@ -41,7 +41,7 @@ async def look_at(
     http: aiohttp.ClientSession, url: str, served_model: str | None, patience_s: float
 ) -> ServerFacts:
     """Find out which server answers at `url`, once it is healthy. served_model: the model to ask
-    for; None for the only one. Raises `SetupError` if no usable server answers in time, and
+    for; None for the only model. Raises `SetupError` if no usable server answers in time, and
     `UsageError` if the model is not clear.
     """
     await _healthy(http, url, patience_s)
@@ -82,7 +82,8 @@ async def look_at(
 
 
 def _sglang_k(info: Mapping[str, Any]) -> int:
-    """Tokens of a chain, one of them the target's; the steps of drafts that are trees."""
+    """The proposal length: the tokens of a chain less the target's own, or the steps of a draft
+    tree."""
     if info["speculative_algorithm"] is None:
         return 0
     steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
@@ -108,8 +109,8 @@ def _chosen(
 
 
 async def _healthy(http: aiohttp.ClientSession, url: str, patience_s: float) -> None:
-    """Wait until /health is answered by anything but 503. Raises `SetupError` where nobody answers,
-    or the server is not healthy in time."""
+    """Wait until /health is answered by anything but 503. Raises `SetupError` if no server answers,
+    or if the server is not healthy in time."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The interface of dialects, the ways in which servers are asked and answer; and their failures.
+"""The interface of dialects, which are the forms of servers' requests and answers, and failures.
 
 A dialect does no input or output.
 """
@@ -30,8 +30,8 @@ class Refused(Exception):
 class ServerFacts:
     """Facts that a server tells of itself.
 
-    k: None if the server does not tell it. model: the name to ask for. incremental: whether chunks
-    of SGLang hold new tokens alone.
+    k: the proposal length; None if the server does not tell it. model: the name to ask for.
+    incremental: whether chunks of SGLang hold only new tokens.
     """
 
     url: str
@@ -62,7 +62,8 @@ class Details:
 
 @dataclass(slots=True)
 class Reading:
-    """The answer that one attempt has read so far. usage: output tokens by the server's count."""
+    """The answer that one attempt has read so far. usage: the number of output tokens, as the
+    server counts them."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -83,19 +84,19 @@ class Dialect(Protocol):
     def body(
         self, facts: ServerFacts, request: Request, params: SamplingParams, salt: str
     ) -> tuple[str, dict[str, Any]]:
-        """The path and the JSON of a request. salt: keeps the request out of the prefix cache of
-        all others."""
+        """The path and the JSON of a request. salt: a text that keeps the request from sharing
+        cached prefixes with others."""
         ...
 
     def read(self, facts: ServerFacts, event: Mapping[str, Any], reading: Reading) -> None:
-        """Enter one event of the stream. Raises `Broken` for a failure that it tells."""
+        """Enter one event of the stream. Raises `Broken` for a failure that the event reports."""
         ...
 
 
 def common_body(request: Request, params: SamplingParams, *, off: int) -> dict[str, Any]:
-    """The sampling in full: servers fill gaps from a model's generation_config.json.
+    """All sampling fields of a request: servers take missing ones from generation_config.json.
 
-    off: the servers' value for no top-k.
+    off: the value of top-k that turns it off.
     """
     found: dict[str, Any] = {
         "temperature": params.temperature,
@@ -109,12 +110,12 @@ def common_body(request: Request, params: SamplingParams, *, off: int) -> dict[s
 
 
 def seed_of(request: Request, params: SamplingParams) -> int:
-    """A seed for each prompt, the same at every k."""
+    """The seed of a prompt, which is the same at every k."""
     return (params.seed + request.index) % 2**31
 
 
 def listed(found: object) -> tuple[Any, ...]:
-    """The values of a list; none of anything else, which no account of rounds has."""
+    """The values of `found` if it is a list; otherwise ()."""
     return tuple(found) if isinstance(found, list) else ()
 
 

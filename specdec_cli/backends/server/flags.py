@@ -1,4 +1,4 @@
-"""The commands that start servers: a recipe in the words of vLLM and of SGLang."""
+"""The commands that start servers: they express a recipe in the words of vLLM or SGLang."""
 
 import json
 import re
@@ -25,8 +25,8 @@ _BOTH_FROM_RULE = {"rejection": None, "block": "block", "synthetic": "synthetic"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """launch: the words that start the server. flags: our flags, each with its values. args: the
-    user's words."""
+    """A command that starts a server. launch: its first words. flags: our flags, each with its
+    values. args: the user's words."""
 
     launch: tuple[str, ...]
     flags: list[tuple[str, ...]]
@@ -42,7 +42,7 @@ class Command:
 
     def without(self, unknown: Sequence[str]) -> "Command | None":
         """The same command without the flags that a version does not know; None if it has none of
-        those."""
+        these flags."""
         kept = [flag for flag in self.flags if flag[0] not in unknown]
         if len(kept) == len(self.flags):
             return None

@@ -1,5 +1,5 @@
-"""The dialects of completions. That of any OpenAI-compatible server has texts and times only;
-vLLM's has token ids too, and counters or details of rounds."""
+"""The dialects of completions. The dialect of any OpenAI-compatible server has only texts and
+times; vLLM's dialect also has token ids, and counters or details of rounds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -51,7 +51,7 @@ def completion(facts: ServerFacts, request: Request, params: SamplingParams) -> 
 
 
 def read_completion(event: Mapping[str, Any], reading: Reading) -> Mapping[str, Any]:
-    """Enter a chunk of completions, and return its choice; {} where it has none."""
+    """Enter a chunk of completions, and return its choice; {} if it has none."""
     refuse_error(event)
     if isinstance(usage := event.get("usage"), Mapping):
         reading.usage = usage.get("completion_tokens")

@@ -18,7 +18,7 @@ from specdec_cli.text import inert
 HOST = "127.0.0.1"
 _LAST_LINES = 5
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
-_SLACK_S = 20.0  # after the stop's own limit, until killed processes are gone
+_SLACK_S = 20.0  # further time, after the stop's own limit, for killed processes to end
 
 
 _NOT_FOUND = 127  # the exit code of shells and of our guardian
@@ -32,7 +32,7 @@ class NotUpError(RunError):
 
 
 class Process:
-    """A server's process. Leaves none behind, however this process ends."""
+    """A server's process. It is never left behind, however this process ends."""
 
     def __init__(
         self, words: Sequence[str], env: dict[str, str], log: Path, stop_timeout_s: float
@@ -54,7 +54,8 @@ class Process:
             )
 
     def has_ended(self, within_s: float = 0.0) -> bool:
-        """Whether the server's first process ends in this time; `code` then has its exit code."""
+        """Whether the server's first process ends within `within_s` seconds; `code` then has its
+        exit code."""
         if self.code is None:
             assert self._guardian.stdout is not None
             if not select.select([self._guardian.stdout], [], [], within_s)[0]:
@@ -64,7 +65,8 @@ class Process:
         return True
 
     def check(self, within_s: float = 0.0) -> None:
-        """Raise `RunError` with its exit code and last words if the server ends in this time."""
+        """Raise `RunError` with the server's exit code and last words if it ends within `within_s`
+        seconds."""
         if self.has_ended(within_s):
             kind = NotUpError if self.code == _NOT_FOUND else RunError
             raise kind(f"the server ended with {self.end_in_words}: {self.last_words}")
@@ -76,7 +78,7 @@ class Process:
 
     @property
     def written(self) -> str:
-        """The text of its log so far."""
+        """The text that the server has logged so far."""
         with self._log.open("rb") as file:
             file.seek(self._from)
             return file.read().decode(errors="replace")
@@ -94,7 +96,7 @@ class Process:
         return [word.partition("=")[0] for word in words if word.startswith("-")]
 
     def stop(self) -> None:
-        """End it; returns when none of its processes is left."""
+        """End the server; returns when none of its processes is left."""
         assert self._guardian.stdin is not None and self._guardian.stdout is not None
         try:
             self._guardian.stdin.close()

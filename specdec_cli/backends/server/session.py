@@ -1,4 +1,4 @@
-"""Servers as a backend's session: one run of requests goes to the server of its k."""
+"""A backend's session on servers: each run of requests goes to the server of its k."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ class Line:
 
 
 async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
-    """The server's counters; None if it shows none."""
+    """The server's counters; None if the server shows none."""
     try:
         async with asyncio.timeout(times.SHORT_S), http.get(f"{url}/metrics") as response:
             found = Scrape.of(await response.text()) if response.status == 200 else None
@@ -81,9 +81,9 @@ async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
 class ServerSession:
     """Servers that answer requests; one server at a time is asked.
 
-    servers: by k. batch_size: 0 for no limit. may_skip: whether the method may propose nothing in a
-    round, as n-grams do. check: raises `RunError` if a server that we started ends within the given
-    seconds.
+    servers: the servers by k. batch_size: the most requests under way; 0 for no limit. may_skip:
+    whether the method may propose nothing in a round, as n-grams do. check: raises `RunError` if a
+    server that we started ends within the given seconds.
     """
 
     servers: Mapping[int, ServerFacts]
@@ -141,7 +141,7 @@ class ServerSession:
     async def _answers(
         self, http: aiohttp.ClientSession, ask: _Ask, k: int, params: SamplingParams
     ) -> tuple[list[Answer], Counted | str | None]:
-        """The answers, and the server's counts of them all; see `difference`."""
+        """The answers, and the server's counts over all of them; see `difference`."""
         facts = self.servers[k]
         dialect = DIALECTS[facts.kind]
         before = await scrape(http, facts.url) if dialect.counts else None
@@ -195,7 +195,7 @@ class ServerSession:
 def _with_common(
     found: list[Finished], of_all: Counted | None, remarks: set[str]
 ) -> list[Finished]:
-    """The answers. The last one without an error has the counts and the warnings of all."""
+    """The answers, of which the last without an error gets the counts and the warnings of all."""
     place = next((i for i in reversed(range(len(found))) if found[i].error is None), None)
     if place is not None and (served := found[place].served) is not None:
         codes = (*served.remarks, *sorted(remarks))

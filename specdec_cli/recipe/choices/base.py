@@ -12,8 +12,8 @@ from specdec_cli.recipe.choices.forms import DraftForm
 
 WeightsFrom = Literal["none", "draft", "target"]
 
-Setting = Callable[[str, str], Any]  # a recipe's value by section and key, None where it has none
-# SGLang's values for k, by the names of its flags behind --speculative-
+Setting = Callable[[str, str], Any]  # a recipe's value by section and key; None if it is not set
+# Gives SGLang's values for k, by the names of its flags without --speculative-.
 SglangValues = Callable[[int], dict[str, str | int]]
 
 
@@ -64,10 +64,11 @@ def sglang_steps(algorithm: str) -> SglangValues:
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """what: a few words for the recipe's reference. weights_from: the place of the method's
-    weights: the draft that the recipe names, or the target's own files. to_vllm: None if vLLM has
-    no such method. to_sglang: None if SGLang has none. form: the form of its drafts; None for
-    models that transformers knows. code: a plugin's `methods.Method`."""
+    """A method. what: a few words for the recipe's reference. weights_from: the place of the
+    method's weights: the draft that the recipe names, or the target's own files. to_vllm: makes
+    vLLM's config; None if vLLM has no such method. to_sglang: gives SGLang's values; None if SGLang
+    has no such method. form: the form of the method's drafts; None for models that transformers
+    knows. code: a plugin's `methods.Method`."""
 
     what: str = ""
     weights_from: WeightsFrom = "none"
@@ -78,7 +79,7 @@ class MethodChoice:
 
 
 def sglang_flags(choice: MethodChoice, k: int, draft: str | None) -> list[tuple[str, str]]:
-    """SGLang's flags for a method that it has. draft: the place of the method's own weights."""
+    """SGLang's flags for a method that SGLang has. draft: the place of the method's own weights."""
     assert choice.to_sglang is not None
     found = choice.to_sglang(k)
     if choice.weights_from == "draft" and draft is not None:
@@ -88,9 +89,9 @@ def sglang_flags(choice: MethodChoice, k: int, draft: str | None) -> list[tuple[
 
 @dataclass(frozen=True, slots=True)
 class RuleChoice:
-    """what: a few words for the recipe's reference. is_given: whether the recipe, not the target,
-    decides what is accepted. check: raises `PydanticCustomError` if this rule's keys contradict
-    each other or k. code: a plugin's `acceptance.Rule`."""
+    """An acceptance rule. what: a few words for the recipe's reference. is_given: whether the
+    recipe, not the target, decides what is accepted. check: raises `PydanticCustomError` if this
+    rule's keys contradict each other or k. code: a plugin's `acceptance.Rule`."""
 
     what: str = ""
     is_given: bool = False
@@ -100,8 +101,8 @@ class RuleChoice:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """what: a few words for the recipe's reference. code: makes a plugin's policy from the recipe's
-    `speculation`.
+    """A length policy. what: a few words for the recipe's reference. code: makes a plugin's policy
+    from the recipe's `speculation`.
     """
 
     what: str = ""

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in a recipe, and in vLLM's config. Its config alone identifies a head."""
+"""An EAGLE-3 head in a recipe, and in vLLM's config. A head is identified by its config alone."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -17,7 +17,7 @@ Dialect = Literal["flat", "model-optimizer", "speculators", "deepspec"]
 
 
 class Eagle3Keys(Section):
-    """The keys that override conventions of a checkpoint. Tools read these differently."""
+    """The keys that override conventions of a checkpoint, which tools read differently."""
 
     eagle3_layers: tuple[CountOrZero, ...] | None = entry(
         None,

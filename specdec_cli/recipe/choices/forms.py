@@ -12,7 +12,8 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A key of a config, dotted where it is nested, with a value that `counts`."""
+    """A key of a config that shows a kind of draft. key: dotted if it is nested. counts: whether
+    the key's value is a sign."""
 
     key: str
     counts: Callable[[Any], bool] = lambda value: value is not None
@@ -31,8 +32,9 @@ class Sign:
 class DraftForm:
     """A kind of drafts other than ordinary models.
 
-    noun: its name in messages, with an article. must: groups of signs; a config of the kind has one
-    of each group. must_not: groups of signs of other kinds; a config of the kind has none of them.
+    noun: its name in messages, with an article. must: groups of signs; a config of the kind has a
+    sign of each group. must_not: groups of signs of other kinds; a config of the kind has none of
+    these signs.
     """
 
     noun: str
@@ -53,7 +55,8 @@ def first_seen(signs: tuple[Sign, ...], config: Mapping[str, Any]) -> str | None
 
 
 def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
-    """Signs of a config by speculators whose kind is one of `names`, or is not among them."""
+    """Signs of a config by the library speculators whose kind is one of `names`, or with `others`
+    is another kind."""
 
     def counts(value: Any) -> bool:
         return value is not None and (value in names) != others
@@ -74,7 +77,7 @@ def named(pattern: str) -> Sign:
 
 
 def valued(key: str, *values: str, others: bool = False) -> Sign:
-    """Sign of a key with one of these values, or with none of them."""
+    """Sign of a key with one of these values, or with `others` with another value."""
     return Sign(key, lambda value: value is not None and (value in values) != others)
 
 

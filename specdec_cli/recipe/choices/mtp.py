@@ -8,7 +8,7 @@ from specdec_cli.recipe.fields import Section, entry
 
 
 class MtpKeys(Section):
-    """The keys that override conventions of a checkpoint. Tools read these differently."""
+    """The keys that override conventions of a checkpoint, which tools read differently."""
 
     mtp_fed_back: Literal["normed", "raw"] = entry(
         "normed",

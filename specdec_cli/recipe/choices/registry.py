@@ -1,6 +1,6 @@
 """The methods, acceptance rules and length policies that a recipe may name, with those of plugins.
-A new one has a line here, its code in a module of its name, and its keys and the form of its
-drafts, if it has any, in a module beside this one. Imports nothing heavy.
+A new choice has a line here, its code in a module of its name, and its keys and the form of its
+drafts, if there are any, in a module beside this one. Imports nothing heavy.
 """
 
 from collections.abc import Mapping
@@ -67,7 +67,7 @@ def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
 
 
 class Fitting(NamedTuple):
-    """A form of a config, the sign that shows it, and the method that runs it, if one is built."""
+    """A form of a config, the sign that shows it, and the method that runs it, or None."""
 
     form: DraftForm
     seen: str

@@ -12,7 +12,7 @@ from specdec_cli.recipe.fields import NUMBER, Probability, Section, entry
 
 
 class SyntheticKeys(Section):
-    """The keys of synthetic acceptance. A recipe with that rule needs one of them."""
+    """The keys of synthetic acceptance. A recipe with that rule needs one of these keys."""
 
     synthetic_acceptance_rates: tuple[Probability, ...] | None = entry(
         None, "chance that position i is accepted, at least k of them, falling"
@@ -68,9 +68,9 @@ def even_rate(length: float, k: int) -> float:
 
 
 def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]:
-    """The shares of drafts accepted up to each place, at least k of them. own_k: the recipe's k. A
-    mean length belongs to it, and its rate is used for every k. Raises `UsageError` if fewer rates
-    than k are given.
+    """The shares of drafts that are accepted up to each place, for at least k places. own_k: the
+    recipe's k. A mean length holds at this k, and the rate that gives it is used for every k.
+    Raises `UsageError` if fewer rates than k are given.
     """
     rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length
     if rates is None:
