@@ -1,5 +1,5 @@
-"""Files that a crash leaves complete, and errors of the disk as lines for users. Imports no
-torch."""
+"""Writing files so that a crash leaves them complete, and telling users about errors of the disk.
+Imports no torch."""
 
 import os
 from collections.abc import Iterator

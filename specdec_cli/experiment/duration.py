@@ -1,8 +1,8 @@
 """An estimate of the time of a sweep or a comparison before anything is loaded.
 
 A pass reads the weights once, multiplies each token with them, and starts the work of each layer.
-The times of the first two are measured on this device now; the third is a round figure. Knows no
-drafts in turn.
+The speeds of reading and multiplying are measured on this device now; the time to start a layer is
+a round figure. Drafts that are loaded in turn are not taken into account.
 """
 
 import time
@@ -21,8 +21,8 @@ from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.held import held_bytes
 
-# Seconds of a layer beyond its reading and its products: in a captured round (measured on an H200
-# with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and on a CPU.
+# Seconds that a layer takes beyond its reading and its products: in a captured round (measured on
+# an H200 with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and on a CPU.
 _LAYER_CAPTURED, _LAYER_LAUNCHED, _LAYER_CPU = 11e-6, 250e-6, 250e-6
 # Seconds of one sum over ranks; each layer has two. On GPUs (docs/performance.md), and between
 # processes over gloo on one host (0.3 to 0.8 milliseconds on two busy cores).
@@ -30,15 +30,17 @@ _SUM_CUDA, _SUM_CPU = 6e-6, 400e-6
 # The chance that a proposal is accepted if those before it are: for drafts and for n-grams.
 _ACCEPTED, _ACCEPTED_WITHOUT_DRAFT = 0.7, 0.55
 _START_CPU, _START_CUDA = 3.0, 30.0  # seconds until the first pass, without reading weights
-_LOAD = 1e9  # bytes of weights read a second
+_LOAD = 1e9  # bytes of weights that are loaded per second
 _PROBE_BYTES, _PROBE_SIDE, _PROBES = 64 * 2**20, 512, 3
-# usual factor between an estimate and a run (runs: `docs/sweep.md`, `docs/compare-tp.md`)
+# The usual factor between an estimate and a run; the runs are in `docs/sweep.md` and
+# `docs/compare-tp.md`.
 _OFTEN_OFF_BY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Rates of a device in a second: bytes that it reads, and operations of its products."""
+    """The speeds of a device, per second: bytes that it reads, and operations of its matrix
+    products."""
 
     bytes: float
     operations: float
@@ -51,7 +53,7 @@ def own_plan(job: Job) -> Plan:
 
 
 def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
-    """The rates of `device` in this dtype. Measuring them takes some hundredths of a second."""
+    """The speeds of `device` in this dtype. Measuring them takes some hundredths of a second."""
     many = _PROBE_BYTES // 4 * (16 if device.type == "cuda" else 1)
     numbers = torch.ones(many // 1024, 1024, dtype=torch.float32, device=device)
     vector = torch.ones(1024, dtype=torch.float32, device=device)
@@ -75,9 +77,9 @@ def _fastest(run: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Sizes of a model: bytes that each pass reads, bytes of experts, and the share of them that a
-    token chooses. parameters: the number of parameters that a token is multiplied with.
-    """
+    """The sizes of a model. always: the bytes that each pass reads. experts: the bytes of all
+    experts. share: the share of the experts that a token chooses. parameters: the number of
+    parameters that a token is multiplied with."""
 
     always: float
     experts: float
@@ -94,7 +96,7 @@ class DurationEstimate:
     """Times of one job's runs, in seconds.
 
     degrees: the numbers of ranks over which the target and the draft are split, if the job's plan
-    has whole models. A plan with the parts of one rank has (1, 1).
+    has whole models. If the plan has only the parts of one rank, they are (1, 1).
     """
 
     job: Job
@@ -125,7 +127,7 @@ class DurationEstimate:
         return self._plan.device.type == "cuda"
 
     def round_seconds(self, key: Key) -> float:
-        """One round of a full batch."""
+        """The seconds of one round of a full batch."""
         plan, batch = self._plan, min(key.batch_size, len(self.job.prompts))
         found = self.pass_seconds(plan.target, batch * (key.k + 1))
         if key.k and plan.draft is not None:
@@ -134,7 +136,7 @@ class DurationEstimate:
         return found
 
     def tokens_a_round(self, k: int) -> float:
-        """The tokens of a round: a guess, or the given acceptance's."""
+        """The tokens of a round: by the given acceptance if there is one, otherwise a guess."""
         speculation = self._plan.recipe.speculation
         if (rates := speculation.synthetic_acceptance_rates) is not None:
             return 1 + sum(rates[:k])
@@ -193,8 +195,7 @@ def total_seconds(
 ) -> float:
     """The time of measuring points. Each pair of degrees has its own ranks, which load both models.
     has_curve: whether a time curve is measured too. most_warm_up: as for `point_seconds`. speeds:
-    measured now unless given.
-    """
+    the speeds of the device, which are measured now unless given."""
     plans = [own_plan(job) for job in jobs.values()]
     speeds = speeds or speeds_of(plans[0].device, plans[0].target.dtype)
     # The time until the first pass: each model is loaded once.

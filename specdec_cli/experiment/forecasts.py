@@ -5,8 +5,8 @@ of each prompt. For lossless decoding the argument is this. For any k the text f
 distribution. Given the text, a token x at a proposed position was an accepted proposal with
 probability min(1, q(x) / p(x)), independently of where rounds began. (Proposal d ~ q is accepted as
 x with probability min(p(x), q(x)), and x is written with probability p(x).) So one text with these
-probabilities gives the expected rounds for every k. For greedy decoding they are 0 or 1, and the
-replay gives exactly the rounds of a run.
+probabilities gives the expected rounds for every k. In greedy decoding the probabilities are 0 or
+1, and the replay gives exactly the rounds of a run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,8 +26,8 @@ from specdec_cli.experiment.statistics.stats import SumRatio, speedup
 class Text(Forecast):
     """One prompt's output, and the acceptance of proposals for it.
 
-    limit: most output tokens of the prompt. draft_limit: output tokens that fit into the draft's
-    context.
+    limit: the largest number of output tokens of the prompt. draft_limit: the number of output
+    tokens that fit into the draft's context.
     """
 
     limit: Count
@@ -38,9 +38,9 @@ class Text(Forecast):
         return len(self.accept or self.chains or self.ahead or self.draws or ())
 
     def round_at(self, start: int, k: int) -> Sequence[float]:
-        """Acceptance probabilities of the proposals of a round that begins at token `start`.
+        """The acceptance probabilities of the proposals of a round that begins at token `start`.
 
-        Past the end of the text they are unknown and do not matter: they are 0.
+        Probabilities past the end of the text are unknown and do not matter. They are given as 0.
         """
         asked = max(0, min(k, self.limit - start - 1, self.draft_limit - start))
         if self.accept is not None or self.ahead is not None:
@@ -63,7 +63,8 @@ class Text(Forecast):
         return (1.0,) * min(stand, found) + (0.0,) * (found - min(stand, found))
 
     def _known(self, start: int, asked: int) -> tuple[float, ...]:
-        """The chances of at most `asked` proposals of a round that begins at token `start`."""
+        """The acceptance probabilities of at most `asked` proposals of a round that begins at token
+        `start`."""
         if self.accept is not None:
             return self.accept[start : start + asked]
         assert self.ahead is not None
@@ -86,7 +87,8 @@ class ExpectedRounds:
     """Counts of rounds over some texts, or their expected values. They are whole numbers if
     acceptance is certain.
 
-    drafts: rounds with proposals. plain: rounds without. accepted: accepted proposals.
+    drafts: rounds with proposals. plain: rounds without proposals. draft_tokens: proposed tokens.
+    accepted: accepted proposals.
     """
 
     k: int
@@ -161,8 +163,8 @@ def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, 
 
 
 def iid_length(alpha: float, k: int) -> float:
-    """The mean tokens of a round if each proposal is accepted with chance `alpha`: (1 - a^(k+1)) /
-    (1 - a).
+    """The mean number of tokens of a round if each proposal is accepted with chance `alpha`: (1 -
+    a^(k+1)) / (1 - a).
 
     Leviathan et al., 2211.17192, equation 1.
     """
@@ -173,9 +175,9 @@ def iid_length(alpha: float, k: int) -> float:
 class Forecasts:
     """The basis of predictions, for one draft and batch size.
 
-    texts: outputs of the run at the largest k, by prompt. parts: for each k, seconds of engine time
-    per round of one sequence, in each part of the time curve. is_exact: whether replaying `texts`
-    gives exactly the rounds of every k.
+    texts: the outputs of the run at the largest k, by prompt. parts: for each k and part of the
+    time curve, the seconds of engine time per round of one sequence. is_exact: whether replaying
+    `texts` gives exactly the rounds of every k.
     """
 
     largest_k: int
@@ -195,7 +197,7 @@ class Forecasts:
         return sum((self.rounds(index, k) for index in sorted(self.texts)), ExpectedRounds(k))
 
     def gain(self, k: int, prompts: Iterable[int], parts: Iterable[int]) -> Product | None:
-        """The predicted speed-up at `k` over some prompts and parts; None without them."""
+        """The predicted speed-up at `k` over some prompts and parts; None if either is empty."""
         chosen, timed = sorted(prompts), sorted(parts)
         plain = [self.rounds(i, 0).total for i in chosen]
         rounds = [self.rounds(i, k).total for i in chosen]
@@ -216,7 +218,8 @@ class Forecasts:
         return break_even(MidRatio(costs, (1, -1)), self.all_rounds(k), seed)
 
     def other_k(self, k: int) -> int | None:
-        """The k whose proposals stand for those of `k`, if they depend on it."""
+        """The k whose proposals are used in place of those of `k`; None if proposals do not depend
+        on k."""
         only = {text.only_k for text in self.texts.values() if text.only_k is not None}
         return next((one for one in only if k not in (0, one)), None)
 
@@ -234,8 +237,7 @@ def prediction_of(
     seed: int,
 ) -> Prediction | None:
     """The predicted mean length and speed-up, with their errors if the point was measured. samples,
-    baseline: those of the point and of k = 0, without samples that ended in an error.
-    """
+    baseline: the samples of the point and of k = 0, without samples that ended in an error."""
     if not forecasts.texts:
         return None
     k, parts = point.k, forecasts.timed(0, point.k)
@@ -289,8 +291,8 @@ def iid_alpha(samples: Iterable[Sample]) -> float:
 def _judged_per_round(sample: Sample) -> list[int]:
     """The number of proposals in each round that were accepted or could have been rejected.
 
-    These are all proposals, except in a last round whose accepted proposals end the text (an
-    end-of-text token or a stop string): those after the end were not judged.
+    These are all proposals, except in a last round whose accepted proposals end the text with an
+    end-of-text token or a stop string. There the proposals after the end were not judged.
     """
     proposed, accepted = sample.proposed_per_round, sample.accepted_per_round
     # Every other round adds one token of the target's own, whether or not it rejects a proposal.
@@ -304,8 +306,8 @@ _STEPS = 50  # steps of a bisection
 
 
 def break_even(cost: SumRatio | MidRatio, rounds: ExpectedRounds, seed: int) -> BreakEven:
-    """The break-even of a point. cost: the seconds of a sequence's round over those of a round at k
-    = 0."""
+    """The break-even of a point. cost: the seconds of a sequence's round, divided by those of a
+    round at k = 0."""
     is_predicted = isinstance(cost, MidRatio)
     ends = cost.interval() if isinstance(cost, MidRatio) else interval_of(cost, seed)
     needed, share = cost.value, rounds.drafts / rounds.total if rounds.total else 0.0
@@ -323,7 +325,8 @@ def break_even(cost: SumRatio | MidRatio, rounds: ExpectedRounds, seed: int) -> 
 
 
 def chance_for(length: float, k: int) -> float | None:
-    """The chance of each proposal whose `iid_length` is `length`; None if there is none."""
+    """The chance of acceptance at which `iid_length` is `length`; None if even certain acceptance
+    is not enough."""
     if length > k + 1:
         return None
     low, high = 0.0, 1.0

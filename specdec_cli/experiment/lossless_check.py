@@ -22,8 +22,8 @@ from specdec_cli.launch.world import World
 
 PROMPTS = 4  # prompts that are decoded for the check if the run's own texts cannot be compared
 _MOST_LOOKED_AT = 16  # divergences of a point that are examined; each takes two passes over a text
-_WIDEST = 256  # tokens of a second pass; each has a row of logits
-_NEAR = 2.0  # in multiples of the rounding; docs/correctness.md, guarantee 2
+_WIDEST = 256  # most tokens of the second pass; each has a row of logits
+_NEAR = 2.0  # largest gap of a near-tie, in multiples of the rounding; see docs/correctness.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class TextPair:
 
 @dataclass(slots=True)
 class LosslessCheck:
-    """Compares texts and keeps the findings. dtype: the target's. params: those of the texts."""
+    """Compares texts and keeps the findings. dtype: the target's dtype. params: the sampling
+    parameters of the texts."""
 
     dtype: str
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -112,7 +113,8 @@ def refuse_unfit(plan: Prepared, ks: Sequence[int]) -> None:
 
 
 def greedy_texts(session: Session, job: Job, k: int, world: World) -> dict[int, list[int]]:
-    """The job's outputs under greedy decoding at a k, by prompt; without those that cannot run."""
+    """The job's outputs under greedy decoding at a k, by prompt; prompts that cannot run are left
+    out."""
     params: SamplingParams = replace(job.plan.params, temperature=0.0)
     found: list[Finished] = []
 
@@ -127,7 +129,7 @@ def greedy_texts(session: Session, job: Job, k: int, world: World) -> dict[int, 
 def texts_of(
     job: Job, written: Mapping[int, Sequence[int]], plain: Mapping[int, Sequence[int]]
 ) -> dict[int, TextPair]:
-    """The pairs of texts of the prompts that both have."""
+    """The pairs of texts, by prompt, of all prompts that both `written` and `plain` have."""
     ids = {prompt.index: ids for prompt, ids in zip(job.prompts, job.token_ids, strict=True)}
     return {i: TextPair(ids[i], written[i], plain[i]) for i in ids if i in written and i in plain}
 

@@ -16,11 +16,11 @@ from typing import Any
 from specdec_cli.errors import Notice
 
 _APART = 0.25  # least seconds between two readings
-_SHORTEST = 3.0  # shortest stretch, in seconds, with a share of the time
+_SHORTEST = 3.0  # least seconds of measuring for which shares of the time are judged
 _BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # stretch, in seconds, from which on such a share is clear
 _STARVED = 0.05  # share of the time in which this process was ready to run and did not
 _STARVED_HALF = 0.10  # the same share in one half of the time
-_LEAST_RUNNING = 0.8  # processor seconds a second of passes on a CPU
+_LEAST_RUNNING = 0.8  # processor seconds per second of passes on a CPU
 _THROTTLED = 0.01  # share of the time that the control group was throttled
 _WAITING = 0.5  # processes ready to run beyond the processors, on average
 # NVML: hardware slowdown, software thermal, hardware thermal, power brake.
@@ -30,8 +30,11 @@ _SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power br
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """wall, process, throttled: totals in seconds. waited: the seconds for which each thread was
-    ready and waited for a processor; empty if unknown. runnable: processes ready to run."""
+    """One reading of the machine. wall, process: seconds of the clock, and of this process on
+    processors. waited: the seconds for which each thread was ready and waited for a processor;
+    empty if unknown. throttled: the seconds for which the control group was held back. runnable:
+    the number of processes that are ready to run. slowed: NVML's bits for slowed clocks. on_gpu:
+    the number of processes on the GPU."""
 
     wall: float
     process: float
@@ -44,8 +47,9 @@ class _Reading:
 
 @dataclass(slots=True)
 class MachineWatch:
-    """Readings of the machine in stretches of measuring. device: that of a backend's plan. ranks:
-    the number of ranks on this host, which wait for each other and may outnumber the processors."""
+    """Readings of the machine in stretches of measuring. device: the device of a backend's plan.
+    ranks: the number of ranks on this host, which wait for each other and may outnumber the
+    processors."""
 
     device: Any
     ranks: int = 1
@@ -53,7 +57,7 @@ class MachineWatch:
     _gpu: Any = None
 
     def begin(self) -> None:
-        """A stretch of measuring begins."""
+        """Begin a stretch of measuring."""
         if self.device.type == "cuda" and self._gpu is None:
             self._gpu = _nvml_device(self.device)
         self._stretches.append([self._read()])
@@ -96,7 +100,7 @@ class MachineWatch:
         return []
 
     def _starved_briefly(self, spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Notice]:
-        """A warning about a stretch that is so short that only a large share of the time counts."""
+        """A warning about measuring that is so short that only a large share of the time counts."""
         share = _most_waited(spans) / max(wall, 1e-9)
         if self.ranks > 1 or wall < _BRIEF or share <= _STARVED_BRIEFLY:
             return []
@@ -138,7 +142,7 @@ class MachineWatch:
     def _read(self) -> _Reading:
         slowed = on_gpu = None
         if self._gpu is not None:
-            with suppress(Exception):  # a driver may not offer one of them
+            with suppress(Exception):  # a driver may lack one of these readings
                 import pynvml
 
                 slowed = int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu))
@@ -163,7 +167,8 @@ def _waited(spans: list[tuple[_Reading, _Reading]]) -> float | None:
 
 
 def _most_waited(spans: list[tuple[_Reading, _Reading]]) -> float:
-    """The seconds of the thread that waited longest: all threads of a product wait for it."""
+    """The seconds of the thread that waited longest, since all threads of a matrix product wait for
+    it."""
     totals = Counter[int]()
     for a, b in spans:
         totals.update({t: s - a.waited[t] for t, s in b.waited.items() if t in a.waited})

@@ -25,8 +25,8 @@ from specdec_cli.experiment.served import acceptance_in, engine_fields, served_m
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
 
-# A round at k costs no less than one at k = 0, so no speed-up exceeds its tokens a round. Times
-# that exceed it by more than this factor, which leaves room for noise, are wrong.
+# A round at k costs no less than one at k = 0, so no speed-up exceeds the tokens per round. If one
+# does by more than this factor, which leaves room for noise, its times are wrong.
 _BEYOND = 1.05
 
 
@@ -49,8 +49,8 @@ def arm_points(
     seed: int,
 ) -> list[Point]:
     """The points of one arm and batch size, in the order of `keys`, which begins with k = 0.
-    samples: by point and prompt index. failures: those of points without metrics.
-    """
+    samples: the samples by point and prompt index. failures: the failures of points without
+    metrics."""
 
     def usable(k: int) -> Samples:
         key = next((key for key in keys if key.k == k and key not in failures), None)
@@ -112,7 +112,7 @@ def measured(
 
 
 def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
-    """The document's `error` if `code` tells that no point was measured; else nothing."""
+    """The document's `error` if `code` says that no point was measured; otherwise empty."""
     if code not in (ExitCode.RUN_FAILED, ExitCode.USAGE, ExitCode.ENVIRONMENT):
         return {}
     reason = next((p.reason for p in points if p.status in ("failed", "oom")), "")
@@ -184,7 +184,8 @@ def _per_category(
 def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, Any]:
     """`speedup` and `speedup_ci`; at k = 0 they are 1 by definition.
 
-    most: the tokens of a round. A larger speed-up is no result; `impossible_speedup` keeps it.
+    most: the mean tokens per round. A larger speed-up is not a result, and is kept as
+    `impossible_speedup`.
     """
     if k == 0:
         return {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
@@ -196,7 +197,7 @@ def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, 
 
 
 def _most_speedup(samples: Samples) -> float:
-    """The mean tokens of all rounds; no speed-up exceeds them."""
+    """The mean number of tokens per round over all rounds, which no speed-up exceeds."""
     rounds = sum(s.num_rounds for s in samples.values())
     return sum(s.decoded_tokens for s in samples.values()) / rounds if rounds else float("inf")
 
@@ -225,8 +226,8 @@ def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) ->
     with proposals.
 
     Prompts with identical rounds are still separate observations, in contrast to their times in one
-    batch. The interval is then the length itself. mean: the point's length; that of the samples may
-    differ from it by rounding.
+    batch. The interval is then the length itself. mean: the point's mean length, from which the
+    samples' mean may differ by rounding.
     """
     # The order is the same in every run, since resampling depends on it.
     own = [samples[index] for index in sorted(samples)]
@@ -246,8 +247,8 @@ def intervals_of(
 ) -> dict[str, Any]:
     """The intervals of figures of a point's metrics.
 
-    A server's counters include proposals that were accepted beyond the ends of texts; chunks do
-    not. So a rate's interval reaches to the counted rate.
+    A server's counters include proposals that were accepted beyond the ends of texts, but its
+    chunks do not. So the interval of a rate is widened to include the counted rate.
     """
     own = [samples[index] for index in sorted(samples)]
     seconds = [s.usual_seconds for s in own]

@@ -18,8 +18,9 @@ _TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64  # least turns and tokens of a lo
 
 
 def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:
-    """A model's section of the recipe. `weights` is the fingerprint of its weights, if the model
-    takes part; the recipe's own value, unless it is auto, becomes `weights_as`."""
+    """A model's section of the recipe, for the settings. If the model takes part in the run,
+    `weights` becomes the fingerprint of its weights. The recipe's own value then becomes
+    `weights_as`, unless it is auto."""
     found, form = plan.fingerprint(role), section["weights"]
     if found is None:
         return section
@@ -29,7 +30,7 @@ def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str
 def common_settings(
     recipe: Recipe, job: Job, roles: Sequence[str] = ("target", "draft")
 ) -> dict[str, Any]:
-    """The fields of `RunSettings`. roles: the models with fingerprints of their weights."""
+    """The fields of `RunSettings`. roles: the models whose sections get fingerprints of weights."""
     values = recipe.model_dump(mode="json")
     del values["data"], values["run"]["batch_size"], values["run"]["device"]
     if recipe.engine.kind == "native":
@@ -52,7 +53,7 @@ def common_settings(
 def warnings_of_job(job: Job, chat: str) -> list[Notice]:
     """Warnings about few threads, a cache that changes the text, the target's own sampling, a first
     token that comes twice, a chat template that is left out without a choice, and values that a
-    template never reads. chat: `data.chat`; `auto` is no choice."""
+    template never reads. chat: the value of `data.chat`; `auto` does not count as a choice."""
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
     if job.plan.few_threads is not None:
         found.append(job.plan.few_threads)
@@ -150,7 +151,8 @@ def looped(job: Job, outputs: Sequence[Output]) -> list[Notice]:
 
 
 def _ends_in_loop(ids: Sequence[int]) -> bool:
-    """Whether the last tokens, at least `_LEAST_LOOP`, are one run of tokens several times."""
+    """Whether the last tokens, at least `_LEAST_LOOP` of them, repeat one run of tokens several
+    times."""
     for period in range(1, min(_LONGEST_TURN, len(ids) // _TURNS) + 1):
         tail = ids[-max(_TURNS * period, _LEAST_LOOP) :]
         if len(tail) >= _LEAST_LOOP and tail[period:] == tail[:-period]:

@@ -8,8 +8,8 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.records import Key, Sample, given
 from specdec_cli.experiment.folders.samples import Samples
 
-# In the order from the least that is known to the most. A point has the least known of its samples'
-# sources.
+# The sources of acceptance, from the one that tells least to the one that tells most. A point has
+# the source of its samples that tells least.
 _SOURCES = (None, "counters", "chunks", "per_request")
 _BY_COUNTERS = ("counters", "chunks")
 _REMARKS = {
@@ -33,7 +33,7 @@ _REMARKS = {
 
 
 def engine_of(samples: Iterable[Sample]) -> EngineFacts | None:
-    """The server of a point; None for our own engine."""
+    """The facts about a point's server; None for our own engine."""
     found = [s.engine for s in samples if s.engine is not None]
     if not found:
         return None
@@ -42,7 +42,8 @@ def engine_of(samples: Iterable[Sample]) -> EngineFacts | None:
 
 
 def engine_fields(samples: Collection[Sample]) -> dict[str, Any]:
-    """The fields of a `Point` that only servers' points have. samples: failed ones too."""
+    """The fields of a `Point` that only servers' points have. samples: the point's samples,
+    including failed ones."""
     engine = engine_of(s for s in samples if s.could_run)
     if engine is None and (asked := engine_of(samples)) is not None:
         engine = asked.model_copy(update={"acceptance_source": None})
@@ -61,7 +62,7 @@ def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
     if source is None or (source == "counters" and not counted):
         return Acceptance.unknown()
     is_whole = source == "per_request" and all(s.acceptance_histogram is None for s in samples)
-    if is_whole or (source == "chunks" and not counted):  # a rate has such points
+    if is_whole or (source == "chunks" and not counted):  # points at a rate are like this
         return acceptance_of(samples, k)
     histogram = [0] * (k + 1)
     proposed = 0
@@ -82,10 +83,9 @@ def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
 
 
 def in_text(samples: Iterable[Sample]) -> InText | None:
-    """The rounds of texts as our own engine counts them; None if those of one text are unknown. The
-    last token that a text may have is never proposed, and proposals beyond a text's end do not
-    count.
-    """
+    """The acceptance within texts, as our own engine counts it; None if the rounds of a text are
+    unknown. The last token that a text may have is never proposed, and proposals beyond a text's
+    end do not count."""
     drafts = accepted = 0
     for sample in samples:
         if not sample.accepted_per_round and sample.decoded_tokens:
@@ -108,7 +108,7 @@ def in_text(samples: Iterable[Sample]) -> InText | None:
 
 
 def served_metrics(done: Sequence[Sample], key: Key) -> Metrics:
-    """The `metrics` of a point that a server answered. Times are the client's."""
+    """The `metrics` of a point that a server answered. The client measured the times."""
     decode = sum(s.usual_seconds for s in done)
     whole = sum(s.usual_mean(s.seconds) for s in done)
     rounds = sum(s.usual_mean(s.round_share) for s in done)
@@ -141,7 +141,8 @@ def served_metrics(done: Sequence[Sample], key: Key) -> Metrics:
 
 
 def remarks_of(samples: Iterable[Samples]) -> list[Notice]:
-    """Warnings about servers, each once, with the number of prompts and the first."""
+    """Warnings about servers, each once, with the number of samples and the first sample's
+    prompt."""
     found: dict[str, list[Sample]] = {}
     for of in samples:
         for sample in of.values():

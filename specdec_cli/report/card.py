@@ -72,7 +72,7 @@ def _memory(run: ReportedRun, point: Point) -> list[str]:
 
 
 def _sequences(cost: MemoryCost) -> str:
-    """The number of sequences that no longer fit, in words."""
+    """The number of sequences that the draft's memory costs, in words."""
     length = cost.longest_tokens
     plain = cost.target_token_bytes * length
     if cost.device_bytes is None:
@@ -105,7 +105,7 @@ def _would_change(best: Finding, shown: Point | None) -> list[str]:
 
 
 def _needed_acceptance(shown: Point | None) -> str | None:
-    """The share of accepted proposals at which a point pays as much as plain decoding."""
+    """The share of accepted proposals at which a point is as fast as plain decoding, in words."""
     even = shown.break_even if shown is not None else None
     rate = shown.number("draft_acceptance_rate") if shown is not None else None
     if even is None or rate is None:

@@ -1,5 +1,5 @@
-"""Cells, which are the figures of points for people, and tables of them. Heading, unit and value
-are defined once for terminals and reports. CSV files name fields instead, see `export`."""
+"""Cells, which show figures of points to people, and tables of cells. Heading, unit and value are
+defined once for terminals and reports. CSV files name fields instead; see `export`."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +25,10 @@ Figures = Point | CategoryMetrics
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A figure of a row's object, such as a point. title, unit: those of a report's column. digits:
-    the number after the decimal point; None for text and whole numbers. heading, places: title and
-    digits on a terminal, where the heading includes the unit. interval: its 95 % interval, if it
-    has one."""
+    """A figure of a row's object, such as a point. title, unit: the title and unit of a report's
+    column. digits: the number of digits after the decimal point; None for text and whole numbers.
+    heading, places: the title and digits on a terminal, where the heading includes the unit.
+    interval: gives the figure's 95 % interval, or None."""
 
     title: str
     of: Callable[[Any], Value]
@@ -39,7 +39,7 @@ class Cell:
     interval: Callable[[Any], Sequence[float] | None] | None = None
 
     def text(self, row: Any) -> str:
-        """The figure and its interval on a terminal; empty without one."""
+        """The figure and its interval as text for a terminal; empty without a figure."""
         value = self.of(row)
         if value is None or isinstance(value, str) or self.digits is None:
             return "" if value is None else str(value)
@@ -49,12 +49,13 @@ class Cell:
 
 
 def span_after(ends: Sequence[float] | None) -> str:
-    """An interval to follow a value: ` (1.20–1.31)`; empty without one or without width."""
+    """An interval to follow a value: ` (1.20–1.31)`; empty if there is no interval or it has no
+    width."""
     return "" if ends is None or ends[0] == ends[1] else f" ({ends[0]:.2f}–{ends[1]:.2f})"
 
 
 def number(name: str, part: str | None = None) -> Callable[[Figures], float | None]:
-    """A figure by its name."""
+    """A function that returns a figure by its name."""
     return lambda found: found.number(name, part)
 
 
@@ -141,7 +142,8 @@ def columns_of(cells: Sequence[Cell], rows: Sequence[Any]) -> dict[str, list[str
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column. digits: the number after the decimal point; None for text and whole numbers."""
+    """A column. digits: the number of digits after the decimal point; None for text and whole
+    numbers."""
 
     title: str
     digits: int | None = None
@@ -150,7 +152,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. name: that of its file. note: the text below the title. strong: rows to mark."""
+    """A table. name: the name of its file. note: the text below the title. strong: the rows to
+    mark."""
 
     name: str
     title: str

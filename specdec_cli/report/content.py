@@ -1,5 +1,5 @@
-"""The content of a report, the same for every format, with the conclusions of its sections. These
-stand at the head of sections and in captions of plots. Knows no drawing."""
+"""The content of a report, the same for every format, with the conclusions of its sections. The
+conclusions stand at the head of sections and in captions of plots. Knows no drawing."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,9 +26,9 @@ from specdec_cli.text import counted
 class Content:
     """The content of a report on a run, complete or not.
 
-    answers: one for each batch size. reasons: the run's own words for decided answers. lossless:
-    the result of checking the promise. tables: by name; a table without rows is not shown.
-    category_point, shown: the point of the category table, in words and as a record.
+    answers: the answer for each batch size. reasons: the run's own words for decided answers.
+    lossless: the result of checking the promise. tables: the tables by name; a table without rows
+    is not shown. category_point, shown: the point of the category table, in words and as a record.
     """
 
     def __init__(self, run: ReportedRun) -> None:
@@ -71,7 +71,8 @@ class Content:
 
 
 def _point_for_categories(run: ReportedRun, bests: list[Finding]) -> Point | None:
-    """The best point, or the fastest with proposals if no speculation is best."""
+    """The point of the category table: the best one, or the fastest with proposals if no
+    speculation is best."""
     for best in bests:
         if best.point is not None and best.point.is_ok and not best.point.is_baseline:
             return best.point
@@ -109,7 +110,8 @@ def speedup(content: Content) -> str:
 
 
 def break_even(content: Content) -> str:
-    """The point that is farthest above its break-even, or the finding that none is above."""
+    """A sentence about the point that is farthest above its break-even; if none is above, about the
+    closest."""
     run = content.run
     found = [
         (length / needed, point, even)
@@ -147,8 +149,8 @@ def comparisons(content: Content) -> str:
 
 
 def acceptance(content: Content) -> str:
-    """The rates of the first and last position of each draft's longest proposal, which the plot
-    shows."""
+    """The acceptance rates at the first and the last position of each draft's longest proposal,
+    which the plot shows."""
     told = []
     for point in longest_proposals(content.run).values():
         rates = (point.metrics.acceptance_rate_per_pos if point.metrics else None) or []
@@ -189,7 +191,7 @@ def rounds(content: Content) -> str:
 
 
 def experts(content: Content) -> str:
-    """The growth of experts and of the time of scoring up to the widest pass."""
+    """How much the number of experts and the time of scoring grow up to the widest pass."""
     is_random = content.run.setting("target", "load_format") == "dummy"
     remark = " The weights are random and choose evenly, which trained routers do not."
     known = [p for p in content.run.points if p.number("distinct_experts")]

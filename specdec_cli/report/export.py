@@ -81,7 +81,7 @@ def raw_points(run: ReportedRun) -> Table:
 
 
 def _of_load(point: Point) -> dict[str, Value]:
-    """The columns of a point's load, empty without one."""
+    """The columns of a point's load, which are empty if the point has none."""
     load = point.load
     found = {name: getattr(load, name, None) for name in _LOAD}
     found |= _ends("slo_attainment", load) | _ends("goodput", load)
@@ -148,8 +148,8 @@ _MARKUP = re.compile(r"([\\`*_\[\]|<>~$&]|^[-+#=](?![\d.]))")
 
 
 def csv_tables(run: ReportedRun) -> dict[str, str]:
-    """CSV files by name: points.csv, and those of acceptance, categories and comparisons that have
-    rows."""
+    """CSV files by name: points.csv, and the files of acceptance, categories and comparisons if
+    these have rows."""
     found = [raw_points(run), raw_acceptance(run), raw_categories(run), raw_comparisons(run)]
     return {f"{table.name}.csv": csv_of(table) for table in found if table.rows}
 
@@ -215,7 +215,7 @@ def _cell(value: Value) -> str:
 
 
 def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
-    """The report as markdown. folder: that of its pictures, relative to the report."""
+    """The report as markdown. folder: the folder of its pictures, relative to the report."""
     lines = [f"# {_plain(content.title)}", "", f"**{_plain(content.headline)}**", ""]
     lines += [f"> - {_plain(warning)}" for warning in content.warnings]
     lines.append("")
@@ -250,7 +250,7 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
 
 
 def aligned(table: Table) -> list[str]:
-    """A table as lines of text, columns aligned."""
+    """A table as lines of text with aligned columns."""
     shown = (table.titles, *map(table.shown, table.rows))
     rows = [[one_line(cell) for cell in row] for row in shown]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -288,7 +288,7 @@ def _plain(text: str) -> str:
 
 
 def _fenced(text: str, language: str) -> list[str]:
-    """A block of code whose fence is longer than any in it."""
+    """A block of code whose fence is longer than any fence inside it."""
     inner = inert(text)
     longest = max((len(run) for run in re.findall(r"`+", inner)), default=0)
     fence = "`" * max(3, longest + 1)

@@ -1,6 +1,6 @@
 """The findings of a run: the best point by batch size, and the answer in words.
 
-For a run that was cut short they are computed from its points. Knows nothing of HTML or plots.
+If the run was cut short, they are computed from its points. Knows nothing of HTML or plots.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding at a batch size, or at a rate of requests: that of the point `at`.
+    """The finding at one batch size or request rate, which is that of the point `at`.
 
-    point: the best; None if nothing could be measured; k = 0 means no speculation. recorded: the
-    run's own record of it; without a record the best is the fastest of the existing points. tied:
-    other points that do not differ statistically from the fastest, in words. is_disturbed: whether
-    the run says that times were disturbed. fastest: the fastest point, with which a recommended one
-    is tied; None without a record.
+    point: the best point, whose k is 0 for no speculation; None if nothing could be measured.
+    recorded: the run's own record of the best point; without a record the best point is the fastest
+    of the existing points. tied: other points that do not differ statistically from the fastest, in
+    words. is_disturbed: whether the run says that times were disturbed. fastest: the fastest point,
+    with which a recommended point is tied; None without a record.
     """
 
     at: Point
@@ -43,7 +43,8 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """The run's own verdict; None if there was nothing to judge, as at overload."""
+        """The run's own verdict. It is "inconclusive" without a record, and "none" if there was
+        nothing to judge, as at overload."""
         return "inconclusive" if self.recorded is None else self.recorded.verdict or "none"
 
     @property
@@ -58,8 +59,9 @@ class Finding:
 
 
 def longest_proposals(run: ReportedRun) -> dict[str, Point]:
-    """Each draft's point with the largest k, at the smallest batch size with that k, of those with
-    known acceptance; servers may not tell it. A comparison has one point, as `all`."""
+    """For each draft, the point with the largest k, at the smallest batch size with that k. Points
+    without a known acceptance are left out, since some servers do not report it. A comparison has a
+    single point, under the key `all`."""
     longest: dict[str, Point] = {}
     for point in run.points:
         is_known = point.metrics is not None and point.metrics.acceptance_rate_per_pos is not None
@@ -251,7 +253,7 @@ def _against_fastest(run: ReportedRun, best: Finding) -> str:
 def fastest_with_proposals(
     run: ReportedRun, best: Finding, gain: Callable[[Point], float | None] = _gain
 ) -> Point | None:
-    """The fastest point with proposals at the finding's level."""
+    """The fastest point with proposals at the finding's batch size or rate, by `gain`."""
     points = [p for p in run.points if p.level == best.at.level and not p.is_baseline]
     return max(filter(gain, points), key=lambda p: gain(p) or 0.0, default=None)
 

@@ -32,9 +32,9 @@ _LABEL_LENGTH = 32
 class ReportedRun:
     """A run as read from its folder.
 
-    points: each with a speed-up if there is a baseline. labels: a short name for each draft.
-    has_samples: whether any prompt is finished. is_partial: whether the run did not come to its
-    end, so that its summary is empty.
+    points: the run's points, each with a speed-up if there is a baseline. labels: a short name for
+    each draft. has_samples: whether any prompt is finished. is_partial: whether the run did not
+    come to its end, so that its summary is empty.
     """
 
     path: Path
@@ -60,8 +60,8 @@ class ReportedRun:
         return self.summary.comparisons
 
     def method_of(self, draft: str | None) -> Any:
-        """The method that proposed with a draft: the draft's own in a sweep of several, or the
-        recipe's."""
+        """The method that proposed with a draft. In a sweep of several drafts it may be the draft's
+        own; otherwise it is the recipe's."""
         return self.summary.method_of(draft) or self.setting("speculation", "method")
 
     def setting(self, section: str, key: str) -> Any:
@@ -122,7 +122,7 @@ def read_folder(path: Path) -> ReportedRun:
 def _intact(
     found: dict[str, Any], kind: type[SweepSummary | ComparisonSummary], notes: list[str]
 ) -> SweepSummary | ComparisonSummary:
-    """The summary in a document, without its damaged parts. Each of these gets a note."""
+    """The summary in a document, without its damaged parts. Each damaged part gets a note."""
     while True:
         try:
             return kind.model_validate(found)
@@ -167,7 +167,8 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
 
 
 def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
-    """The point with its speed-up, from decoding speeds if the run ended before computing it."""
+    """The point with its speed-up, which is computed from decoding speeds if the run ended before
+    that."""
     is_known = point.speedup is not None or point.impossible_speedup is not None
     if is_known or point.load is not None or point.metrics is None:
         return point

@@ -15,7 +15,7 @@ from specdec_cli.report.plots import Plot
 from specdec_cli.text import inert
 
 _MOST_ROWS = 12  # most rows of a table that is not folded
-# Sections in order: heading, plot, and table.
+# The sections in order: the heading, plot and table of each.
 SECTIONS = (
     ("The best draft TP", "speeds", "degrees"),
     ("Speed", "speedup", "results"),
@@ -35,8 +35,8 @@ SECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A section: its heading, the plot's name, the sentence to conclude, and the table. is_folded:
-    whether the table is folded, because it is long or its plot says enough."""
+    """A section of a page. picture: the name of its plot. conclusion: what the section shows, in a
+    sentence. is_folded: whether the table is folded, because it is long or its plot says enough."""
 
     title: str
     picture: str

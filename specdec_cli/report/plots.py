@@ -29,7 +29,8 @@ from specdec_cli.report.drawings.rows import draw_categories, draw_comparisons
 @dataclass(frozen=True, slots=True)
 class Plot:
     """A drawn plot. about: its content, in words. conclusion: the conclusion from it, or "". svg:
-    an element for a page, or empty. files: the requested formats of `PICTURES`."""
+    an element for a page, or empty. files: the plot's bytes in each requested format of `PICTURES`.
+    """
 
     name: str
     about: str
@@ -39,7 +40,7 @@ class Plot:
 
     @property
     def caption(self) -> str:
-        """Content and conclusion; also the alternative text."""
+        """The plot's content and conclusion, which are also the alternative text."""
         return f"{self.about} {self.conclusion}".rstrip()
 
 
@@ -57,7 +58,7 @@ def drawing(
 ) -> Plot | None:
     """One plot; None if there is nothing to draw. Raises `SetupError` without matplotlib.
 
-    draw: draws into a figure. It returns whether there was anything to draw.
+    draw: draws into a figure, and returns whether there was anything to draw.
     """
     without_display()
     try:
@@ -136,8 +137,7 @@ def plots(
     content: Content, pictures: Collection[str] = ("png",), *, svg: bool = True
 ) -> list[Plot]:
     """All plots for which the run has figures. Raises `SetupError` without matplotlib. pictures:
-    formats of files. svg: whether to draw for a page too.
-    """
+    the formats of files. svg: whether to draw for a page too."""
     names = {"axis": axis_of(content.run), "point": content.category_point}
     found = [
         drawing(

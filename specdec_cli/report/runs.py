@@ -1,5 +1,5 @@
-"""Several runs side by side: paired figures on the prompts that they share, and their other
-differences.
+"""Several runs side by side: paired figures on the prompts that they share, and differences between
+their recipes and environments.
 
 Knows nothing of HTML or plots.
 """
@@ -29,9 +29,8 @@ _SETTING = ("draft", "target_tp", "draft_tp", "k")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A shown point of a run: an arm's fastest one, or plain decoding. samples: its samples, by
-    prompt. is_best: whether it is the run's fastest at its batch size.
-    """
+    """A point of a run that is shown: an arm's fastest point, or plain decoding. samples: the
+    point's samples, by prompt. is_best: whether it is the run's fastest point at its batch size."""
 
     run: str
     arm: str
@@ -42,8 +41,8 @@ class Shown:
 
 
 class Ratio(SpeedRatio):
-    """One point's speed over another's on the prompts that both have. num_diverging: the number of
-    texts that differ."""
+    """One point's speed divided by another's, on the prompts that both have. num_diverging: the
+    number of texts that differ."""
 
     num_diverging: int
 
@@ -60,10 +59,11 @@ class Ratio(SpeedRatio):
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Runs side by side. names: those of the runs. shown: their points. pairs: the fastest points
-    of each pair of runs at one batch size, the faster one first, with the ratio of their speeds.
-    differences: keys of recipe and environment that differ, with a value for each run. by_engine:
-    points of one k and batch size, some of them servers', each with its ratio over the first."""
+    """Runs side by side. names: the names of the runs. shown: their points. pairs: the fastest
+    points of each pair of runs at one batch size, the faster one first, with the ratio of their
+    speeds. differences: the keys of recipe and environment that differ, with a value for each run.
+    by_engine: the points that several runs have at one k and batch size, if some are of servers,
+    each with its ratio to the first of them."""
 
     names: Sequence[str]
     runs: Sequence[ReportedRun]
@@ -73,7 +73,8 @@ class SideBySide:
     by_engine: Sequence[tuple[Shown, Ratio | None]] = ()
 
     def against_first(self, one: Shown) -> Ratio | None:
-        """A point over the first run's point of the same arm and batch size; None without one."""
+        """The ratio of a point to the first run's point of the same arm and batch size; None if
+        there is no such point."""
         level = one.point.level
         same = [s for s in self.shown if s.run == self.names[0] and s.point.level == level]
         same = [s for s in same if s.point.is_baseline == one.point.is_baseline]
@@ -145,7 +146,7 @@ class SideBySide:
 
     @property
     def headline(self) -> str:
-        """The first answer, which has the fastest run."""
+        """The first answer, which is about the fastest run."""
         return self.answers[0] if self.answers else "No two runs have a point to compare."
 
     @property
@@ -176,8 +177,9 @@ def side_by_side(folders: Sequence[Path]) -> SideBySide:
 def _by_engine(
     names: Sequence[str], runs: Sequence[ReportedRun]
 ) -> list[tuple[Shown, Ratio | None]]:
-    """All points whose k and batch size several runs have, if one of these runs is a server's, each
-    with its samples of the prompts that all of them have."""
+    """The points of each k and batch size that several runs have, if one of these runs is a
+    server's. Each point has only its samples of the prompts that all of the group have, and its
+    ratio to the first point."""
     found: dict[tuple[tuple[float, int], int], list[Shown]] = defaultdict(list)
     for name, run in zip(names, runs, strict=True):
         samples = _samples(run)
@@ -247,7 +249,7 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
 
 
 def _place(point: Point | Sample) -> tuple[Any, ...]:
-    # Samples of plain decoding are those of every pair at a target TP.
+    # Samples of plain decoding come from every pair at a target TP.
     draft_tp = None if point.k == 0 else point.draft_tp
     # Plain decoding has no draft, and comparisons have only one.
     draft = point.draft if point.k and point.target_tp is None else None
@@ -267,7 +269,7 @@ def _speed(point: Point) -> float:
 
 
 def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
-    """The samples of a run that could run, by point and prompt."""
+    """The samples of a run's prompts that could run, by point and prompt."""
     found: dict[tuple[Any, ...], dict[Prompt, Sample]] = defaultdict(dict)
     counts: dict[tuple[Any, ...], dict[tuple[int, ...], set[int]]] = defaultdict(
         lambda: defaultdict(set)
@@ -283,7 +285,7 @@ def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
 
 
 def _differing(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
-    """The keys of recipes and environments that differ."""
+    """The keys of recipes and environments that differ, with the value of each run."""
     whole = []
     for run in runs:
         found = dict(rows_of(run.recipe))
@@ -322,7 +324,7 @@ def _side_by_side(whole: SideBySide) -> Table:
 
 
 def _length_in_text(one: Shown) -> float | None:
-    """Tokens a round as our own engine counts them, over the point's samples."""
+    """Tokens per round as our own engine counts them, over the point's samples."""
     if one.point.is_baseline:
         return one.point.number("mean_acceptance_length")
     counted = in_text(one.samples.values())

@@ -48,7 +48,7 @@ def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
 
 
 def load(run: ReportedRun, bests: Sequence[Finding]) -> Table:
-    """Requests that arrive at rates, by point; None if there are none."""
+    """Figures of every point at a rate; no rows without such points."""
     points = [p for p in run.points if p.load is not None]
     best = {id(b.point) for b in bests if b.point is not None and not b.is_open}
     strong = frozenset(i for i, p in enumerate(points) if id(p) in best)
@@ -93,7 +93,8 @@ def _needed(rate: float | None) -> Value:
 
 
 def tokens_over_all_rounds(point: Point) -> float | None:
-    """The measured break-even, or else that of the predicted speed-up."""
+    """The measured tokens per round over all rounds, or else those that the predicted speed-up
+    implies."""
     found = point.number("tokens_per_round")
     if found is not None or point.break_even is None or point.predicted_speedup is None:
         return found
@@ -182,9 +183,8 @@ def _method(points: Sequence[Point]) -> str:
 
 
 def categories(run: ReportedRun, point: Point | None, best: Finding | None = None) -> Table:
-    """One point by category of prompt. best: the finding at the point's batch size, with the run's
-    own recommendation for each category.
-    """
+    """The figures of one point by category of prompt. best: the finding at the point's batch size,
+    with the run's own recommendation for each category."""
     own = best.by_category if best is not None else {}
     rows = sorted(
         point.per_category.items() if point is not None else (),
@@ -221,7 +221,8 @@ def _of_category(one: Cell) -> list[Cell]:
 
 
 def _advice(run: ReportedRun, one: Best | None) -> str | None:
-    """The recommendation for a category. There is none for few prompts or disturbed times."""
+    """The recommendation for a category, which is "inconclusive" for few prompts or disturbed
+    times."""
     is_open = one is not None and one.verdict == "inconclusive"
     return "inconclusive" if is_open else _named(run, one)
 

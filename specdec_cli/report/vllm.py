@@ -23,11 +23,12 @@ from specdec_cli.report.folder import ReportedRun
 class Deployment:
     """The recommendation for vLLM.
 
-    speculative_config: None for no speculation. rehearsal: the config with the measured acceptance
-    made synthetic, to time vLLM by itself. command: starts a server. recommendation: the report's
-    answer for each batch size: the recommended point, the fastest, and tied ones. sglang_command:
-    starts a server of SGLang's; None if it has no such method. places: replacements for models that
-    servers do not find by these names; the notes have them too.
+    speculative_config: the value of vLLM's option; None for no speculation. rehearsal: the config
+    with the measured acceptance made synthetic, to time vLLM by itself. command: the command that
+    starts a vLLM server. recommendation: the report's answer for each batch size, with the
+    recommended point, the fastest point and tied points. sglang_command: the command that starts an
+    SGLang server; None if SGLang lacks the method. places: notes on models that servers do not find
+    by these names; `notes` has them too.
     """
 
     speculative_config: dict[str, Any] | None
@@ -40,7 +41,7 @@ class Deployment:
 
 
 def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> list[str]:
-    """Notes on models of the command that servers do not find by the names used here."""
+    """Notes on the models in `command` that a server cannot find by the names used here."""
     drafts = [b.point.draft for b in bests if b.point is not None and not b.point.is_baseline]
     names = [run.setting("target", "model"), run.setting("draft", "model"), *drafts]
     notes = []
@@ -66,8 +67,8 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
 
 
 def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
-    """The config for the best point, or by batch size if k changes with it; None without a
-    point."""
+    """The recommendation for the best point, with a schedule if the best k changes with batch size;
+    None without a point."""
     found = [b for b in bests if b.point is not None or b.is_open]
     if not found:
         return None
@@ -103,7 +104,8 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
         if undecided:
             note = f"Nothing is advised: {' '.join(undecided)}"
         return deployed(None, None, [note], sglang=_sglang(run, target, None))
-    # vLLM runs one draft. It is that of the smallest batch, where speculation pays most.
+    # vLLM runs one draft. The draft of the smallest batch is chosen, since speculation pays most
+    # there.
     chosen = speculating[0]
     largest = max((p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k)
     config, notes = _config(run, largest)
@@ -172,7 +174,7 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
 
 
 def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
-    """The schedule as [first batch size, last, k] in order; empty if k is constant."""
+    """The schedule as [first batch size, last batch size, k] in order; empty if k is constant."""
     ks = [
         (best.point.batch_size, best.point.k)
         for best in bests

@@ -40,7 +40,8 @@ def parts(rank: Document, num_blocks: int) -> dict[str, int]:
 
 
 def cells(sizes: Mapping[str, int], width: int) -> dict[str, int]:
-    """The number of cells of a bar for each part: in proportion, but at least one from 0.1 on."""
+    """The number of cells of a bar for each part, in proportion to its size. A part that would fill
+    a tenth of a cell gets a whole one."""
     total = sum(sizes.values())
     found = {
         name: max(round(width * size / total), int(10 * width * size >= total))

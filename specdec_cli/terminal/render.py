@@ -51,7 +51,7 @@ def table_within(
     names: Sequence[str] = (),
     long: Sequence[str] = (),
 ) -> Table:
-    """A table of columns, by heading.
+    """A table of columns, which are given by heading.
 
     spare: columns that may be left out to stay within `width`, in this order. names: columns that
     are left-aligned and folded instead of cut. long: columns whose cells may take several lines.
@@ -94,7 +94,7 @@ def least_width(columns: Mapping[str, Sequence[str]], wrapped: Collection[str]) 
 
 
 def table_width(table: Table) -> Measurement:
-    """The width of a table: minimum with all cells folded, maximum with none."""
+    """The width of a table: the minimum with all cells folded, and the maximum with none folded."""
     out = console(sys.stdout)
     return Measurement.get(out, out.options.update(width=_NO_LIMIT), table)
 
@@ -194,7 +194,7 @@ def first_token_parts(metrics: Metrics) -> str:
 
 
 def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
-    """One line for logs."""
+    """The metrics of a run in one line, for logs."""
     line = (
         f"{counted(metrics.num_prompts, 'prompt')}, {counted(metrics.num_output_tokens, 'token')}, "
         f"{metrics.decode_tokens_per_second:.1f} tokens/s decoding, k={metrics.k}"
@@ -238,12 +238,12 @@ def print_summary(
         out.print(verdict_line(metrics, baseline))
 
 
-_SILENCE_S = 30.0  # seconds of silence before a line
+_SILENCE_S = 30.0  # seconds of silence after which a line is printed
 _LOOK_S = 1.0
 
 
 class Ticker:
-    """Prints `text()` from a thread whenever half a minute was silent, until `close`."""
+    """Prints `text()` from a thread after each half minute of silence, until `close`."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         self._text = text
@@ -257,7 +257,7 @@ class Ticker:
         say(line)
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Stop printing."""
         self._ended.set()
 
     def _run(self) -> None:

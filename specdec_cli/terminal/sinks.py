@@ -47,7 +47,7 @@ class LiveText(Sink):
         self._pending: list[tuple[str, bool]] = []  # characters, each with whether it was proposed
         self._streams: dict[int, TextStream] = {}
         self._written: dict[int, str] = {}
-        self._is_open = False  # in the middle of a completion
+        self._is_open = False  # whether a completion has begun and not ended
         self._prompts = {
             p.index: (p.text, ids) for p, ids in zip(job.prompts, job.token_ids, strict=True)
         }
@@ -77,10 +77,10 @@ class LiveText(Sink):
 
     def output(self, output: Output) -> None:
         if output.error is not None or output.index not in self._written:
-            return  # nothing was written now: there is none, or an earlier run wrote it
+            return  # nothing was printed: there is no text, or an earlier run wrote it
         whole = self._tokenizer.decode(output.token_ids)
         if whole.startswith(written := self._written[output.index]):
-            # Bytes of an incomplete character.
+            # These are the bytes of an incomplete character.
             self._pending += ((character, False) for character in whole[len(written) :])
         self._end(num_cut=len(whole) - len(output.text))
 
@@ -111,7 +111,7 @@ class LiveText(Sink):
 class PlainText(Sink):
     """Prints completions in the order of their prompts, with headings if there are several.
 
-    bar: is hidden while text is written to its terminal.
+    bar: the progress bar to hide while text is written to its terminal.
     """
 
     def __init__(self, job: Job, bar: "PromptProgress | None") -> None:

@@ -1,6 +1,6 @@
 """A sweep on the terminal: progress as lines or a live table, then the results.
 
-`points` computes the results.
+`experiment.points` computes the results.
 """
 
 import math
@@ -36,7 +36,7 @@ from specdec_cli.terminal.render import Ticker
 from specdec_cli.text import inert, one_line
 
 _MARK = ""
-# The columns for a terminal that is too narrow for all.
+# The columns that are shown if the terminal is too narrow for all columns.
 _DECIDING = {"draft", "requests/s", "batch", "k", "tokens a round", "tokens/s", "x k = 0", _MARK}
 _MANY = "so many comparisons at 95 % each: one in twenty differs by chance"
 _NO_DRAFT = "–"
@@ -61,7 +61,7 @@ class _Progress(Watcher):
 
 class SweepLines(_Progress):
     """Prints each point on stderr, the time left after every tenth of the samples, and a line after
-    half a minute without one."""
+    each half minute of silence."""
 
     def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
         super().__init__(total, unseen)
@@ -241,7 +241,7 @@ def load_table(points: Sequence[Point], width: int) -> Table | None:
 
 
 def _judged(best: Best) -> str:
-    """The reason, after the verdict."""
+    """The verdict in words, followed by the reason."""
     words = {"use": "recommended: ", "inconclusive": "inconclusive: "}
     return f"{words.get(best.verdict or '', '')}{best.reason}"
 
@@ -249,8 +249,8 @@ def _judged(best: Best) -> str:
 def _first_token_line(
     points: Sequence[Point], batch_size: int, best: Best, *, with_draft: bool
 ) -> str | None:
-    """The time to the first token by its parts, at k = 0 and at the recommended or else the fastest
-    point; None if some prompts have none."""
+    """The mean time to the first token by its parts, at k = 0 and at the recommended or else the
+    fastest point; None if the parts are unknown."""
     arm = best if best.k else best.fastest or best
     shown = []
     for p in points:
@@ -266,10 +266,11 @@ def _first_token_line(
 def results_table(
     points: Sequence[Point], width: int, best: Mapping[str, Best] | None = None
 ) -> tuple[Table, int]:
-    """The table of points, and the width that all its columns would need, 0 if it has them.
+    """The table of points, and the width that all columns would need, or 0 if all are shown.
 
-    Draft and batch size are columns only if there are several; for stages see `stages_in`. best: by
-    batch size; if the table is too wide, the points that decide are marked.
+    Draft and batch size are columns only if there are several of them; `stages_in` chooses the
+    stages. best: the recommendations by batch size. If the table is too wide, recommended and tied
+    points are marked.
     """
     stages = stages_in(p.metrics for p in points)
     cells = [
@@ -282,7 +283,7 @@ def results_table(
     columns = cell.columns_of(cells, points)
     if not any(columns["proposing"]):
         del columns["proposing"], columns["all rounds"]
-    if not any(columns[_EVEN.title]):  # only k = 0 has these
+    if not any(columns[_EVEN.title]):  # plain decoding alone has no break-even
         del columns[_EVEN.title]
     wrapped = {"names": ["draft"], "long": ["tokens/s"]}
     needed = render.least_width(columns, ("draft", "tokens/s"))
@@ -296,7 +297,7 @@ def results_table(
 
 
 def _mark(point: Point, best: Best | None) -> str:
-    """Whether a point is recommended, or tied with the fastest."""
+    """The mark of a point that is recommended or tied with the fastest; "" for other points."""
     if best is None or point.request_rate is not None:
         return ""
     arm = point.k, point.draft if point.k else None
@@ -335,7 +336,8 @@ def _speedup(row: CategoryMetrics) -> str:
 
 
 def _break_even(point: Point) -> str:
-    """`1.72 (31%)`: tokens a round at which k = 0 is as fast, and the acceptance for it."""
+    """`1.72 (31%)`: the tokens per round at which a point breaks even, and the acceptance that this
+    needs."""
     if (even := point.break_even) is None or even.tokens_per_round is None:
         return ""
     rate = even.draft_acceptance_rate
@@ -346,7 +348,7 @@ _EVEN = Cell("break-even", _break_even)
 
 
 def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Table]:
-    """Comparisons of arms, and by category if there are several."""
+    """The table of comparisons of arms, and one by category if categories were compared."""
     with_batch = len({one.batch_size for one in comparisons}) > 1
 
     def named(arm: Arm, batch_size: int | None = None) -> str:
@@ -381,7 +383,7 @@ def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Tab
 def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     """Speed-ups by category at the recommended point, or None without categories.
 
-    At the fastest point if no speculation is recommended.
+    If no speculation is recommended, they are those of the fastest point.
     """
     best: Best = document["best"]
     shown = best if best.k else best.fastest
@@ -423,7 +425,8 @@ def _fastest_here(fastest: Fastest | None, *, with_draft: bool) -> str:
 
 
 def _tied(best: Best, *, with_draft: bool) -> str:
-    """The further points tied with the fastest, in words: those that the reason does not name."""
+    """The other points that are tied with the fastest, in words, without those that the reason
+    names."""
     named = {(one.k, one.draft) for one in (best, best.fastest) if one is not None}
     if with_draft:
         others = [p for p in best.tied_points if (p.k, p.draft) not in named]

@@ -13,13 +13,13 @@ from typing import Any
 
 from specdec_cli.text import inert, one_line
 
-# Okabe and Ito's colours for colour-blind readers; those visible on black and on white.
+# Okabe and Ito's colours for colour-blind readers: those that are visible on black and on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 # There is one marker more than colours, so that pairs repeat as late as possible.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _INK = "#1b1e24"  # replaced by the page's own colour in SVG
 FAINT = "#8a8f98"
-_WIDTHS = {1: 6.4, 2: 8.2, 3: 9.6}  # inches, by panels side by side
+_WIDTHS = {1: 6.4, 2: 8.2, 3: 9.6}  # inches, by the number of panels side by side
 STYLE = {
     "font.size": 9.5,
     "axes.titlesize": 10,
@@ -42,7 +42,7 @@ STYLE = {
 
 
 def without_display() -> None:
-    """Prepare the first import of matplotlib: it fails if MPLBACKEND names no backend."""
+    """Prepare the first import of matplotlib, which fails if MPLBACKEND names no backend."""
     os.environ["MPLBACKEND"] = "agg"
 
 
@@ -93,7 +93,7 @@ def svg_of(figure: Any, name: str) -> str:
 def make_axes(
     figure: Any, count: int, height: float, columns: int = 3, *, shares_y: bool = True
 ) -> list[Any]:
-    """Axes side by side, in rows."""
+    """Make `count` axes, side by side in rows of at most `columns`."""
     columns = max(1, min(columns, count, 3))
     rows = -(-count // columns)
     figure.set_size_inches(_WIDTHS[columns], height * rows + 0.5)
@@ -104,7 +104,7 @@ def make_axes(
 
 
 def label_axes(axes: Sequence[Any], x: str, y: str) -> None:
-    """Labels on the outer axes of a grid."""
+    """Write labels on the outer axes of a grid."""
     for index, axis in enumerate(axes):
         if axis.get_subplotspec().is_first_col():
             axis.set_ylabel(y)
@@ -114,7 +114,7 @@ def label_axes(axes: Sequence[Any], x: str, y: str) -> None:
 
 
 def add_legend(figure: Any, axes: Sequence[Any]) -> None:
-    """Add one legend below all panels, with as many entries a row as fit."""
+    """Add one legend below all panels, with as many entries in a row as fit."""
     entries: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -143,7 +143,7 @@ def reach(value: float, ends: Sequence[float]) -> list[list[float]]:
 def draw_row(
     axis: Any, place: int, value: float, ends: Sequence[float] | None, **look: Any
 ) -> None:
-    """A value in a row of its own, with its interval if it has one."""
+    """Draw a value in a row of its own, with its interval if it has one."""
     if ends is not None:
         arms = reach(value, ends)
         axis.errorbar(value, place, xerr=arms, color=look["color"], capsize=3, linewidth=1.2)
@@ -151,13 +151,13 @@ def draw_row(
 
 
 def name_rows(axis: Any, names: Sequence[str]) -> None:
-    """Names of rows, the first at the top."""
+    """Write the names of rows, the first at the top."""
     axis.set_yticks(range(len(names)), [safe(name) for name in names])
     axis.set_ylim(len(names) - 0.4, -0.6)
 
 
 def line_at_one(axis: Any) -> None:
-    """The vertical line of equal speeds."""
+    """Draw the vertical line of equal speeds."""
     axis.axvline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
 
 
@@ -173,7 +173,7 @@ def plot_with_intervals(
     ends: Sequence[Sequence[float] | None],
     **look: Any,
 ) -> None:
-    """A line of points, each with its interval if it has one."""
+    """Draw a line of points, each with its interval if it has one."""
     axis.plot(places, values, **{"linewidth": 1.5, "markersize": 4.5} | look)
     add_intervals(axis, places, values, ends, color=look["color"])
 
@@ -185,7 +185,7 @@ def add_intervals(
     ends: Sequence[Sequence[float] | None],
     **look: Any,
 ) -> None:
-    """Draw the interval of each value that has one. Drawing all at once is quicker."""
+    """Draw the interval of each value that has one. Drawing all of them at once is quicker."""
     known = [
         (place, value, *(arm for (arm,) in reach(value, interval)))
         for place, value, interval in zip(places, values, ends, strict=True)

@@ -1,7 +1,7 @@
-"""Lines over proposal lengths or draft TPs, a panel for each setting.
+"""Lines over proposal lengths or draft TPs, with a panel for each setting.
 
-They show speed-ups over plain decoding; tokens a round, with those at which speculation breaks
-even; predicted speed-ups beside measured ones; and decoding speeds of a comparison.
+They show speed-ups over plain decoding, tokens per round with the break-even, the errors of
+predicted speed-ups, and the decoding speeds of a comparison.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,8 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> boo
 
 
 def draw_break_even(figure: Any, run: ReportedRun) -> bool:
-    """Draw tokens a round by k, and those at which plain decoding is as fast."""
+    """Draw tokens per round by k, and the tokens per round at which speculation breaks even.
+    Returns whether there are any."""
 
     def draw(line: Line) -> None:
         line.plot(
@@ -79,7 +80,8 @@ def draw_break_even(figure: Any, run: ReportedRun) -> bool:
 
 
 def draw_predictions(figure: Any, run: ReportedRun) -> bool:
-    """Draw the relative error by k, with its interval. Returns whether there are predictions."""
+    """Draw the relative error of predictions by k, with its interval. Returns whether there are
+    predictions."""
 
     def begin(axis: Any) -> None:
         axis.axhline(0, color=canvas.FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
@@ -98,7 +100,7 @@ def draw_predictions(figure: Any, run: ReportedRun) -> bool:
 
 
 def draw_speeds(figure: Any, run: ReportedRun) -> bool:
-    """Draw tokens a second by draft TP. Returns whether the run is a comparison with points."""
+    """Draw tokens per second by draft TP. Returns whether the run is a comparison with points."""
 
     def draw(line: Line) -> None:
         line.plot(_speed, lambda p: p.decode_tokens_per_second_ci)

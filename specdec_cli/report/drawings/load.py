@@ -11,7 +11,8 @@ from specdec_cli.report.folder import ReportedRun
 
 
 def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
-    """Draw by rate, without requests all at once. Returns whether there are any rates."""
+    """Draw goodput, latency and the recommended k by request rate, without the rate inf. Returns
+    whether there are any rates."""
     points = [p for p in run.points if p.load is not None and p.request_rate != "inf"]
     if not points:
         return False

@@ -14,8 +14,8 @@ Panels = Mapping[str, dict[str, dict[int, Point]]]  # points by panel, line and 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a panel. points: by x. shift: the offset along x, so that intervals stand side by
-    side."""
+    """A line of a panel. points: the points by x. shift: the offset along x, so that intervals
+    stand side by side. is_log: whether x is on a logarithmic scale."""
 
     axis: Any
     name: str
@@ -50,7 +50,7 @@ def x_label(run: ReportedRun) -> str:
 
 
 def placed(run: ReportedRun, keep: Callable[[Point], object] = lambda p: p.is_ok) -> Panels:
-    """The points with proposals that `keep` accepts."""
+    """The points with proposals that `keep` accepts, by panel, line and x."""
     found: dict[str, dict[str, dict[int, Point]]] = {}
     for point in run.points:
         if point.is_baseline or not keep(point) or (run.is_comparison and point.draft_tp is None):
@@ -73,10 +73,9 @@ def draw_panels(
     from_zero: bool = False,
     is_titled: bool = True,
 ) -> list[Any]:
-    """Draw the lines of each panel. Returns the axes; none without panels. begin: called first with
-    each of the axes. from_zero: whether lines begin at k = 0. is_titled: whether a single panel has
-    a title.
-    """
+    """Draw the lines of each panel. Returns the axes, an empty list without panels. begin: called
+    with each of the axes before its lines are drawn. from_zero: whether lines begin at k = 0.
+    is_titled: whether a single panel has a title."""
     panels = dict(list(panels.items())[:MOST_PANELS])
     if not panels:
         return []

@@ -1,5 +1,5 @@
 """Drawings of a round: its time by stage, acceptance by position in the proposal, and the time and
-the distinct experts of scoring, by the number of scored tokens."""
+distinct experts of scoring by the number of scored tokens."""
 
 from typing import Any
 
@@ -139,7 +139,7 @@ def draw_experts(figure: Any, run: ReportedRun) -> bool:
         count.set_ylim(0, 1.05 * most or 1.0)
         count.grid(False)
         count.spines["right"].set_visible(True)
-    axes[0].set_ylim(0, 1.05 * slowest or 1.0)  # the other axes share it
+    axes[0].set_ylim(0, 1.05 * slowest or 1.0)  # the other axes share these limits
     counts[-1].set_ylabel("distinct experts a layer")
     canvas.label_axes(axes, "tokens scored a sequence, k + 1", "verify time (ms)")
     canvas.add_legend(figure, [*axes, *counts])
@@ -147,8 +147,8 @@ def draw_experts(figure: Any, run: ReportedRun) -> bool:
 
 
 def _panels(run: ReportedRun) -> dict[str, dict[str, list[Point]]]:
-    """The points with a count of experts, by batch size and draft, each from plain decoding on in
-    the order of k."""
+    """The points with a count of experts, by batch size and draft. Each list is in the order of k
+    and begins with plain decoding."""
     found: dict[str, dict[str, list[Point]]] = {}
     for panel, lines in list(placed(run).items())[:MOST_PANELS]:
         for name, line in lines.items():

@@ -15,7 +15,8 @@ _MOST_CATEGORIES, _MOST_PAIRS = 24, 40
 
 
 def draw_categories(figure: Any, point: Point | None, title: str) -> bool:
-    """Draw speed-up and tokens a round by category with their intervals, the fastest first.
+    """Draw speed-up and tokens per round by category with their intervals, the fastest category
+    first.
 
     title: the point in words.
     """
