@@ -17,7 +17,7 @@ from specdec_cli.errors import Notice
 
 _APART = 0.25  # least seconds between two readings
 _SHORTEST = 3.0  # least seconds of measuring for which shares of the time are judged
-_BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # stretch, in seconds, from which on such a share is clear
+_BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # least seconds and share to warn about shorter measuring
 _STARVED = 0.05  # share of the time in which this process was ready to run and did not
 _STARVED_HALF = 0.10  # the same share in one half of the time
 _LEAST_RUNNING = 0.8  # processor seconds per second of passes on a CPU

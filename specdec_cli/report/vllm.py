@@ -233,7 +233,7 @@ def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
     draft = point.draft or run.setting("draft", "model")
     parts += chain.from_iterable(sglang_flags(choice, point.k, draft))
     in_fp8 = [run.setting(role, "weights") == "fp8" for role in ("target", "draft")]
-    if choice.weights_from == "draft" and any(in_fp8):  # else the draft's would be the target's
+    if choice.weights_from == "draft" and any(in_fp8):  # otherwise the target's applies to both
         own = "fp8" if in_fp8[1] else "unquant"
         parts += ["--speculative-draft-model-quantization", own]
     return shlex.join(parts)
