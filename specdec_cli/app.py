@@ -235,7 +235,7 @@ def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
 
 def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:
     code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    if isinstance(end.__context__, BrokenPipeError):  # typer and rich turn it into this
+    if isinstance(end.__context__, BrokenPipeError):  # typer and rich raise SystemExit from it
         outcome.fail(_PIPE_CLOSED, None)
     elif code == ExitCode.SIGTERM:
         outcome.fail(code, "terminated")

@@ -100,7 +100,8 @@ class RunError(SpecdecError):
 def is_out_of_memory(error: Exception) -> bool:
     """True if memory of the host or of a device ran out.
 
-    Also true if another error followed from that: leaving a CUDA graph's capture then fails too.
+    Also true if the lack of memory caused another error: leaving a CUDA graph's capture then fails
+    too.
     """
     if isinstance(error, MemoryError):
         return True

@@ -25,9 +25,9 @@ def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
     """End the command on SIGINT, SIGTERM and SIGHUP like an exception does, so that clean-up runs.
 
     A signal soon after another is ignored, since it would break off the clean-up. A later signal
-    counts: clean-up may hang, and an exception in a `__del__` is lost. is_last: the process ends
-    after this block; once a signal has come, further ones do not disturb its end. Yields the list
-    of signals that have asked for an end.
+    counts: clean-up may hang, and an exception in a `__del__` is lost. is_last: whether the process
+    ends after this block; if it does, signals after the first do not disturb its end. Yields the
+    list of signals that have asked for an end.
     """
     taken: list[signal.Signals] = []
     asked: list[signal.Signals] = []

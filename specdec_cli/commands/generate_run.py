@@ -203,7 +203,7 @@ def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
 def _run(
     world: World, ready: Ready, asked: Asked, watch: MachineWatch
 ) -> tuple[list[Output], Metrics, dict[int, Sample]]:
-    """Run the prompts that are left; each output is shown and on disk as soon as it comes.
+    """Run the prompts that are left; each output is shown and written to disk as soon as it comes.
 
     The metrics of a resumed run, and of a run on a server, cover all of its samples. These samples
     are returned too.

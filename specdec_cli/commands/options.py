@@ -242,7 +242,8 @@ def _key_parameters() -> Iterator[inspect.Parameter]:
 class Asked:
     """A command line: the options that all commands with a recipe share.
 
-    place: the origin of this process. given: the shared options that set a key of the recipe.
+    place: the way in which this process was started. given: the shared options that set a key of
+    the recipe.
     """
 
     place: Place

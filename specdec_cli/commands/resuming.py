@@ -67,7 +67,7 @@ def _use_threads_of(folder: Path) -> None:
 
 
 def folder_of_servers(asked: Asked, kept: Mapping[str, Any]) -> Path | None:
-    """The folder of the run to go on with, if its samples are from servers that the run did not
+    """The folder of the resumed run, if its samples come from servers that the run did not
     start."""
     is_theirs = kept and kept["device"].startswith("server") and "engine" not in kept["recipe"]
     return asked.output if is_theirs else None
@@ -125,10 +125,8 @@ def saying_what_is_kept(
 
 
 def say_kept(what: str, asked: Asked, command: str, **own: object) -> None:
-    """Name the samples that the folder of an interrupted run keeps, and the command that goes on
-    with it.
-
-    own: options of the command that no folder keeps, by the names of their parameters.
+    """Name the samples that the folder of an interrupted run keeps, and the command that resumes
+    the run. own: options of the command that no folder keeps, by the names of their parameters.
     """
     given = {name: getattr(asked, name) for name in ("trust_remote_code", "allow_pickle")}
     given |= {"plugin": asked.plugin, **own}

@@ -64,7 +64,7 @@ def named(
 
 
 def keep(folder: RunFolder, servers: Named) -> None:
-    """Write down the servers, for the command that goes on with the run."""
+    """Write the servers to the run folder, for the command that resumes the run."""
     folder.write(_FILE, to_json(servers) + "\n")
 
 

@@ -132,7 +132,8 @@ class _Kept(logging.Filter):
 
 
 def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
-    """A record of any library, escaped and shortened: it may hold names of files and tensors."""
+    """A log record of any library, escaped and shortened: it may hold names of files and
+    tensors."""
     record = logging.LogRecord(*fields, **more)
     with contextlib.suppress(TypeError, ValueError):  # the message does not fit its arguments
         record.msg, record.args = inert(shortened(record.getMessage())), ()

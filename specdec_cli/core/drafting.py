@@ -1,4 +1,4 @@
-"""Drawing the proposals of one round, token by token or a block at once, from any model's logits.
+"""Draws the proposals of one round, token by token or a block at once, from any model's logits.
 
 Legend: B sequences, K proposal length, V' vocabulary of the draft.
 """
@@ -106,8 +106,9 @@ class Drafting:
     def end_before(self, stops: torch.Tensor, first: int = 0) -> None:
         """End each sequence's proposals before the first place that `stops`, bool [B, N], marks.
 
-        first: the place of its first column. A mark may depend only on facts that are known before
-        its place's token is drawn. Dropping a token because of its own draw would change the text.
+        first: the place of the first column of `stops`. A mark may depend only on facts that are
+        known before the token of its place is drawn. Dropping a token because of its drawn value
+        would change the text.
         """
         self._end(stops, first)
 

@@ -40,7 +40,7 @@ def _none_if_infinite(value: Any) -> Any:
     return value if is_finite else None
 
 
-Name = InstanceOf[str]  # in contrast to `str`, also text that is not valid Unicode
+Name = InstanceOf[str]  # unlike `str`, also takes text that is not valid Unicode
 Count = Annotated[int, Field(ge=0, lt=_MOST)]
 Whole = Annotated[int, Field(gt=-_MOST, lt=_MOST)]
 # The number of requests at a time. 0 means no limit; files have null instead.
@@ -56,7 +56,7 @@ Interval = Annotated[_Ends | None, BeforeValidator(_none_if_infinite)]
 
 
 class Record(BaseModel):
-    """A line of a file or a part of one. Only fields that were given are written, and unknown
+    """A line of a file, or a part of a line. Only fields that were given are written, and unknown
     fields are kept."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
@@ -108,8 +108,8 @@ class Acceptance(Record):
 
     @classmethod
     def of(cls, proposed: Sequence[int], accepted: Sequence[int], k: int) -> "Acceptance":
-        """The acceptance of sequence-rounds, each given by its proposal length and its accepted
-        count."""
+        """The acceptance of sequence-rounds, each given by its proposal length and its number of
+        accepted proposals."""
         histogram = [0] * (k + 1)
         for count in accepted:
             histogram[count] += 1
@@ -310,8 +310,8 @@ def summarise(seqs: list[types.Sequence], k: int, batch_size: int) -> Metrics:
 
 
 def mean_parts(parts: Iterable[dict[str, float] | None]) -> dict[str, dict[str, float]]:
-    """The field `ttft_parts_ms` of `Metrics` with its name: means over prompts. It is left out if a
-    prompt has no parts."""
+    """The field `ttft_parts_ms` of `Metrics`, by its name: the means over prompts. The result is
+    empty if a prompt has no parts."""
     found = list(parts)
     known = [part for part in found if part is not None]
     if not known or len(known) < len(found):

@@ -28,8 +28,8 @@ _meetings: list[str] = []
 
 class Shared(NamedTuple):
     """Memory that the ranks of a model share. For up to MAX_ROWS rows it is faster than NCCL. sums:
-    for `ops.reduce_add_norm`. logits: for `ops.gather_columns`; None if the vocabulary does not
-    divide evenly."""
+    memory for `ops.reduce_add_norm`. logits: memory for `ops.gather_columns`; None if the
+    vocabulary does not divide evenly."""
 
     sums: Peers
     logits: Peers | None

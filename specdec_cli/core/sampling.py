@@ -1,4 +1,4 @@
-"""Sampling tokens from logits, and the random numbers for it."""
+"""Samples tokens from logits, and makes the random numbers for that."""
 
 from enum import IntEnum
 

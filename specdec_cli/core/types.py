@@ -145,15 +145,15 @@ class Sequence:
 
     @property
     def ttft_ms(self) -> float | None:
-        """Milliseconds from admission to the first token; None before it."""
+        """Milliseconds from admission to the first token; None before the first token."""
         if self.first_token_at is None or self.admitted_at is None:
             return None
         return (self.first_token_at - self.admitted_at) * 1e3
 
     @property
     def ttft_parts_ms(self) -> dict[str, float] | None:
-        """The milliseconds from the request to the first token, by their use. `queue` is not in
-        `ttft_ms`; `first_round` is all time outside prefill passes."""
+        """The milliseconds from the request to the first token, broken down by use. `queue` is not
+        in `ttft_ms`; `first_round` is all time outside prefill passes."""
         if (ttft_ms := self.ttft_ms) is None:
             return None
         target, draft = self.target_prefill_seconds * 1e3, self.draft_prefill_seconds * 1e3

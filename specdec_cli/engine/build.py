@@ -231,7 +231,8 @@ def _prompt_graphs(plan: Plan, num_blocks: int) -> PromptGraphs:
 
 
 def measured(plan: Plan, models: Models, need: CacheNeed) -> RankMemory:
-    """This rank's memory by use in the largest passes that `need` allows. All ranks call this."""
+    """This rank's memory, broken down by use, in the largest passes that `need` allows. All ranks
+    call this."""
     try:
         found = measure_rank(plan, models, need, partial(wire, plan, models))
     except (torch.OutOfMemoryError, MemoryError) as problem:
@@ -303,8 +304,8 @@ def _warm_up(
 
 
 def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
-    """Lengths of the prompts to warm up with. Kernels differ between passes of few tokens, of many
-    tokens, and of as many as the run will have, unless passes are padded to one width."""
+    """Lengths of the prompts that warm the engine up. Kernels differ between passes of few tokens,
+    of many tokens, and of as many as the run will have, unless passes are padded to one width."""
     longest = min(longest_prompt, plan.recipe.run.prefill_chunk + 1)
     lengths = sorted({_WARM_UP_PROMPT, max(1, longest)})
     is_padded = plan.captures_prompts and all(model.captured_width for model in plan.models)

@@ -98,7 +98,7 @@ class Rounds:
         runs_ahead: bool,
         pool: Any = None,
     ) -> None:
-        self.parts = parts  # graphs read its tensors without keeping them alive
+        self.parts = parts  # kept, since graphs read its tensors but do not keep them alive
         self.state = state
         self.runs_ahead = runs_ahead
         self.ks = ks
@@ -127,8 +127,8 @@ class Rounds:
         self.state.load(seqs, seed)
 
     def append(self, seqs: list[Sequence], tokens: torch.Tensor) -> None:
-        """Append a token to each of `seqs`, which were loaded. The tokens are int64 [R], on the
-        device; the host learns them later."""
+        """Append a token to each of `seqs`, which are loaded. tokens: int64 [R], on the device; the
+        host reads them later."""
         place = self._places()
         self.state.append([place[id(seq)] for seq in seqs], tokens, self.parts.eos_ids)
 
@@ -235,8 +235,8 @@ class RoundCache:
         self._pool = self._texts = None
 
     def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        # Rows reach this far past the longest sequence. If a pass makes up for missing tokens, k
-        # rows of padding reach further. Columns of padding hold block 0.
+        # Rows of a pass reach this far past the longest sequence. If the pass makes up for missing
+        # tokens, k rows of padding reach further. The further columns of block tables hold block 0.
         ahead = max(k, parts.proposer.ahead(k)) if parts.proposer is not None else k
         held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
         columns = held + self.allocator.blocks_for(ahead + k + 1)

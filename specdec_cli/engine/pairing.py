@@ -99,7 +99,7 @@ def not_held(draft: Description) -> tuple[str, ...]:
 
 
 def check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:
-    """Bytes of the draft's weights that need not be loaded when it borrows the target's.
+    """Bytes of the draft's weights that need not be loaded when the draft borrows the target's.
 
     Both models are on meta. Raises `SetupError` if shapes or dtypes differ or, for the head, the
     numbers of ranks.

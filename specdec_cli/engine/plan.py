@@ -77,7 +77,8 @@ class Plan:
 
     @property
     def remark(self) -> str | None:
-        """The acceptance rule's remark, shown beside the run's numbers; None when not needed."""
+        """The acceptance rule's remark, shown beside the run's numbers; None if it is not
+        needed."""
         rule = rule_of(self.recipe.speculation)
         is_moot = self.params.is_greedy and not rule.draws_when_greedy
         return rule.remark if self.k and not is_moot else None
@@ -314,8 +315,8 @@ def draft_degree(recipe: Recipe) -> int:
 
 
 def compiled_roles(plan: Plan) -> tuple[str, ...]:
-    """Roles of the models to compile: those whose layers have no fused form, or all of them if the
-    recipe asks for it."""
+    """Roles of the models to compile: models whose layers have no fused form, or all models if the
+    recipe asks for that."""
     wanted = plan.recipe.run.compile
     if wanted == "off" or plan.no_compile is not None:
         return ()

@@ -1,4 +1,4 @@
-"""Prefill, which fills the caches of sequences in chunks. Each model takes a chunk in one pass.
+"""Prefill fills the caches of sequences in chunks. Each model takes a chunk in one pass.
 
 In plain decoding, prefill also decides the first output token. The host counts a chunk's time one
 step later.
@@ -44,7 +44,7 @@ class Moments:
     """Moments of one device, of which the last AT_ONCE are valid. Events are used again, since the
     driver takes long to make an event when it is first recorded."""
 
-    AT_ONCE = 4  # two for each of two steps in flight
+    AT_ONCE = 4  # two moments for each of two steps in flight
 
     def __init__(self, device: torch.device) -> None:
         is_queue, number = device.type == "cuda", self.AT_ONCE
@@ -52,7 +52,7 @@ class Moments:
         self._events: Iterator[torch.Event | None] = cycle(made or [None])
 
     def now(self) -> Moment:
-        """The present moment. It is valid until AT_ONCE later ones have been asked for."""
+        """The present moment. It is valid until AT_ONCE later moments have been taken."""
         return Moment(next(self._events))
 
 
@@ -126,9 +126,9 @@ class Prefill:
 
         If the run proposes, the last token of each sequence is left to the first round, so that
         this round proposes the first output token too. In plain decoding the last token is fed as
-        well. If it alone is missing, or logits are changed, a round feeds it. A proposer also lacks
-        tokens after rounds that proposed nothing. A proposer that reads hidden states takes the
-        same tokens as the target.
+        well. If this token alone is missing, or logits are changed, a round feeds it. A proposer
+        also lacks tokens after rounds that proposed nothing. A proposer that reads hidden states
+        takes the same tokens as the target.
         """
         proposer, reads, budget = self.proposer, self._reads_hidden, self.budget
         targets: list[Span] = []
@@ -188,7 +188,8 @@ class Prefill:
 
     def must_settle(self) -> bool:
         """True if the host has to know the tokens that passes in flight decide before it launches a
-        round: each of them may end its sequence, or there may be no room for a round after them."""
+        round: each of these tokens may end its sequence, or there may be no room for a round after
+        them."""
         if self.drawn is None:
             return False
         drawn = set(self.drawn.seqs)
@@ -233,7 +234,7 @@ class Prefill:
     @torch.inference_mode()
     def _draw(self, seqs: list[Sequence], logits: torch.Tensor | None) -> torch.Tensor:
         """Rank 0's next token of each of `seqs`, int64 [R], drawn from logits [R, V]. Every rank
-        gets it."""
+        gets these tokens."""
         assert logits is not None, "a pass without draws returns its logits"
         device = logits.device
         # Rows have a multiple of 16 bytes, since Triton would compile a kernel again for unaligned
@@ -251,7 +252,7 @@ class Prefill:
 
     @property
     def _decides(self) -> bool:
-        """True if the pass over a text's last token decides the next one."""
+        """True if the pass over a text's last token decides the next token."""
         return self.proposer is None and not self.params.changes_logits
 
     @property

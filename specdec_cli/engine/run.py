@@ -95,8 +95,8 @@ class Run:
             self.rounds.append(drawn.seqs, drawn.on_device)
 
     def take(self, decided: list[tuple[Sequence, int]]) -> list[Emission]:
-        """Append the tokens that prefill passes decided. Each counts as a round without proposals,
-        but not in the time of rounds."""
+        """Append the tokens that prefill passes decided. Each token counts as a round without
+        proposals, but its time does not count as time of rounds."""
         ended_at = self.prefill.ended_at
         self.rounds.begin_after(ended_at)
         check_finite([token for _, token in decided])

@@ -43,7 +43,7 @@ class Scheduler:
         (self.waiting if is_here else self.pending).append(seq)
 
     def arrive(self, count: int) -> None:
-        """Queue the first `count` pending sequences, behind those that were preempted."""
+        """Queue the first `count` pending sequences, behind sequences that were preempted."""
         self.waiting.extend(self.pending.popleft() for _ in range(count))
 
     @property
@@ -156,7 +156,8 @@ class Scheduler:
         return self.allocator.blocks_for(length) + len(self.running)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
-        """The most tokens of the sequence that the cache may have to hold."""
+        """The most tokens of the sequence that the cache may have to hold in a round that begins up
+        to `ahead` tokens later."""
         n = len(seq.tokens)
         return max(n, min(n + ahead + max(self.k, self.ahead), self._most(seq)))
 

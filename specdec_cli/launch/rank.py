@@ -96,7 +96,7 @@ class Rank:
             if self.store is None:
                 raise RuntimeError("the ranks have not met")
             self.store.set(key := f"report/{self.seat.rank}", report.to_json())
-            self.store.check([key])  # needs an answer, and a lost store gives none
+            self.store.check([key])  # waits for an answer, which a lost store does not give
         except RuntimeError:  # the ranks never met, or rank 0 is gone with the store
             if self.seat.rank == 0:
                 return report
@@ -104,7 +104,7 @@ class Rank:
                 self._speak()
                 return report if self.store is None or report.rank == 0 else _said_nothing(0)
             if self.store is None:
-                time.sleep(_LINGER_S)  # rank 0 can find the same before torchrun ends it
+                time.sleep(_LINGER_S)  # rank 0 can find the same failure before torchrun ends it
             return None
         if self.seat.rank == 1 and report.rank == 0:  # the hung rank cannot report itself
             self._speak()

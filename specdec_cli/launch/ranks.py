@@ -25,8 +25,8 @@ from specdec_cli.launch.reports import End, Report, gone, last_words, read_repor
 _LOOK_S = 0.1
 _SETTLE_S = 5.0  # the wait for the cause, after a failure
 _SETTLE_KNOWN_S = 0.3  # the same wait, once a rank has reported its own error
-_STOP_S = 2.0  # from SIGTERM to SIGKILL
-_LEAVE_S = 10.0  # from the last rank's report to its end
+_STOP_S = 2.0  # seconds from SIGTERM to SIGKILL
+_LEAVE_S = 10.0  # seconds from the last rank's report to its end
 
 
 def run_ranks(
@@ -120,7 +120,7 @@ def _watch(
 
 
 def _failures(folder: Path, reports: Mapping[int, Report], exits: Sequence[Exit]) -> list[Report]:
-    """Reports of failed ranks, and reports written here for ranks that ended without one."""
+    """Reports of failed ranks, and reports written here for ranks that ended without a report."""
     found = []
     for report in reports.values():
         if (

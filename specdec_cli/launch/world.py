@@ -31,7 +31,7 @@ class Place:
     """The way in which this process was started.
 
     program: the module and the arguments that start it again. seat: its place among ranks; None
-    unless torchrun, srun or another `specdec` started it. rank: its duties as a rank; None for a
+    unless torchrun, srun or another `specdec` started it. rank: this process as a rank; None for a
     single process that `run_ranks` did not start. has_answered: whether the ranks that it started
     have written the command's result.
     """
@@ -138,8 +138,8 @@ class World:
     @property
     def _patience_s(self) -> float:
         """Seconds that a collective may wait once the models are loaded."""
-        # If a parent watches, collectives need no limit: the reader of rank 0's output may hold it
-        # up for long.
+        # If a parent watches, collectives need no limit: the reader of rank 0's output may hold
+        # rank 0 up for long.
         is_watched = self._rank is None or self._rank.limit_s is None
         return _LONG_S if is_watched else self._timeout_s + _PAST_TIMEOUT_S
 

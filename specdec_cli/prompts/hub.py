@@ -40,7 +40,7 @@ def hub_source(
     with _quiet(datasets):
         try:
             if not is_folder and not _is_cached(datasets, path):
-                # The hub's own error for an id: `datasets` would retry for half a minute.
+                # Raises the hub's own error for an id: `datasets` would retry for half a minute.
                 HfApi().dataset_info(path, timeout=_HUB_S)
             is_saved = is_folder and _is_saved(Path(path))
             load = _from_disk if is_saved else _loaded

@@ -66,8 +66,7 @@ def later_turns(rest: object) -> tuple[str, ...]:
 
 
 def next_turn(prompt: Prompt, answer: str) -> Prompt | None:
-    """The prompt of the next turn, with the answer to this one; None if there is no further
-    turn."""
+    """The prompt of the next turn, which contains `answer`; None if there is no further turn."""
     if not prompt.later or prompt.messages is None:
         return None
     asked, *rest = prompt.later

@@ -105,7 +105,7 @@ Tokens = Annotated[StrictInt, Field(ge=0, le=1024)]  # proposals of one round
 
 
 def _rates(value: object) -> object:
-    """A single rate as a list; YAML reads `.inf` as a number."""
+    """Turn a single rate into a list; YAML reads `.inf` as a number."""
     each = list(value) if isinstance(value, list | tuple) else [value]
     return None if value is None else tuple("inf" if one == float("inf") else one for one in each)
 

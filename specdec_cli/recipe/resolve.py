@@ -92,8 +92,8 @@ def load_recipe(
 
     Without a source the recipe is the demo pair, or only defaults if the overrides name a target.
     origins: the source of each override (`--temperature`), for messages. overridden: values of
-    `--set` that options replace. Replaced values are checked too, also the file's. One `UsageError`
-    reports all problems, one per line.
+    `--set` that options replace. Replaced values, including values of the file, are checked too.
+    One `UsageError` reports all problems, one per line.
     """
     overrides = dict(overrides or {})
     if source is None and not _names_target(overrides):

@@ -62,10 +62,10 @@ def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool)
 
 
 def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
-    """The number of tokens that each round accepted, in order. sizes: the sizes of the chunks after
-    the first. None if they do not fit the histogram of rounds. Every round but the last is a chunk
-    of its accepted proposals and one more token. The last round may have accepted tokens beyond the
-    text's end, which no chunk has.
+    """The number of tokens that each round accepted, in order; None if the chunks do not fit the
+    histogram of rounds. sizes: the sizes of the chunks after the first. Every round but the last is
+    a chunk of its accepted proposals and one more token. The last round may have accepted tokens
+    beyond the text's end, which no chunk has.
     """
     if found.accepted is not None:
         return list(found.accepted)

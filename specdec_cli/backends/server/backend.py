@@ -72,7 +72,7 @@ class ServerBackend:
         )
 
     def start(self, plan: Prepared, k: int, told: Callable[[str], None]) -> None:
-        """Start the only server, at a k, and wait until it is healthy; see `Starter`."""
+        """Start a server for `k`, the only one, and wait until it is healthy; see `Starter`."""
         recipe, engine = plan.recipe, plan.recipe.engine
         command = command_of(engine.kind, recipe, k, self._permissions)
         command = command.without(self._unknown) or command

@@ -1,4 +1,4 @@
-"""The client, which sends each request when it is due and there is room, and reads the answers.
+"""The client sends each request when it is due and there is room, and reads the answers.
 
 It measures times on its own clock, the same for all requests of a run. It knows no dialect.
 """

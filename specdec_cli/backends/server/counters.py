@@ -74,7 +74,7 @@ def has_reset(before: Scrape, after: Scrape) -> bool:
 
 
 def difference(before: Scrape, after: Scrape, k: int, tokens: int, most_more: int) -> Counted | str:
-    """The counts of a run, or a code for why they are unknown.
+    """The counts of a run, or the code of the reason why they are unknown.
 
     tokens: the output tokens of our requests. most_more: the most further tokens that the server
     may have made for us.

@@ -1,4 +1,4 @@
-"""The interface of dialects, which are the forms of servers' requests and answers, and failures.
+"""The interface of dialects, the forms of servers' requests and answers, and kinds of failures.
 
 A dialect does no input or output.
 """

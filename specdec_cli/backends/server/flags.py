@@ -69,7 +69,7 @@ def _has_no_tokenizer(section: ModelSection) -> bool:
 def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> Command:
     """The command that starts a server for a recipe at a k.
 
-    Raises `UsageError` where the server has no such method or rule.
+    Raises `UsageError` if the server has no such method or rule.
     """
     engine, target = recipe.engine, recipe.target
     launch = tuple(engine.launch or _LAUNCH[kind])
@@ -153,7 +153,7 @@ def _sglang_length(recipe: Recipe, k: int) -> float | None:
 
 
 def _rule_of(recipe: Recipe, engine: str) -> str | None:
-    """The server's name of the acceptance rule; None for the usual one."""
+    """The server's name of the acceptance rule; None for the usual rule."""
     rule = recipe.speculation.acceptance
     if rule not in _BOTH_FROM_RULE or (rule == "block" and engine == "SGLang"):
         raise UsageError(f"speculation.acceptance: {engine} has no rule {rule}")

@@ -106,7 +106,7 @@ class ServerSession:
         return replace(self, batch_size=batch_size)
 
     def forget_rounds(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no rounds are kept."""
 
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams

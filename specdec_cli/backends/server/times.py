@@ -1,6 +1,6 @@
 """The waits of the client, in seconds, in one place."""
 
-RETRY_S = 0.5  # before the first retry; each further one waits twice as long
+RETRY_S = 0.5  # wait before the first retry; each further retry waits twice as long
 LOOK_S = 0.5  # between two looks at a server that is not healthy yet
 SCRAPE_S = 0.05  # between two readings of counters that lag behind
 END_S = 2.0  # limit for learning that a server which no longer answers has ended

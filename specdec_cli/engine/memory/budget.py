@@ -38,7 +38,7 @@ class CacheNeed:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's memory by use, in bytes.
+    """One rank's memory in bytes, broken down by use.
 
     activation_bytes: the peak memory of passes. graph_bytes: the memory that captured rounds hold.
     other_bytes: memory outside torch, for other processes, the CUDA context, kernels and

@@ -29,7 +29,7 @@ _PER_STREAM = 32 * 2**20 + 22 * 2**20
 # Memory of a captured round beside the tensors of its pool.
 _PER_GRAPH = 16 * 2**20
 _PER_PROMPT_GRAPH = 4 * 2**20
-# The CUDA context and kernels; with several ranks, NCCL's and symmetric buffers too.
+# The CUDA context and kernels; with several ranks, also the buffers of NCCL and symmetric memory.
 CONTEXT_BYTES = 768 * 2**20
 COMMUNICATION_BYTES = 832 * 2**20
 
@@ -61,7 +61,7 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     prefill += _PER_STREAM + cache_rounding(plan)
     if plan.no_cuda_graphs is not None:
         return PassBytes(prefill, 0)
-    # Captured rounds share a pool; warm-up rounds leave as much again in their stream's pool.
+    # Captured rounds share a pool; warm-up rounds leave the same amount in their stream's pool.
     in_round = _passes_bytes(plan, need.batch_size) + method.in_round
     graphs = 2 * (in_round + _PER_STREAM) + len(slot_counts(need.batch_size)) * _PER_GRAPH
     return PassBytes(prefill, graphs + method.held)
@@ -181,7 +181,7 @@ def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
 
 
 def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    """Bytes of the method's own buffers, and of the buffers of logits' changes."""
+    """Bytes of the method's own buffers, and of the buffers for changes of logits."""
     changed = _changes_bytes(plan, need)
     if not plan.k:
         return changed

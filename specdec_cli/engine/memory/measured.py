@@ -1,4 +1,5 @@
-"""Measuring a rank's memory by use: a rehearsal of the largest passes over small caches."""
+"""Measures a rank's memory, broken down by use, in a rehearsal of the largest passes over small
+caches."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -34,7 +35,8 @@ class Models:
 def measure_rank(
     plan: Plan, models: Models, need: CacheNeed, wire: Callable[[int], Engine]
 ) -> RankMemory:
-    """This rank's memory by use in the largest passes that `need` allows; all ranks call this.
+    """This rank's memory, broken down by use, in the largest passes that `need` allows; all ranks
+    call this.
 
     wire: makes an engine over `models` with a given number of blocks. The models are left without
     caches.
@@ -134,7 +136,7 @@ def weight_bytes(models: Models) -> tuple[int, int]:
 
 
 def rank_memory(plan: Plan, models: Models, overhead: Overhead) -> RankMemory:
-    """This rank's memory by use, given its overhead."""
+    """This rank's memory, broken down by use, given its overhead."""
     weights = weight_bytes(models)
     budget = kv_budget(plan.recipe.cache, plan.device, overhead, sum(weights))
     return memory_of(plan, str(plan.device), overhead, weights, budget)
@@ -143,7 +145,8 @@ def rank_memory(plan: Plan, models: Models, overhead: Overhead) -> RankMemory:
 def memory_of(
     plan: Plan, device: str, overhead: Overhead, weights: tuple[int, int], kv_budget: int
 ) -> RankMemory:
-    """A rank's memory by use. weights: bytes of the target's weights, and of the draft's."""
+    """A rank's memory, broken down by use. weights: bytes of the target's weights, and of the
+    draft's."""
     target_block, draft_block = block_bytes_of(plan)
     return RankMemory(
         rank=plan.parallel.rank,
