@@ -24,10 +24,10 @@ from specdec_cli.models.held import held_bytes
 # Seconds that a layer takes beyond its reading and its products: in a captured round (measured on
 # an H200 with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and on a CPU.
 _LAYER_CAPTURED, _LAYER_LAUNCHED, _LAYER_CPU = 11e-6, 250e-6, 250e-6
-# Seconds of one sum over ranks; each layer has two. On GPUs (docs/performance.md), and between
-# processes over gloo on one host (0.3 to 0.8 milliseconds on two busy cores).
+# Seconds of one sum over ranks, of which each layer has two: on GPUs (docs/performance.md), and
+# between processes over gloo on one host (0.3 to 0.8 milliseconds on two busy cores).
 _SUM_CUDA, _SUM_CPU = 6e-6, 400e-6
-# The chance that a proposal is accepted if those before it are: for drafts and for n-grams.
+# The chance that a proposal is accepted if all proposals before it are: for drafts and for n-grams.
 _ACCEPTED, _ACCEPTED_WITHOUT_DRAFT = 0.7, 0.55
 _START_CPU, _START_CUDA = 3.0, 30.0  # seconds until the first pass, without reading weights
 _LOAD = 1e9  # bytes of weights that are loaded per second
@@ -213,8 +213,8 @@ def total_seconds(
 
 
 def estimated(jobs: Mapping[Key, Job], **more: Any) -> tuple[str, dict[str, Any]]:
-    """A dry run's line about its time, and the fields of its document. more: arguments of
-    `total_seconds`."""
+    """A dry run's line about the time that the run takes, and the fields of the document with this
+    time. more: arguments of `total_seconds`."""
     seconds = total_seconds(jobs, **more)
     line = (
         f"time: about {in_words(seconds)}, usually right within a factor of {_OFTEN_OFF_BY:g}; "
@@ -225,7 +225,7 @@ def estimated(jobs: Mapping[Key, Job], **more: Any) -> tuple[str, dict[str, Any]
 
 
 def in_words(seconds: float) -> str:
-    """`40 s`, `12 min` or `3.5 h`."""
+    """A duration in words: `40 s`, `12 min` or `3.5 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

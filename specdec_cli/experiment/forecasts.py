@@ -72,7 +72,7 @@ class Text(Forecast):
 
 
 class ReplayText(Text):
-    """A line of replay.jsonl: a prompt's text with a draft at the largest k."""
+    """A line of replay.jsonl: the text of a prompt with a draft at the largest k."""
 
     draft: Name | None
     index: Count
@@ -111,7 +111,7 @@ class ExpectedRounds:
 
 
 def expected_rounds(texts: Iterable[Text], k: int) -> ExpectedRounds:
-    """Rounds of proposal length `k` over `texts`, as `engine.loop` counts them."""
+    """The expected rounds of proposal length `k` over `texts`, counted as in `engine.loop`."""
     found = ExpectedRounds(k)
     for text in texts:
         begins = [0.0] * (text.length + 1)  # chance that a round begins at each token

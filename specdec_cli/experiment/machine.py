@@ -18,13 +18,13 @@ from specdec_cli.errors import Notice
 _APART = 0.25  # least seconds between two readings
 _SHORTEST = 3.0  # least seconds of measuring for which shares of the time are judged
 _BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # least seconds and share to warn about shorter measuring
-_STARVED = 0.05  # share of the time in which this process was ready to run and did not
+_STARVED = 0.05  # share of the time in which this process was ready and did not run
 _STARVED_HALF = 0.10  # the same share in one half of the time
 _LEAST_RUNNING = 0.8  # processor seconds per second of passes on a CPU
 _THROTTLED = 0.01  # share of the time that the control group was throttled
-_WAITING = 0.5  # processes ready to run beyond the processors, on average
-# NVML: hardware slowdown, software thermal, hardware thermal, power brake.
+_WAITING = 0.5  # processes ready to run in excess of the processors, on average
 _ALONE = "measure while no other program runs"
+# NVML's bits for slowed clocks: hardware slowdown, software thermal, hardware thermal, power brake.
 _SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
 
 

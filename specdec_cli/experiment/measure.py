@@ -30,10 +30,10 @@ class Watcher:
     """Receives the progress of a sweep or a comparison. This base class shows nothing."""
 
     def begin(self, what: Any) -> None:
-        """A stage of a sweep, given by its name, or a pair of a comparison begins."""
+        """Receive the start of a sweep's stage, given by its name, or of a comparison's pair."""
 
     def told(self, line: str) -> None:
-        """A message comes while nothing is measured."""
+        """Receive a message while nothing is measured."""
 
     def sample(self, key: Key, sample: Sample) -> None: ...
 
@@ -45,7 +45,7 @@ class Watcher:
 
 
 def units_of(job: Job, batch_size: int) -> list[Job]:
-    """The job, cut into units of even size. Each goes through every k before the next one
+    """The job, cut into units of even size. Each unit goes through every k before the next unit
     starts."""
     size = 1 if batch_size == 1 else _BATCHES_A_UNIT * batch_size
     total = len(job.prompts)
@@ -110,7 +110,7 @@ class MeasuringLoop:
         return self.session_of(key).run(requests(job), key.k, params, on_round)
 
     def _repeat(self, job: Job, key: Key, taken: dict[int, list[Finished]]) -> None:
-        """One repeat of a point. taken: the answers of all repeats so far, by prompt."""
+        """Run one repeat of a point. taken: the answers of all repeats so far, by prompt."""
         categories = {p.index: p.category for p in job.prompts}
         limit = job.plan.params.max_new_tokens
 

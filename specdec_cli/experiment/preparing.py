@@ -14,7 +14,7 @@ from specdec_cli.recipe import Recipe
 from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
-_TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64  # least turns and tokens of a loop, longest turn
+_TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64  # of a loop: least turns, least tokens, longest turn
 
 
 def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:
@@ -119,7 +119,8 @@ def other_sampling(plan: Prepared) -> list[Notice]:
 
 
 def unlisted_end(job: Job, outputs: Sequence[Output]) -> list[Notice]:
-    """A warning if texts ran to their length and the tokenizer's end token does not end texts."""
+    """A warning if texts ran to their longest length, and the tokenizer's end token is not among
+    the tokens that end texts."""
     end, plan = job.plan.tokenizer.end_token, job.plan
     long = sum(out.finish_reason == "length" for out in outputs)
     if end is None or not long or plan.params.ignore_eos or end[0] in plan.eos_ids:

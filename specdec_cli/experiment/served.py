@@ -62,7 +62,7 @@ def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
     if source is None or (source == "counters" and not counted):
         return Acceptance.unknown()
     is_whole = source == "per_request" and all(s.acceptance_histogram is None for s in samples)
-    if is_whole or (source == "chunks" and not counted):  # points at a rate are like this
+    if is_whole or (source == "chunks" and not counted):  # at a rate, chunks lack counters
         return acceptance_of(samples, k)
     histogram = [0] * (k + 1)
     proposed = 0

@@ -99,7 +99,7 @@ def _table(name: str, rows: Sequence[Mapping[str, Value]]) -> Table:
 
 
 def raw_comparisons(run: ReportedRun) -> Table:
-    """A row for each pair of arms, and one for each of its categories."""
+    """A row for each pair of arms, followed by a row for each category of the pair."""
     rows: list[dict[str, Value]] = []
     for one in run.comparisons:
         setting = {

@@ -49,7 +49,7 @@ class Finding:
 
     @property
     def is_open(self) -> bool:
-        """Whether the run's evidence decides nothing, so that its best point is no advice."""
+        """Whether the run's evidence decides nothing, so that its best point is not advice."""
         return self.recorded is not None and self.verdict == "inconclusive"
 
     @property

@@ -22,7 +22,7 @@ from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_o
 from specdec_cli.report.findings import interval_in_words, setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 
-Prompt = tuple[tuple[int, ...], int]  # ids, and the number among prompts with these ids
+Prompt = tuple[tuple[int, ...], int]  # token ids, and the number among prompts with these ids
 _SEED = 0
 _SETTING = ("draft", "target_tp", "draft_tp", "k")
 

@@ -221,8 +221,8 @@ def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:
 
 
 def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
-    """The command of SGLang 0.5 that does the same (`server_args.py`); None if SGLang lacks the
-    method."""
+    """The command that starts SGLang 0.5 with the same method (`server_args.py`); None if SGLang
+    lacks the method."""
     parts = ["python", "-m", "sglang.launch_server", "--model-path", target]
     parts += _flags(run, point, "--tp-size")
     if point is None:

@@ -15,8 +15,8 @@ from specdec_cli.text import inert
 
 Document = Mapping[str, Any]
 
-# Each part, its letter on terminals without colours, its colour (Okabe and Ito's), and the name of
-# its bytes in a rank's record.
+# The parts of a rank's memory: the name, the letter on terminals without colours, the colour (Okabe
+# and Ito's), and the name of the part's bytes in a rank's record.
 PARTS = (
     ("target weights", "T", "#0072b2", "target_weight_bytes"),
     ("draft weights", "D", "#e69f00", "draft_weight_bytes"),

@@ -226,7 +226,7 @@ def print_summary(
 ) -> None:
     """Print acceptance and times on stderr: a table on a terminal, else one line.
 
-    baseline: the same pair at k = 0, if measured. remarks, look: as for `summary_table`.
+    baseline: the metrics at k = 0, if they were measured. remarks, look: as for `summary_table`.
     """
     out = console(sys.stderr)
     if not sys.stderr.isatty():

@@ -277,7 +277,8 @@ def _line(size: str, best: BestPair, sizes: Mapping[str, BestPair]) -> str:
 
 
 def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:
-    """`at target TP 4 the best draft TP is 1 (tied: 2) at batch size 1, 8; 4 at batch size 32`."""
+    """The best degrees in words: `at target TP 4 the best draft TP is 1 (tied: 2) at batch size 1,
+    8; 4 at batch size 32`."""
     parts = []
 
     def degree_of(item: tuple[str, BestPair]) -> str:

@@ -133,8 +133,8 @@ def _measure_size(
 
 
 def _warnings(pair: Pair, by_rank: Sequence[Sequence[Notice]]) -> list[dict[str, Any]]:
-    """One warning of each kind about a pair, in the words of its first rank, with the ranks that
-    have it."""
+    """One warning of each kind about a pair, in the words of the first rank that has it, with all
+    the ranks that have it."""
     found: dict[str, dict[str, Any]] = {}
     for rank, notices in enumerate(by_rank):
         for one in notices:

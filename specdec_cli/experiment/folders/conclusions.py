@@ -129,10 +129,10 @@ class BestPair(Record):
 
 
 class MemoryCost(Record):
-    """The memory of a draft beside its target, on one rank. Weights are in bytes, caches in bytes a
-    token. longest_tokens: the longest sequence of the run. device_bytes: the GPU memory that the
-    recipe lets the run use; None on a CPU. target_tp, draft_tp: in comparisons only, which name no
-    draft."""
+    """The memory of a draft beside its target, on one rank. Weights are in bytes, and caches in
+    bytes per token. longest_tokens: the most tokens that a sequence of the run may have.
+    device_bytes: the GPU memory that the recipe lets the run use; None on a CPU. target_tp,
+    draft_tp: the degrees, set in comparisons only, where `draft` is None."""
 
     draft: Name | None
     target_weight_bytes: Count

@@ -50,9 +50,8 @@ def open_folder(
     *,
     resume: bool,
 ) -> Kept:
-    """The run's folder: a new one, or (resume) an earlier one with its samples. notices: warnings
-    to keep in a new folder. own_prompts, errors: as for `settings_file.opened`.
-    """
+    """The run's folder: a new one or, with `resume`, an earlier one with its samples. notices:
+    warnings to keep in a new folder. own_prompts, errors: as for `settings_file.opened`."""
     settings = GenerateSettings(**common_settings(recipe, job), batch_size=recipe.run.batch_size)
     done: dict[int, Sample] = {}
     key = key_of(job)

@@ -140,7 +140,7 @@ class RunFolder:
         with or_setup_error(f"cannot write {self.path / name}"):
             self._check_present()
             if name not in self._files:
-                # The run goes on: if it is cut short, an old summary would contradict its records.
+                # The run goes on. If it is cut short, an old summary would contradict its records.
                 (self.path / "summary.json").unlink(missing_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # no pipe
                 self._files[name] = os.open(self.path / name, flags, 0o644)

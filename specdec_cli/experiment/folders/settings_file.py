@@ -91,7 +91,7 @@ def opened(
     notices: Sequence[Notice],
     own_prompts: str | None,
 ) -> RunFolder:
-    """A run's folder: a new one or (resume) an earlier one of the same settings.
+    """A run's folder: a new one or, with `resume`, an earlier one with the same settings.
 
     load: reads an earlier folder, and returns whether something is left to measure. notices:
     warnings to keep in a new folder. own_prompts: as for `RunFolder.create`. Raises `UsageError` if

@@ -5,9 +5,9 @@ The window also shows whether arrivals outran the server, so that its queue grew
 behind, and how much requests crowd each other.
 
 By Little's law, the number of requests under way drifts back to its mean at the rate (1 -
-elasticity) / latency. The elasticity is the growth of a request's time, in per cent, if one per
-cent more requests are under way. It is 0 if no request disturbs another, and near 1 if the server
-is nearly full.
+elasticity) / latency. Twice the inverse of this rate is here called the queue's memory. The
+elasticity is the growth of a request's time, in per cent, if one per cent more requests are under
+way. It is 0 if no request disturbs another, and near 1 if the server is nearly full.
 """
 
 import time
@@ -33,8 +33,8 @@ from specdec_cli.experiment.load.arrivals import (
 from specdec_cli.experiment.load.goodput import FEWEST
 from specdec_cli.experiment.measure import sample_of
 
-_FREE = 0.15  # up to this elasticity any window will do
-_NEEDED = 150.0  # least memories in a window, for each unit of elasticity above `_FREE`
+_FREE = 0.15  # up to this elasticity a window of any length will do
+_NEEDED = 150.0  # least length of a window in memories, per unit of elasticity above `_FREE`
 _MOST = 0.9  # largest elasticity in the widening of intervals
 _POWER = 0.75  # exponent of 1 / (1 - elasticity) in the widening
 
@@ -179,7 +179,7 @@ class Stream:
     due: dict[int, float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
     _left: int = 0
-    _first: frozenset[int] | None = None  # under way at the first answer
+    _first: frozenset[int] | None = None  # requests under way at the first answer
     _requests: Iterator[Request] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Needed, Verdict
 from specdec_cli.experiment.statistics.stats import student
 
-NEGLIGIBLE = 0.03  # a gain up to this is not worth a draft, so it may be called none
+NEGLIGIBLE = 0.03  # a gain up to this is not worth a draft, so the verdict may be "none"
 _SURE = 1.96 + 0.84  # standard errors from 1 at which four of five measurements decide
 _ENOUGH = 8  # fewest prompts whose interval has enough degrees of freedom
 Ends = Sequence[float] | None
@@ -70,8 +70,8 @@ def needed_for(
 
 
 def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
-    """`; about 60 prompts like these would decide, in about 4 minutes`. count: the number of
-    measured prompts."""
+    """The measurement in words: `; about 60 prompts like these would decide, in about 4 minutes`.
+    count: the number of measured prompts."""
     which = f"about {_rounded(needed.prompts):,} prompts like these"
     if needed.prompts == count:
         which = "the same prompts again"
@@ -82,7 +82,7 @@ def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
 
 
 def minutes_in_words(minutes: float, *, is_quiet: bool) -> str:
-    """`about 12 quiet minutes`, or `a minute`."""
+    """Minutes in words: `about 12 quiet minutes`, or `a minute`."""
     count, quiet = _rounded(math.ceil(minutes)), "quiet " if is_quiet else ""
     return f"about {count:,} {quiet}minutes" if count > 1 else f"a {quiet}minute"
 

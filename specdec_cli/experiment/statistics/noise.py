@@ -1,6 +1,6 @@
-"""Signs in the samples of a run that something disturbed its times, and repeats that do not count.
-They are computed from records alone, so that merged and resumed runs are treated like whole ones.
-"""
+"""Signs in the samples of a run that something disturbed its times, and the outlying repeats, which
+do not count. They are computed from records alone, so that merged and resumed runs are treated like
+whole ones."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -259,7 +259,7 @@ _CHANCE = 0.001  # outliers are too many if their number is less likely than thi
 class Outlier:
     """A repeat that took far longer than the fastest one of its prompt.
 
-    lost: seconds that the disturbance took, from all prompts that are decoded together.
+    lost: the seconds that the disturbance took from all prompts that are decoded together.
     """
 
     lost: float

@@ -167,7 +167,7 @@ class Sweep(Running):
                     self._measure([job], sessions, batch_size, units[start:stop])
 
     def _give_up_arms(self, batch_size: int) -> None:
-        """Enter the failures of arms that could not be loaded."""
+        """Record the failures of arms that could not be loaded."""
         settings, failed = self.plan.settings, self._arms.failures
         for job in self.plan.jobs:
             if (failure := failed.get(job.plan.proposer)) is not None:
@@ -226,7 +226,7 @@ class Sweep(Running):
                 with self.clock.measures(-1):
                     for part in parts:
                         if curve_unit(plain, batch_size, part) == number:
-                            # The order is of the same kind as that of the predicted points.
+                            # Points take turns in the same kind of order as in measuring.
                             for key in balanced(keys, part, settings.seed):
                                 if part not in self.records.costs[key]:
                                     unit = units[key.draft][number]

@@ -83,7 +83,7 @@ class Running:
         )
         self.clock.rounds += seconds
         self._keep(key, samples)
-        self.records.add(stretch)  # samples count once this record is there
+        self.records.add(stretch)  # samples count once this record is written
 
     def _guarded(self, key: Key, run: Callable[[], object]) -> None:
         """Run a part of a point, unless an earlier part failed."""

@@ -64,7 +64,7 @@ def finish(
     plan, records, clock = sweep.plan, sweep.records, sweep.clock
     warnings = [*warnings, *prompts_that_failed(records.samples.values())]
     where = _where(plan)
-    if records.earlier_where is not None and not clock.rounds:  # nothing was measured now
+    if records.earlier_where is not None and not clock.rounds:  # this process measured nothing
         clock, where = records.earlier_clock, records.earlier_where
     document, code = sweep_document(
         *(plan.settings, plan.recipe, where, records, points, warnings),

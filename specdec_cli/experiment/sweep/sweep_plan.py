@@ -129,7 +129,7 @@ def plan_sweep(
 
 def _with_load(recipe: Recipe) -> Recipe:
     """The recipe, in which the path of a file of due times is absolute. Raises `UsageError` if the
-    recipe's arrivals name no process, or if a file meets several rates."""
+    recipe's arrivals name no process, or if a file of due times is given with several rates."""
     load = recipe.load
     if load.request_rate is None:
         return recipe

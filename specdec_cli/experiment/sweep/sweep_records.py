@@ -42,8 +42,8 @@ class SweepSettings(RunSettings):
 
     @property
     def shares_baseline(self) -> bool:
-        """Whether several arms share one k = 0, whose records name no draft. With a single arm, its
-        records of k = 0 have the arm's name."""
+        """Whether several arms share one point at k = 0, whose records name no draft. With a single
+        arm, its records at k = 0 have the arm's name."""
         return len(self.drafts) > 1
 
     @property
@@ -141,7 +141,7 @@ class SweepRecords:
     a window. texts: the texts for predictions, by draft and prompt. costs: the parts of the time
     curves. facts: the facts about the pairs of a comparison whose models were loaded.
     earlier_clock, earlier_where: the clock and the environment in the summary of the last process
-    that measured anything, since the first new record removes that summary.
+    that measured anything. They are kept here, since the first new record removes that summary.
     """
 
     folder: RunFolder | None = None

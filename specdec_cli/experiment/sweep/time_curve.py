@@ -9,7 +9,8 @@ from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.measure import units_of
 from specdec_cli.experiment.statistics.factors import midmean
 
-# The parts of the time curve are spread over the sweep.
+# The largest numbers of parts of a time curve, at batch size 1 and at larger ones. The parts are
+# spread over the sweep.
 _MOST_CURVE_PARTS = 16
 _CURVE_PARTS_OF_BATCHES = 2
 

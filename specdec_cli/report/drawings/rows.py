@@ -47,7 +47,7 @@ def draw_categories(figure: Any, point: Point | None, title: str) -> bool:
 def _draw_values(
     axis: Any, spans: Sequence[tuple[float | None, list[float] | None]], style: dict[str, Any]
 ) -> None:
-    """Draw a point and its interval in each row, with the value above its right end."""
+    """Draw a point and its interval in each row, with the value above the point."""
     for row, (value, ends) in enumerate(spans):
         if value is None:
             continue
@@ -62,8 +62,8 @@ def _draw_values(
 
 
 def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
-    """Draw a row for each pair of arms, and one for each of its categories. Returns whether there
-    are any."""
+    """Draw a row for each pair of arms, followed by a row for each category of the pair. Returns
+    whether there are any."""
     if not comparisons(run).rows:
         return False
     rows = _pairs(run)[:_MOST_PAIRS]
