@@ -89,7 +89,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(i?b)?\s*", text, re.I)
     if match is None or not (number := float(match[1])):
         raise ValueError(f"expected a size such as 80GiB, got {text!r}")
-    if not match[2] and number < 1024:  # a number of GiB, taken for bytes
+    if not match[2] and number < 1024:  # a number that was probably meant as GiB
         raise ValueError(f"{text.strip()} is {text.strip()} bytes; did you mean {match[1]}GiB?")
     base = 1000 if (match[3] or "").lower() == "b" else 1024
     return int(number * base ** " kmgt".index(match[2].lower() or " "))

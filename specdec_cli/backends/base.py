@@ -39,7 +39,7 @@ class Finished:
 
     max_output_tokens: the number of tokens after which the answer had to end. *_per_round: the
     numbers of proposed and of accepted tokens in each round with proposals, in order; None if the
-    engine does not report them. The fields after them are those of `core.types.Sequence`.
+    engine does not report them. The fields after these are explained in `core.types.Sequence`.
     arrived_at to finished_at: seconds on one clock. Shares and stage times are 0 or empty if an
     engine has none.
     """

@@ -107,7 +107,7 @@ _SYSTEM = "System message of every conversation; implies --chat."
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The options that say where prompts are, the same for every command that reads prompts."""
+    """The options that say where prompts are. Every command that reads prompts has them."""
 
     prompt: Annotated[
         list[str] | None, option("--prompt", "TEXT", "Text of a prompt; may be repeated.", _PROMPTS)

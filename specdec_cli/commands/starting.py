@@ -21,7 +21,7 @@ from specdec_cli.stages import begin_stage
 
 T = TypeVar("T")
 
-# Memory that imports map. Measured: 120 MiB for numpy, and 470 MiB for transformers after torch.
+# Memory that imports map. Measured: 120 MiB for numpy, and 470 MiB for everything after torch.
 NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 
 

@@ -150,7 +150,7 @@ def live_batch(
     query_start, contexts = [0], [0] * batch
     for b in range(batch):
         first = lengths[b] + what.offset
-        # The first `count` tokens are live, except those before the text or in the cache.
+        # The first `count` tokens are live, except tokens before the text or in the cache.
         count = min(width, what.max_len - first)
         if lens is not None:
             count = min(count, lens[b] - what.offset - what.margin + 1)

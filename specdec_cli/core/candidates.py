@@ -61,7 +61,8 @@ class TargetOutput:
     """The target's output for one round's proposals.
 
     logits: [B, K + 1, V], after the last token and after each proposal; rows past k_i have no
-    meaning. features: [B, K + 1, F], the hidden states that the proposer asked for, or None.
+    meaning. features: [B, K + 1, F], the hidden states that the proposer asked for; None if it
+    asked for none.
     """
 
     logits: Tensor

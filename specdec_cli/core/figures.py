@@ -218,7 +218,8 @@ class _RunCounts(Record):
 
 
 class Times(StageTimes, _RunCounts):
-    """The figures of `Metrics` that come before those of `Acceptance`; `Metrics` explains them."""
+    """The figures of `Metrics` that come before the figures of `Acceptance`; `Metrics` explains
+    them."""
 
     round_ms: Figure
     prefill_ms: Figure = None

@@ -17,10 +17,10 @@ class Forecast(Record):
     p(x)); and `overlap`, N sums of min(p, q), the acceptance rate before the token is known.
     Lookups have `chains`: for a round that begins at each token, the number of proposals and the
     number accepted. Heads have `ahead`: for a round that begins at each token, the chance of each
-    proposal, given that those before it were accepted. They also have the `overlap` of the first
-    proposal. Given rates have `draws` and `rates`: N uniform numbers, and the chance at each place
-    of a draft. only_k: the only proposal length for which the values hold; None if they hold for
-    every length.
+    proposal, given that the proposals before it were accepted. They also have the `overlap` of the
+    first proposal. Given rates have `draws` and `rates`: N uniform numbers, and the chance at each
+    place of a draft. only_k: the only proposal length for which the values hold; None if they hold
+    for every length.
     """
 
     accept: _Numbers | None = None

@@ -22,11 +22,11 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 class PackedInputs:
     """Inputs of passes over up to T tokens of up to B sequences.
 
-    token_ids, positions: int64 [T]. query_start: int32 [B + 1]. context_lens: int32 [B], 0 for rows
-    without a sequence. index: int64 [B], the key of each sequence's random numbers. seed: int64
-    scalar. block_tables: int32 [B, MB]; entries past a sequence's blocks mean nothing. The host
-    enters inputs with `fill`. The pass runs `fetch` first and `tell` last. Then the host calls
-    `passed`.
+    token_ids, positions: int64 [T]. query_start: int32 [B + 1], the rows at which sequences begin.
+    context_lens: int32 [B], 0 for rows without a sequence. index: int64 [B], the key of each
+    sequence's random numbers. seed: int64 scalar. block_tables: int32 [B, MB]; entries past a
+    sequence's blocks mean nothing. The host enters inputs with `fill`. The pass runs `fetch` first
+    and `tell` last. Then the host calls `passed`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PackedInputs:
         self._ended = on_host(1)
         self._num_ended = self._ended.numpy().data
         self._num_launched = 0
-        self._row_bytes = 4 * num_columns  # of a block table
+        self._row_bytes = 4 * num_columns  # of each row of a block table
         self._positions = np.arange(num_columns * block_size).data.cast("B")
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 

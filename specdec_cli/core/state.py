@@ -49,8 +49,8 @@ class Texts:
             self.seen = torch.zeros(shape, dtype=torch.bool, device=self.tokens.device)
 
     def enter(self, seqs: list[Sequence]) -> list[int]:
-        """The rows of `seqs`, at most R sequences. New sequences are written over those that left,
-        while no round is in flight."""
+        """The rows of `seqs`, at most R sequences. New sequences are written over sequences that
+        have left, while no round is in flight."""
         kept = {s: self._rows[s] for s in seqs if s in self._rows}
         free = iter(set(range(len(self.tokens))) - set(kept.values()))
         for seq in seqs:

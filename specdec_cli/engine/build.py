@@ -167,7 +167,7 @@ def load_models(
             held = draft.load(target, plan.groups, block_size, on_compile.get("draft"))
         models = Models(target, held)
     begin_stage("releasing what loading has left")
-    release(device)  # the weights from before they were split or merged
+    release(device)  # frees weights as they were before they were split or merged
     return models
 
 
@@ -196,7 +196,7 @@ def wire(
         draft_len = plan.draft.max_len if plan.draft is not None else 0
         parts = MethodParts(speculation, models.target, models.draft, draft_len, plan.draft)
         proposer = method_of(speculation).make(parts)
-        if models.target.hidden_layers != proposer.feature_layers:  # a plugin reads others
+        if models.target.hidden_layers != proposer.feature_layers:  # a plugin reads other layers
             models.target.hidden_layers = proposer.feature_layers
     rule, policy = rule_of(speculation), policy_of(speculation)
     plugged = isinstance(rule, PluggedRule) or isinstance(policy, PluggedPolicy)

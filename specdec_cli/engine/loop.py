@@ -256,7 +256,7 @@ class Engine:
         if not run.rounds.in_flight and (emissions := self._fill(run, began)) is not None:
             return emissions
         stays_ahead = self._launch(run)
-        emissions = self._read_prefill(run)  # the host prepared the round meanwhile
+        emissions = self._read_prefill(run)  # passes ran while the host prepared the round
         return emissions if stays_ahead else emissions + self._read_last(run)
 
     def _has_work(self, run: Run) -> bool:

@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def proposer(self) -> str | None:
-        """The name of the recipe's proposer, whatever k is: that of the draft or of the method, or
+        """The name of the recipe's proposer, whatever k is: the draft's name, the method's name, or
         None."""
         method = self.recipe.speculation.method
         if weights_from(method) == "draft" and self.recipe.draft is not None:

@@ -30,7 +30,7 @@ class Agreement:
         """Return whether the step failed (on every rank), and each rank's `value`.
 
         If only some ranks failed, or ranks stand at different collectives, the run is lost: failed
-        ranks raise `problem`, the others `PeersMissing`, since another rank is the cause.
+        ranks raise `problem`, and the others raise `PeersMissing`, since another rank is the cause.
         """
         if self._group is None:
             return problem is not None, [value]

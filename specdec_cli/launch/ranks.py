@@ -24,7 +24,7 @@ from specdec_cli.launch.reports import End, Report, gone, last_words, read_repor
 
 _LOOK_S = 0.1
 _SETTLE_S = 5.0  # the wait for the cause, after a failure
-_SETTLE_KNOWN_S = 0.3  # the same wait, once a rank has reported its own error
+_SETTLE_KNOWN_S = 0.3  # the wait for the cause, once a rank has reported its own error
 _STOP_S = 2.0  # seconds from SIGTERM to SIGKILL
 _LEAVE_S = 10.0  # seconds from the last rank's report to its end
 
@@ -44,7 +44,7 @@ def run_ranks(
     that does nothing ends the run. No process is left behind, even by an exception from a signal
     handler. Call it from the main thread: the ranks die with it.
     """
-    spinning.choose_spins()  # done once here: each rank would see the others' work
+    spinning.choose_spins()  # done once here: each rank would count the other ranks' work
     folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # mode 0700
     try:
         if inputs is not None:

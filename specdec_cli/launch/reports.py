@@ -78,7 +78,8 @@ class RanksError(RunError):
 
 
 def root_cause(reports: Iterable[Report]) -> Report | None:
-    """The report that explains the others: lost peers are a consequence. None if no rank failed."""
+    """The report that explains the other reports: lost peers are a consequence. None if no rank
+    failed."""
     failed = [report for report in reports if report.end is not End.DONE]
     return min(failed, key=lambda r: (_BLAME.index(r.end), r.at, r.rank), default=None)
 
@@ -93,7 +94,7 @@ def gone(rank: int, exit_code: int, at: float, last_words: str = "") -> Report:
             hint = hint or "the system kills processes when memory runs out; see its log"
         elif name == "SIGABRT":
             end = End.ABORTED
-    elif exit_code in (ExitCode.SIGINT, ExitCode.SIGTERM):  # it was stopped during its start
+    elif exit_code in (ExitCode.SIGINT, ExitCode.SIGTERM):  # the rank was stopped during its start
         end, message = End.STOPPED, "was stopped"
     else:
         message = f"ended without a report (exit code {exit_code}) before the run was done"

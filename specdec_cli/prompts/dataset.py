@@ -48,7 +48,7 @@ def _split_at_colons(text: str) -> list[str]:
     parts, place = [], 0
     while True:
         part = _PART.match(text, place)
-        assert part is not None  # it matches the empty text
+        assert part is not None  # the pattern matches even the empty text
         parts.append(part[0])
         if part.end() == len(text):
             return parts

@@ -56,7 +56,7 @@ def _whole(file: BinaryIO, name: str) -> str:
 
 
 def _items(text: str, name: str) -> Rows:
-    """Decode one item after the other, so that each has its line number."""
+    """Decode items one by one, so that each item has a line number."""
     decoder = JSONDecoder(object_pairs_hook=_object)
     place, line, seen = _skip_space(text, text.index("[") + 1), 1, 0
     is_over = text[place : place + 1] == "]"

@@ -126,7 +126,7 @@ def read_prompts(
     seed: int = 0,
     skip_bad: bool = False,
 ) -> list[Prompt]:
-    """The prompts given as options, then those of the file, at most `limit` together.
+    """The prompts given as options, then the prompts of the file, at most `limit` together.
 
     `stdin` is read if neither is given, or if the file is `-`; a terminal is never read. Without
     any prompt the list is empty. sample, seed: see `Choice`. skip_bad: leave out bad lines with a

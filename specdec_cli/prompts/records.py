@@ -21,7 +21,7 @@ PROMPT_KEYS = (*TEXT_KEYS, MESSAGES_KEY, IDS_KEY, CONVERSATION_KEY)
 SWITCHES_KEY = "chat_template_kwargs"
 TEMPLATE_KEYS = ("tools", "documents")  # arguments that transformers gives every chat template
 SYSTEM_KEYS = ("system", "system_prompt")
-JOINED_KEYS = ("input", "context")  # follow the `instruction` in Alpaca's rows and Dolly's
+JOINED_KEYS = ("input", "context")  # keys beside `instruction` in rows of Alpaca and Dolly
 MEDIA_KEYS = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
 # Keys besides the prompt in requests to a server, such as OpenAI's batches.
 _REQUEST_KEYS = (

@@ -37,8 +37,8 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 class Answer:
     """The outcome of one request. chunks: the time and the number of new tokens of each chunk that
     holds text or tokens. sent: the time at which the request could be sent. began: the start of the
-    attempt that was answered. error: set if no attempt was answered. lost_tokens: tokens that
-    earlier attempts may have made."""
+    attempt that was answered. error: the reason if there is no usable answer; otherwise None.
+    lost_tokens: tokens that earlier attempts may have made."""
 
     request: Request
     due: float

@@ -89,7 +89,7 @@ def _sglang_k(info: Mapping[str, Any]) -> int:
     steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
     if steps is not None and (tokens is None or info.get("speculative_eagle_topk") != 1):
         return int(steps)
-    return max(0, int(tokens or 1) - 1)  # drafters of blocks say one step, n-grams none
+    return max(0, int(tokens or 1) - 1)  # block drafters report one step, n-grams report none
 
 
 def _chosen(

@@ -48,8 +48,8 @@ class ServerFacts:
 class Details:
     """A server's account of the rounds of one request, unchecked.
 
-    histogram: the number of rounds by accepted proposals. accepted, proposed: the numbers of each
-    round in order, if the server tells them.
+    histogram: the number of rounds by accepted proposals. accepted, proposed: the numbers of tokens
+    that each round accepted and proposed, in order; None if the server does not tell them.
     """
 
     num_rounds: int

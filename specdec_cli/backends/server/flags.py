@@ -139,7 +139,7 @@ def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
     if is_own and draft is not None and draft.load_format != "auto":
         found.append(("--speculative-draft-load-format", draft.load_format))
     if is_own and draft is not None and "fp8" in (recipe.target.weights, draft.weights):
-        own = "fp8" if draft.weights == "fp8" else "unquant"  # else it would be the target's
+        own = "fp8" if draft.weights == "fp8" else "unquant"  # else SGLang takes the target's
         found.append(("--speculative-draft-model-quantization", own))
     return found
 

@@ -77,7 +77,8 @@ def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
     """Memory of captured prefill passes: their pool, their inputs and results at fixed addresses,
     and the graphs. A measurement counts this memory as memory of passes."""
     largest = width_of(prefill_tokens(plan, need)) or WIDTHS[-1]
-    # Passes of one width differ in their rows of logits; few widths need all numbers of rows.
+    # Passes of one width have a graph for each number of rows of logits. Few widths need all of
+    # these graphs.
     count = WIDTHS.index(largest) + 1 + len(slot_counts(need.batch_size))
     found = _PER_STREAM + count * len(plan.held) * _PER_PROMPT_GRAPH
     for model in plan.held:

@@ -128,7 +128,7 @@ def _left_to_a_round(k: int) -> int:
 
 
 def weight_bytes(models: Models) -> tuple[int, int]:
-    """Bytes of the target's weights, and of the draft's weights without those that it borrows."""
+    """Bytes of the target's weights, and of the draft's weights less the borrowed ones."""
     target = models.target.storages
     draft = {} if models.draft is None else models.draft.storages
     own = draft.keys() - target.keys()

@@ -67,7 +67,8 @@ def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
 
 
 class Fitting(NamedTuple):
-    """A form of a config, the sign that shows it, and the method that runs it, or None."""
+    """A form of a config, the sign that shows it, and the method that runs it; None if no method
+    does."""
 
     form: DraftForm
     seen: str
