@@ -26,7 +26,7 @@ def refuse_special_files(folder: Path) -> None:
     Reading a pipe may never end. Devices and huge files fill the memory.
     """
     if not os.path.isdir(folder):
-        return  # code that looks for a file in it reports this
+        return  # code that looks for files in this folder reports that
     with or_setup_error(f"cannot read {folder}"), os.scandir(folder) as entries:
         for entry in entries:
             is_file = os.path.isfile(entry.path)

@@ -191,7 +191,8 @@ def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
 
 
 def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
-    """The config with synthetic acceptance; vLLM wants k marginal rates that do not rise.
+    """The config with synthetic acceptance. vLLM needs k marginal rates, none of which exceeds the
+    rate before it.
 
     A predicted point has no rates, so its mean length is used.
     """

@@ -250,9 +250,9 @@ class BreakEven(Record):
     sequence's round divided by the cost of a round at k = 0, which writes one token. It covers all
     rounds, like `Metrics.tokens_per_round`. draft_acceptance_rate: the ratio of accepted to
     proposed tokens that yields this many tokens. alpha: the chance of acceptance of each proposal
-    that yields this many tokens in the geometric model (`forecasts.iid_length`). Both are 0 if
-    rounds cost no more than in plain decoding, and None if accepting everything would not be
-    enough. is_predicted: whether the costs come from the time curve.
+    that yields this many tokens in the geometric model (`forecasts.iid_length`). The rate and alpha
+    are 0 if rounds cost no more than in plain decoding, and None if accepting everything would not
+    be enough. is_predicted: whether the costs come from the time curve.
     """
 
     tokens_per_round: Figure

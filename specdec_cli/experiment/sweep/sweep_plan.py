@@ -62,7 +62,8 @@ def plan_sweep(
     shard: tuple[int, int] | None = None,
     check_lossless: bool = False,
 ) -> SweepPlan:
-    """A checked sweep with tokenised prompts. recipes: one for each draft, otherwise equal.
+    """A checked sweep with tokenised prompts. recipes: a recipe for each draft, equal apart from
+    the draft.
 
     Raises `UsageError` for a sweep without a proposer, and the errors of `generation.tokenised`.
     """
@@ -171,7 +172,7 @@ def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
 
 
 def warnings_of(plan: SweepPlan) -> list[Notice]:
-    """Warnings for readers of the results, apart from the number of prompts."""
+    """Warnings for readers of the results, except for the warning about few prompts."""
     found = []
     if 0 not in plan.settings.ks:
         told = (
