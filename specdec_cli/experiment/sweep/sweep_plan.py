@@ -63,7 +63,7 @@ def plan_sweep(
     check_lossless: bool = False,
 ) -> SweepPlan:
     """A checked sweep with tokenised prompts. recipes: a recipe for each draft, equal apart from
-    the draft.
+    the draft and its method.
 
     Raises `UsageError` for a sweep without a proposer, and the errors of `generation.tokenised`.
     """
