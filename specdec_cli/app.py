@@ -188,7 +188,7 @@ class _Outcome:
     trace: str = ""
     failed: bool = False
     error: BaseException | None = None
-    is_said: bool = True  # false in ranks whose parent or rank 0 tells the error
+    is_said: bool = True  # false in ranks whose error the parent or rank 0 reports
 
     def fail(self, code: int, message: str | None, hint: str | None = None) -> None:
         """Record a failure; without a message nothing is written to stderr."""

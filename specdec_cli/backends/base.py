@@ -231,7 +231,7 @@ class Backend(Protocol):
         on_stage: Callable[[str], None],
     ) -> Session | None:
         """A session with another draft over the target of `session`, which stays usable; None if
-        there is no room."""
+        memory does not suffice."""
         ...
 
     def environment(self, plan: Prepared) -> dict[str, Any]:

@@ -222,8 +222,8 @@ def _version(package: str) -> str | None:
 
 
 def peak_memory(plan: Prepared) -> int:
-    """The most bytes held so far: of the device's memory by torch, or of the host's by this
-    process."""
+    """The peak of memory so far, in bytes: memory of the device that torch reserved, or on a CPU
+    the memory of this process."""
     if plan.device.type == "cuda":
         return torch.cuda.max_memory_reserved(plan.device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -190,8 +190,8 @@ def _estimated(
 
 
 def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int, bool] | None]:
-    """Each size of memory to estimate for, in bytes, and whether it can only be a GPU's. None
-    stands for this machine's memory."""
+    """Each size of memory to estimate for, in bytes, and whether only a GPU can have this memory.
+    None stands for this machine's memory."""
     if device_memory is not None and memory is not None:
         raise UsageError("--memory and --device-memory exclude each other", "leave one out")
     flag, text = ("--memory", memory) if memory is not None else ("--device-memory", device_memory)

@@ -89,7 +89,7 @@ def _kill_all(mark: str) -> None:
 
 
 def _left(mark: str) -> list[int]:
-    """The living descendants of this process, and others that have the mark."""
+    """The living descendants of this process, and other processes that have the mark."""
     own, parents, marked = os.getpid(), dict[int, int](), set[int]()
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):

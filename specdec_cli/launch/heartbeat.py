@@ -36,8 +36,8 @@ BUSY, PEERS, OUTSIDE = "busy", "peers", "outside"
 class Beat:
     """One look at a rank's main thread. Times are seconds on this machine's monotonic clock.
     moved_at: the time of the last movement. state: "busy"; "peers" (in a collective, or waiting for
-    the device); "outside" (waiting for a reader of its output). ready: its models are loaded.
-    where: the innermost line of our code.
+    the device); "outside" (waiting for a reader of its output). ready: whether the rank's models
+    are loaded. where: the innermost line of our code.
     """
 
     rank: int
@@ -155,7 +155,7 @@ class Heartbeat:
 
 def bytes_read() -> int:
     """The bytes that all other threads of this process have read, with the pages of mapped files
-    that came from a disk; 0 if the system does not tell."""
+    that came from a disk; 0 if the system does not report them."""
     own, total = str(threading.get_native_id()), 0
     for task in Path("/proc/self/task").glob("[0-9]*"):
         if task.name != own:

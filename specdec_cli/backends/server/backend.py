@@ -40,7 +40,7 @@ class ServerBackend:
     """Servers, by k. Use it as a context manager.
 
     logs: the folder for the logs of the servers that this backend starts, one at a time. started:
-    the facts that these servers told. notices: warnings about these servers.
+    the facts that these servers reported. notices: warnings about these servers.
     """
 
     is_native = False

@@ -1,4 +1,4 @@
-"""A server's kind, version, k, method and model, as the server itself tells them."""
+"""A server's kind, version, k, method and model, as the server itself reports them."""
 
 import asyncio
 import time

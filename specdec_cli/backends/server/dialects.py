@@ -28,10 +28,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Facts that a server tells of itself.
-
-    k: the proposal length; None if the server does not tell it. model: the name to ask for.
-    incremental: whether chunks of SGLang hold only new tokens.
+    """Facts that a server reports about itself. k: the proposal length; None if the server does not
+    report it. model: the name to ask for. incremental: whether chunks of SGLang hold only new
+    tokens.
     """
 
     url: str
@@ -49,7 +48,7 @@ class Details:
     """A server's account of the rounds of one request, unchecked.
 
     histogram: the number of rounds by accepted proposals. accepted, proposed: the numbers of tokens
-    that each round accepted and proposed, in order; None if the server does not tell them.
+    that each round accepted and proposed, in order; None if the server does not report them.
     """
 
     num_rounds: int
@@ -76,7 +75,7 @@ class Reading:
 
 
 class Dialect(Protocol):
-    """A kind of server. counts: whether the server's counters tell acceptance."""
+    """A kind of server. counts: whether the server's counters show acceptance."""
 
     kind: Kind
     counts: bool

@@ -27,7 +27,8 @@ _LAGGING = 128  # with more requests under way, counters may move after the answ
 
 @dataclass(frozen=True, slots=True)
 class AllTokens:
-    """The tokens of one whole answer. The server does not tell how many were proposals."""
+    """The tokens of one whole answer. The server does not report how many of them were
+    proposals."""
 
     index: int
     token_ids: list[int]

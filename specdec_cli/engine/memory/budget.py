@@ -105,7 +105,7 @@ class Split:
         return rank.kv_budget_bytes - self.num_blocks * rank.block_bytes
 
     def check(self, block_size: int) -> None:
-        """Raise `NoRoomError` with the numbers if even the smallest cache does not fit."""
+        """Raise `NoRoomError`, which states the sizes, if even the smallest cache does not fit."""
         least = self.limiting
         if least.fits >= 2:
             return
@@ -130,7 +130,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """A rank's memory beside weights and caches, in bytes; see `RankMemory`."""
+    """A rank's memory other than weights and caches, in bytes; see `RankMemory`."""
 
     total_bytes: int
     activation_bytes: int

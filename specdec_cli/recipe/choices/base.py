@@ -1,7 +1,7 @@
 """Facts about a method, a rule or a policy that are known before anything heavy is imported.
 
-The code of a name is in the module of that name in `methods`, `acceptance` or `lengths`. The choice
-itself holds a plugin's code.
+The code of a choice is in the module of its name in `methods`, `acceptance` or `lengths`. A
+plugin's code is in the choice itself.
 """
 
 from collections.abc import Callable
