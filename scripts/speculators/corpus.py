@@ -32,12 +32,19 @@ class Text:
 class Frame:
     """The chat template's ids: before the first message, and between an answer and the next one.
 
-    Both are empty without a template; then texts are not joined.
+    Both are empty without a template; then texts are not joined. vocab_size: of the target that
+    wrote the texts; 0 if it was not kept.
     """
 
     opening: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    vocab_size: int = 0
+
+    @classmethod
+    def of(cls, path: Path) -> "Frame":
+        kept = json.loads(path.read_text())
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()})
 
 
 def write_wave(path: Path, texts: list[Text], record: dict[str, Any]) -> None:
@@ -69,10 +76,11 @@ def read_wave(path: Path) -> tuple[list[Text], dict[str, Any]]:
     return [Text(*row) for row in zip(rows, starts, kinds, strict=True)], record
 
 
-def read_texts(folder: Path) -> tuple[list[Text], list[Text], Frame]:
+def read_texts(folder: Path, vocab_size: int) -> tuple[list[Text], list[Text], Frame]:
     """Texts to train on, held-out texts, and the frame of conversations.
 
-    Raises `ValueError` for a folder without texts.
+    vocab_size: of the target that reads them. Raises `ValueError` for a folder without texts, or
+    with those of another vocabulary.
     """
     kept: list[Text] = []
     held: list[Text] = []
@@ -81,8 +89,13 @@ def read_texts(folder: Path) -> tuple[list[Text], list[Text], Frame]:
             (held if place % HELD_OUT == 0 else kept).append(text)
     if not kept:
         raise ValueError(f"{folder} has no texts: run texts.py first")
-    meta = json.loads((folder / "frame.json").read_text())
-    return kept, held, Frame(**{key: tuple(ids) for key, ids in meta.items()})
+    frame = Frame.of(folder / "frame.json")
+    if frame.vocab_size not in (0, vocab_size):
+        raise ValueError(
+            f"{folder} has texts of a target with {frame.vocab_size} ids, and this one has "
+            f"{vocab_size}: name the texts of this target"
+        )
+    return kept, held, frame
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.prompts import load_prompts
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.sections import DataSection
+from specdec_cli.text import counted
 
 # Kinds of waves in turn. Passages come before the first tasks about them.
 KINDS = ("seeds", "turns", "tasks", "tasks", "turns", "tasks", "tasks", "seeds", "tasks", "turns")
@@ -298,14 +299,25 @@ def engine_of(args: argparse.Namespace) -> tuple[Plan, Engine]:
     return planned, build(planned, args.prompt_tokens)
 
 
+def keep_frame(folder: Path, writer: Writer) -> None:
+    """Keep what joins texts, once for all shards. Raises `ValueError` if the folder has texts of
+    another target."""
+    path = folder / "frame.json"
+    size = writer.planned.target.module.get_input_embeddings().weight.shape[0]
+    frame = replace(writer.chat.frame, vocab_size=size)
+    kept = Frame.of(path) if path.exists() else frame
+    if replace(kept, vocab_size=kept.vocab_size or size) != frame:
+        raise ValueError(f"{folder} has texts of another target: name another --out")
+    path.write_text(json.dumps(asdict(frame)))
+
+
 def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
     planned, engine = engine_of(args)
     writer = Writer(args, planned, engine)
     if args.index == 0:
-        frame = args.out / "frame.json"
-        frame.write_text(json.dumps(asdict(writer.chat.frame)))
+        keep_frame(args.out, writer)
     print(f"ready after {time.perf_counter() - BEGAN:.1f} s", flush=True)
     written, waves, clock = 0, 0, time.perf_counter()
     for wave in range(args.index, args.waves or 10**9, args.shards):
@@ -326,7 +338,8 @@ def main() -> None:
             flush=True,
         )
     speed = written / (time.perf_counter() - clock)
-    print(f"{waves} waves in {args.out}, {written:,} tokens written, {speed:,.0f} tokens/s")
+    told = f"{counted(waves, 'wave')} in {args.out}, {written:,} tokens written"
+    print(f"{told}, {speed:,.0f} tokens/s")
     if args.avoid:
         dropped = f"{writer.overlapping} prompts and texts were dropped"
         print(f"{dropped}: they share {OVERLAP} tokens with an avoided prompt")

@@ -113,7 +113,7 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.target = Target(args.target, self.device)
         began = time.perf_counter()
-        texts, held, frame = read_texts(args.texts)
+        texts, held, frame = read_texts(args.texts, self.target.vocab_size)
         self.num_texts = len(texts)
         self.text_tokens = sum(len(t.ids) for t in texts)
         ranked = by_frequency(texts, self.target.vocab_size)
@@ -129,6 +129,7 @@ class Trainer:
         )
         own = {name: getattr(args, name) for name in args.reads}
         options = Options(mask=int(ranked[-1]), **own)
+        self.made_by = {"kind": args.kind} | own
         module = importlib.import_module(f"scripts.speculators.kinds.{args.kind}")
         self.kind: Kind = module.make(self.target, options)
         self.kind.module.to(self.device, torch.float32).train()
@@ -244,6 +245,7 @@ class Trainer:
             "module": self.kind.module.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "kind": self.kind.state(),
+            "made_by": self.made_by,
             "step": self.step,
             "seen": self.seen,
             "spent": found["seconds"],
@@ -252,11 +254,19 @@ class Trainer:
         os.replace(args.out / "state.part", args.out / "state.pt")
 
     def resume(self) -> bool:
-        """Go on from a checkpoint, with new rows. Returns False if there is none."""
+        """Go on from a checkpoint, with new rows. Returns False if there is none. Raises
+        `ValueError` for one of another kind or with other options of the kind."""
         path = self.args.out / "state.pt"
         if not path.exists():
             return False
         state = torch.load(path, map_location=self.device, weights_only=True)
+        made_by = state.get("made_by", self.made_by)
+        for name, value in made_by.items():
+            if self.made_by.get(name) != value:
+                raise ValueError(
+                    f"{self.args.out} was trained with {name} {value}, and not with "
+                    f"{self.made_by.get(name)}: go on with the same, or name another --out"
+                )
         self.kind.module.load_state_dict(state["module"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.kind.restore(state["kind"])
@@ -309,7 +319,10 @@ def main() -> None:
     args = parse()
     transformers.utils.logging.disable_progress_bar()
     args.out.mkdir(parents=True, exist_ok=True)
-    Trainer(args).run()
+    trainer = Trainer(args)
+    trainer.run()
+    if not trainer.step:
+        raise ValueError(f"no step was taken in {args.minutes:g} minutes: raise --minutes")
     print(
         f"trained: {args.out / 'speculator'}; to measure it: specdec sweep-k --target "
         f"{args.target} --draft {args.out / 'speculator'} --prompt-file PROMPTS"

@@ -279,7 +279,7 @@ def sweep_k(
                     found = world.once(lambda: find_prompts(fewer, recipes[0], asked))
                 plan = planned()
         if minutes is not None and asked.is_heard:
-            typer.echo(f"chosen for {minutes:g} minutes: {fit.text}", err=True)
+            typer.echo(f"chosen for {minutes:g} min: {fit.text}", err=True)
         code = _sweep(
             *(world, plan, asked, named, starter),
             resume=resume,

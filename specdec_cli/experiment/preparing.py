@@ -137,16 +137,20 @@ def looped(job: Job, outputs: Sequence[Output]) -> list[Notice]:
     """A warning if texts end in a loop, which drafts predict easily."""
     plan = job.plan
     found = sum(out.finish_reason == "length" and _ends_in_loop(out.token_ids) for out in outputs)
+    is_greedy = plan.params.temperature == 0
     if not found or plan.params.ignore_eos or "target" in plan.random_roles:
         return []
-    remedy = "--set sampling.repetition_penalty=1.1"
-    if plan.params.temperature == 0:
+    if not is_greedy and 2 * found < len(outputs):
+        return []
+    often, remedy = "", "--set sampling.repetition_penalty=1.1"
+    if is_greedy:
+        often = ", as greedy text of small models often does"
         remedy = f"--temperature 0.7, or {remedy}"
-    if plan.recipe.target.model == "demo:target":
-        remedy = f"the recipe demo-sampled, {remedy}"
+        if plan.recipe.target.model == "demo:target":
+            remedy = f"the recipe demo-sampled, {remedy}"
     told = (
-        f"{found} of {len(outputs)} texts end in a loop, as greedy text of small models often "
-        f"does, and acceptance is high there: try {remedy}"
+        f"{found} of {len(outputs)} texts end in a loop{often}, and acceptance is high there: try "
+        f"{remedy}"
     )
     return [Notice("texts_loop", told, {"texts": found})]
 

@@ -8,7 +8,6 @@ and every product waits for this thread: tokens take five or even fifty times as
 depend on the processors that other work used while this process started.
 """
 
-import ctypes
 import os
 import platform
 import struct
@@ -100,6 +99,8 @@ def ask_for_short_turns() -> None:
     if sys.platform == "linux" and number is not None and os.sched_getscheduler(0) == 0:
         size, flags, priority = 48, 0, 0
         wish = struct.pack("=IIQiIQQQ", size, 0, flags, os.nice(0), priority, _TURN, 0, 0)
+        import ctypes  # help and completion need none
+
         ctypes.CDLL(None).syscall(number, 0, wish, 0)
 
 

@@ -267,7 +267,7 @@ def _from_hub(
         if find_bundled(name):
             hint = f"{name} is a bundled recipe, not a model: leave --target out; else {hint}"
         elif "/" not in name:  # nearly all ids on the hub have one
-            methods = "`specdec methods` lists methods (a plugin's needs --plugin)"
+            methods = "`specdec methods` lists methods; one of a plug-in needs --plugin FILE.py"
             hint = f"{_guess(name)}bundled are {_bundled()}, and {methods}; else {hint}"
         raise SetupError(
             f"the model {name} is neither a local folder nor in the local cache, and could not be "

@@ -90,7 +90,7 @@ def test_minutes_choose_a_size_that_fits(
         shown = capsys.readouterr()
         plan = json.loads(shown.out)
         assert plan["seconds"] <= 60 * minutes
-        assert f"chosen for {minutes} minutes: {plan['num_prompts']} prompts" in shown.err
+        assert f"chosen for {minutes} min: {plan['num_prompts']} prompts" in shown.err
         sampling, repeats = plan["recipe"]["sampling"], plan["recipe"]["run"]["repeats"]
         sizes.append((repeats, sampling["max_new_tokens"], plan["num_prompts"]))
         limit = plan["recipe"]["data"]["limit"]

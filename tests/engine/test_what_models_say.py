@@ -286,18 +286,23 @@ def test_an_end_token_that_ends_no_text_is_a_warning(
 def test_texts_that_end_in_a_loop_are_a_warning(
     ids: list[int], is_loop: bool, temperature: float
 ) -> None:
-    def told(reason: str, model: str = "mine", **params: Any) -> list[str]:
+    def told(reason: str, model: str = "mine", others: int = 0, **params: Any) -> list[str]:
         plan: Any = SimpleNamespace(
             params=SimpleNamespace(**({"ignore_eos": False, "temperature": temperature} | params)),
             random_roles=(),
             recipe=SimpleNamespace(target=SimpleNamespace(model=model)),
         )
         output: Any = SimpleNamespace(finish_reason=reason, token_ids=ids)
+        whole: Any = SimpleNamespace(finish_reason="eos", token_ids=ids)
         job: Any = SimpleNamespace(plan=plan)
-        return [notice.message for notice in looped(job, [output, output])]
+        return [notice.message for notice in looped(job, [output, output, *[whole] * others])]
 
     assert [one[:21] for one in told("length")] == ["2 of 2 texts end in a"] * is_loop
     for message in told("length"):
         assert ("--temperature" in message) == (temperature == 0)
-    assert ["demo-sampled" in one for one in told("length", "demo:target")] == [True] * is_loop
+    is_greedy = temperature == 0
+    assert ["demo-sampled" in one for one in told("length", "demo:target")] == [is_greedy] * is_loop
+    assert [" 2 of 5 " in f" {one}" for one in told("length", others=3)] == (
+        [True] * (is_loop and is_greedy)
+    ), "few sampled texts may loop"
     assert told("eos") == told("length", ignore_eos=True) == []

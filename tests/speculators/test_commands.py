@@ -111,6 +111,8 @@ def test_from_a_target_to_a_measured_draft(
     run(train, monkeypatch, "draft", *where, *tiny, "--depth", 1, "--steps", 10)
     record = json.loads((out / "training.json").read_text())
     assert record["step"] == 10 and record["tokens"] == 10 * 2 * 128  # went on from step 8
+    with pytest.raises(ValueError, match=f"{out} was trained with depth 1, and not with 2"):
+        run(train, monkeypatch, "draft", *where, *tiny, "--depth", 2, "--steps", 12)
 
     # Heads that read their own draws, and masks that a checkpoint names.
     blocks = tmp_path / "blocks"
@@ -143,7 +145,8 @@ def test_from_a_target_to_a_measured_draft(
     # Minutes count from the start of the command: an hour that imports took leaves none.
     monkeypatch.setattr(train, "BEGAN", time.perf_counter() - 3600)
     asked = ("eagle3", *PROMPTS[:2], "--texts", folder, "--out", tmp_path / "late", *tiny[2:8])
-    run(train, monkeypatch, *asked, "--minutes", 50)
+    with pytest.raises(ValueError, match="no step was taken in 50 minutes"):
+        run(train, monkeypatch, *asked, "--minutes", 50)
     (only,) = map(json.loads, (tmp_path / "late" / "log.jsonl").read_text().splitlines())
     assert only["step"] == 0 and only["done"] > 1
 
@@ -174,9 +177,17 @@ def test_texts_go_on_where_a_run_ended(tmp_path: Path, monkeypatch: pytest.Monke
         ours, theirs = (read_wave(folder / name)[0] for folder in (whole, parts))
         assert len(ours) == len(theirs) > 0
         assert all(np.array_equal(a.ids, b.ids) for a, b in zip(ours, theirs, strict=True))
-    kept, held, frame = read_texts(whole)
+    vocab_size = json.loads((whole / "frame.json").read_text())["vocab_size"]
+    with pytest.raises(ValueError, match="name the texts of this target"):
+        read_texts(whole, vocab_size + 1)
+    kept, held, frame = read_texts(whole, vocab_size)
     assert len(kept) + len(held) == sum(len(read_wave(p)[0]) for p in whole.glob("wave-*"))
     assert len(held) == 2 and frame.between == ()
+    other = {"opening": [], "between": [], "ends": [], "vocab_size": vocab_size + 1}
+    (whole / "frame.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="texts of another target"):
+        run(texts, monkeypatch, "--out", whole, *sizes, "--waves", 2)
+    assert json.loads((whole / "frame.json").read_text()) == other, "nothing is written over"
     # Of two prompts the second wave would be the first one's greedy answers again.
     few, again = tmp_path / "few.txt", (*PROMPTS[:2], *PROMPTS[4:], "--batch", 2, "--waves")
     few.write_text("def f(x):\nclass A:\n")

@@ -16,6 +16,7 @@ from specdec_cli.experiment.folders.records import OUTLYING, Key, Pair, Point, S
 from specdec_cli.experiment.folders.samples import Samples, without_errors
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio
+from specdec_cli.text import counted
 
 _DRIFT = 0.10  # least relative change of a round's time, minus its error, that is reported
 # The number of standard errors that are subtracted from a change. It is large, since the largest
@@ -195,7 +196,7 @@ def impossible_speeds(points: Iterable[Point]) -> list[Notice]:
         f"{length or 0:.2f} tokens on average, and none costs less than one of plain decoding. It "
         "is left out; measure again on a quiet machine, with more repeats"
     )
-    more = f" (and {len(found) - 1} more points)" if len(found) > 1 else ""
+    more = f" (and {counted(len(found) - 1, 'more point')})" if len(found) > 1 else ""
     evidence = [Key.of(p).as_dict() | {"speedup": s} for s, p in found]
     return [Notice("impossible_speedup", told + more, {"points": evidence})]
 

@@ -46,7 +46,7 @@ def tokens_line(tokens: Tokens) -> str | None:
 def check_line(check: CheckResult) -> str:
     """The result of `--check-lossless` in a line."""
     compared, parted, count = check.num_compared, check.num_diverging, check.num_prompts
-    of = f"{counted(count, 'prompt')}, {compared} texts against the target alone"
+    of = f"{counted(count, 'prompt')}, {counted(compared, 'text')} against the target alone"
     if not parted:
         return f"lossless: the same greedy tokens in {check.dtype} ({of})"
     near, unexplained = check.num_near_ties, check.num_unexplained
