@@ -36,7 +36,7 @@ def blamed(who: str, doing: str) -> Iterator[None]:
 
 
 class WatchedOptions(dict[str, Any]):
-    """`speculation.options` for a plugin. asked: the keys that the plugin has read."""
+    """`speculation.options` for a plugin. asked: the keys that the plugin has asked for."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)

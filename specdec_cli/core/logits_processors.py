@@ -1,5 +1,5 @@
 """Changes of logits before tokens are drawn: a repetition penalty, ids that are never drawn, and a
-minimum length of texts. They equal transformers' logits processors of these names.
+minimum length of texts. The results equal those of transformers' logits processors of these names.
 
 Each row of a round follows a text of its own: the sequence, and the proposals before its place.
 Logits of drafts are changed in the same way. Everything is a tensor operation, so rounds can be

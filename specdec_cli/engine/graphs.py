@@ -207,7 +207,7 @@ class Rounds:
 
 @dataclass(slots=True, eq=False)
 class RoundCache:
-    """Rounds of one engine at one batch size, by the run's settings and by number of slots."""
+    """The rounds of one engine at one batch size, by the run's settings and the number of slots."""
 
     allocator: BlockAllocator
     batch_size: int

@@ -1,8 +1,8 @@
 """One round on device state: propose, score, decide, commit.
 
-The host reads and chooses nothing, so CUDA captures a round as one graph; a CPU runs it eagerly.
-Knows no proposer, rule or policy by name. Legend: B slots, K proposal length, n tokens of a
-sequence before a round. After a round that accepted a of k proposals it has n + a + 1 tokens, of
+The host reads and chooses nothing, so a round can be captured as one CUDA graph. A CPU runs it
+eagerly. Knows no proposer, rule or policy by name. Legend: B slots, K proposal length, n tokens of
+a sequence before a round. After a round that accepted a of k proposals it has n + a + 1 tokens, of
 which n + a are in the target's cache.
 """
 

@@ -28,7 +28,7 @@ def as_conversations(
     messages. system: opens every conversation that has no system message, and turns `auto` into
     `on`. A row's own system message opens its text if the row is no conversation. template: values
     for every conversation's template; a row's own values take precedence. Prompts that do not fit
-    the setting are bad, see `refuse`.
+    the setting are bad prompts; see `refuse`.
     """
     if system is not None and chat == "auto":
         chat = "on"

@@ -25,8 +25,8 @@ _NOT_FOUND = 127  # the exit code of shells and of our guardian
 
 
 class NotUpError(RunError):
-    """A server that cannot be started here, or is not healthy in time: exit code 5, if no point was
-    measured."""
+    """A server cannot be started here, or is not healthy in time. The exit code is 5 if no point
+    was measured."""
 
     code = ExitCode.ENVIRONMENT
 

@@ -1,4 +1,4 @@
-"""Memory of attention over long chunks of prompts, whose keys and values are copied."""
+"""Memory of attention over long chunks of prompts, which copies their keys and values."""
 
 from typing import NamedTuple
 
