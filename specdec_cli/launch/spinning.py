@@ -9,9 +9,6 @@ depend on the processors that other work used while this process started.
 """
 
 import os
-import platform
-import struct
-import sys
 import time
 from contextlib import suppress
 from functools import cache
@@ -26,8 +23,6 @@ _ALONE, _CROWDED = 20_000, 100  # spins; libgomp's own default is 300,000
 _OTHERS = 0.3  # processors that other work may take from torch's threads
 _UNSURE = 0.1  # error of the measured use, in processors
 _WINDOW = 0.25  # the least seconds over which other work is measured
-_TURN = 100_000  # nanoseconds; Linux has no shorter turns
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # system calls
 
 
 class Use(NamedTuple):
@@ -80,28 +75,7 @@ def choose_spins() -> None:
     threads = chosen_threads() or num_cores()
     if threads > 1 and not {SPINS, _POLICY} & os.environ.keys() and (use := others()) is not None:
         threads = threads if chosen_threads() else threads_beside(use, num_cores())
-        spins = spins_for(use, threads, num_cores())
-        os.environ[SPINS] = str(spins)
-        if spins == _CROWDED:
-            ask_for_short_turns()
-
-
-def ask_for_short_turns() -> None:
-    """Ask for turns of a tenth of a millisecond, for this process and those that it starts from now
-    on.
-
-    Only Linux 6.12 and later grants them. A process with shorter turns gets no larger share of a
-    processor, but gets it sooner: a thread that others wait for does not wait until a turn of some
-    three milliseconds ends. Only a process with ordinary scheduling asks, and it keeps its
-    niceness.
-    """
-    number = _SCHED_SETATTR.get(platform.machine())
-    if sys.platform == "linux" and number is not None and os.sched_getscheduler(0) == 0:
-        size, flags, priority = 48, 0, 0
-        wish = struct.pack("=IIQiIQQQ", size, 0, flags, os.nice(0), priority, _TURN, 0, 0)
-        import ctypes  # help and completion need none
-
-        ctypes.CDLL(None).syscall(number, 0, wish, 0)
+        os.environ[SPINS] = str(spins_for(use, threads, num_cores()))
 
 
 def chosen_threads() -> int | None:

@@ -105,44 +105,6 @@ def test_what_the_user_set_stays(bare: pytest.MonkeyPatch, name: str, value: str
     assert spinning.told(2) == told and spinning.told(1) == "none: one thread"
 
 
-TURN = """
-import ctypes, os, struct, sys, threading
-from specdec_cli.launch import spinning
-spinning.others = lambda: float(sys.argv[1])
-spinning.num_cores = lambda: 2
-os.nice(3)
-spinning.choose_spins()
-def turn():
-    found = ctypes.create_string_buffer(48)
-    get = {"x86_64": 315, "aarch64": 275}[os.uname().machine]
-    assert ctypes.CDLL(None).syscall(get, 0, found, 48, 0) == 0
-    told.append(struct.unpack("=IIQiIQQQ", found.raw))
-told = []
-turn()
-other = threading.Thread(target=turn)
-other.start()
-other.join()
-print([t[5] for t in told], [t[3] for t in told])
-"""
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux" or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12),
-    reason="Linux gives no turns by wish before 6.12",
-)
-def test_short_turns_beside_others() -> None:
-    """Threads that begin later have them too, and a niceness that was chosen stays."""
-    told = {}
-    for use in ("2.0", "0.0"):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "GOMP"))}
-        command = [sys.executable, "-c", TURN, use]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        told[use] = done.stdout.split("] [")
-    assert told["2.0"] == ["[100000, 100000", "3, 3]\n"]
-    assert told["0.0"][0] != "[100000, 100000" and told["0.0"][1] == "3, 3]\n"
-
-
 def test_an_unknown_machine_is_left_alone(bare: pytest.MonkeyPatch) -> None:
     bare.setattr(spinning, "_BEGAN", None)
     choose_spins()
