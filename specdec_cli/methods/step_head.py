@@ -56,7 +56,7 @@ class HeadProposer(Proposer):
 
 
 class StepHead(HeadProposer):
-    """Draws k tokens a sequence from the head, one a pass."""
+    """Draws k tokens per sequence from the head, one in each step."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """The first proposal needs no pass. A sequence of one token has no row, so nothing is

@@ -50,7 +50,7 @@ H200 = (
     Case(2, (256, 16, math.inf)),
 )
 DEPTHS = {(9, 0): H200}  # by compute capability
-SHALLOW = 3  # stages of other programs
+SHALLOW = 3  # pipeline stages of programs that no case fits
 
 
 def depth_of(device: tuple[int, int], head_bytes: int, block_m: int, crowding: float) -> int:

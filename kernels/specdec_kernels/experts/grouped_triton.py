@@ -42,7 +42,7 @@ from specdec_kernels.linear.stored_sums_triton import stored_sums
 
 @triton.jit(do_not_specialize=["num_rows"])
 def grouped_linear_kernel(
-    x_ptr,  # [T * C / PAIRS, K], the rows of PAIRS pairs each
+    x_ptr,  # [T * C / PAIRS, K], PAIRS consecutive pairs share a row
     sizes_ptr,  # the groups' tensors; factors only with SCALED
     pairs_ptr,
     factors_ptr,

@@ -20,8 +20,8 @@ class Form(NamedTuple):
 
     kind: str
     per_code: int  # numbers of a byte
-    high: int
-    wide: int  # 0 for scales of whole rows
+    high: int  # rows that share a scale
+    wide: int  # columns that share a scale; 0 if a whole row does
     groups: int  # bytes of each row
     has_zeros: bool  # or minima
     has_minima: bool

@@ -1,4 +1,4 @@
-"""Counter-based uniform numbers: Triton kernel, one lane a number."""
+"""Triton kernel for counter-based uniform numbers. Each lane computes one number."""
 
 import torch
 import triton
