@@ -22,7 +22,7 @@ class Form(NamedTuple):
     per_code: int  # numbers of a byte
     high: int  # rows that share a scale
     wide: int  # columns that share a scale; 0 if a whole row does
-    groups: int  # bytes of each row
+    groups: int  # groups of columns in a row
     has_zeros: bool  # or minima
     has_minima: bool
     is_apart: bool  # whether the two numbers of a byte may have different scales, or have minima
