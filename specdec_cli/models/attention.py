@@ -78,9 +78,10 @@ def _dispatch(
     s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: q, k, v of [1, heads, T, dim]; no mask is ever built.
+    """The attention function with transformers' signature. query, key, value: [1, heads, T, dim].
+    attention_mask: always None.
 
-    Arguments of the call count, since some layers keep a stale `sliding_window`.
+    Settings come from the call's arguments, since some layers keep a stale `sliding_window`.
     """
     if attention_mask is not None:
         raise NotPlainAttention("its layers compute an attention mask of their own")

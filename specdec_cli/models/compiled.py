@@ -55,10 +55,10 @@ class CompiledForward:
     ) -> Outputs:
         """Logits [T, V], or [M, V] of `logit_rows`, and the hidden states [T, L * H] of `states`.
 
-        token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: those of the same module;
-        the same object, or None, in every call. Compiles at the first call with one token, and at
-        the first with more. Raises Dynamo's exceptions if a pass is not a whole graph or would be
-        compiled again.
+        token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: records the module's
+        hidden states; every call takes the same object, or None. Compiles at the first call with
+        one token, and at the first with more. Raises Dynamo's exceptions if a pass is not a whole
+        graph or would be compiled again.
         """
         one = len(token_ids) == 1
         ids, places = token_ids[None], positions[None]

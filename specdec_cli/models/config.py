@@ -61,8 +61,8 @@ _STRETCHED = ("yarn", "linear")
 
 
 def max_len_of(config: Any) -> int:
-    """The most tokens of a sequence, as its rotary embedding stretches them; 2**20 without a
-    limit."""
+    """The most tokens of a sequence, including any stretch by the rotary embedding; 2**20 if the
+    config sets no limit."""
     for key in ("max_position_embeddings", "n_positions"):
         value = getattr(config, key, None)
         if isinstance(value, int) and value > 0:

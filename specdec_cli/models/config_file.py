@@ -29,8 +29,8 @@ _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 
 def config_file(name: str, place: Path) -> dict[str, Any]:
-    """The object in a folder's config.json; for a GGUF file, the number of heads alone. Raises
-    `SetupError` if it is no config, and, with the key, for a number that no model has.
+    """The object in a folder's config.json; for a GGUF file, only the number of heads. Raises
+    `SetupError` if the file is no config, or if a number is impossible, and then names its key.
     """
     if is_gguf(place):
         values = read_model(place).values
@@ -41,8 +41,8 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
 
 
 def separate_quantisation(name: str, place: Path) -> dict[str, Any] | None:
-    """The settings in a folder's own file of Model-Optimizer, as config.json would have them; None
-    without such a file. Raises `SetupError` if it is damaged."""
+    """The settings in a folder's hf_quant_config.json (by Model-Optimizer), as config.json would
+    have them; None without the file. Raises `SetupError` if the file is damaged."""
     file = place / "hf_quant_config.json"
     if not file.is_file():
         return None
@@ -78,7 +78,7 @@ def is_lfs_pointer(file: Path) -> bool:
 
 
 def check_numbers(name: str, config: dict[str, Any], where: str) -> None:
-    """Raise `SetupError` for a number that no model has, with its key and its place, `where`."""
+    """Raise `SetupError` for an impossible number. `where`: the file, which the message names."""
     inner = [config]
     while inner:
         for key, value in inner.pop().items():
@@ -95,7 +95,7 @@ def check_numbers(name: str, config: dict[str, Any], where: str) -> None:
 
 
 def _check(what: str, value: Any, least: int, most: int) -> None:
-    """Raise `SetupError` unless each of the values, which may be one, is in the range or null."""
+    """Raise `SetupError` unless the value, or each value of a list, is null or in the range."""
     for count in value if isinstance(value, list) else [value]:
         if count is not None and not (type(count) is int and least <= count <= most):
             raise SetupError(

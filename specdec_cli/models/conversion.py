@@ -37,7 +37,7 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
     readers: dict[str, Read] = {}
     groups: dict[str, _Group] = {}
     unused: list[str] = []
-    # Sorted by their numbers, since parts are joined in the order in which they are added.
+    # Names are sorted by the numbers in them, since parts are joined in the order of adding.
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(
             key, renamings, converters, module.base_model_prefix, wanted
@@ -59,7 +59,8 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
 
 
 class _Group:
-    """Tensors of a file that make one or several of the module's, `names`. `name` is the first."""
+    """Tensors of a file that make one or several tensors of the module. names: the names of the
+    module's tensors. name: the first of them."""
 
     def __init__(self, module: Any, name: str, converter: Any) -> None:
         self.module, self.name, self.converter = module, name, converter

@@ -44,11 +44,11 @@ from specdec_cli.text import reason_of
 class Description(Unfilled):
     """A model that passed the gate and holds no weights yet (its tensors are on meta).
 
-    With several ranks, module and layers are those of this rank: its part of the matrices and its
-    heads. device: the device for loading. hidden_layers: the layers whose hidden states the run
-    needs, see `PagedModel`. reach: tokens of the longest text; rotary tables hold as many
-    positions. shared, shared_bytes: see `models.draft.Draft`, which this is too. drafts_at_once:
-    whether one pass over masks gives all tokens, if this is a draft.
+    With several ranks, module and layers have only this rank's part of the matrices and its heads.
+    device: the device for loading. hidden_layers: the layers whose hidden states the run
+    needs, see `PagedModel`. reach: the most tokens of a text; rotary tables have as many positions.
+    shared, shared_bytes: see `models.draft.Draft`. drafts_at_once: whether a draft proposes all
+    tokens in one pass over masks.
     """
 
     layers: list[LayerShape]

@@ -16,8 +16,8 @@ from specdec_cli.models.spec import ModelSpec
 
 
 class Loaded(Protocol):
-    """A model with its weights, over a paged cache. storages: the bytes of each block of memory
-    with weights and tables, by its address."""
+    """A model with its weights, over a paged cache. storages: the size in bytes of each block of
+    memory that holds weights or tables, by address."""
 
     cache: KVCache
 
@@ -30,7 +30,8 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """A draft's passes of one round: their number, and the rows of each for one sequence."""
+    """The passes of a draft in one round. count: the number of passes. rows: rows of one pass for
+    one sequence."""
 
     count: int
     rows: int = 1
@@ -38,8 +39,9 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A convention of a checkpoint that tools read differently: how it was read here, which tools
-    read it otherwise, and the draft in that other reading; None if the target rules it out."""
+    """A convention of a checkpoint that tools read differently. told: how it was read here, and
+    which tools read it otherwise. draft: the draft in the other reading; None if the target rules
+    that reading out."""
 
     told: str
     draft: "Draft | None"
@@ -104,7 +106,7 @@ class Draft(Protocol):
         ...
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
-        """Bytes that it holds when loaded: weights, some in two forms, and tables."""
+        """Bytes that the loaded draft holds: weights, some of them in two forms, and tables."""
         ...
 
     def passes(self, k: int) -> Passes:
@@ -112,7 +114,7 @@ class Draft(Protocol):
         ...
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its cache."""
+        """Bytes of one block of the draft's cache."""
         ...
 
     def pass_bytes(

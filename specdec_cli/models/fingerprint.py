@@ -16,9 +16,9 @@ _CONFIGS = ("config.json", "generation_config.json")  # the second may have end 
 
 def fingerprint(place: Path, load_format: str) -> str:
     """A hash of a model's folder or GGUF file. Copies have equal hashes, and other weights have
-    another. It covers the header of each weight file and evenly spread pieces, since training
-    changes weights everywhere. It also covers the file's name, except for GGUF. Random weights are
-    not covered. Raises `SetupError` for files that cannot be read.
+    other hashes. The hash covers the header of each weight file and evenly spread pieces, since
+    training changes weights everywhere. Except for GGUF, the hash also covers the files' names. For
+    dummy weights it leaves the weight data out. Raises `SetupError` for files that cannot be read.
     """
     found = hashlib.sha256()
     try:

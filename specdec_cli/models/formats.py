@@ -19,11 +19,12 @@ _KINDS_OF_BITS = {4: INT4, 8: INT8}
 
 
 class Matrices(NamedTuple):
-    """Matrices that a checkpoint stores in one way. form: the names and the order of their codes,
-    see `quantised`. one_scale: whether the file has one scale for a matrix, which each row then
-    gets. ordered: whether the file orders columns into groups (`desc_act`, `actorder`), so that
-    they cannot be held as stored. zeros_less_one: whether zeros are stored less one. targets:
-    modules as `Linear` for all, exact names, or `re:` with a pattern.
+    """Matrices that a checkpoint stores in one way. form: the naming of their tensors and the order
+    of their codes, see `quantised`. one_scale: whether the file has a single scale for a matrix,
+    which every row then gets. ordered: the config's key for an own order of columns (`desc_act`,
+    `actorder`), which rules out holding the matrices as stored; None without one. zeros_less_one:
+    whether the file stores each zero less one. targets: the modules: exact names, patterns after
+    `re:`, or `Linear` for all.
     """
 
     storage: Storage
@@ -35,8 +36,9 @@ class Matrices(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """The stored matrices of a checkpoint, and the plain ones, named by the key `left_key`. unused:
-    settings of the config that would change the text and have no effect here."""
+    """The stored matrices of a checkpoint. left: the modules that stay plain. left_key: the key of
+    the config that lists them. unused: settings of the config that would change the text but have
+    no effect here."""
 
     groups: tuple[Matrices, ...]
     left: tuple[str, ...] = ()
@@ -93,7 +95,7 @@ def _known(
 
 
 def _group_size(settings: Settings, model: str, at: str = "") -> int:
-    """The number of columns of a group; 0 for a whole row."""
+    """The number of columns per group; 0 if a group is a whole row."""
     found = settings.get("group_size")
     if type(found) is not int or not (0 < found < 1 << 31 or found == -1):
         raise _refused(f"{at}group_size", found, model, "a number of columns, or -1 for a row")
@@ -117,7 +119,7 @@ def _block(block: Any, model: str, key: str = "weight_block_size") -> tuple[int,
 
 
 def _gptq(settings: Settings, model: str) -> Scheme:
-    """GPTQ's format (https://github.com/AutoGPTQ/AutoGPTQ), and version 2 by GPTQModel."""
+    """GPTQ's format (https://github.com/AutoGPTQ/AutoGPTQ), and GPTQModel's version 2 of it."""
     kind = _KINDS_OF_BITS[_known(settings, "bits", (4, 8), model)]
     size, symmetric = _group_size(settings, model), _known(settings, "sym", (True, False), model)
     version = _known(settings, "checkpoint_format", (None, "gptq", "gptq_v2"), model)

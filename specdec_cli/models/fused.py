@@ -33,7 +33,7 @@ from specdec_cli.models.split_products import SplitProducts
 
 
 def is_fusable(module: Any) -> bool:
-    """True if `FusedForward` computes what `module` does; needs no weights."""
+    """True if `FusedForward` can compute what `module` does. The module may be on meta."""
     return family_of(module) is not None
 
 
@@ -63,7 +63,7 @@ class FusedForward:
             # Memory is returned as in the loader: the next layer would otherwise lie in fragments.
             if sum(p.numel() for p in layers[index].parameters()) >= LARGE:
                 return_unused(module.device)
-        # Kept, since a tied head is also the embedding, and drafts may borrow any head.
+        # The head's weight is kept: a tied head is also the embedding, and drafts may borrow it.
         self.head = merged([module.lm_head.weight], keep=True)
         self.head_bias: Tensor | None = module.lm_head.bias
         self.embedding: Tensor = module.model.embed_tokens.weight
@@ -129,16 +129,15 @@ class FusedForward:
 
 
 def busy_width(module: Any) -> int:
-    """The number of tokens from which on a pass takes the GPU longer than the host; needs no
-    weights."""
+    """The largest width up to which a pass gains from a graph, since the host takes longer to queue
+    it than the GPU to run it. The module may be on meta."""
     family, layers = fusable_family(module), module.model.layers
     numbers = sum(numbers_multiplied(layer, module.config, family) for layer in layers)
     return width_busy_with(numbers / len(layers))
 
 
 def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
-    """The fused form of a loaded model, which holds the weights once; None for families without
-    one."""
+    """The fused form of a loaded model; None for families without a fused form."""
     return FusedForward(module, max_len, parallel) if is_fusable(module) else None
 
 

@@ -16,16 +16,17 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Differences of layers from Llama's, beyond biases, norms of heads, windows and softcaps.
+    """How a family's layers differ from Llama's, apart from biases, norms of heads, windows and
+    softcaps.
 
-    activation: the config's key for it. is_gemma: norms multiply by 1 + their weight, in fp32, and
-    embeddings are multiplied by the root of their width. has_post_norms: outputs of attention and
-    MLP are normed before they are added. turns_by_type: each type of layer has its own rotary
-    embedding. halves_turns: rotary tables have each angle once, although heads use each twice.
-    caps_logits: a config may set a softcap of the logits. rounds_routes: the weights of experts are
-    rounded to the model's dtype. clamps_experts: experts are gpt-oss's, with a clamped activation,
-    biases, and weights that are stored transposed. norms_all_heads: query and key are normed over
-    all heads together. turns_partly: a config may rotate only a part of each head.
+    activation: the config's key for the activation. is_gemma: norms multiply by 1 + their weight,
+    in fp32, and embeddings are multiplied by the root of their width. has_post_norms: outputs of
+    attention and MLP are normed before they are added. turns_by_type: each type of layer has its
+    own rotary embedding. halves_turns: rotary tables have each angle once, although heads use each
+    twice. caps_logits: a config may set a softcap of the logits. rounds_routes: the weights of
+    experts are rounded to the model's dtype. clamps_experts: experts are gpt-oss's, with a clamped
+    activation, biases, and weights that are stored transposed. norms_all_heads: query and key are
+    normed over all heads together. turns_partly: a config may rotate only a part of each head.
     has_sigmoid_routes: experts are chosen by sigmoids, with a bias and by groups, and their sum is
     scaled.
     """
@@ -92,13 +93,13 @@ def has_experts(layer: Any) -> bool:
 
 
 def dense_mlp(layer: Any) -> Any:
-    """The MLP for all tokens: the layer's own, its shared experts as one, or None. As one of the
-    experts it would take longer than the others."""
+    """The MLP that all tokens pass through: the layer's own MLP, or its shared experts; None if
+    there is neither. Among the routed experts, the shared ones would take longer than the rest."""
     return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
 
 class ExpertSizes(NamedTuple):
-    """Sizes of a layer's experts; needs no weights."""
+    """Sizes of a layer's experts. num_features: the width inside an expert."""
 
     num_experts: int
     num_chosen: int
@@ -112,8 +113,8 @@ class ExpertSizes(NamedTuple):
 
 
 def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> ops.Experts:
-    """A layer's experts, which share the module's weights. read: [1], the number of experts in each
-    pass."""
+    """A layer's experts, which share the module's weights. read: [1],
+    receives the number of experts that a pass reads."""
     if family.clamps_experts:
         return _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
     router, choice_bias = layer.mlp.gate, None
@@ -215,8 +216,8 @@ class FusedLayer:
         read: Tensor | None = None,
     ) -> Self:
         """The fused form of a transformers layer, whose matrices become views of the merged ones.
-        index: that of its entry in the cache. following_norm: the norm module after it. read: int32
-        [1], for the number of experts that a pass reads.
+        index: the layer's index in the cache. following_norm: the norm module after the layer.
+        read: int32 [1], receives the number of experts that a pass reads.
         """
         attention = layer.self_attn
         before_mlp = layer.post_attention_layernorm
@@ -273,7 +274,7 @@ class FusedLayer:
 
 
 def numbers_multiplied(layer: Any, config: Any, family: Family) -> int:
-    """The number of a layer's weights with which each token is multiplied; needs no weights."""
+    """The number of a layer's weights that multiply each token. The layer may be on meta."""
     found = sum(p.numel() for group in matrices(layer) for p in group)
     if has_experts(layer):
         count, chosen, _ = ExpertSizes.of(layer, config, family)
@@ -295,8 +296,8 @@ def _norm(norm: Any, family: Family) -> Tensor:
 
 
 def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
-    """A layer's weights in the groups that are merged: q, k, v; output; gate, up; down. The MLP's
-    are there if it is for all tokens."""
+    """A layer's weights in the groups that are merged: q, k, v; output; gate, up; down. A layer
+    with routed experts alone has no gate, up and down groups."""
     attention, mlp = layer.self_attn, dense_mlp(layer)
     groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
     if mlp is not None:
@@ -305,9 +306,9 @@ def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weight:
-    """One weight with the rows of all parameters [N_i, K], which become views of it. A packed
-    weight has no plain form: then the parameters keep only their shapes, or with `keep` their
-    numbers too.
+    """One weight with the rows of all parameters [N_i, K], which become views of it. If the
+    weight is packed without a plain form, the parameters keep only their shapes; with `keep`, they
+    keep their numbers too.
     """
     if isinstance(parameters[0], StoredParameter):
         return _joined([p for p in parameters if isinstance(p, StoredParameter)])

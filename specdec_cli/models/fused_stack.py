@@ -27,7 +27,8 @@ Enter = Callable[[int, Normed], Normed]
 
 @dataclass(frozen=True, slots=True)
 class FusedStack:
-    """num_turns: the number of rotary embeddings that lie side by side in the tables."""
+    """A stack of fused layers. num_turns: the number of rotary embeddings that lie side by side in
+    the tables."""
 
     layers: list[FusedLayer]
     split: SplitProducts
@@ -42,8 +43,8 @@ class FusedStack:
     ) -> Normed:
         """The residual stream after the last layer, ready for the norm and product that follow.
 
-        start: the result of `ops.embed`: the stream before the first layer, the same normed, and
-        rows of the rotary tables. enter: replaces or records the input of each layer.
+        start: the result of `ops.embed`: the stream before the first layer with its
+        norm, and the rows of the rotary tables. enter: replaces or records each layer's input.
         """
         x, cos, sin = start
         del start  # a reference would keep the first layer's input until the last layer is done
@@ -60,7 +61,7 @@ class FusedStack:
         return x
 
     def _second_half(self, x: Normed, layer: FusedLayer) -> Normed:
-        """The MLP for all tokens, or experts, with the output of such an MLP beside them."""
+        """The MLP, or the experts with the shared MLP beside them if the layer has one."""
         mlp = None
         if layer.gate_up is not None and layer.down is not None:
             if layer.gate_up_bias is None:
@@ -99,7 +100,7 @@ Attend = Callable[[FusedLayer, Tensor, KVCache, ForwardBatch], Tensor]
 
 
 def _attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int) -> Attend:
-    """The attention of a pass's fused layers; on a CPU all share rotations and gather plan.
+    """The attention of a pass's fused layers. On a CPU all layers share rotations and the plan.
 
     cos, sin: [T, R * D], rows of the rotary tables, R = num_turns embeddings side by side.
     """

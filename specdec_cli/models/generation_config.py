@@ -13,8 +13,8 @@ from specdec_cli.recipe import Recipe, SamplingSection
 from specdec_cli.text import of_many, shown
 
 FILE = "generation_config.json"
-# Values of transformers' `generate` for keys that the file lacks. Those for drawing count if it
-# draws.
+# The defaults of transformers' `generate` for keys that the file lacks. `_DRAW` applies only if the
+# file has `do_sample`.
 _PROCESSING: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "suppress_tokens": (),

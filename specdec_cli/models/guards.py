@@ -2,8 +2,8 @@
 calls of their native code.
 
 Does not know transformers. A chat template is a program, which may never end. Native code cannot be
-interrupted, its panics are no `Exception`, and it aborts the process when memory runs out. So its
-time is bounded from outside, and the growth of texts before it runs.
+interrupted, its panics are no `Exception`, and it aborts the process when memory runs out. So it
+runs in a thread with a time limit, and the growth of texts is checked before it runs.
 """
 
 import fcntl
@@ -126,8 +126,8 @@ def refusing(
 
 
 def in_time(work: Callable[[], T], length: int) -> T:
-    """The result of `work` on a text of a length. Raises `TimeoutError` if it takes too long; its
-    thread then goes on alone."""
+    """The result of `work` on a text of `length` characters or ids. Raises `TimeoutError` if the
+    work takes too long; the work's thread then goes on running."""
     done = Future[T]()
 
     def run() -> None:
@@ -181,13 +181,13 @@ def native_lines() -> Iterator[None]:
 
 
 def _copy(descriptor: int) -> int:
-    """A copy of a descriptor. Its number is not a standard stream's, even if that stream is
+    """A copy of a descriptor. The copy's number is at least 3, even if a standard stream is
     closed."""
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
 def _memory() -> int:
-    """A descriptor of a file in memory."""
+    """The descriptor of a new file in memory."""
     made = os.memfd_create("lines")
     try:
         return _copy(made)

@@ -12,8 +12,8 @@ LARGE = 1 << 18  # a weight with this many numbers leaves much unused memory whe
 
 
 class StoredParameter(nn.Parameter):
-    """A parameter with the shape and dtype that a module needs, but without numbers. These are in
-    `value`, which is None on meta. is_transposed: whether the module's last two dimensions are
+    """A parameter with the shape and dtype that a module needs, but without numbers. value: the
+    stored numbers; None on meta. is_transposed: whether the module's last two dimensions are
     exchanged."""
 
     stored_as: Storage

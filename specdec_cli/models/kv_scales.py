@@ -1,7 +1,7 @@
 """Scales of a cache in fp8: a checkpoint's own, or 1. Does not know passes.
 
-A checkpoint has a scale for keys and one for values in each layer, or in each head. Numbers are
-divided by them. Their names are those of compressed-tensors, Model-Optimizer or AutoFP8.
+A checkpoint has one scale for keys and one for values, per layer or per head. Keys and values are
+divided by their scale. Scales have the names of compressed-tensors, Model-Optimizer or AutoFP8.
 """
 
 import re
@@ -28,12 +28,12 @@ _WITHOUT = "cache.dtype: auto needs no scales"
 
 
 def cache_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a cache's elements, of a model in `dtype`."""
+    """The dtype of the cache's elements for a model in `dtype`."""
     return ops.FP8 if spec.cache == "fp8" else dtype
 
 
 def cache_note(spec: ModelSpec, place: Path | None = None) -> dict[str, str]:
-    """A fact for the record of a run. place: that of the checkpoint whose scales are used."""
+    """A fact for the record of a run. place: the checkpoint that may hold scales."""
     has_scales = place is not None and bool(_scales_in(spec, place))
     if spec.cache == "fp8":
         told = "the checkpoint's scales" if has_scales else "scales of 1"

@@ -48,8 +48,8 @@ _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors
 
 
 class Names(Protocol):
-    """The names of a module's tensors in a file, and its own names. own: returns None for tensors
-    of other modules."""
+    """Maps the file's names of a module's tensors to the module's own names (`own`) and back
+    (`stored`). own returns None for tensors of other modules."""
 
     def own(self, stored: str, /) -> str | None: ...
     def stored(self, own: str, /) -> str: ...
@@ -57,9 +57,9 @@ class Names(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfilled:
-    """The part of a model on meta that determines its weights. draft_tensors: names in its files
-    that its draft reads. names: those of the module's tensors in a file that also holds another
-    model."""
+    """The part of a model on meta that determines its weights. draft_tensors: a pattern of the
+    names in the model's files that its draft reads. names: maps names if the file also holds
+    another model; otherwise None."""
 
     spec: ModelSpec
     place: Path
@@ -110,7 +110,7 @@ def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
 
 
 def _by_own_names(description: Unfilled, tensors: dict[str, Read]) -> dict[str, Read]:
-    """A file's tensors, or only the model's among them by its own names."""
+    """The model's tensors in a file by its own names; all tensors if no `names` are set."""
     names = description.names
     if names is None:
         return tensors
@@ -180,7 +180,7 @@ def _fill(
     source: Source,
     borrowed: dict[str, torch.nn.Parameter],
 ) -> None:
-    """Fill every parameter and stored buffer from `source`, with this rank's part of each.
+    """Fill this rank's part of every parameter and stored buffer from `source`.
 
     A tied parameter is read once. A head that is a part of the embedding becomes a view of it.
     transformers' own initialisation fills tensors that the source lacks.
@@ -232,8 +232,8 @@ def _fill(
 def _placed(
     value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A weight on `device` that nothing else uses: the value itself or a copy. Without a value it
-    is zeros, since initialisation misses some tensors (activations of apertus)."""
+    """A weight on `device` that nothing else uses: the value itself or a copy. Without a value the
+    weight is zero, since initialisation misses some tensors (activations of apertus)."""
     if value is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     is_whole = value.untyped_storage().nbytes() == value.nbytes and value.is_contiguous()
@@ -268,7 +268,8 @@ def _checkpoint_source(
     borrowed: Set[str],
     device: torch.device,
 ) -> Source:
-    """Tensors from a checkpoint. Raises `SetupError` if it lacks some of the module's."""
+    """A source of tensors from a checkpoint. Raises `SetupError` if a tensor of the module is
+    missing there."""
     module, spec, tied = description.module, description.spec, description.shards.tied
     told = description.names.stored if description.names is not None else str
     method, lent = quantisation(module.config), description.draft_tensors
@@ -301,7 +302,7 @@ def _checkpoint_source(
 
     def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor | Stored:
         shape = list(meta.shape if part is None else part.shape)
-        # If it is quantised here, its columns share scales with those of other ranks.
+        # A weight that is quantised here is read whole: its scales cover all ranks' columns.
         is_whole = isinstance(meta, StoredParameter) and spec.weights == FP8
         try:
             value = found[name](None if is_whole else part)
@@ -394,7 +395,7 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
 
 
 def _restore_buffers(module: Any, device: torch.device) -> None:
-    """Give buffers and unread vectors, some of them random, their initial values by one seed."""
+    """Give buffers and unread vectors their initial values; random values have a fixed seed."""
     for owner in module.modules():
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None and buffer.is_meta:

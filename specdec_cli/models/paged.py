@@ -40,8 +40,8 @@ class PagedModel:
     vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary.
     They are fed as the last id (for a draft beside a target with more padding). fused: runs all
     passes in place of `module`. compiled: runs padded passes. hidden_layers: the layers whose
-    hidden states passes return too, counted as in `models.hidden`. It is set before a pass is
-    compiled or captured; this raises `SetupError` for layers that the model does not have.
+    hidden states passes return too, counted as in `models.hidden`. Set it before a pass is
+    compiled or captured. Setting it raises `SetupError` for layers that the model does not have.
     """
 
     def __init__(
@@ -95,8 +95,7 @@ class PagedModel:
 
     @property
     def mixtures(self) -> FusedForward | None:
-        """The fused form, if it has layers with experts, and so counts the experts that it
-        reads."""
+        """The fused form if it has layers with experts, whose reads it counts; None otherwise."""
         return self.fused if self.fused is not None and self.fused.num_mixtures else None
 
     @property
@@ -201,7 +200,7 @@ class PagedModel:
         self._attention.batch = batch
         try:
             if compiled is not None:
-                # Compiled passes always return them: without them they would be other code.
+                # Compiled passes always return hidden states: omitting them takes other code.
                 rows = batch.logit_rows
                 logits, hidden = compiled(token_ids, batch.positions, rows, self._states)
                 return PassOutput(logits, hidden if with_hidden else None)

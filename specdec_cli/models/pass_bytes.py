@@ -1,5 +1,5 @@
-"""The memory of a pass of a transformers model at its peak, from shapes. For fused layers it is
-computed; for others a pass on the meta device finds it."""
+"""The peak memory of a transformers model's pass, from shapes. For fused layers the peak is
+computed; for other layers, a pass on the meta device measures it."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ from specdec_cli.models.rotary_tables import num_turns
 
 
 class PassShapes(NamedTuple):
-    """The part of a module on meta that one of `ranks` ranks holds. shape: that of a layer's
-    cache."""
+    """The part of a module on meta that one of `ranks` ranks holds. shape: the shape of a layer's
+    cache. num_features: the number of layers whose hidden states passes return."""
 
     module: Any
     shape: LayerShape
@@ -80,8 +80,8 @@ def _stored_numbers(parameters: Iterable[Any]) -> int:
 
 
 class _LayerNumbers(NamedTuple):
-    """The numbers of values per token that a fused layer holds: all the time; in attention, or in
-    prefill; and in the MLP."""
+    """The numbers of values per token that a fused layer holds. common: all the time. attention: in
+    attention. gathered: in the attention of prefill. mlp: in the MLP."""
 
     common: int
     attention: int

@@ -63,8 +63,8 @@ class PromptGraphs:
     """The passes over prompts of an engine's models, and the memory that their graphs share.
 
     num_tokens: the most tokens of a padded pass; longer passes are not padded, and none is if it is
-    0. num_columns: that of block tables. is_captured: whether padded passes are captured; tests run
-    them without graphs.
+    0. num_columns: columns of the block tables. is_captured: whether padded passes are captured;
+    tests run them without graphs.
     """
 
     def __init__(

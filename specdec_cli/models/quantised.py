@@ -1,8 +1,10 @@
-"""Quantised checkpoints: readers of their matrices in one layout a kind. Does not know modules.
+"""Readers of the matrices of quantised checkpoints, in one layout per kind of number. This module
+does not know modules.
 
-Only this module knows the formats' orders of codes: float8, int8 and mxfp4 go along a row; words of
-GPTQ along a column (https://github.com/AutoGPTQ/AutoGPTQ); words of AWQ across columns in a special
-order (https://github.com/casper-hansen/AutoAWQ); those of compressed-tensors along a row.
+Only this module knows how the formats order codes. Codes of float8, int8 and mxfp4 go along a row.
+Words of GPTQ go along a column (https://github.com/AutoGPTQ/AutoGPTQ). Words of AWQ go across
+columns in a special order (https://github.com/casper-hansen/AutoAWQ). Words of compressed-tensors
+go along a row.
 """
 
 from collections.abc import Collection, Iterable
@@ -28,11 +30,11 @@ from specdec_cli.models.formats import (
 from specdec_cli.models.weights import Fields, Part, Read, same
 from specdec_cli.text import one_line
 
-# Endings of a scale's name, and of its matrix's: transformers' fp8, and the other formats'.
+# The ending of a scale's name, and the ending of its matrix's name in place of it.
 _SCALES = {".weight_scale_inv": ".weight", ".scale": ".weight", ".qscale_weight": ".weight"}
 _SCALES |= {".weight_scale": ".weight"}
 _SCALES |= {"_scale_inv": ""}  # names of experts that the file stacks
-# Endings of the names of a matrix's tensors, by a word for each; the codes' is first.
+# The ending of each tensor's name, by a word for the tensor's role in its matrix.
 _COMPRESSED = {"codes": ".weight_packed", "scales": ".weight_scale", "zeros": ".weight_zero_point"}
 _COMPRESSED |= {"shape": ".weight_shape", "order": ".weight_g_idx"}
 _PARTS = {
@@ -52,7 +54,7 @@ Names = dict[str, str]  # the file's names of one matrix's tensors, by words of 
 
 
 def scaled(names: Iterable[str]) -> dict[str, str]:
-    """The names of a checkpoint's scales, and of their matrices."""
+    """The name of each scale in a checkpoint, with the name of its matrix."""
     held, found = set(names), dict[str, str]()
     for name in held:
         ending = next((e for e in _SCALES if name.endswith(e)), None)
@@ -214,15 +216,15 @@ def _zeros(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
         zeros = _ordered(_numbers(found, bits, told)).T
     else:
         zeros = _numbers(found, bits, told).T
-        # Its packer wrote all ones for a zero of 0.
+        # A GPTQ packer stores each zero less one, so a zero of 0 is stored as all ones.
         zeros = zeros + group.zeros_less_one & (1 << bits) - 1
     zeros = _of_columns(zeros, own, group, told)
     return same(zeros if bits == 4 else _signed(zeros), part)
 
 
 def _check_no_zeros(found: torch.Tensor, group: Matrices, bits: int, told: str) -> None:
-    """Raise `SetupError` if the config says that there are no zeros, and some differ from the
-    codes' middle."""
+    """Raise `SetupError` if a file has zeros that differ from the middle of the codes' range,
+    although the config says that there are none."""
     if group.form == PLAIN:
         has_zeros = bool(found.any())
     else:
@@ -243,18 +245,18 @@ def _numbers(words: torch.Tensor, bits: int, told: str) -> torch.Tensor:
 
 
 def _ordered(numbers: torch.Tensor) -> torch.Tensor:
-    """The columns in their order, from words in AWQ's order."""
+    """Numbers from words in AWQ's order, with the columns in their natural order."""
     rows, columns = numbers.shape
     return numbers.view(rows, columns // 8, 8)[..., _AWQ_PLACES].flatten(-2)
 
 
 def _signed(numbers: torch.Tensor) -> torch.Tensor:
-    """The numbers 0..255 less 128, int8."""
+    """Map numbers 0..255 to int8 by subtracting 128."""
     return (numbers.short() - 128).to(torch.int8)
 
 
 def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, int]:
-    """The shape that a file states; its words may hold a few numbers more."""
+    """The shape that a file states. The words may hold a few more columns."""
     is_whole = found.shape == (2,) and found.dtype in (torch.int32, torch.int64)
     rows, columns = found.tolist() if is_whole else (0, 0)
     if rows != len(numbers) or not 0 <= numbers.shape[1] - columns < 8:
@@ -279,7 +281,7 @@ def _check_order(own: Parts, group: Matrices, columns: int, told: str) -> None:
 
 
 def _of_columns(found: torch.Tensor, own: Parts, group: Matrices, told: str) -> torch.Tensor:
-    """The values that groups share; if columns have their own order, one value for each column."""
+    """One value for each group; one for each column if columns have their own order."""
     if not group.ordered:
         return found
     if "order" not in own:
@@ -321,8 +323,8 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
 
 
 def _has_nan(codes: torch.Tensor) -> bool:
-    """Whether e4m3 codes have a NaN, 0x7f or 0xff, which products in bf16 take for a number. Both
-    are the largest by their bits, with or without a sign. A mask would take ten times as long.
+    """Whether e4m3 codes have a NaN (0x7f or 0xff), which products in bf16 take for a number. 0xff
+    is the largest code as uint8, and 0x7f as int8. A mask would take ten times as long.
     """
     bits = codes.view(torch.uint8)
     return bool(codes.numel()) and (
