@@ -16,8 +16,8 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family's layers differ from Llama's, apart from biases, norms of heads, windows and
-    softcaps.
+    """The differences of a family's layers from Llama's, apart from biases, norms of heads, windows
+    and softcaps.
 
     activation: the config's key for the activation. is_gemma: norms multiply by 1 + their weight,
     in fp32, and embeddings are multiplied by the root of their width. has_post_norms: outputs of

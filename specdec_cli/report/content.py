@@ -191,7 +191,7 @@ def rounds(content: Content) -> str:
 
 
 def experts(content: Content) -> str:
-    """How much the number of experts and the time of scoring grow up to the widest pass."""
+    """A sentence on the growth of read experts and of scoring's time up to the widest pass."""
     is_random = content.run.setting("target", "load_format") == "dummy"
     remark = " The weights are random and choose evenly, which trained routers do not."
     known = [p for p in content.run.points if p.number("distinct_experts")]

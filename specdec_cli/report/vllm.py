@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec_cli import demo
 from specdec_cli.experiment.folders.records import Point
-from specdec_cli.recipe.choices.base import sglang_flags
+from specdec_cli.recipe.choices.base import fp8_flags, sglang_flags
 from specdec_cli.recipe.choices.registry import METHODS, is_given, without_draft
 from specdec_cli.report.findings import Finding, answer
 from specdec_cli.report.folder import ReportedRun
@@ -214,11 +214,8 @@ def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:
     for several GPUs."""
     tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
     flags = [size, str(tp)] if isinstance(tp, int) and tp > 1 else []
-    if run.setting("target", "weights") == "fp8":
-        flags += ["--quantization", "fp8"]
-    if run.setting("cache", "dtype") == "fp8":
-        flags += ["--kv-cache-dtype", "fp8_e4m3"]
-    return flags
+    in_fp8 = fp8_flags(run.setting("target", "weights"), run.setting("cache", "dtype"))
+    return [*flags, *chain.from_iterable(in_fp8)]
 
 
 def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
@@ -232,9 +229,6 @@ def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
     if choice is None or choice.to_sglang is None:
         return None
     draft = point.draft or run.setting("draft", "model")
-    parts += chain.from_iterable(sglang_flags(choice, point.k, draft))
-    in_fp8 = [run.setting(role, "weights") == "fp8" for role in ("target", "draft")]
-    if choice.weights_from == "draft" and any(in_fp8):  # otherwise the target's applies to both
-        own = "fp8" if in_fp8[1] else "unquant"
-        parts += ["--speculative-draft-model-quantization", own]
+    weights = run.setting("target", "weights"), run.setting("draft", "weights")
+    parts += chain.from_iterable(sglang_flags(choice, point.k, draft, weights))
     return shlex.join(parts)

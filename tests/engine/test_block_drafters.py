@@ -317,8 +317,8 @@ def test_blocks_need_room_near_the_end(pairs: dict[str, Pair]) -> None:
 def test_padded_passes_have_the_same_rounds(
     pairs: dict[str, Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a GPU, up to the end of the context, where rows past the model's positions are left
-    out of a block."""
+    """Passes are padded as on a GPU, up to the end of the context. There, rows past the model's
+    positions are left out of a block."""
     most = len(PROMPTS[2]) + 9
     found = planned(pairs[kind], cache__max_model_len=most, run__batch_size=3)
     live = run(found, PROMPTS)

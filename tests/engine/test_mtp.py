@@ -134,7 +134,7 @@ def test_a_plan_may_be_loaded_again(target: Path, family: str, tmp_path: Path) -
 def test_padded_passes_have_the_same_rounds(
     target: Path, two: Path, count: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a GPU, up to the end of the context."""
+    """Passes are padded as on a GPU, up to the end of the context."""
     folder = target if count == 1 else two
     most = len(STARTS[2]) + 9
     found = planned(folder, k, cache__max_model_len=most, run__batch_size=3, run__prefill_chunk=4)

@@ -10,7 +10,7 @@ from typing import Any
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import ModelSection, Recipe
-from specdec_cli.recipe.choices.base import sglang_flags
+from specdec_cli.recipe.choices.base import fp8_flags, sglang_flags
 from specdec_cli.recipe.choices.registry import METHODS
 from specdec_cli.recipe.choices.synthetic import marginal_rates
 
@@ -85,10 +85,7 @@ def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> C
         flags.append(("--load-format", target.load_format))
     if _has_no_tokenizer(target):
         flags.append(("--skip-tokenizer-init",))
-    if target.weights == "fp8":
-        flags.append(("--quantization", "fp8"))
-    if recipe.cache.dtype == "fp8":
-        flags.append(("--kv-cache-dtype", "fp8_e4m3"))
+    flags += fp8_flags(target.weights, recipe.cache.dtype)
     if permissions.trust_remote_code:
         flags.append(("--trust-remote-code",))
     if (most := recipe.cache.max_model_len) is not None:
@@ -136,12 +133,10 @@ def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
         raise UsageError(f"SGLang has no method {method}: k = {k} has no server")
     is_own = choice.weights_from == "draft" and draft is not None
     named = model_words(draft) if is_own and draft is not None else None
-    found: list[tuple[str, ...]] = [*sglang_flags(choice, k, named)]
+    weights = recipe.target.weights, draft.weights if draft is not None else None
+    found: list[tuple[str, ...]] = [*sglang_flags(choice, k, named, weights)]
     if is_own and draft is not None and draft.load_format != "auto":
         found.append(("--speculative-draft-load-format", draft.load_format))
-    if is_own and draft is not None and "fp8" in (recipe.target.weights, draft.weights):
-        own = "fp8" if draft.weights == "fp8" else "unquant"  # else SGLang takes the target's
-        found.append(("--speculative-draft-model-quantization", own))
     return found
 
 

@@ -41,8 +41,8 @@ _POWER = 0.75  # exponent of 1 / (1 - elasticity) in the widening
 
 @dataclass(frozen=True, slots=True)
 class Crowding:
-    """How much requests crowd each other. widening: the factor by which intervals over blocks are
-    too narrow. is_lasting: whether a queue lasts too long for an interval over this window.
+    """The crowding of requests by each other. widening: the factor by which intervals over blocks
+    are too narrow. is_lasting: whether a queue lasts too long for an interval over this window.
 
     With the constants above, `scripts/proofs/load.py` finds honest intervals.
     """

@@ -1,4 +1,4 @@
-"""What all kinds of sweeps share: keeping records, showing progress, and measuring points at rates.
+"""The common part of all sweeps: keeping records, showing progress, and measuring points at rates.
 Also sweeps on servers that are started for them. The servers run one after another, each for all
 batch sizes. A server has one k, so arms take turns server by server, not prompt by prompt. Knows no
 server's commands."""

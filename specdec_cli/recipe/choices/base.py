@@ -78,13 +78,25 @@ class MethodChoice:
     code: Any = None
 
 
-def sglang_flags(choice: MethodChoice, k: int, draft: str | None) -> list[tuple[str, str]]:
-    """SGLang's flags for a method that SGLang has. draft: the place of the method's own weights."""
+def sglang_flags(
+    choice: MethodChoice, k: int, draft: str | None, weights: tuple[str | None, str | None]
+) -> list[tuple[str, str]]:
+    """SGLang's flags for a method that SGLang has. draft: the place of the method's own weights.
+    weights: the recipe's `target.weights` and `draft.weights`."""
     assert choice.to_sglang is not None
     found = choice.to_sglang(k)
     if choice.weights_from == "draft" and draft is not None:
         found["draft-model-path"] = draft
+        if "fp8" in weights:  # without the flag SGLang takes the target's form
+            found["draft-model-quantization"] = "fp8" if weights[1] == "fp8" else "unquant"
     return [(f"--speculative-{name}", str(value)) for name, value in found.items()]
+
+
+def fp8_flags(weights: object, cache: object) -> list[tuple[str, str]]:
+    """Flags of vLLM and SGLang for what the recipe has in fp8. weights: its `target.weights`.
+    cache: its `cache.dtype`."""
+    flags = [("--quantization", "fp8", weights), ("--kv-cache-dtype", "fp8_e4m3", cache)]
+    return [(flag, value) for flag, value, form in flags if form == "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
