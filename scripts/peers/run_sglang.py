@@ -64,8 +64,13 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
         keys |= {"speculative_num_steps": what.k, "speculative_eagle_topk": 1}
     if what.k and what.method == "dspark":
         keys["speculative_dspark_block_size"] = what.k
+    if what.target_weights == "fp8":
+        keys["quantization"] = "fp8"
     if what.k and what.draft is not None:
         keys["speculative_draft_model_path"] = what.draft
+        if "fp8" in (what.target_weights, what.draft_weights):  # by itself it takes the target's
+            form = "fp8" if what.draft_weights == "fp8" else "unquant"
+            keys["speculative_draft_model_quantization"] = form
     served = sglang.Engine(**keys)
     atexit.register(served.shutdown)
 

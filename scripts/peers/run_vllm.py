@@ -29,6 +29,8 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
         speculation = {"method": what.method, "num_speculative_tokens": what.k}
         if what.draft is not None:
             speculation["model"] = what.draft
+            if what.draft_weights == "fp8":
+                speculation["quantization"] = "fp8"
         if what.rates:
             speculation["rejection_sample_method"] = "synthetic"
             speculation["synthetic_acceptance_rates"] = what.rates
@@ -40,6 +42,8 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
     keys["gpu_memory_utilization"] = 0.7
     if what.has_neighbours:
         keys |= {"kv_cache_memory_bytes": CACHE_BYTES, "gpu_memory_utilization": 0.02}
+    if what.target_weights == "fp8":
+        keys["quantization"] = "fp8"
     llm = LLM(
         model=what.target,
         skip_tokenizer_init=True,

@@ -29,6 +29,8 @@ class Work:
     eos_ids: tokens that end a text, unless ignore_eos; empty if the target's config has none.
     is_counted: whether rounds are counted by prompt instead of timed. has_neighbours: whether other
     engines run on the same GPU, so that this engine takes memory for this work only.
+    target_weights, draft_weights: "fp8" to quantise plain weights while loading; other values leave
+    the file's form.
     """
 
     target: str
@@ -43,6 +45,8 @@ class Work:
     eos_ids: tuple[int, ...] = ()
     is_counted: bool = False
     has_neighbours: bool = False
+    target_weights: str | None = None
+    draft_weights: str | None = None
 
     @property
     def tokens_a_round(self) -> float:
@@ -283,6 +287,8 @@ def read(name: str, k: int | None) -> Work:
         new_tokens=sampling.get("max_new_tokens", 128),
         ignore_eos=bool(sampling.get("ignore_eos", False)),
         eos_ids=eos_ids(Path(_model(keys["target"], path))),
+        target_weights=keys["target"].get("weights"),
+        draft_weights=draft.get("weights") if draft else None,
     )
 
 

@@ -18,6 +18,14 @@ def test_a_bundled_recipe_is_read_as_specdec_reads_it() -> None:
     assert (plain.draft, plain.rates, plain.target) == (None, [], what.target)
 
 
+def test_other_engines_quantise_what_the_recipe_has_in_fp8() -> None:
+    pair = work.read("bench-8b-fp8-1b-dummy", 5)
+    assert (pair.target_weights, pair.draft_weights) == ("fp8", "fp8")
+    target_alone = work.read("bench-70b-fp8-1b-dummy", 5)
+    assert (target_alone.target_weights, target_alone.draft_weights) == ("fp8", None)
+    assert work.read("bench-8b-fp8-1b-dummy", 0).draft_weights is None
+
+
 TWO = [[[1] * 5, [1] * 7]]
 
 
