@@ -70,7 +70,7 @@ class Drafter:
         return found
 
     def bias(self, h: Tensor, previous: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What the Markov head adds to the logits of a row h [H], and its next state [r]."""
+        """The Markov head's addition to the logits of a row h [H], and its next state [r]."""
         e = self.own["markov_head.markov_w1.weight"][previous]
         inner = e
         if self.markov == "gated":

@@ -353,7 +353,7 @@ def _reference(checkpoint: Saved, dtype: torch.dtype) -> Any:
 
 
 def greedy_text(folder: Path, prompt: list[int], new_tokens: int) -> list[int]:
-    """What transformers' greedy `generate` writes with a saved model, made once; EOS is ignored."""
+    """The text of transformers' greedy `generate` with a saved model, made once; EOS is ignored."""
     return list(_greedy_text(saved(folder), tuple(prompt), new_tokens))
 
 

@@ -1,5 +1,5 @@
-"""Compiling kernels side by side before they run. Code first runs without launches, only to find
-out which kernels it needs."""
+"""Parallel compilation of kernels before they run. The code first runs without launches, only to
+find out which kernels it needs."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ _is_ahead = False
 
 
 def is_ahead() -> bool:
-    """Whether code runs without launches now, to find out which kernels it needs."""
+    """True during a run without launches, which finds out which kernels code needs."""
     return _is_ahead
 
 
@@ -26,14 +26,14 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
     """Compile the kernels that `run` launches; does nothing where there is nothing to compile.
 
     On CUDA `run` is called without launches. Tensors that kernels would write are zero if `run`
-    allocates them, else unchanged. So `run` must not read results of kernels on the host.
+    allocates them, and otherwise unchanged. So `run` must not read results of kernels on the host.
     """
     if device.type != "cuda":
         return
     try:
         from triton.runtime._async_compile import AsyncCompileMode
         from triton.runtime.jit import JITFunction
-    except ImportError:  # this release of Triton cannot compile so
+    except ImportError:  # this release of Triton cannot compile ahead
         return
     with ExitStack() as stack:
         compilers = stack.enter_context(_Compilers(device))
@@ -50,9 +50,9 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads for the work that `AsyncCompileMode` submits. They wait for `begin`: other code would
-    take several times as long beside them, because it and some of each compilation is Python. They
-    also load the compiled kernels. A launcher may be C code, which Triton compiles then.
+    """Threads that compile and load the kernels that `AsyncCompileMode` submits. They wait for
+    `begin`, the end of the run without launches: compilation is partly Python and would slow that
+    run several times. Loading a kernel may also compile its launcher in C.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,9 +90,8 @@ def _launches_that_compile(kernel: Any) -> Iterator[None]:
 
 @contextmanager
 def _launchers_of_own_names() -> Iterator[None]:
-    """During the block, each launcher of C code gets its own name. Triton loads all launchers under
-    one name, so a thread would give its functions to the module that another thread has just
-    loaded."""
+    """During the block, each launcher in C gets its own name. Triton loads all launchers under one
+    name, so two threads that load at once would mix up the functions of their modules."""
     driver: Any = sys.modules.get("triton.backends.nvidia.driver")
     load = getattr(driver, "compile_module_from_src", None)
     if load is None:

@@ -29,8 +29,8 @@ _kept: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def dependence(tensor: Tensor) -> dict[str, bool]:
-    """The options of a launch over `tensor`, which starts before its predecessor ends if possible.
-    DEPENDENT tells whether it does; `after_predecessor` needs this constant of the kernel.
+    """Launch options of a kernel over `tensor`. If the GPU can start it before its predecessor
+    ends, DEPENDENT is True; the kernel passes this constant to `after_predecessor`.
     """
     dependent = tensor.is_cuda and gpu_of(tensor.device).capability[0] >= 9
     return {"DEPENDENT": dependent, **launch_options(dependent)}
@@ -46,7 +46,7 @@ def launch_options(dependent: bool = False) -> dict[str, bool]:
 
 @cache
 def options_of(tiles: NamedTuple) -> dict[str, int]:
-    """Triton's own options of a launch configuration."""
+    """The fields of a launch configuration that are options of Triton."""
     names = ("num_warps", "num_stages", "maxnreg")
     return {n: value for n, value in tiles._asdict().items() if n in names}
 
@@ -62,8 +62,8 @@ def counters(device: torch.device) -> Tensor:
 def room_for_splits(
     splits: int, blocks: int, size: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Memory for the parts of sums of `size` numbers, if programs divide sums: fp32 [splits,
-    *size], and `counters` for the blocks of sums. None for undivided sums."""
+    """Memory for sums of `size` numbers that `splits` programs share: partial sums fp32 [splits,
+    *size], and `counters`, one for each of `blocks`. Two times None for one split."""
     if splits == 1:
         return None, None
     assert blocks <= COUNTERS
@@ -109,7 +109,7 @@ def prefetch_l2(pointers):
 
 @triton.jit
 def load_acquired(pointers, SCOPE: tl.constexpr):
-    """Load int32 counters at pointers or addresses. Data that they announce are visible after the
+    """Load int32 counters at pointers or addresses. Data that they announce is visible after the
     load.
 
     SCOPE: "gpu", or "sys" for memory that several GPUs share.
@@ -145,8 +145,8 @@ def is_last(counter_ptr, expected):
 def epoch_of(epochs_ptr, expected):
     """The count at which all `expected` programs of a group have arrived.
 
-    A group's two counters are never reset: arrivals so far, and arrivals before this call. Call
-    this after `after_predecessor`.
+    A group has two counters, which are never reset. They count arrivals so far, and arrivals before
+    this call. Call this after `after_predecessor`.
     """
     return tl.load(epochs_ptr + 1) + expected
 
@@ -181,5 +181,5 @@ def wait_for(epochs_ptr, epoch):
 
 @triton.jit
 def finish(epochs_ptr, epoch):
-    """One program of a group calls this after all have arrived."""
+    """End a barrier. One program of a group calls this after all have arrived."""
     tl.store(epochs_ptr + 1, epoch)

@@ -1,8 +1,8 @@
 """The public functions: CUDA tensors go to Triton kernels, all others to torch.
 
-Only `gather_plan`, which is meant for CPUs, reads CUDA data on the host, so all others can be
-captured in a CUDA graph. `ops.NAME.reference` is the torch implementation on any device. Row starts
-`[B + 1]` are the running sum of per-row counts, beginning at 0.
+A CUDA graph can capture all functions except `gather_plan`, which is meant for CPUs and reads its
+tensors on the host. `ops.NAME.reference` is the torch implementation on any device. Row starts `[B
++ 1]` are the running sum of per-row counts, beginning at 0.
 """
 
 from specdec_kernels.attention.call import FP8, AttentionCall, LayerCache

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Case(NamedTuple, Generic[T]):
-    """The tiles of problems: upper limits for some sizes, and lower limits for others."""
+    """Tiles, and the problems that use them: upper limits of some sizes, lower limits of others."""
 
     tiles: T
     most: tuple[float, ...]

@@ -137,7 +137,7 @@ def product(name: str, x: Tensor, weights: dict[str, Any], tries: Try) -> partia
 
 
 def is_for(tiles: Tiles | RowTiles | None, rows: int, storage: Storage | None) -> bool:
-    """Whether a try is for this many rows."""
+    """True if a try is for this many rows."""
     if isinstance(tiles, RowTiles):
         return rows == 1
     return tiles is None or storage is not None or tiles.block_m >= rows

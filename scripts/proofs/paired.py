@@ -58,7 +58,7 @@ def population(run: Path) -> Found:
 
 
 def simulated(whole: Found, count: int, rng: random.Random, seed: int) -> list[bool]:
-    """Whether each interval of a simulated sweep contains the truth."""
+    """True for each interval of a simulated sweep that contains the truth."""
     indices = sorted(next(iter(whole.values())))
     drawn = [rng.choice(indices) for _ in range(count)]
     samples = {key: dict(enumerate(of[i] for i in drawn)) for key, of in whole.items()}

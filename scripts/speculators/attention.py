@@ -283,7 +283,7 @@ def differs(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
 
 
 def flash_is_right(device: torch.device) -> bool:
-    """Whether flash attention gives the numbers of dense scores here; the result is printed.
+    """True if flash attention gives the numbers of dense scores here; the result is printed.
     torch's operators of this name are not public, and another version may change them."""
     try:
         apart = differs(device)

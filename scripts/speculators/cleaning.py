@@ -52,7 +52,7 @@ class Avoided:
         self.runs = np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.uint64)
 
     def is_in(self, ids: Ids) -> bool:
-        """Whether `ids` [T] shares a run with a prompt."""
+        """True if `ids` [T] shares a run with a prompt."""
         if not len(self.runs):
             return False
         mine = runs_of(ids)

@@ -78,7 +78,7 @@ def settings_of(args: argparse.Namespace, speculator: str, k: int) -> dict[str, 
 
 
 def is_bare_model(folder: Path) -> bool:
-    """Whether a folder holds a whole model, except for the embedding and the head."""
+    """True if a folder holds a whole model, except for the embedding and the head."""
     classes = json.loads((folder / "config.json").read_text()).get("architectures") or []
     if not any(name.endswith("ForCausalLM") for name in classes):
         return False

@@ -23,8 +23,8 @@ class AcceptanceRule(Protocol):
     """is_lossless: whether the output follows the target's distribution. looks_ahead: whether a
     decision depends on proposals past the last accepted one; noise is then keyed by round too.
     draws_when_greedy: whether the rule reads noise even in greedy decoding. judges_jointly: whether
-    the chances of single tokens do not predict it. remark: a note beside every number that a lossy
-    rule produced. The values below are defaults, which a rule may inherit."""
+    single tokens' chances do not predict it. remark: a note beside every number that a lossy rule
+    produced. The values below are defaults, which a rule may inherit."""
 
     is_lossless: bool = False
     looks_ahead: bool = False
@@ -50,7 +50,7 @@ class AcceptanceRule(Protocol):
     ) -> Forecast | None:
         """Expected acceptance over `count` output tokens after a prompt of `start`, if this rule
         alone determines it; None if the proposer's forecast holds. Raises `NoForecast` if neither
-        can tell."""
+        predicts it."""
         if self.judges_jointly and not params.is_greedy:
             raise NoForecast
         return None

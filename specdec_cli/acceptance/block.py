@@ -75,15 +75,15 @@ def block_verify_reference(
     With w_0 = 1 and w_i = min(1, w_(i-1) p_i(d_i) / q_i(d_i)), prefix i of the drafts passes iff
     its accept noise is below h_i: w_i for the whole block, S_i / (S_i + 1 - w_i) for a shorter
     prefix, where S_i is the mass of max(w_i p - q, 0) at the next place. The longest prefix that
-    passes stands. The next token is drawn from that residual, or after the whole block from p. At
-    least i drafts stand with probability w_i given the first i.
+    passes is accepted. The next token is drawn from that residual, or after the whole block from p.
+    Given the first i drafts, at least i are accepted with probability w_i.
 
     `accept_noise[:, i]` decides prefix i + 1, and `sample_noise[:, a]` draws the token after a
     accepted drafts. The outcome depends on the accept noise and the drafts of ALL places up to
-    `lens`, which the next round decides again and needs fresh numbers for. So the caller guarantees
-    that accept noise and the noise that draws the drafts are functions of the round's start too
-    (`uniform_rows(..., by_round=True)`); that all three kinds are independent; and that `lens` is a
-    stopping time of the drafts, which never depends on a draft that is then left out.
+    `lens`. The next round decides some of these places again, with fresh numbers. So the caller
+    guarantees that accept noise and the noise that draws the drafts are functions of the round's
+    start too (`uniform_rows(..., by_round=True)`); that all three kinds are independent; and that
+    `lens` is a stopping time of the drafts, which never depends on a draft that is then left out.
     """
     chances, follow = block_chances(draft_tokens, lens, draft_probs, target_probs)
     place = torch.arange(1, draft_tokens.shape[1] + 1, device=lens.device)
@@ -102,8 +102,8 @@ def verify_block(v: ops.Verification) -> tuple[Tensor, Tensor]:
 
 
 def _test(v: ops.Verification) -> tuple[Tensor, Tensor]:
-    """Both rules give the same distribution for proposals that were not drawn, and rejection
-    sampling costs less."""
+    """Block verification, or for proposals that were not drawn rejection sampling, which then has
+    the same distribution and costs less."""
     return ops.reject_logits(v) if v.draft_logits is None else verify_block(v)
 
 

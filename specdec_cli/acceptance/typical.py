@@ -41,8 +41,8 @@ class Typical(AcceptanceRule):
         return Verdict(*ops.accept(c.token_ids, own, c.lens, (~stands).float(), rates))
 
     def stands(self, probs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Whether each proposal passes the test, bool [B, K]. probs: fp32 [B, K, V]. token_ids:
-        int64 [B, K]."""
+        """True for each proposal that passes the test, bool [B, K]. probs: fp32 [B, K, V].
+        token_ids: int64 [B, K]."""
         entropy = torch.special.entr(probs).sum(dim=-1)
         p = probs.gather(-1, token_ids.clamp(min=0)[..., None])[..., 0]
         least = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)

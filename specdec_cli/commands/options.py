@@ -269,7 +269,7 @@ class Asked:
 
     @property
     def is_heard(self) -> bool:
-        """Whether this process writes to the user: the parent writes for the ranks that it
+        """True if this process writes to the user: the parent writes for the ranks that it
         started."""
         return self.place.rank is None or self.place.rank.tells_user
 

@@ -28,7 +28,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits are changed before tokens are drawn."""
+        """True if logits are changed before tokens are drawn."""
         return self.processing != (1.0, (), 0)
 
     @property

@@ -119,7 +119,7 @@ def _need_of(plan: Plan, longest_prompt: int) -> CacheNeed:
 
 
 def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
-    """Whether this rank has room for the plan's draft, its cache and its passes."""
+    """True if this rank has room for the plan's draft, its cache and its passes."""
     wanted = sum(d.weight_bytes for d in plan.held[1:]) + num_blocks * block_bytes_of(plan)[1]
     if plan.device.type != "cuda":
         return wanted < available_memory() // local_world_size()

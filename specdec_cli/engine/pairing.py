@@ -232,7 +232,7 @@ def tokenizer_of(model: Draft) -> Tokenizer:
 
 
 def _have_one(target: Description, draft: Draft) -> bool:
-    """Whether both models have the same tokenizer, and it has no code of its own."""
+    """True if both models have the same tokenizer, and it has no code of its own."""
     if target.spec.trust_remote_code or draft.spec.trust_remote_code:
         return False
     kinds = [config_file(m.spec.name, m.place).get("model_type") for m in (target, draft)]

@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether prefill passes of models with a fused form are captured. Only a single rank
+        """True if prefill passes of models with a fused form are captured. Only a single rank
         captures them."""
         return self.no_cuda_graphs is None and self.parallel.size == 1
 

@@ -42,7 +42,7 @@ class Run:
         return next(r for r in self.by_slots if r.num_slots >= count)
 
     def look_ahead(self, place: int) -> bool:
-        """Whether there are more than `place` pending requests. If needed, requests are taken from
+        """True if there are more than `place` pending requests. If needed, requests are taken from
         `to_come`."""
         pending = self.scheduler.pending
         while len(pending) <= place and (request := next(self.to_come, None)) is not None:

@@ -228,7 +228,7 @@ def _token_ids(planned: Prepared, prompt: Prompt) -> tuple[int, ...]:
 
 
 def _lacks_system(prompt: Prompt) -> bool:
-    """Whether a rendered conversation has a system message that is missing from its text."""
+    """True if a rendered conversation has a system message that is missing from its text."""
     texts = [text for m in prompt.messages or () if m["role"] == "system" for text in _texts(m)]
     return any(text.strip() not in (prompt.text or "") for text in texts)
 

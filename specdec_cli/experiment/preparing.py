@@ -156,7 +156,7 @@ def looped(job: Job, outputs: Sequence[Output]) -> list[Notice]:
 
 
 def _ends_in_loop(ids: Sequence[int]) -> bool:
-    """Whether the last tokens, at least `_LEAST_LOOP` of them, repeat one run of tokens several
+    """True if the last tokens, at least `_LEAST_LOOP` of them, repeat one run of tokens several
     times."""
     for period in range(1, min(_LONGEST_TURN, len(ids) // _TURNS) + 1):
         tail = ids[-max(_TURNS * period, _LEAST_LOOP) :]

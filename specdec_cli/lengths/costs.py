@@ -9,8 +9,7 @@ _TRIALS = 4  # rounds of each K; the first does not count, since it may still wa
 
 
 class RoundCosts:
-    """Times of rounds by number of slots and K, as rank 0 measures them. Counts tell when there are
-    enough."""
+    """Times of rounds by number of slots and K. Every rank adds its own; `of` returns rank 0's."""
 
     def __init__(self, parallel: TensorParallel) -> None:
         self._parallel = parallel

@@ -26,8 +26,8 @@ from specdec_cli.recipe import SpeculationSection
 class MethodParts:
     """The recipe's section and the models that a proposer may be made from, on this rank.
 
-    draft: a `PagedModel` unless the method describes its own; None if this rank holds no part of
-    one. described: its description, on every rank. draft_max_len: its context length, or 0.
+    draft: a `PagedModel`, or the method's own kind of draft; None if this rank holds no part of it.
+    described: the draft's description, on every rank. draft_max_len: its context length, or 0.
     """
 
     speculation: SpeculationSection
@@ -38,7 +38,7 @@ class MethodParts:
 
 
 class RoundSize(NamedTuple):
-    """The sizes that a method's memory follows from, on this rank. longest: the most tokens of a
+    """The sizes that determine a method's memory on this rank. longest: the most tokens of a
     text."""
 
     batch_size: int
@@ -61,10 +61,10 @@ class MethodBytes(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Method:
     """make: makes a proposer. estimate_bytes: its memory. describe: describes its own kind of
-    draft; None for a method that runs a model of transformers, or none. runs_on_host: whether the
+    draft; None for a method that runs a transformers model, or no model. runs_on_host: whether the
     host reads the device's data, so that rounds cannot be captured. can_share: the weights that
-    `draft.share` may name for its kind of draft. check: the description of a model as the method
-    runs it; raises `SetupError` for a model that it cannot run."""
+    `draft.share` may name for its kind of draft. check: returns the description of a model as the
+    method runs it; raises `SetupError` for a model that it cannot run."""
 
     make: Callable[[MethodParts], "Proposer"]
     estimate_bytes: Callable[[RoundSize], MethodBytes]
@@ -84,8 +84,8 @@ class Proposer:
     states of the target that it reads, as transformers counts them in `hidden_states`. needs_text:
     whether `BatchState.texts` has to hold the sequences' tokens. tail: the number of tokens of
     `BatchState.tail` that it reads. max_lag: the most tokens that may be missing from its cache
-    when a round begins; if more are missing, they are prefilled first. is_paged: whether all that
-    it keeps of a text lies in the cache blocks of its tokens, so that texts which begin alike may
+    when a round begins; if more are missing, they are prefilled first. is_paged: whether it keeps
+    all data of a text in the cache blocks of the text's tokens, so that texts which begin alike may
     share blocks. depends_on_k: whether a proposal depends on the number of proposals after it.
 
     A proposer that inherits from this has the values below, keeps nothing, and needs `propose`.
@@ -120,9 +120,8 @@ class Proposer:
         return type(self).commit is not Proposer.commit
 
     def ahead(self, k: int) -> int:
-        """The number of places after a text that its passes in a round of k feed, and that need
-        cache blocks even if the sequence may propose fewer tokens; 0 if only proposals need
-        blocks."""
+        """The number of places after a text that need cache blocks in a round of k, because passes
+        feed them even if the sequence may propose fewer tokens; 0 if only proposals need blocks."""
         return 0
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
@@ -138,8 +137,8 @@ class Proposer:
         k: int,
         params: SamplingParams,
     ) -> Forecast | None:
-        """The acceptance to expect of proposals along `output`, a text that is already written;
-        None if its rounds have to be run. All ranks call this; rank 0's result is valid."""
+        """The expected acceptance of proposals along `output`, an existing text; None if only
+        running the rounds can show it. All ranks call this; rank 0's result is valid."""
         return None
 
     def check(self) -> None:

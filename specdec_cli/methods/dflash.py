@@ -43,7 +43,7 @@ class DFlash(HeadProposer):
         return self.rows(k) - 1
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """All K tokens, from the rows that decide a token."""
+        """Propose K tokens from one pass. Only some of its rows predict a proposal."""
         if self.head is None or draft.is_over:
             return draft.nothing()
         head = self.head.head
@@ -104,7 +104,7 @@ def estimate_bytes(size: RoundSize) -> MethodBytes:
 
 
 def describe(place: DraftPlace) -> HeadDescription:
-    """The drafter, with any of the configs that its folder may have."""
+    """The drafter in its folder, from a config of any supported form."""
     keeps_width = place.speculation.block_width == "trained"
 
     def read(name: str, folder: Path, _: int) -> DFlashConfig:

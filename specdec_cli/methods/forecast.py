@@ -1,4 +1,4 @@
-"""The acceptance of proposals along a text that is already written, found by running its rounds.
+"""Forecasts of acceptance along an existing text, by running the rounds that begin in it.
 
 A round begins at each token, and its draws give the tokens that follow there. Rounds run side by
 side, each in its own cache blocks. Legend: N rounds, K proposal length, V vocabulary.
@@ -21,7 +21,7 @@ from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.teacher import Teacher, acceptance, logits_of, prefill
 
-_SIDE_BY_SIDE = 64  # rounds at a time; the distributions of one place of each are held
+_SIDE_BY_SIDE = 64  # rounds at a time; each holds the distributions of one place
 
 
 @torch.inference_mode()
@@ -33,7 +33,7 @@ def forecast(
     k: int,
     params: SamplingParams,
 ) -> Forecast:
-    """The acceptance to expect in rounds of k that begin at the tokens of `output`.
+    """The expected acceptance of rounds of k, one from each token of `output`.
 
     All ranks have to call this; only rank 0's result is valid. Raises `NoForecast` if proposals are
     not drawn by `Drafting`.
@@ -48,7 +48,7 @@ def forecast(
 
 @dataclass(slots=True, eq=False)
 class Following(Drafting):
-    """A drafting whose draws give the written tokens and note each one's chance to be accepted.
+    """A drafting that draws the written tokens and records each one's chance of acceptance.
     written: int64 [N, K]. scored: gives the target's logits [M, V]; row i + j belongs to place j in
     round i, and the last row also stands for places behind the text. noted: the result of
     `teacher.acceptance` for each place that was drawn.
@@ -77,9 +77,9 @@ class Following(Drafting):
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """chances: those of the proposals that lie in the text. proposed: the number of all proposals.
-    is_drawn: whether any was drawn. overlap: the sum of min(p, q) of the first proposal, if it was
-    drawn."""
+    """chances: of acceptance, for the proposals within the text. proposed: the number of all
+    proposals. is_drawn: whether any was drawn. overlap: the sum of min(p, q) of the first proposal,
+    if it was drawn."""
 
     chances: tuple[float, ...] = ()
     proposed: int = 0
@@ -88,7 +88,7 @@ class _Round:
 
 
 def _told(rounds: list[_Round]) -> Forecast:
-    """Counts if nothing was drawn, since acceptance is certain then; else chances."""
+    """The forecast: counts if nothing was drawn and acceptance is certain, otherwise chances."""
     if any(one.is_drawn for one in rounds):
         overlap = tuple(one.overlap for one in rounds)
         return Forecast(ahead=tuple(one.chances for one in rounds), overlap=overlap)
@@ -97,8 +97,8 @@ def _told(rounds: list[_Round]) -> Forecast:
 
 
 class _Replay:
-    """The rounds of k along `tokens`, and the number of tokens that the proposer and the target
-    hold. features: [T, F], hidden states of the last T of `begun`, or None."""
+    """Rounds of k along `tokens`. `begun` and `fed` are the numbers of tokens that the proposer and
+    the target hold. features: [T, F], hidden states of the last T of `begun`, or None."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Replay:
 
     def _shared(self, n: int) -> int:
         """The number of the text's blocks that a round of n tokens shares. They end before the row
-        ahead of its last token, whose output may be kept beside its keys."""
+        of the second-last token: a proposer may keep that row's output beside its keys."""
         return max(0, n - 2) // self.teacher.allocator.block_size if self.proposer.is_paged else 0
 
     def _copy(self, n: int, own: list[int]) -> Sequence:

@@ -1,8 +1,8 @@
 """Proposing tokens with the modules for multi-token prediction in the target's checkpoint.
 
-A single module takes steps. In a chain of modules, module i makes proposal i + 1. It needs a true
-row of every token. Its last i rows embed proposals and are written again in each round. Legend: B
-slots.
+A single module makes all proposals, one a pass. In a chain of modules, module i makes proposal i +
+1. It needs a true row of every token. Its last i rows embed proposals and are written again in each
+round. Legend: B slots.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Proposing tokens with a PARD draft (An et al., arXiv 2504.18583): a model trained with masks.
 
 One causal pass over the tokens that its cache lacks and K - 1 masks gives all proposals. A smaller
-k has the first of the same proposals. True tokens are written over masks.
+k proposes the first of the same tokens. True tokens later overwrite masks in the cache.
 """
 
 from dataclasses import replace
@@ -32,8 +32,8 @@ class Pard(DraftModel):
         self.mask_id = 0 if model is None else int(getattr(model.module.config, _KEY))
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """All tokens, from the rows of the last token and of the masks. Writing a key again changes
-        nothing."""
+        """Propose all tokens from the rows of the last token and of the masks. Writing a key again
+        changes nothing."""
         if self.model is None or draft.is_over:
             return draft.nothing()
         masks = state.tail.new_full((state.num_slots, draft.k - 1), self.mask_id)
@@ -67,7 +67,7 @@ def _estimate_bytes(size: RoundSize) -> MethodBytes:
 
 
 def _check(draft: Description) -> Description:
-    """A draft of one pass. Raises `SetupError` for one without a token for masks."""
+    """The description of a draft of one pass. Raises `SetupError` if it has no token for masks."""
     token = getattr(draft.module.config, _KEY, None)
     if type(token) is not int or not 0 <= token < draft.vocab_size:
         raise SetupError(

@@ -1,8 +1,8 @@
 """Proposing tokens with a P-EAGLE head: EAGLE-3's rows, and masks in place of its further steps.
 
-One causal pass takes the true rows of the last round and K - 1 masks after them. A smaller k has
-the first of the same proposals. True rows are written over masks. Legend: B slots, K proposal
-length, W rows that may wait, H width of the head.
+One causal pass takes the true rows of the last round and K - 1 masks after them. A smaller k
+proposes the first of the same tokens. True rows later overwrite masks in the cache. Legend: B
+slots, K proposal length, W rows that may wait, H width of the head.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ class PEagle(HeadProposer):
         return k + 1
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """All tokens, from the outputs of the last true row and of K - 1 rows of masks."""
+        """Propose all tokens from the outputs of the last true row and of K - 1 masks."""
         if self.head is None:
             return draft.nothing()
         rows = self._passed(self.head, state, draft.lens, draft.k - 1)
@@ -69,8 +69,8 @@ class PEagle(HeadProposer):
         return rows.masked_fill((read < 0)[..., None], 0.0)
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Keep the rows that the decision completes for the next pass. A round without proposals
-        had no pass, so rows would pile up."""
+        """Keep the rows that the decision completes for the next pass. After a round without
+        proposals, which had no pass, run one: rows would pile up."""
         if self.head is None:
             return
         assert target.features is not None, "the target has to return hidden states"

@@ -18,7 +18,7 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class HeadProposer(Proposer):
-    """A head's rows of true tokens, written in prefill and `commit`; None on a rank without it."""
+    """Writes a head's rows of true tokens in `prefill` and `commit`. Some ranks have no head."""
 
     # `commit` writes the rows of every round, even of one without proposals: no `max_lag`.
     is_paged = True
@@ -90,8 +90,8 @@ def make(parts: MethodParts) -> StepHead:
 
 
 def estimate_bytes(size: RoundSize) -> MethodBytes:
-    """Bytes of the pass of `commit`, and of logits: those of one step over the head's own ids. If
-    tokens are drawn: those of every step over the target's ids, and all of them stacked."""
+    """Bytes of the pass of `commit`, and of logits. Greedy decoding holds those of one step over
+    the head's own ids. Drawing also holds those of all steps over the target's ids, twice."""
     if size.draft is None:
         return MethodBytes()
     batch_size = size.batch_size
@@ -111,8 +111,7 @@ def estimate_at_once(size: RoundSize, rows: int) -> MethodBytes:
 
 
 def _pass_and_logits(size: RoundSize, draft: Draft, rows: int, logits: int) -> MethodBytes:
-    """Both count at once in a captured round; elsewhere the larger one counts. logits: the number
-    of values."""
+    """A captured round holds both at once; otherwise the larger counts. logits: their number."""
     drawing = logits * draft.dtype.itemsize
     passing = draft.pass_bytes(rows, 0, gathers=False)
     return MethodBytes(in_round=drawing + passing if size.is_cuda else max(drawing, passing))

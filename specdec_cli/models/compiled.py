@@ -82,7 +82,7 @@ def _no_advice() -> Iterator[None]:
 
 
 def cannot_compile(problem: CompileError) -> SetupError:
-    """The error for a model that is not a whole graph: its timings in eager mode would mislead."""
+    """The error for a model that is not one graph. Its timings in eager mode would mislead."""
     reason = reason_of(problem)
     return SetupError(
         f"a model cannot be compiled: {reason}",

@@ -55,7 +55,7 @@ class Scheme(NamedTuple):
         return None
 
     def leaves(self, path: str) -> bool:
-        """Whether the config says that a module is plain."""
+        """True if the config says that a module is plain."""
         return any(
             f".{entry}." in f".{path}." or fnmatchcase(path, entry) or _matches(entry, path)
             for entry in self.left

@@ -94,7 +94,7 @@ def has_experts(layer: Any) -> bool:
 
 def dense_mlp(layer: Any) -> Any:
     """The MLP that all tokens pass through: the layer's own MLP, or its shared experts; None if
-    there is neither. Among the routed experts, the shared ones would take longer than the rest."""
+    there is neither. As routed experts, the shared ones would take longer than all others."""
     return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
 
@@ -113,8 +113,8 @@ class ExpertSizes(NamedTuple):
 
 
 def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> ops.Experts:
-    """A layer's experts, which share the module's weights. read: [1],
-    receives the number of experts that a pass reads."""
+    """A layer's experts, which share the module's weights. read: [1], receives the number of
+    experts that a pass reads."""
     if family.clamps_experts:
         return _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
     router, choice_bias = layer.mlp.gate, None

@@ -43,8 +43,8 @@ class FusedStack:
     ) -> Normed:
         """The residual stream after the last layer, ready for the norm and product that follow.
 
-        start: the result of `ops.embed`: the stream before the first layer with its
-        norm, and the rows of the rotary tables. enter: replaces or records each layer's input.
+        start: the result of `ops.embed`: the stream before the first layer with its norm, and the
+        rows of the rotary tables. enter: replaces or records each layer's input.
         """
         x, cos, sin = start
         del start  # a reference would keep the first layer's input until the last layer is done

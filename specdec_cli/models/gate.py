@@ -1,5 +1,5 @@
-"""The check, before weights are read, that a model would not write wrong text: all its layers must
-ask for causal or sliding-window attention."""
+"""Checks that a model would write right text, before its weights are read: all its layers must ask
+for causal or sliding-window attention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

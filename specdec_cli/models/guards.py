@@ -78,7 +78,7 @@ def check_length(length: int, growth: int) -> None:
 
 @contextmanager
 def bounded(seconds: float, size: int) -> Iterator[None]:
-    """Bound the Python code inside; works in the main thread only.
+    """Bound the time and memory of Python code in the block, in the main thread only.
 
     seconds: processor time after which `TimeoutError` is raised. size: bytes that the code may take
     beyond the process's present memory; more raise `MemoryError`.
@@ -106,7 +106,7 @@ def bounded(seconds: float, size: int) -> Iterator[None]:
 
 
 def is_panic(problem: BaseException) -> bool:
-    """Whether native code panicked. A panic is no `Exception` of Python's."""
+    """True if native code panicked. A panic is no `Exception` of Python's."""
     return type(problem).__name__ == "PanicException"
 
 

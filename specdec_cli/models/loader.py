@@ -218,9 +218,9 @@ def _fill(
                 done[id(meta)] = filled
                 came = value.codes if isinstance(value, Stored) else value
                 if came is not None and came.data_ptr() != filled.data_ptr():
-                    # Otherwise later weights lie in fragments of the source's buffers and keep
-                    # these reserved: 17 GiB with a 70B model on two GPUs, and three times the
-                    # weights on a CPU if weights become fp8.
+                    # Otherwise later weights would lie in fragments of the source's buffers and
+                    # keep them reserved: 17 GiB with a 70B model on two GPUs, and on a CPU three
+                    # times the weights if they become fp8.
                     left_on = came.device
                     del value, came
                     if filled.numel() >= LARGE:
@@ -246,7 +246,7 @@ def _placed(
 
 def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
     """The tensors of a module that a checkpoint holds, as (name, owning module, name there,
-    tensor). A tied tensor comes under each of its names."""
+    tensor). A tied tensor appears under each of its names."""
     found = []
     for name, tensor in module.state_dict(keep_vars=True).items():
         prefix, _, leaf = name.rpartition(".")
@@ -366,8 +366,8 @@ def _wrong_shape(name: str, spec: ModelSpec, stored: list[int], wanted: list[int
 def _dummy_source(module: Any, device: torch.device) -> Source:
     """Random matrices, seeded by parameter name; each rank takes its part of them.
 
-    transformers' initialisation makes norms and biases, some of them stacked, neutral, so they are
-    left to it. Sinks of attention are not, since it would draw them anew on each rank.
+    Norms and biases, some of them stacked, are left to transformers' initialisation, which makes
+    them neutral. Attention sinks are drawn here, since it would draw other ones on each rank.
     """
     std = float(getattr(module.config, "initializer_range", 0.02))
 

@@ -62,7 +62,7 @@ def peak_bytes(
 
 
 def _plain_numbers(model: PassShapes, tokens: int) -> int:
-    """The largest number of stored weights that a product, or a layer's experts, make plain at
+    """The largest number of stored weights that one product, or one layer's experts, make plain at
     once."""
     config, family, found = model.module.config, fusable_family(model.module), 0
     for layer in model.module.model.layers:

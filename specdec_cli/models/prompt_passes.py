@@ -37,8 +37,8 @@ _WHILE_QUEUED = 2.5e11
 
 
 def width_busy_with(numbers: float) -> int:
-    """The number of tokens from which on passes gain nothing from a graph, for layers with this
-    many numbers. They would only compute their padding."""
+    """The largest width at which a graph saves time, for layers with this many numbers. Wider
+    passes keep the GPU busy, and would only compute their padding."""
     return max((w for w in WIDTHS if w * numbers <= _WHILE_QUEUED), default=WIDTHS[0])
 
 
@@ -62,8 +62,8 @@ Body = Callable[[ForwardBatch, Any, Tensor | None], Results]
 class PromptGraphs:
     """The passes over prompts of an engine's models, and the memory that their graphs share.
 
-    num_tokens: the most tokens of a padded pass; longer passes are not padded, and none is if it is
-    0. num_columns: columns of the block tables. is_captured: whether padded passes are captured;
+    num_tokens: the most tokens of a padded pass; longer passes are not padded; 0 for no padding at
+    all. num_columns: columns of the block tables. is_captured: whether padded passes are captured;
     tests run them without graphs.
     """
 
@@ -100,7 +100,7 @@ class PromptGraphs:
         """Capture `run` as a graph. It has run before, which compiled its kernels."""
         if not self._is_captured or is_ahead():  # without launches a graph would be empty
             return None
-        if self._stream is None:  # shared, since each has its workspace of products
+        if self._stream is None:  # one for all: each stream has its own workspace
             self._stream = torch.cuda.Stream(self.device)
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -152,14 +152,14 @@ class PromptPasses:
         self._given: Tensor | None = None
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Results]] = {}
-        # The pass has as many rows of logits as a round, whose kernels are compiled.
+        # A pass has as many rows of logits as some round, whose kernels are already compiled.
         counts = (0, *slot_counts(inputs.num_sequences))
         self._num_rows = [
             next(n for n in counts if n >= count) for count in range(inputs.num_sequences + 1)
         ]
 
     def fits(self, spans: list[Span]) -> bool:
-        """Whether a pass over `spans` is short enough."""
+        """True if a pass over `spans` is short enough."""
         count = sum(stop - start for _, start, stop in spans)
         most = min(self._graphs.num_tokens, self.inputs.num_tokens)
         return count <= most and len(spans) <= self.inputs.num_sequences

@@ -323,7 +323,7 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
 
 
 def _has_nan(codes: torch.Tensor) -> bool:
-    """Whether e4m3 codes have a NaN (0x7f or 0xff), which products in bf16 take for a number. 0xff
+    """True if e4m3 codes have a NaN (0x7f or 0xff), which products in bf16 take for a number. 0xff
     is the largest code as uint8, and 0x7f as int8. A mask would take ten times as long.
     """
     bits = codes.view(torch.uint8)

@@ -67,7 +67,7 @@ class PretrainedTokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether it has a chat template."""
+        """True if it has a chat template."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     @property
@@ -194,12 +194,12 @@ _NEEDED = "the model folder needs its tokenizer files (tokenizer.json)"
 
 
 def has_tokenizer(place: Path) -> bool:
-    """Whether a model's folder or GGUF file holds a tokenizer."""
+    """True if a model's folder or GGUF file holds a tokenizer."""
     return is_gguf(place) or any(any(place.glob(pattern)) for pattern in _FILES)
 
 
 def is_same_tokenizer(one: Path, other: Path) -> bool:
-    """Whether two folders hold a tokenizer in the same files. Comparing takes a hundredth of a
+    """True if two folders hold a tokenizer in the same files. Comparing takes a hundredth of a
     second; reading a tokenizer of 128,000 words takes half a second."""
     if is_gguf(one) or is_gguf(other) or not has_tokenizer(one):
         return False

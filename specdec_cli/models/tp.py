@@ -91,7 +91,7 @@ def shard(
     plan = {k: v for k, v in whole_plan.items() if v not in _WHOLE}
     styles = {n: plan[p] for n in _names(module) if (p := _pattern(n)) in plan}
     experts = [path for path, style in styles.items() if style == _EXPERTS]
-    # Plans have their tensors too, but in words that do not tell the layout.
+    # Plans list the experts' tensors too, but with styles that do not show their layout.
     inside = tuple(f"{path}." for path in experts)
     styles = {n: s for n, s in styles.items() if n not in experts and not n.startswith(inside)}
     unknown = sorted({style for style in styles.values() if style not in _SPLIT})

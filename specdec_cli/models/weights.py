@@ -153,8 +153,8 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
 
 
 def layers_held(place: Path) -> int | None:
-    """The number of layers by the tensors' names; None if they tell none, and for a damaged index
-    or file, which loading reports."""
+    """The number of layers by the tensors' names; None if they name none, or if an index or file is
+    damaged, which loading reports."""
     if is_gguf(place):
         return layers_in(read_model(place))
     names = tensor_names(place)

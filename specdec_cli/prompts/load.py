@@ -193,7 +193,7 @@ def _read_stdin(
 
 
 def _is_json_list(raw: bytes) -> bool:
-    """Whether bytes begin a list of objects, or are a list of texts. `[INST] ...` is a text."""
+    """True if bytes begin a list of objects, or are a list of texts. `[INST] ...` is a text."""
     if re.match(rb"\s*\[\s*\{", raw := raw.removeprefix(BOM)):
         return True
     try:

@@ -104,7 +104,7 @@ def _key_of(row: Mapping[str, object]) -> str | None:
 
 
 def _is_given(value: object, kind: type = object) -> bool:
-    """Whether a value of this kind is not empty."""
+    """True if a value of this kind is not empty."""
     blank = isinstance(value, str) and not value.strip()
     return isinstance(value, kind) and not blank and value not in (None, [], {})
 

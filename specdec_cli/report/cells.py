@@ -173,7 +173,7 @@ class Table:
 
 
 def is_text(table: Table, column: int) -> bool:
-    """Whether a column holds words, which are left-aligned."""
+    """True if a column holds words, which are left-aligned."""
     return any(
         isinstance(row[column], str) and not table.columns[column].title.endswith("interval")
         for row in table.rows

@@ -49,7 +49,7 @@ class Finding:
 
     @property
     def is_open(self) -> bool:
-        """Whether the run's evidence decides nothing, so that its best point is not advice."""
+        """True if the run's evidence decides nothing, so that its best point is not advice."""
         return self.recorded is not None and self.verdict == "inconclusive"
 
     @property
@@ -259,7 +259,7 @@ def fastest_with_proposals(
 
 
 def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
-    """Whether plain decoding was chosen because faster points may be faster by chance."""
+    """True if plain decoding was chosen because faster points may be faster by chance."""
     point = fastest_with_proposals(run, best, _measured)
     is_faster = point is not None and (point.speedup or 0.0) > 1
     return is_faster and best.recorded is not None and not run.is_comparison

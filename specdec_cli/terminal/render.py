@@ -100,7 +100,7 @@ def table_width(table: Table) -> Measurement:
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Whether `stream` shows colours. It shows none under NO_COLOR."""
+    """True if `stream` shows colours. It shows none under NO_COLOR."""
     out = console(stream)
     return out.color_system is not None and not out.no_color
 

@@ -199,7 +199,7 @@ class SampleFile(Sink):
 
 
 def shows_live_text(job: Job) -> bool:
-    """Whether text is shown while it is written."""
+    """True if text is shown while it is written."""
     return sys.stdout.isatty() and job.plan.recipe.run.batch_size == 1
 
 

@@ -1,4 +1,4 @@
-"""What the tests of commands share."""
+"""Fixtures that the tests of commands share."""
 
 from collections.abc import Iterator
 from pathlib import Path

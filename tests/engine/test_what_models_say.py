@@ -1,4 +1,4 @@
-"""What a model's own files say beside its weights: context length, a second save, special tokens.
+"""Facts from a model's own files besides weights: context length, second save, special tokens.
 
 transformers' own reading is the judge where there is one.
 """

@@ -229,7 +229,7 @@ def problems_of(end: Ended, seconds: float = SECONDS) -> Iterator[str]:
 
 
 def _are_several_problems(end: Ended) -> bool:
-    """Whether each line is a problem of its own: recipes and data may have several, and other
+    """True if each line is a problem of its own: recipes and data may have several, and other
     files where each line names another place in a file, or another key of a recipe."""
     places = [found["place"] for line in end.lines if (found := _AT_A_LINE.match(line))]
     return end.kind not in _ONE_LINE or len(set(places)) == len(end.lines)

@@ -19,7 +19,7 @@ ROUND_S = 0.001
 
 @dataclass
 class Written:
-    """What the server did for one request. rounds: what each accepted, as the engine counts."""
+    """The server's work for one request. rounds: tokens accepted in each, as the engine counts."""
 
     prompt: list[int]
     tokens: list[int]
@@ -32,7 +32,7 @@ class Written:
 
 @dataclass
 class Faults:
-    """Misbehaviour. Numbers count down: so many requests are hit.
+    """Misbehaviour of the server. A number is the count of requests that it still hits.
 
     statuses: answered in turn, with headers, before anything else. cut: the stream ends after two
     chunks, by a reset or (clean) in order. usage: added to the count, or None for none. pieces:
@@ -173,7 +173,7 @@ class FakeServer:
         return tokens, False
 
     def _rounds(self, prompt: list[int], count: int) -> list[int]:
-        """What each round accepts, until they have made `count` tokens; past the text's end too."""
+        """Accepted tokens of each round, until rounds have made `count` tokens or more."""
         numbers, made, found = random.Random(f"{prompt} {self.k}"), 0, []
         while made < count:
             accepted = numbers.randrange(self.k + 1) if self.k else 0

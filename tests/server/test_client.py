@@ -103,7 +103,7 @@ def test_ids_rounds_and_times_are_the_servers(dialect: str, batch: int) -> None:
 
 
 def _in_text(rounds: list[int], tokens: int) -> list[int]:
-    """What the chunks after the first hold of rounds, without the token that each adds."""
+    """Accepted tokens of each round, as far as they lie in a text of `tokens` tokens."""
     found, at = [], 1
     for accepted in rounds:
         found.append(min(accepted + 1, tokens - at) - 1)

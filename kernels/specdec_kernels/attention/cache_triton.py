@@ -1,5 +1,5 @@
-"""The paged KV cache: kernels that compute slots, with a lane for each token, and that write, with
-a program for each token."""
+"""Kernels of the paged KV cache. One computes slots, with a lane for each token. The other writes
+keys and values, with a program for each token."""
 
 import torch
 import triton

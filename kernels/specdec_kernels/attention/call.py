@@ -18,8 +18,8 @@ class LayerCache(NamedTuple):
     values: Tensor
     """[NB, BS, Hkv, Dv]."""
     scales: Tensor | None = None
-    """[2, Hkv] fp32, contiguous, positive, of keys and of values: a cache in `FP8` holds numbers
-    divided by these, those beyond its range as its largest. None: numbers in the queries' dtype."""
+    """[2, Hkv] fp32, contiguous, positive: the scales of keys and of values. A cache in `FP8` holds
+    numbers divided by them and clamped to its range. None: numbers in the queries' dtype."""
 
     @property
     def sides(self) -> tuple["Side", "Side"]:
@@ -29,7 +29,7 @@ class LayerCache(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether the shapes fit, and the elements have the dtype that belongs to the scales."""
+        """True if shapes and layouts fit, and the cache is in fp8 exactly if it has scales."""
         keys, values, scales = self
         is_alike = keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
         has_scales = scales is None or (
@@ -64,8 +64,8 @@ class AttentionCall(NamedTuple):
     scale: float
     """Positive factor on the scores."""
     sliding_window: int = 0
-    """A key is visible iff its position > the query's - window, and < the query's + window where
-    rows are not causal; 0 for no window."""
+    """A key is visible iff its position > the query's - window and, unless rows are causal, < the
+    query's + window. 0 means no window."""
     softcap: float = 0.0
     """Scores become softcap * tanh(score / softcap), as in Gemma 2; 0 for none."""
     sinks: Tensor | None = None

@@ -14,20 +14,20 @@ from torch import Tensor
 from specdec_kernels.gpu import gpu_of
 
 HEAD_DIMS = (64, 128)
-LONGEST = 32768  # most tokens of a gathered context, as a bound of memory
+LONGEST = 32768  # most tokens of a gathered context; bounds its memory
 
 
 class Bound(NamedTuple):
-    """The least chunk that gains by gathering."""
+    """The smallest chunk for which gathering is faster."""
 
     queries: int
     scores: int
     """Queries times context."""
 
 
-# The least chunks by compute capability. Other devices leave all sequences to `paged_attention`. On
-# an H200 four chunks of 511 queries gain a quarter with 2048 keys each (heads of 128), and lose
-# with 511 keys.
+# Bounds by compute capability. Other devices use `paged_attention` for all sequences. On an H200
+# gathering makes four chunks of 511 queries a quarter faster with 2048 keys each (heads of 128),
+# and slower with 511 keys.
 BOUNDS = {(9, 0): Bound(448, 2**20)}
 
 
@@ -36,7 +36,7 @@ class LongChunk(NamedTuple):
 
     sequence: int
     tokens: slice
-    """Among the packed ones."""
+    """The chunk's among the packed tokens."""
     context: int
 
 
@@ -61,7 +61,7 @@ class ChunkPlan:
 
 
 def bound_of(device: torch.device) -> Bound | None:
-    """The least chunk that gains by gathering on a device, or None if none does."""
+    """The smallest chunk for which gathering is faster on a device, or None if it never is."""
     return BOUNDS.get(gpu_of(device).capability) if device.type == "cuda" else None
 
 

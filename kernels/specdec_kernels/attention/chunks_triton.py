@@ -1,4 +1,4 @@
-"""Attention of long chunks over gathered keys and values, and the gathering."""
+"""Gathering of the keys and values of long chunks, and attention over them."""
 
 import torch
 import triton
@@ -75,7 +75,7 @@ def gather_kv_triton(
 def takes_chunks(
     plan: ChunkPlan | None, cache: LayerCache, call: AttentionCall, dtype: torch.dtype
 ) -> bool:
-    """Whether a layer's chunks can be gathered: they need 16 bits and only the causal mask."""
+    """True if chunks can be gathered: 16 bits, a suitable head, and no mask but the causal one."""
     return (
         plan is not None
         and dtype.itemsize == 2
@@ -100,11 +100,8 @@ def attend_chunks(
 
     Args:
         query: [T, H, D], heads and features contiguous.
-        cache: The layer's.
-        block_tables: [B, MB] int32.
-        context_lens: [B] int32.
-        plan: Of the pass; every token belongs to one of its sequences.
-        call: The layer's.
+        cache: The layer's cache. block_tables: [B, MB] int32. context_lens: [B] int32. plan: The
+        plan of the pass. Every token belongs to one of its sequences. call: The layer's arguments.
 
     Returns:
         [T, H, D], contiguous.

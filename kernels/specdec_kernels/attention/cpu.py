@@ -39,12 +39,12 @@ class GatherPart:
     """Q."""
     slots: Tensor | slice
     """[n * C] int64 cache slots. Padding repeats a slot of the same sequence, so that an unused
-    slot, which may hold NaN, is never read. A slice where the keys are contiguous in the cache:
-    then none is copied."""
+    slot, which may hold NaN, is never read. A slice if the keys are contiguous in the cache, so
+    that none is copied."""
     mask: Tensor | None
     """[n, Q, C] bool, True where the query sees the key; None if every query sees every key."""
     causal: bool
-    """The mask is the plain lower triangle of one sequence attending to itself."""
+    """True if the mask is the plain lower triangle of one sequence that attends to itself."""
     padded: Tensor | None
     """[n * Q] int64 tokens of the part in padded order; None where no sequence is padded."""
     unpadded: Tensor | None
@@ -103,9 +103,8 @@ class GatherPlan:
         return parts
 
     def _in_one_piece(self, b: int, first_token: int, view: View) -> GatherPart | None:
-        """The part of a sequence whose keys are contiguous in the cache, as those of a single
-        sequence are; else None. Its rounds are so short that the dozen operations of `_build_part`
-        matter."""
+        """The part of a sequence with contiguous keys in the cache; None for others. A single
+        sequence has such keys, and the dozen operations of `_build_part` would slow its rounds."""
         num_queries, context = self.query_lens[b], self.context_lens[b]
         older = context - num_queries
         if older < 0 or self._ends(view)[b] < context:
@@ -202,13 +201,13 @@ def gather_plan(
     """
     starts = query_start.tolist()
     query_lens = [end - start for start, end in pairwise(starts)]
-    # Rows before a text, which are padding, see a key too: their results would be NaN without one.
+    # Padding rows before a text see a key too, since a row without keys would be NaN.
     contexts, ends = context_lens.clamp(min=1).tolist(), list[int]()
     if slots is not None:
         is_live = (slots >= block_size).tolist()
         for start, end, context in zip(starts, starts[1:], contexts, strict=False):
             padding = [*reversed(is_live[start:end]), True].index(True)
-            # Rows of padding see the first key: without a key a result would be NaN.
+            # Padding rows see the first key, since a row without keys would be NaN.
             ends.append(max(1, context - min(padding, max(0, end - start - 1))))
     return GatherPlan(block_tables, query_lens, contexts, block_size, ends or None)
 
@@ -243,7 +242,8 @@ def gather_attention(
             mask = plan.mask(view, index, group, torch.float32)
             out = _explicit_attention(q, k, v, mask, call)
         elif part.causal:
-            # Torch skips the upper triangle, which is worth more than repeating the group's keys.
+            # Torch skips the upper triangle, which saves more than repeating the group's keys
+            # costs.
             q = q.view(n, num_heads, q_len, dk)
             k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale)

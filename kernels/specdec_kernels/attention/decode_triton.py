@@ -74,8 +74,8 @@ def zero_padding(
 
 @triton.jit
 def anchored(tile):
-    """A tile in fp8, whose change to a product's layout begins here. The compiler would move the
-    change to the loads, where it would wait for them with barriers.
+    """A tile in fp8, pinned at this point of the code, where its change to a product's layout
+    begins. The compiler would move the change up to the loads and wait for them with barriers.
     """
     key, value, visible = tile
     if not INTERPRETED:
@@ -127,7 +127,7 @@ def rope_attention_kernel(
     BLOCK_NEW: tl.constexpr = CUT.block_new
     BLOCK_D: tl.constexpr = CUT.block_d
     BLOCK_HALF: tl.constexpr = CUT.block_d // 2
-    # Shift of a part's length.
+    # A part's length is a multiple of UNIT keys.
     UNIT: tl.constexpr = FORM.block_size if BLOCK_N % FORM.block_size == 0 else 16
     HEADS: tl.constexpr = FORM.kv_heads * FORM.group
     split = tl.program_id(0)
@@ -149,7 +149,7 @@ def rope_attention_kernel(
 
     # Older keys that some query sees: [low, old). This program has [first, high).
     old = tl.maximum(context - query_len, 0)
-    early = tl.maximum(query_len - context, 0)  # padding before the first token; never seen
+    early = tl.maximum(query_len - context, 0)  # padding before the first token; no query sees it
     low, begin = first_seen(old, FORM, CUT)
     keys = old - begin
     if CUT.splits > 1:

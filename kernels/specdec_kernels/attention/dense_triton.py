@@ -40,7 +40,7 @@ def added(
     unit,
     MASKED: tl.constexpr,
 ):
-    """Add a tile of keys and values to the softmax. At its end each row has seen a key."""
+    """Add a tile of keys and values to the softmax. Every row sees a key of the first tile."""
     row_max, row_sum, acc = softmax
     if INTERPRETED:
         key = key.to(tl.float32)

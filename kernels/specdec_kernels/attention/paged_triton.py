@@ -6,11 +6,11 @@ Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). Few queries make to
 fill a GPU, so the context is also split and the partial results are combined (Flash-Decoding). The
 number of splits is chosen from shapes alone: the lengths stay on the device.
 
-Tiles are numbered by sequence, where each sequence has as many as the longest may need, or by
-packed token if that makes fewer. Then sequence b has those from query_start[b] // TILE + b on,
-which are enough. Programs start in the order of their numbers. A prompt's last tiles see the most
-keys, so those of all heads come first: otherwise the device would wait for a few of them at the
-end.
+Tiles are numbered by sequence, and each sequence has as many as the longest may need. If that makes
+fewer tiles, they are numbered by packed token: sequence b then has the tiles from query_start[b] //
+TILE + b on, which are enough. Programs start in the order of their numbers. A prompt's last tiles
+see the most keys, so those of all heads come first: otherwise the device would wait for a few of
+them at the end.
 """
 
 import torch
@@ -84,8 +84,8 @@ def joined(
             value_at, mask=stored[:, None] & (dim_v < FORM.value_dim)[None, :], other=0.0
         )
         value = value.to(query.dtype)
-        # Padding among the queries counts as context, but its keys and values went elsewhere. The
-        # values in its places may be NaN, which a weight of 0 would not hide from the earlier
+        # Padding queries count as context, but their keys and values are in the trash block. The
+        # values in their places may be NaN, which a weight of 0 would not hide from earlier
         # queries.
         value = tl.where((position < num_old)[:, None] | (value == value), value, 0.0)
     else:
@@ -176,8 +176,8 @@ def paged_attention_kernel(
     context = tl.load(context_lens_ptr + sequence)
     row = tl.arange(0, BLOCK_M)
     if SPLITS == 1:
-        # No program attends the tokens past the last sequence. Their output is zero, and each
-        # program of a head in turn writes a tile of it.
+        # No program attends the tokens past the last sequence. Their output is zero. The programs
+        # of a head write it, a tile each in turn.
         padding = tl.load(query_start_ptr + num_sequences) + tl.program_id(1) * TILE
         for begin in range(padding, num_tokens, tl.num_programs(1) * TILE):
             past = (begin + row // GROUP).to(tl.int64)

@@ -23,7 +23,7 @@ from specdec_kernels.attention.cpu import gather_attention, gather_plan
 from specdec_kernels.dispatch import kernel
 from specdec_kernels.linear.reference import rms_norm_reference
 
-MANY = 64  # fewer slots are not examined
+MANY = 64  # shorter runs of slots are not worth finding
 
 
 @kernel("specdec_kernels.attention.cache_triton:slot_mapping_triton")
@@ -179,8 +179,8 @@ def rope_attention(
 ) -> Tensor:
     """Rotary embedding, storing the new keys and values, and `paged_attention` of one layer.
 
-    New tokens' keys and values are rounded as the cache holds them. On CUDA everything except `qkv`
-    and the new keys must be complete before the kernel that writes `qkv` starts: it is read while
+    New tokens' keys and values are rounded as the cache holds them. On CUDA all other inputs than
+    `qkv` must be complete before the kernel that writes `qkv` starts, since they are read while
     that kernel runs.
 
     qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token. Tokens at

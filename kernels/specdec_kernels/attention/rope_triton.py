@@ -45,7 +45,7 @@ def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr):
 
 @triton.jit
 def load_turn(cos_ptr, sin_ptr, token, half, mask, rope_stride):
-    """The cosines and sines [R, D / 2] of the tokens [R]. They are complete before a pass."""
+    """Cosines and sines [R, D / 2] of tokens [R], complete before the predecessor starts."""
     at = token[:, None] * rope_stride + half[None, :]
     cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + at, mask=mask, other=0.0)

@@ -2,8 +2,8 @@
 
 Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Maxima are in units of log2. A tile has
 keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that each query sees. Keys
-and values have the cache's dtype: that of the queries, or fp8. Scores are scaled by a positive
-factor and a softcap, `scaling`.
+and values have the cache's dtype: that of the queries, or fp8. `scaling` is the positive factor of
+the scores and their softcap.
 """
 
 import triton
@@ -170,11 +170,11 @@ def cached_tile(
         column = position // FORM.block_size
         inside = position % FORM.block_size
     block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
-    # Loaded as the columns that a product takes. Transposing rows later would go through shared
+    # Keys are loaded as the columns of a product. Transposing rows later would go through shared
     # memory in eight pieces, with barriers between them, before the wait for the predecessor.
     key_at = key_ptr + (inside * ROW)[None, :] + half[:, None]
     key_at += (block * (FORM.block_size * ROW))[None, :]
-    # Keys behind the last are loaded from a valid address (block 0) and ignored.
+    # Keys past the last one are loaded from a valid address (block 0) and ignored.
     key_mask = (half < FORM.dim // 2)[:, None]
     key_first = tl.load(key_at, mask=key_mask, other=0.0)
     key_second = tl.load(key_at + FORM.dim // 2, mask=key_mask, other=0.0)

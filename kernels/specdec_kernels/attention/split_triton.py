@@ -135,8 +135,8 @@ def combine_rows(
     CUT: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Combine and store some rows from `first` on, then from `first + step` on, and so on. FEW:
-    whether there are few parts.
+    """Combine the parts of some rows from `first` on, then from `first + step` on, and so on, and
+    store them. FEW: whether there are few parts.
     """
     HEADS: tl.constexpr = FORM.kv_heads * FORM.group
     partial_ptr, stats_ptr, sinks_ptr, out_ptr = memory

@@ -15,26 +15,25 @@ SUM_ROWS, SUM_COLUMNS = 4, 256
 # pair. That takes one trip between GPUs. Reading the others' parts takes two trips with half the
 # bytes.
 PUSHED_NUMBERS = 8 * 8192
-# From this many numbers on, each of more than two ranks sums a share of the rows and reads the
-# others' shares.
+# From this many numbers on, more than two ranks share out a sum: each sums a share of the rows and
+# reads the other shares.
 SHARED_OUT_NUMBERS = 40 * 8192
 # Tiles of logits. A program takes every GATHER_GROUPS-th tile along the rows.
 GATHER_ROWS, GATHER_COLUMNS, GATHER_GROUPS = 4, 1024, 8
 
 
 def num_sum_flags(width: int) -> int:
-    """The number of counters for each other rank that sums of rows of `width` numbers need."""
+    """The number of counters for each other rank, for sums of rows of `width` numbers."""
     return -(-width // SUM_COLUMNS) * (MAX_ROWS // SUM_ROWS)
 
 
 def num_pushed_words(size: int, width: int, itemsize: int) -> int:
-    """The number of words of 64 bits on each rank for numbers that others write to it; 0 if they
-    write none."""
+    """The number of 64-bit words on each rank that other ranks write; 0 if they write none."""
     return size * PUSHED_NUMBERS if itemsize == 2 and width % 2 == 0 else 0
 
 
 def num_gather_flags(share: int) -> int:
-    """The number of counters for each other rank that gathering shares of `share` columns needs."""
+    """The number of counters for each other rank, for gathers of shares of `share` columns."""
     return -(-share // GATHER_COLUMNS) * GATHER_GROUPS
 
 
@@ -71,8 +70,8 @@ class Peers:
 def reduce_add_norm(
     peers: Peers, place: int, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> Normed:
-    """The result of `add_norm` for the sum of all ranks' parts, each in `peers.take(place, T, N)`
-    of its rank.
+    """`add_norm` of the sum of all ranks' parts. Each rank has its part in `peers.take(place, T,
+    N)`.
 
     CUDA only, at most 256 rows. Every rank of the group calls it, with place 0 and 1 in turn.
     residual: [T, N], rows contiguous, the same on all ranks. norm_weight: [N].

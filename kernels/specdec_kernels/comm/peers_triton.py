@@ -8,10 +8,10 @@ call of a tile waits for k. Calls must alternate between two places: when all ha
 place, all have read the other, so no second wait is needed. Programs start in order and wait for
 their counterparts alone, so the first unfinished program is running on every rank.
 
-Few rows are written to the other ranks instead, in words of two numbers and the count of the call,
-and a rank waits until all words have its own count. A word arrives whole, so nothing has to be
-announced (the LL protocol of NCCL). Its place may be written again for the same reason as above:
-a rank that got all words of one place knows that all have read the other.
+If there are few rows, each rank writes them to the other ranks instead. A word holds two numbers
+and the count of the call, and a rank waits until all words hold its own count. A word arrives
+whole, so no announcement is needed (the LL protocol of NCCL). Its place may be written again for
+the same reason as above: a rank that got all words of one place knows that all have read the other.
 
 If there are many rows, each rank sums only its share, with the residual. It writes the sum over its
 own part of these rows, which no other rank reads, and announces that. Then it reads the other
@@ -58,7 +58,7 @@ def wait_for_peers(flags, epoch):
 def part_of(addresses_ptr, rank, like_ptr):
     """Pointer to a rank's parts, of the type of `like_ptr`."""
     found = tl.load(addresses_ptr + rank).to(tl.pointer_type(like_ptr.dtype.element_ty))
-    return tl.multiple_of(found, 16)  # without this, loads have two bytes
+    return tl.multiple_of(found, 16)  # otherwise a load has two bytes
 
 
 @triton.jit

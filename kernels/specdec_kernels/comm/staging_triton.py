@@ -1,4 +1,4 @@
-"""Both ends of a captured pass in kernels that read and write the host's memory."""
+"""Kernels that begin and end a captured pass. They read and write the host's memory."""
 
 import triton
 import triton.language as tl

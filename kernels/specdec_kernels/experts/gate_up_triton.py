@@ -42,7 +42,7 @@ CLAMPED_KIND = tl.constexpr(CLAMPED)
 
 @triton.jit
 def has_chosen(bits, row):
-    """Whether the tokens `row` [M] chose the expert of a slot, from its `ExpertPlan.chosen`."""
+    """True for tokens `row` [M] that chose the expert of a slot. bits: its `ExpertPlan.chosen`."""
     return ((bits >> row.to(tl.int64)) & 1) != 0
 
 

@@ -2,7 +2,7 @@
 
 Each program computes the logits of some tokens and experts. The last program of some tokens chooses
 their experts, and enters each pair of a token and an expert at the expert's next free place. So the
-order of an expert's pairs varies, but no result depends on it. Reads nothing on the host.
+order of an expert's pairs varies, but no result depends on it. The host reads nothing.
 """
 
 from functools import partial

@@ -3,7 +3,7 @@
 A program has some features of one expert, and the expert's pairs as rows, a block at a time. Nearly
 always there is one block, so each weight is read once. If there are more blocks, the L2 cache still
 has the weight. A grid of all experts needs no number from the device. Features are the rows of the
-product and pairs its columns, so that tensor cores read the weights from the place of loading.
+product and pairs its columns, so that tensor cores read the weights where they were loaded.
 """
 
 from typing import Any
@@ -149,9 +149,9 @@ def grouped_product(
 ) -> Tensor:
     """One of the two products of experts, for every pair of a token and an expert.
 
-    is_gate: gated features [T * C, F] of x [T, K], rows contiguous; the groups' factors multiply
-    the products of its rows. Otherwise each pair's output [T * C, N], without its weight, from
-    features [T * C, F].
+    is_gate: returns gated features [T * C, F] of x [T, K], rows contiguous; the groups' factors
+    multiply the products of its rows. Otherwise returns each pair's output [T * C, N], without its
+    weight, from features [T * C, F].
     """
     if not is_gate:
         groups = groups._replace(factors=None)

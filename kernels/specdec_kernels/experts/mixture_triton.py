@@ -1,6 +1,6 @@
-"""The second half of a decoder layer with experts on CUDA, by the number of tokens.
+"""The second half of a decoder layer with experts on CUDA.
 
-Three kernels for few, four for more, and the library's products for many.
+Few tokens use three kernels, more tokens four, and many tokens the library's products.
 """
 
 from typing import TypeVar

@@ -9,7 +9,7 @@ FEW_TOKENS = 16  # most tokens of a plan; there are tiles for this many
 
 
 def are_few(num_rows: int, num_chosen: int, num_experts: int) -> bool:
-    """Whether a plan is best for T = `num_rows` tokens, because many experts have none of them."""
+    """True if a plan is best for T = `num_rows` tokens, because many experts get no token."""
     return 0 < num_rows <= FEW_TOKENS and num_rows * num_chosen < num_experts
 
 
@@ -17,7 +17,7 @@ class ExpertPlan(NamedTuple):
     """The chosen experts in ascending order, in P = min(E, T * C) slots. Some slots are unused."""
 
     used: Tensor
-    """[1] int32, slots in use. What follows is undefined in the others."""
+    """[1] int32, the number of slots in use. The fields below are undefined in the others."""
     experts: Tensor
     """[P] int32."""
     chosen: Tensor
@@ -35,7 +35,7 @@ class PairGroups(NamedTuple):
     sizes: Tensor
     """[E] int32, pairs of each expert."""
     pairs: Tensor
-    """[E, T] int32, in any order. What follows an expert's last pair is undefined."""
+    """[E, T] int32, in any order. Places after an expert's last pair are undefined."""
     weights: Tensor
     """[T, C] fp32."""
     factors: Tensor | None

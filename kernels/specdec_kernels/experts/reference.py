@@ -66,9 +66,9 @@ class Experts(NamedTuple):
     """[E, N]."""
     interleaved: bool = False
     slope: float = 1.702
-    """CLAMPED: of the sigmoid."""
+    """CLAMPED: the factor inside the sigmoid."""
     limit: float = 7.0
-    """CLAMPED: of the gate and of the absolute value of up."""
+    """CLAMPED: the limit of the gate and of the absolute value of up."""
     read: Tensor | None = None
     """[1] int32, out: the number of experts that the last call has read."""
 

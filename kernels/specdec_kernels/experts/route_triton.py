@@ -45,14 +45,14 @@ def load_tile(rows_ptr, live, start, K: tl.constexpr, DEPTH: tl.constexpr, SLICE
 
 @triton.jit
 def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
-    """1 for fp32 scores [M, E] that are among the highest of their row. Of equal scores the first
+    """1 for fp32 scores [M, E] that are among the highest of their row. The first of equal scores
     counts.
 
     known: [1, E], false past the last expert.
     """
     column = tl.arange(0, scores.shape[1])
-    # One number orders scores, as integers of the same order, and then columns. Reducing it takes
-    # less time than reducing scores together with columns.
+    # One integer orders experts by score, and then by column. Its maximum takes less time than a
+    # maximum of scores that carries their columns along.
     bits = scores.to(tl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     # A row of NaN must not choose an expert past the last one, which has no weight.
@@ -67,7 +67,7 @@ def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
 
 @triton.jit
 def in_best_groups(scores, num_experts, ROUTING: tl.constexpr):
-    """True for scores [M, E] of groups that are kept. Of equal groups the first are kept; see
+    """True for scores [M, E] of groups that are kept. The first of equal groups are kept; see
     `Routing`."""
     column = tl.arange(0, scores.shape[1])[None, :]
     group = column // (num_experts // ROUTING.num_groups)
@@ -101,7 +101,7 @@ def weights_by_sigmoids(logits, known, choice_bias, num_experts, ROUTING: tl.con
 
 @triton.jit
 def weights_of(logits, known, choice_bias, num_experts, dtype: tl.constexpr, ROUTING: tl.constexpr):
-    """Chosen experts [M, E] and fp32 weights of them, 0 elsewhere; see `routes_of`.
+    """The chosen experts [M, E] and their fp32 weights, 0 elsewhere; see `routes_of`.
 
     choice_bias: fp32 [E].
     """

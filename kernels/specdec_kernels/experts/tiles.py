@@ -1,4 +1,4 @@
-"""Launch configurations of the products of experts, by measurement on an H200."""
+"""Launch configurations of the products of experts, measured on an H200."""
 
 from typing import NamedTuple
 
@@ -31,8 +31,7 @@ H200 = (
     Case((ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)), (16,)),
 )
 # Tiles for stored weights, which are the left operand for any number of tokens. Up to 16 tokens use
-# them, even if each expert has some tokens. The tiles of groups further down are not measured for
-# so few.
+# them, even if each expert has some tokens. `STORED_GROUPS` was not measured for so few.
 STORED = (
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 4)), (8,)),
     Case((ExpertTiles(16, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(16, 16, 256, 4, 8, 2, 4, 4)), (16,)),

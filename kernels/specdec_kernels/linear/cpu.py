@@ -1,9 +1,9 @@
 """Products on a CPU, and the forms in which it holds weights.
 
 For 2 to 16 rows of fp32 torch's MKL takes 2 to 5 times as long as oneDNN with packed weights on AMD
-(Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids); bf16 gains on both. The packed
-order is opaque, so a weight is kept in one form, except small ones: a oneDNN call costs 15 us, or
-60 us with cold caches. Legend: T packed tokens, K features read, N features written.
+(Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids); In bf16 oneDNN is faster on both.
+The packed order is opaque, so only small fp32 weights are kept in both forms: a oneDNN call costs
+15 us, or 60 us with cold caches. Legend: T packed tokens, K features read, N features written.
 """
 
 import platform
@@ -20,7 +20,7 @@ from specdec_kernels.linear.stored import Stored
 
 SMALL = 3 << 15  # weights up to this size are not packed, which is faster for 1 to 5 rows
 BOTH = 1 << 19  # fp32 weights up to this size also keep their plain form, for single rows
-_ROWS = 8  # rows for which oneDNN chooses its order; for 2 to 64 rows it is the same
+_ROWS = 8  # rows for which oneDNN chooses its order, the same for 2 to 64 rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A product by cuBLAS without a workspace, which torch always gives it. With a workspace, cuBLAS'
+"""A product by cuBLAS without the workspace that torch always gives it. With a workspace, cuBLAS'
 kernel for wide products counts its tiles there, and cuBLAS fills the counter first. The host takes
 about 0.1 ms longer to launch a CUDA graph with such a fill in each layer.
 """
@@ -52,7 +52,7 @@ def multiply(library: ctypes.CDLL, handle: int, x: Tensor, weight: Tensor, out: 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The cuBLAS that torch has loaded; None if it is not there under its usual name."""
+    """The cuBLAS that torch has loaded; None if no library has its usual name."""
     if torch.version.cuda is None:
         return None
     try:

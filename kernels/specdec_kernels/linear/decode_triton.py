@@ -65,8 +65,7 @@ def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
-    """fp32 sums of products with the results of `decoded`, corrected to those with the codes'
-    numbers."""
+    """fp32 sums of products with the codes' numbers, from those with the results of `decoded`."""
     if FORM.kind == "fp8" and dtype == tl.bfloat16 and not INTERPRETED:
         sums *= 2.0**120
     return sums

@@ -291,7 +291,7 @@ def few_rows_linear_kernel(
             tile_at(x_ptr, early, SLICES), mask=along_rows(row_live, SLICES), other=0.0
         )
     for start in range(first, first + SHARE - EARLY, BLOCK_K):
-        # Addresses and masks of all tiles come first; the tiles were measured in this order.
+        # Addresses and masks of all tiles come first. The tile tables were measured in this order.
         k = start + inside
         x_at = tile_at(x_ptr, k, SLICES)
         x_mask = along_rows(row_live, SLICES) & along_depth(k < K, SLICES)

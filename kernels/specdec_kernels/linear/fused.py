@@ -49,8 +49,8 @@ def prepared(x: Tensor, weight: Tensor | Stored, block_n: int, fused: Fused) -> 
 
     Args:
         x: [T, K], rows contiguous.
-        weight: [N, K], contiguous; [2N, K] with an activation, the gate's rows first. Of a stored
-            one the operand is its codes, as bytes.
+        weight: [N, K], contiguous; [2N, K] with an activation, the gate's rows first. The operand
+            of a stored weight is its codes, as bytes.
         block_n: Features of a program.
     """
     squares, eps, bias, activation, residual, norm_weight, out = fused

@@ -5,10 +5,9 @@ needs no shared memory for them. So programs fit beside those of the preceding k
 stays busy while that kernel ends. This decides the time of layers as small as a draft's. Sums use
 plain multiplications, since tensor cores gain nothing for one row.
 
-A stored weight's tiles are bytes. A byte with two codes meets the numbers of x of two columns. A
-thread loads as many bytes at a time as numbers of x, since threads would otherwise have to exchange
-tiles. Scales and zeros belong to such a load. If the two columns of a byte lie in two groups, a
-load has those of its low codes and those of its high codes.
+A stored weight's tiles are bytes. The two codes of a byte belong to two columns of x. A thread
+loads as many bytes at a time as numbers of x, since threads would otherwise exchange tiles. Each
+such load has one scale and one zero, or two if the columns of a byte lie in two groups.
 """
 
 from typing import Any
@@ -72,7 +71,7 @@ def columns_of(rows_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.conste
 @triton.jit
 def fields_of(
     fields_ptr,
-    HIGH: tl.constexpr,  # of the high codes, if those are separate
+    HIGH: tl.constexpr,  # fields of the high codes, if these are separate
     ROW: tl.constexpr,
     CHUNK: tl.constexpr,
     LANE: tl.constexpr,
@@ -124,7 +123,7 @@ def lane_sums(products, LANE: tl.constexpr):
 
 @triton.jit
 def scaled_sums(sums, x_sums, scale, zero, FORM: tl.constexpr):
-    """Sums of x times decoded codes, corrected to sums of x times numbers. This needs sums of x."""
+    """Sums of x times the codes' numbers, from sums of x times decoded codes and sums of x."""
     if FORM.kind == "int4":
         offset = 136.0  # without zeros 8 is the zero; decoded codes are 128 too large
         if FORM.has_minima:
@@ -153,7 +152,8 @@ def dot_products(
     LANE: tl.constexpr,  # numbers of a thread's load
     FORM: tl.constexpr,  # None for a plain weight
 ):
-    """[N] fp32. Threads exchange sums once, at the end. Scales of whole rows are left out."""
+    """Products [N] fp32 without the scales of whole rows. Threads exchange sums once, at the
+    end."""
     scales, zeros, scales_high, zeros_high = groups
     sums = tl.zeros([N, CHUNK // LANE], tl.float32)
     for chunk in tl.static_range((ROW + CHUNK - 1) // CHUNK):
@@ -239,7 +239,7 @@ def one_row_linear_kernel(
     after_predecessor(DEPENDENT)
 
     # If a chunk of x is smaller than one load for each thread, it is loaded for each row of the
-    # weight. Otherwise all numbers would move through shared memory to the threads of one row of x.
+    # weight. Else all numbers would move through shared memory to the threads of one row of x.
     X_ROWS: tl.constexpr = TILES.block_n if TILES.chunk < 32 * TILES.num_warps * LANE else 1
     x_rows = x_ptr + tl.zeros([X_ROWS, 1], tl.int32)
     if PER_CODE == 2:

@@ -1,4 +1,4 @@
-"""Stored weights as plain ones, for products of many rows by cuBLAS."""
+"""Conversion of stored weights to plain ones, for products of many rows by cuBLAS."""
 
 import torch
 import triton
@@ -46,7 +46,7 @@ def plain_kernel(
 
 @triton.jit
 def store_scaled(out_ptr, numbers, column, scales_ptr, zeros_ptr, live, FORM: tl.constexpr):
-    """Store numbers, as from a decoder, less their zeros, times their scales, less their minima."""
+    """Store (numbers - zeros) * scales - minima for the numbers that a decoder returned."""
     group = column // FORM.wide if FORM.wide > 0 else tl.zeros(column.shape, tl.int32)
     shift = 0.0
     if FORM.has_zeros:

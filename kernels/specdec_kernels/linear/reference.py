@@ -36,7 +36,7 @@ class Normed(NamedTuple):
     eps: float
 
     def take(self, rows: Tensor) -> "Normed":
-        """Only these rows, int64 [M]."""
+        """The rows at the indices `rows`, int64 [M]."""
         squares = None if self.squares is None else self.squares[rows]
         return Normed(self.hidden[rows], self.scaled[rows], squares, self.eps)
 

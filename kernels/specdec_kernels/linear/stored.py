@@ -1,8 +1,8 @@
 """Weights in the bits of their checkpoint: codes, and scales that groups of them share.
 
-A kind is one entry of `KINDS`. `Stored.plain` is the reference. Does not know files: their readers
-undo a file's own order of codes. Legend: N features written, K features read; experts are [E, N,
-K].
+A kind is one entry of `KINDS`. `Stored.plain` is the reference. This module does not know files:
+their readers undo a file's own order of codes. Legend: N features written, K features read; experts
+are [E, N, K].
 """
 
 from collections.abc import Callable, Sequence
@@ -115,7 +115,7 @@ class Storage:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the numbers of one code may have different scales, or have minima."""
+        """True if the numbers of one code may have different scales, or have minima."""
         return KINDS[self.kind].per_code > 1 and (self.group[1] % BLOCK > 0 or self.has_minima)
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ class Storage:
         return KINDS[self.kind].per_code if dim == -1 else 1
 
     def can_cut(self, dim: int, place: int, size: int) -> bool:
-        """Whether the `size` rows (`dim` -2) or columns (-1) of a weight can be cut before entry
+        """True if the `size` rows (`dim` -2) or columns (-1) of a weight can be cut before entry
         `place`. Groups and codes must stay whole."""
         units = self.group[dim] or 1, self.numbers_of_code(dim)
         return place == size or not any(place % unit for unit in units)
@@ -157,9 +157,9 @@ class Storage:
         return scales.view(torch.float8_e8m0fnu).float() if powers else scales.float()
 
     def quantised(self, numbers: Tensor) -> "Stored":
-        """Numbers [..., N, K], stored in this form. The largest number of a group has the largest
-        code, or with powers of two at least half of it. Zeros and minima are those for the kind's
-        middle."""
+        """Numbers [..., N, K], stored in this form. The largest number of a group gets the largest
+        code, or at least half of it if scales are powers of two. Zeros and minima subtract the
+        kind's middle."""
         kind, (high, wide), (rows, columns) = KINDS[self.kind], self.group, numbers.shape[-2:]
         wide = wide or columns
         most = F.pad(numbers.float().abs(), (0, -columns % wide, 0, -rows % high))

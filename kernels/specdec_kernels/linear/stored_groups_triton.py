@@ -88,14 +88,14 @@ def bytes_of(start, WIDTH: tl.constexpr, SLICES: tl.constexpr):
 def first_columns(start, begin_low, FORM: tl.constexpr):
     """The first column, of low codes, of each slice of the tile that begins at byte `start`.
 
-    begin_low: that of the tile at byte 0.
+    begin_low: the first column of the tile at byte 0.
     """
     return begin_low + start * FORM.per_code
 
 
 @triton.jit
 def high_columns(low, FORM: tl.constexpr):
-    """The columns of the high codes in the bytes whose low codes are those of `low`."""
+    """The columns of the high codes in the bytes whose low codes have the columns `low`."""
     if FORM.rest > 0:  # a last block that is shorter has two halves as well
         return low + tl.where(low < FORM.whole, HALF, FORM.rest)
     else:
@@ -152,7 +152,7 @@ def tile_groups(
 
 @triton.jit
 def row_scales(scales, live, FORM: tl.constexpr):
-    """[1, N] fp32 scales of whole rows, from pointers [N]; 1 where groups have them."""
+    """[1, N] fp32 scales of whole rows, from pointers [N]; 1 if groups of columns have scales."""
     scale = 1.0
     if FORM.wide == 0:
         scale = scale_of(tl.load(scales, mask=live, other=0))[None, :]

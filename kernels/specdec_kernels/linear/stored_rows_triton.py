@@ -1,8 +1,8 @@
 """A product of rows with a stored weight, by sums as in `stored_sums_triton`.
 
-The work around it is that of `few_rows_triton`. If x consists of terms of fp8 (see `terms_triton`),
-codes of fp8 need no registers: tensor cores read them in stored form. Then each row of x is two
-rows, and their sums are added up before the scales.
+The steps around it are those of `few_rows_triton`. If x consists of terms of fp8 (see
+`terms_triton`), codes of fp8 need no registers: tensor cores read them in stored form. Then each
+row of x is two rows, and their sums are added up before the scales.
 """
 
 from typing import Any
@@ -163,7 +163,7 @@ def stored_rows_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel for x [T, K]; `fused` as in `Fused`, results as in `Launch`.
 
-    as_terms: whether x meets the codes as terms of fp8, which takes codes of fp8 and one slice.
+    as_terms: whether x is multiplied as terms of fp8. This needs codes of fp8 and one slice.
     """
     operands, numbers, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     num_rows, num_features = results[0].shape

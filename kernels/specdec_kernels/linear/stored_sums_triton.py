@@ -152,7 +152,7 @@ def held_share(
 
 @triton.jit
 def pinned(tile):
-    """The tile, in code that stays after all earlier loads. A product's operand needs an exchange
+    """The tile, from code that stays after all earlier loads. A product's operand needs an exchange
     between threads. The compiler would put it right after the operand's load, so that each load
     would wait for the one before.
     """
@@ -184,7 +184,7 @@ def held_sums(
     TILES: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """As `stored_sums`, for weights in registers: all of x is loaded at once."""
+    """Like `stored_sums`, for weights in registers: all of x is loaded at once."""
     SLICES: tl.constexpr = TILES.slices
     TILE: tl.constexpr = TILES.block_k // FORM.per_code
     WIDTH: tl.constexpr = TILE // SLICES
@@ -226,9 +226,9 @@ def stored_sums(
     FORM: tl.constexpr,
     TILES: tl.constexpr,
     GATED: tl.constexpr,
-    SPLITS: tl.constexpr,  # bytes of a row; `first` and `stop` lie among them
+    SPLITS: tl.constexpr,  # programs that share a sum
 ):
-    """sums and sums_up plus the products of x with rows of the weight, from byte to byte.
+    """sums and sums_up plus the products of x with bytes `first` to `stop` of the weight's rows.
 
     Scales of whole rows are left out: see `row_scaled`.
     """

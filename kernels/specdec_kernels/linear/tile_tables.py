@@ -25,16 +25,16 @@ class Tiles(NamedTuple):
 
 Products = dict[str, tuple[Case[Tiles | None], ...]]
 
-# By kind of product: most rows and features written, least numbers of the sum; cuBLAS takes what
-# has no tiles or no case. Up to 8 rows are the columns of mma.sync, up to 16 its rows; more
-# use an M of 64, which the compiler maps to wgmma. 2112 features are 16 for each multiprocessor.
-# With 16 features a program, four warps each have a quarter of block_k: a warp's products run one
-# after the other, so one slice would take four times as long from one barrier to the next, longer
-# than loading its weights. For more than 16 rows tiles are wide, since every program loads and
-# multiplies all of x; at 5120 features, 80 programs of 64 features are faster than 160 of 32. From
-# 65 rows on a gate has tiles where one wave of programs fills at least 4 of 5 multiprocessors.
-# Elsewhere cuBLAS was faster. A vocabulary's features of few numbers, those of a Markov head, need
-# wide programs, since each costs as much as it loads. Sums of more than 6720 features, and products
+# Cases by kind of product: most rows and features written, least numbers of the sum. cuBLAS
+# computes products without tiles or a case. Up to 8 rows are the columns of mma.sync, up to 16 its
+# rows; more use an M of 64, which the compiler maps to wgmma. 2112 features are 16 for each
+# multiprocessor. With 16 features a program, four warps each have a quarter of block_k: a warp's
+# products run one after the other, so one slice would take four times as long, longer than loading
+# its weights. For more than 16 rows tiles are wide, since every program loads and multiplies all of
+# x; at 5120 features, 80 programs of 64 features are faster than 160 of 32. From 65 rows on a gate
+# has tiles where one wave of programs fills at least 4 of 5 multiprocessors. Elsewhere cuBLAS was
+# faster. A Markov head has a vocabulary of features with few numbers each. It needs wide programs,
+# since starting a program costs as much as its loads. Sums of more than 6720 features, and products
 # with 2816 features of 8192 numbers, were measured in halves and quarters of a 70B.
 H200: Products = {
     "norm": (
@@ -98,8 +98,7 @@ TABLES = {(9, 0): H200}  # by compute capability
 
 # Products with stored weights, by kind of storage. Tensor cores take the weight from registers, so
 # programs for up to 16 rows have 16 features too, and those for more rows have wgmma's 64 or 128. 0
-# splits stand for as many as give every multiprocessor three programs of four warps, or one of
-# eight.
+# splits mean as many as give every multiprocessor three programs of four warps, or one of eight.
 _BYTES: Products = {
     "norm": (
         Case(Tiles(8, 16, 1024, 4, 1, 1024, 4, 3), (8, ANY), (0,)),
@@ -153,11 +152,11 @@ FINE: Products = {
         ("add", 2, 1024, 1024),
     )
 }
-STORED_ROWS = 64  # most rows that read a stored weight; more have it made plain
+STORED_ROWS = 64  # most rows that read a stored weight; for more rows it is made plain
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
 
-# Tiles for more than 16 rows of terms of x and codes of fp8, on devices with a table. There are as
-# many splits as leave each program a multiprocessor.
+# Tiles for more than 16 rows of terms of x and codes of fp8, on devices with a table. The number of
+# splits leaves each program a multiprocessor.
 _TERMS: Products = {
     kind: (
         Case(Tiles(32, 128, 128, 1, 0, 256, 8, few), (32, ANY), (0,)),

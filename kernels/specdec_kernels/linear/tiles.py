@@ -71,8 +71,8 @@ def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
 
 
 def buffers(tiles: Tiles, itemsize: int) -> int:
-    """The number of buffers of a pipeline: one fewer than stages, or as many for wgmma, which still
-    reads one."""
+    """The number of buffers of a pipeline. It is one less than its stages, or equal for wgmma,
+    which still reads one of them."""
     is_wgmma = tiles.block_m >= 64 and itemsize == 2
     return tiles.num_stages if is_wgmma else tiles.num_stages - 1
 
@@ -180,8 +180,8 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles 
 
 
 def fits_lanes(weight: Stored) -> bool:
-    """Whether the low codes of every load of a thread lie in one group, and the high codes in one
-    too; or whether groups are whole rows without minima."""
+    """True if the low codes of every load of a thread lie in one group, and so do the high codes;
+    or if groups are whole rows without minima."""
     per_code, (_, wide) = KINDS[weight.storage.kind].per_code, weight.storage.group
     fits = weight.shape[1] % (LANE * per_code) == wide % LANE == 0
     return fits and (wide > 0 or not weight.storage.has_minima)
@@ -233,7 +233,7 @@ def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 
 
 def slices_for(weight: Stored, block_k: int, least: int) -> int | None:
-    """The number of slices of tiles of `block_k`, at least `slices`, such that each lies in one
+    """The number of slices of tiles of `block_k`, at least `least`, such that each lies in one
     group of columns. None for weights that the kernels do not read in slices."""
     if weight.storage.kind not in STORED:
         return None

@@ -60,14 +60,14 @@ def accept(
     accept_noise: Tensor | None = None,
     rates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Greedy verification: proposals stand while they are the target's own choice.
+    """Greedy verification: accept the proposals before the first that is not the target's choice.
 
-    The one-hot case of `reject_logits`. With rates, a proposal stands iff its noise is below the
-    rate of its place; the target does not matter.
+    The one-hot case of `reject_logits`. With rates, a proposal is accepted iff its noise is below
+    the rate of its place, whatever the target chose.
 
     proposed: [B, K] int64, -1 where the draft's logits were not finite. best: [B, K + 1] int64, the
-    target's choice at each place, -1 where it has none. lens: [B] int64, proposals of each row.
-    accept_noise: [B, K] fp32 in [0, 1). rates: [K] fp32.
+    target's choice at each place, -1 where its logits were not finite. lens: [B] int64, proposals
+    of each row. accept_noise: [B, K] fp32 in [0, 1). rates: [K] fp32.
 
     Returns tokens [B, K + 1] int64, of which the first accepted + 1 count, and accepted [B] int64:
     -2 where a proposal is -1, else -1 where `best` is -1 at a place up to `lens`.
@@ -106,7 +106,7 @@ def advance(
     history: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> None:
-    """Append what a round decided to every active sequence, in place, and record it.
+    """Append a round's tokens to every active sequence, in place, and record the round.
 
     accepted + 1 tokens are appended, or those up to the first end-of-sequence token. A sequence
     that meets one, or reaches its limit, becomes inactive. The reference takes host tensors only.
@@ -157,11 +157,10 @@ def ngram_lookup(
 ) -> tuple[Tensor, Tensor]:
     """Propose the tokens that followed the first earlier occurrence of the longest suffix.
 
-    Suffixes of `longest` down to `shortest` tokens are looked for (Saxena, "Prompt Lookup
-    Decoding", 2023). history: [R, L] int32, token ids; rows contiguous. rows, length: [B] int64,
-    the row of each text, and its tokens. room: [B] int64, the most tokens to find, 0..k. Returns
-    found [B, k] int64 and lens [B] int64: the first lens tokens of a row were found, and the others
-    are 0.
+    Searches for suffixes of `longest` down to `shortest` tokens (Saxena, "Prompt Lookup Decoding",
+    2023). history: [R, L] int32, token ids; rows contiguous. rows, length: [B] int64, the row of
+    each text, and its tokens. room: [B] int64, the most tokens to find, 0..k. Returns found [B, k]
+    int64 and lens [B] int64: the first lens tokens of a row were found, and the others are 0.
     """
     proposed = torch.zeros(len(rows), k, dtype=torch.int64, device=history.device)
     lens = torch.zeros_like(length)

@@ -275,7 +275,7 @@ def stamp_triton(out: Tensor, place: int) -> None:
 
 @triton.jit
 def suffix_at(text_ptr, place, length, LONGEST: tl.constexpr):
-    """Number of tokens before each `place` that equal the text's last ones, up to LONGEST."""
+    """Number of tokens just before each `place` that equal the text's last ones, up to LONGEST."""
     count = tl.zeros_like(place)
     goes_on = place < length
     for back in tl.static_range(1, LONGEST + 1):
@@ -307,8 +307,8 @@ def ngram_lookup_kernel(
     length = tl.load(length_ptr + b).to(tl.int32)
     room = tl.load(room_ptr + b).to(tl.int32)
 
-    # The longest suffix wins, and among equal ones its first place: it has the largest rank. Each
-    # lane keeps the best rank of its own places.
+    # The first of the longest suffixes has the largest rank. Each lane keeps the best rank of its
+    # own places.
     best = tl.zeros([BLOCK], tl.int64)
     for start in range(0, tl.where(room > 0, length, 0), BLOCK):
         place = start + tl.arange(0, BLOCK)

@@ -3,8 +3,8 @@
 A row is cut into parts with a program for each, so that few rows use the whole GPU. The last
 program of a row combines its parts. The normaliser is computed online by parts (Milakov and
 Gimelshein, arXiv 1805.02867). Top-k and top-p need no sorting: a logit has few possible values
-(65281 in bf16), and each pass of a search counts, for several of them at once, the tokens or the
-mass at or above that value. Probabilities are never stored.
+(65281 in bf16). Each pass of a search takes several of them, and counts the tokens or adds up the
+mass at or above each. Probabilities are never stored.
 """
 
 import math
@@ -135,8 +135,8 @@ def search_kernel(
     """Narrow down the largest threshold that has `goal` tokens, or that share of the mass, at or
     above it.
 
-    A call keeps one of WAYS parts of the range. It does nothing once the range is one value, and in
-    void rows.
+    A call keeps one of WAYS parts of the range. It changes nothing in void rows, or once the range
+    is one value.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

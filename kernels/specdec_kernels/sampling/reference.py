@@ -47,8 +47,8 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 def uniform_reference(
     seed: Tensor, index: Tensor, position: Tensor, purpose: Tensor, start: Tensor | None = None
 ) -> Tensor:
-    """One number in [0, 1), fp32, for each (index, position, purpose), int64, broadcast; with
-    `start`, the position at which a round begins, of that round alone."""
+    """One fp32 number in [0, 1) for each (index, position, purpose), int64, broadcast. start: the
+    first position of a round; rounds with other starts get other numbers."""
     third = torch.zeros_like(seed) if start is None else start + 1
     low, high = seed & MASK, (seed >> 32) & MASK
     counter = torch.stack(torch.broadcast_tensors(position, purpose, third, high, index)[:4], -1)
@@ -68,9 +68,9 @@ def uniform_rows(
 ) -> Tensor:
     """Uniform numbers [purposes, B, width] fp32 in [0, 1) from Philox4x32-10.
 
-    seed: int64 scalar. index: [B] int64, with the seed the key. position: [B] int64; number j of
-    row b has counter (position[b] + j, purpose). by_round: put position[b] into the counter as
-    well, so that a round that begins elsewhere has other numbers, which block verification needs.
+    seed: int64 scalar. index: [B] int64; it and the seed are the key. position: [B] int64; number j
+    of row b has counter (position[b] + j, purpose). by_round: put position[b] into the counter too,
+    so that a round that begins elsewhere has other numbers. Block verification needs that.
     """
     place = torch.arange(width, device=index.device)
     purpose = torch.arange(purposes, device=index.device)[:, None, None]
@@ -177,8 +177,8 @@ def sample_categorical_reference(weights: Tensor, noise: Tensor) -> Tensor:
 def emitted(
     draft_tokens: Tensor, lens: Tensor, target_probs: Tensor, accepted: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The output of a round: tokens [B, K + 1] int64 and accepted [B] int32. They are made from the
-    number of draft tokens that stand and the `last` token drawn after them, [B] int64 each."""
+    """The output of a round: tokens [B, K + 1] int64 and accepted [B] int32. Inputs, [B] int64
+    each: the number of accepted draft tokens, and the `last` token after them."""
     place = torch.arange(draft_tokens.shape[1] + 1, device=lens.device)
     stop = accepted[:, None]
     tokens = F.pad(draft_tokens, (0, 1)).masked_fill_(place >= stop, -1)
@@ -256,7 +256,7 @@ class Verification(NamedTuple):
     """The arguments of a rule that verifies the proposals of B sequences, at most K each."""
 
     draft_tokens: Tensor
-    """[B, K] int64, -1 from void rows; what lies at or past `lens` is ignored."""
+    """[B, K] int64, -1 from void rows; entries at or past `lens` are ignored."""
     lens: Tensor
     """[B] int64 or int32, 0..K, drafted tokens of each row."""
     draft_logits: Tensor | None

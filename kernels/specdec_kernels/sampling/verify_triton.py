@@ -3,8 +3,8 @@
 Rows are cut into the parts of `logit_rows_triton`. Probabilities are never stored. A program
 measures a residual in its part of the vocabulary. In rejection sampling that is the residual of the
 first rejected place. In block verification (`acceptance/block.py`) each place has its own programs,
-since the residuals of all places decide how many drafts stand. The last program of a sequence draws
-the next token.
+since all residuals decide how many drafts are accepted. The last program of a sequence draws the
+next token.
 """
 
 import torch
@@ -254,7 +254,7 @@ def verify_kernel(
             chance = tl.where(rest == 0.0, 1.0, mass / rest)
             chance = tl.where(place == length, weights, chance)
             tested = (place >= 1) & (place <= length)
-            # The noise of place i - 1 decides whether i drafts stand. Nothing is below a NaN.
+            # The noise of place i - 1 decides on accepting i drafts. Nothing is below a NaN.
             noise = tl.load(accept_noise_ptr + place - 1, mask=tested, other=1.0)
             accepted = tl.max(tl.where(tested & (noise < chance), place, 0), axis=0)
             residuals = tl.sum(tl.where((place == accepted)[:, None], masses, 0.0), axis=0)

@@ -24,7 +24,7 @@ def modules_without(faults: Sequence[Fault], root: Path) -> list[str]:
 
 
 def _has_code(text: str) -> bool:
-    """Whether a function of a module has more than a docstring."""
+    """True if a function of a module has more than a docstring."""
     return any(
         not (isinstance(one, ast.Pass) or _is_constant(one))
         for node in ast.walk(ast.parse(text))
@@ -65,7 +65,7 @@ def misfits(faults: Sequence[Fault], root: Path) -> list[str]:
 
 
 def _is_python(planted: str, fault: Fault) -> bool:
-    """Whether a file with a fault can be read, by the statement that holds the fault if it can."""
+    """True if Python can parse the statement that holds a fault, or else the whole file."""
     at = planted.find(fault.new) if fault.new else 0
     begins = [match.start() for match in _STATEMENT.finditer(planted)]
     first = max((b for b in begins if b <= at), default=0)

@@ -31,7 +31,7 @@ class Rounds:
 
 
 def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool) -> bool:
-    """Whether details contradict neither themselves nor the text.
+    """True if details contradict neither themselves nor the text.
 
     tokens_after_first: the number of tokens after the first chunk, which prefill writes. may_skip:
     whether rounds may propose nothing, so that a text may have more tokens than the counted rounds
@@ -80,7 +80,7 @@ def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
 
 
 def chunks_tell(sizes: Sequence[Sequence[int]], k: int, drafts: int, accepted: int) -> bool:
-    """Whether chunks are rounds, by the counters of all requests.
+    """True if chunks are rounds, by the counters of all requests.
 
     sizes: for each request, the sizes of the chunks after its first. drafts, accepted: the server's
     counts of drafts and of accepted tokens. The last round of a request may have accepted tokens

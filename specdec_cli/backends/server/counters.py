@@ -64,7 +64,7 @@ class Scrape:
 
 
 def has_reset(before: Scrape, after: Scrape) -> bool:
-    """Whether a counter fell, is gone, or was created anew."""
+    """True if a counter fell, is gone, or was created anew."""
     return any(
         (now := after.values.get(series)) is None
         or now < was

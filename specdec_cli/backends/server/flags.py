@@ -58,7 +58,7 @@ def model_words(section: ModelSection) -> str:
 
 
 def _has_no_tokenizer(section: ModelSection) -> bool:
-    """Whether a model is a mere shape, without a tokenizer; servers then take prompts as token
+    """True if a model is a mere shape, without a tokenizer; servers then take prompts as token
     ids."""
     from specdec_cli.models.resolve import local_place
     from specdec_cli.models.tokenizer import has_tokenizer

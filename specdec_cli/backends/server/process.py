@@ -54,7 +54,7 @@ class Process:
             )
 
     def has_ended(self, within_s: float = 0.0) -> bool:
-        """Whether the server's first process ends within `within_s` seconds; `code` then has its
+        """True if the server's first process ends within `within_s` seconds; `code` then has its
         exit code."""
         if self.code is None:
             assert self._guardian.stdout is not None

@@ -119,7 +119,7 @@ class ComparisonRecords:
         return [b for b in self.settings.batch_sizes if not self.is_complete(pair, b)]
 
     def is_open(self, pairs: Iterable[Pair]) -> bool:
-        """Whether one of the pairs is not fully measured."""
+        """True if one of the pairs is not fully measured."""
         return any(map(self.open_sizes, pairs))
 
     def is_complete(self, pair: Pair, batch_size: int) -> bool:

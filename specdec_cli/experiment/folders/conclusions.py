@@ -192,7 +192,7 @@ class Diverging(Record):
 
 
 class Tokens(Record):
-    """Whether all points wrote the same texts. identical: None if nothing could be compared."""
+    """True if all points wrote the same texts. identical: None if nothing could be compared."""
 
     compared: bool
     must_be_identical: bool
@@ -201,7 +201,7 @@ class Tokens(Record):
 
     @property
     def is_broken(self) -> bool:
-        """Whether tokens differ although they must be identical."""
+        """True if tokens differ although they must be identical."""
         return self.must_be_identical and self.identical is False
 
     @model_validator(mode="after")

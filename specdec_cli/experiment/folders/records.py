@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def divides(self) -> bool:
-        """Whether the draft's degree divides the target's."""
+        """True if the draft's degree divides the target's."""
         return self.target_tp % self.draft_tp == 0
 
     @classmethod
@@ -408,12 +408,12 @@ class Point(Record):
 
     @property
     def is_baseline(self) -> bool:
-        """Whether this is plain decoding."""
+        """True if this is plain decoding."""
         return self.k == 0
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the run was asked to predict this point instead of measuring it, and could."""
+        """True if the run was asked to predict this point instead of measuring it, and could."""
         return self.status == "skipped" and self.predicted_speedup is not None
 
     def number(self, name: str, part: str | None = None) -> float | None:

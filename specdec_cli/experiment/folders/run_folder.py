@@ -217,7 +217,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether a recipe was written by hand. Recipes that runs write have every section and no
+    """True if a recipe was written by hand. Recipes that runs write have every section and no
     comments."""
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []

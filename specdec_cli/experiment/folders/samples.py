@@ -20,7 +20,7 @@ def why_none(samples: Samples) -> str:
 
 
 def could_run_no_prompt(reason: str | None) -> bool:
-    """Whether a point ran to its end although none of its prompts could."""
+    """True if a point ran to its end although none of its prompts could."""
     return (reason or "").startswith("no prompt could run")
 
 

@@ -19,7 +19,7 @@ _FEW = 10  # with fewer good or fewer bad requests, blocks tell too little
 
 
 def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]) -> bool:
-    """Whether an answered request meets every objective. Objectives and latencies are in
+    """True if an answered request meets every objective. Objectives and latencies are in
     milliseconds, by name.
 
     A request fails an objective whose figure is missing. The exception is `tpot_ms`, which a text

@@ -122,7 +122,7 @@ def in_flight(due: Sequence[float], done: Sequence[float], at: Sequence[float]) 
 
 
 def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
-    """Whether the number of requests under way keeps growing beyond chance, and answers fall
+    """True if the number of requests under way keeps growing beyond chance, and answers fall
     behind.
 
     under_way: the number under way at each measured arrival, in order. num_answered: the number of

@@ -99,7 +99,7 @@ def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: O
 
 
 def is_met(samples: Sequence[Sample], slo: Mapping[str, float]) -> list[bool]:
-    """Whether each request was answered within every objective."""
+    """True for each request that was answered within every objective."""
     return [
         s.could_run and meets(slo, {name: next(iter(getattr(s, name)), None) for name in slo})
         for s in samples
@@ -159,12 +159,12 @@ class Scored:
     met: tuple[float, ...] = ()
 
     def is_faster(self, other: "Scored") -> bool:
-        """Whether requests of this point take less time than the other's, beyond chance."""
+        """True if requests of this point take less time than the other's, beyond chance."""
         ends = ratio_interval(other.times, self.times)
         return ends is not None and ends[0] > 1.0
 
     def is_better(self, other: "Scored") -> bool:
-        """Whether more requests of this point meet the objectives than of the other, beyond
+        """True if more requests of this point meet the objectives than of the other, beyond
         chance."""
         pairs = zip(block_means(self.met), block_means(other.met), strict=True)
         ends = mean_interval([a - b for a, b in pairs])

@@ -304,13 +304,13 @@ class Outliers:
 
     @property
     def are_long(self) -> bool:
-        """Whether an outlier lost more than a slice of time. A longer disturbance may also have
+        """True if an outlier lost more than a slice of time. A longer disturbance may also have
         slowed the neighbouring repeats, too little to be noticed."""
         return any(one.lost > max(_SLICE, _WEIGHT * self.seconds[one.key]) for one in self.found)
 
     @property
     def are_many(self) -> bool:
-        """Whether there are more outliers than on a system at rest, so that all repeats of a prompt
+        """True if there are more outliers than on a system at rest, so that all repeats of a prompt
         may be disturbed.
 
         This uses the bound of Chernoff and Hoeffding on the tail of a binomial distribution. If

@@ -182,7 +182,7 @@ def _twice(path: Path, index: int, k: int) -> UsageError:
 
 
 def _lacks(key: Key, whole: SweepSettings, records: SweepRecords) -> bool:
-    """Whether a point lacks prompts."""
+    """True if a point lacks prompts."""
     found = {sample.index for sample in records.samples[key].values()}
     return len(found) < int(whole.prompts["count"])
 

@@ -107,7 +107,7 @@ def recommend_by_category(
 
 
 def has_several_drafts(points: Sequence[Point]) -> bool:
-    """Whether points have several drafts, so that k alone does not name a point."""
+    """True if points have several drafts, so that k alone does not name a point."""
     return len({p.draft for p in points if p.k}) > 1
 
 
@@ -117,7 +117,7 @@ def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
 
 
 def _pays(point: Point, gains: Gains) -> bool:
-    """Whether a point is faster than k = 0 beyond chance, or at all if it has no interval."""
+    """True if a point is faster than k = 0 beyond chance, or at all if it has no interval."""
     ends = gains.interval(point)
     return point.k > 0 and (ends[0] if ends is not None else gains.value(point)) > 1.0
 

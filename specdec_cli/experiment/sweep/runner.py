@@ -145,7 +145,7 @@ class Sweep(Running):
         )
 
     def _lack(self, job: Job, measured: Iterable[Key], timed: Iterable[Key]) -> bool:
-        """Whether points lack samples of an arm's prompts, or parts of the time curve."""
+        """True if points lack samples of an arm's prompts, or parts of the time curve."""
         indices = {prompt.index for prompt in job.prompts}
         return any(indices - self.records.samples[key].keys() for key in measured) or any(
             len(self.records.costs[key]) < curve_parts(job, key.batch_size) for key in timed

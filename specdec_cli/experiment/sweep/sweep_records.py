@@ -42,7 +42,7 @@ class SweepSettings(RunSettings):
 
     @property
     def shares_baseline(self) -> bool:
-        """Whether several arms share one point at k = 0, whose records name no draft. With a single
+        """True if several arms share one point at k = 0, whose records name no draft. With a single
         arm, its records at k = 0 have the arm's name."""
         return len(self.drafts) > 1
 

@@ -25,7 +25,7 @@ from specdec_cli.text import one_line, shown
 
 _TEXT_ONLY = {"gemma3": "gemma3_text"}
 # Numbers of layers of the 27B models, whose queries are scaled by hidden_size / heads instead of
-# the head's size. No key tells this.
+# the head's size. No key says so.
 _OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _PLAIN = {"F32": None, "F16": "float16", "BF16": "bfloat16"}
 _SIGMOID = 2  # the files' number for scoring experts by a sigmoid

@@ -13,7 +13,7 @@ _MOST_SHOWN = 20
 
 
 def first_parts(names: Iterable[str]) -> list[str]:
-    """The names that stand for models: a split model has its first file's."""
+    """One name for each model; that of a split model's first file."""
     found = (name for name in names if name.endswith(".gguf"))
     return sorted(n for n in found if not (m := _PART.fullmatch(n)) or int(m[2]) == 1)
 
@@ -70,7 +70,7 @@ def read_model(file: Path) -> Header:
 
 
 def layers_in(header: Header) -> int | None:
-    """The number of layers by the tensors' names; None if they tell none."""
+    """The number of layers by the tensors' names; None if they name none."""
     found = filter(None, (re.match(r"blk\.(\d{1,9})\.", name) for name in header.tensors))
     return max((int(match[1]) + 1 for match in found), default=None)
 

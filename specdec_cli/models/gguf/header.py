@@ -69,7 +69,7 @@ def read_header(file: Path) -> Header:
 
 @lru_cache(maxsize=16)
 def _read(file: Path, size: int, changed: int) -> Header:
-    """The header of a file that has not changed since."""
+    """The header of a file. Its size and its time of change are keys of the cache."""
     if not file.is_file():
         raise ValueError("it is no regular file")
     if size < 24:
@@ -237,5 +237,5 @@ def _said(numbers: Sequence[int]) -> str:
 
 
 def is_gguf(place: Path) -> bool:
-    """Whether a model's place is a GGUF file, rather than a folder."""
+    """True if a model's place is a GGUF file, rather than a folder."""
     return place.suffix == ".gguf" and not os.path.isdir(place)

@@ -1,4 +1,4 @@
-"""A GGUF file's tensors as those of transformers' module: names, numbers or codes, layouts. Tensors
+"""Converts a GGUF file's tensors to a transformers module's: names, numbers or codes, layouts. They
 are dequantised some rows at a time, straight into the wanted dtype, by up to four threads.
 """
 
@@ -104,7 +104,7 @@ def kept_readers(module: Any, header: Header) -> dict[str, tuple[Storage, ReadAs
 
 
 def is_plain(header: Header) -> bool:
-    """Whether no tensor of a file is quantised."""
+    """True if no tensor of a file is quantised."""
     return all(name_of(place.kind) in _PLAIN for place in header.tensors.values())
 
 
@@ -280,7 +280,7 @@ def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tenso
 
 
 def is_undone(kind: int) -> bool:
-    """Whether the gguf package dequantises a type. This is tried on a block of zeros."""
+    """True if the gguf package dequantises a type. This is tried on a block of zeros."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]

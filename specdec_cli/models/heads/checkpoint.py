@@ -28,7 +28,7 @@ Lent = Mapping[str, torch.Tensor]
 
 
 def serves(source: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether a weight of the target can be a head's of this shape and dtype."""
+    """True if a weight of the target can serve as a head's weight of this shape and dtype."""
     return tuple(source.shape) == shape and source.dtype == dtype
 
 

@@ -89,10 +89,10 @@ def weights_from(method: object) -> WeightsFrom:
 
 
 def without_draft(name: str | None) -> bool:
-    """Whether `name` is a method that proposes without a draft in the recipe."""
+    """True if `name` is a method that proposes without a draft in the recipe."""
     return name in METHODS and name != NONE and weights_from(name) != "draft"
 
 
 def is_given(rule: object) -> bool:
-    """Whether the acceptance rule of this name takes acceptance from the recipe."""
+    """True if the acceptance rule of this name takes acceptance from the recipe."""
     return isinstance(rule, str) and rule in RULES and RULES[rule].is_given

@@ -41,7 +41,7 @@ LAYERS = [
 
 
 def check(layer: Layer, attention: Callable[..., Tensor], **overrides: object) -> None:
-    """What the cache holds afterwards, and the result of attention over that.
+    """Check the cache's contents after a call, and the result of attention over them.
 
     A number that lies nearly between two codes may have become the other one.
     """

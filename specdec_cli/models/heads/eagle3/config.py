@@ -205,7 +205,7 @@ def read_peagle_config(name: str, folder: Path) -> PEagleConfig:
 def _read(
     kind: type[Config], dialect: Dialect, name: str, raw: dict[str, Any], **own: Any
 ) -> Config:
-    """own: further fields of the head's kind."""
+    """Read a head's settings. own: further fields of its kind."""
     settings = HeadSettings(kind.noun, name, raw, raw)
     with reading(kind.noun, name):
         _refuse_other_kinds(settings)

@@ -1,5 +1,5 @@
-"""MTP modules as a target's config and file describe them. Each is a model of the target's family
-with one layer, and has a projection with two norms before it. Reads no weights."""
+"""MTP modules as a target's config and file describe them. Each module is a model of the target's
+family with one layer, after a projection with two norms. Reads no weights."""
 
 from collections.abc import Collection
 from copy import deepcopy
