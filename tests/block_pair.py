@@ -90,7 +90,7 @@ class Drafter:
         self, features: Tensor, token: int, k: int, given: list[int] | None = None
     ) -> tuple[list[int], Tensor]:
         """k greedy proposals and the logits [k, Vd] that they are drawn from. given: tokens that
-        stand for them where the next is drawn."""
+        replace them when the next is drawn."""
         rows, found, state = self.rows(features, token, k), list[int](), torch.zeros(self.rank)
         logits = list(linear(rows, self.own["lm_head.weight"]))
         for j, h in enumerate(rows):
@@ -121,8 +121,8 @@ def save_pair(
 ) -> Pair:
     """A target of four layers and a drafter trained on some of its texts.
 
-    dialect: "z-lab", "deepspec" or "speculators". like: has target and trained net already.
-    settings: of the drafter; draft_vocab: Vd.
+    dialect: "z-lab", "deepspec" or "speculators". like: a pair with the same target and trained
+    net. settings: of the drafter; draft_vocab: Vd.
     """
     settings = {"draft_vocab": vocab, "mask": min(MASK, vocab - 1)} | settings
     if like is None:
@@ -185,7 +185,7 @@ def _spread(net: Any) -> None:
 
 
 def _train(drafter: Drafter, oracle: Any, steps: int) -> None:
-    """On all texts but the last, in blocks of its size."""
+    """Train a drafter on all texts but the last, in blocks of its size."""
     texts = [p + greedy_reference(oracle, p, NEW_TOKENS + 8) for p in PROMPTS[:-1]]
     features = [features_of(oracle, drafter, text) for text in texts]
     places = torch.full((VOCAB,), -100)  # tokens that it cannot propose teach nothing

@@ -102,7 +102,7 @@ def in_bits(pair: Pair, folder: Path, bits: int) -> tuple[Pair, Path]:
 def trained(
     head: Head, oracle: Any, texts: list[list[int]], steps: int, fixed: tuple[str, ...] = ()
 ) -> Head:
-    """The head, trained on `texts` to propose four tokens: some of its proposals stand then.
+    """The head, trained on `texts` to propose four tokens, so that some are accepted.
 
     fixed: weights that stay as they are.
     """

@@ -32,7 +32,7 @@ def _scheme(settings: dict[str, Any], _: str) -> Scheme:
 
 @contextmanager
 def known() -> Iterator[None]:
-    """While the kind, and checkpoints of `METHOD`, are known."""
+    """Register the kind, and checkpoints of `METHOD`, during the block."""
     kind = Kind(torch.int16, 2, _decode, _encode, 127.0)
     with patch.dict(KINDS, {PAIRS: kind}), patch.dict(FORMATS, {METHOD: _scheme}):
         yield

@@ -1,7 +1,7 @@
 """The shortest possible time of a pass: every weight that it needs is read once, and multiplied by
 every token, at rates of this GPU that the run measures first (rates.py). Only the experts that the
-pass's tokens choose are read. Engines count them if layers are fused. Otherwise they are estimated
-as if each token chose uniformly; if routing is not uniform, fewer are read.
+pass's tokens choose are read. Engines with fused layers count them. Otherwise they are estimated as
+if each token chose uniformly, which is too many if routing is not uniform.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Compares length policies: fixed k, confidence and adaptive, on two kinds of acceptance.
 
 `demo`: the demo pair on the demo prompts, one after the other, with its own acceptance. `changing`:
-the same work, but a proposal stands with one chance in the first half of a text and with another in
-the second. Rounds of each K are counted and charged with given times (--round-ms), so that the
-table is the same on every machine; adaptive decides by the same times. Prints a Markdown row a
-policy: tokens a round, proposals a round, and tokens per second against the best fixed k.
+the same work, but proposals are accepted with one chance in the first half of a text and with
+another in the second. Rounds of each K are counted and charged with given times (--round-ms), so
+that the table is the same on every machine; adaptive decides by the same times. Prints a Markdown
+row a policy: tokens a round, proposals a round, and tokens per second against the best fixed k.
 
 With --wall the times are those of this machine's rounds: median of the repeats, which alternate.
 

@@ -37,8 +37,8 @@ def measured_rates(timed: Timed) -> tuple[float, float]:
 def read_rate(timed: Timed, device: str = "cuda", shape: tuple[int, int] = _MATRIX) -> float:
     """TB/s at which a bf16 matrix is read to multiply it by a vector.
 
-    The fastest of the library's two ways and our own kernel, each by its median: no pass can read
-    its weights faster than the floor says.
+    The fastest median of the library's two ways and our own kernel, so that no pass reads its
+    weights faster than the floor says.
     """
     matrix = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
     row = torch.empty(1, shape[1], dtype=torch.bfloat16, device=device).normal_()

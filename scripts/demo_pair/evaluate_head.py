@@ -65,7 +65,7 @@ def own_texts(
 def stands(
     model: Head | LlamaForCausalLM, target: LlamaForCausalLM, texts: list[Tensor]
 ) -> list[Tensor]:
-    """For each text, bool [links, T]: whether its token at a place is link i's greedy proposal. A
+    """For each text, bool [links, T], True where link i's greedy proposal is the text's token. A
     draft model's proposals do not depend on their link, since all earlier tokens are the text's.
     """
     found = []
@@ -101,8 +101,8 @@ def rounds(
     texts: list[tuple[Tensor, int]],
     k: int,
 ) -> dict[str, Any]:
-    """The rounds of greedy decoding of `own_texts`: tokens a round, and the shares of rounds whose
-    proposals stood up to each position."""
+    """The rounds of greedy decoding of `own_texts`: tokens a round, and the shares of rounds that
+    accepted the proposals up to each position."""
     right = stands(model, target, [ids for ids, _ in texts])
     walks = [walk(r, start, k) for r, (_, start) in zip(right, texts, strict=True)]
     pairs = [pair for found in walks for pair in found]

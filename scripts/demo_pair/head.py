@@ -57,7 +57,7 @@ class Head(Weights):
         return F.linear(self.norm(hidden), self.embedding)
 
     def chain(self, features: Tensor, following: Tensor, steps: int) -> list[Tensor]:
-        """Outputs [B, N, H] of `steps` chained steps; row t of step j means nothing for t < j.
+        """Outputs [B, N, H] of `steps` chained steps; row t of step j has no meaning for t < j.
 
         features: [B, N, n * H]. following: [B, N], the token after each row. Row t of step j ends a
         chain: rows up to t - j are true ones, and the j rows after them read outputs of the rows

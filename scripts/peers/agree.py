@@ -3,7 +3,7 @@
     PYTHONPATH=. python scripts/peers/agree.py specdec-head.json vllm-head-*.json sglang-head-*.json
 
 Takes files that the scripts here wrote with --count. Those of specdec are the reference. Tokens a
-round are the tokens that rounds wrote, divided by the rounds. So ends of texts count alike: an
+round are the tokens that rounds wrote, divided by the rounds. Ends of texts then count alike: an
 engine that proposes k tokens beyond the end takes as many rounds as one that proposes fewer. Texts
 may differ if two tokens are nearly equally likely. Prompts with such a text are left out, and
 counted. Intervals are over prompts. Exits 1 if an engine differs from ours by more than 1 %.
@@ -32,7 +32,7 @@ class Row:
     """An engine compared with ours. ours, theirs: tokens a round over the prompts with equal texts.
     ratio: theirs over ours. ends: its interval, None if no prompt differs. same_rounds: the number
     of prompts with as many rounds. ratio_of_all: the ratio over all prompts, with equal texts or
-    not. accepted: the share of rounds whose proposals stood at positions 1, 2, .., ours and theirs.
+    not. accepted: the share of rounds that accepted positions 1, 2, .., ours and theirs.
     """
 
     recipe: str
@@ -102,7 +102,7 @@ def ratio_of(pairs: Sequence[tuple[Prompt, Prompt]]) -> SumRatio:
 
 
 def positions(prompts: Sequence[Prompt], k: int) -> list[float]:
-    """The share of rounds whose first 1, 2, .. k proposals stood; empty if nothing tells.
+    """The share of rounds that accepted their first 1, 2, .. k proposals; empty if unknown.
 
     A text's last round is cut at the text's end, so it is left out; a histogram has it whole.
     """

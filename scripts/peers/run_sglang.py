@@ -98,7 +98,7 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
 
 
 def counted(text: list[int], told: dict[str, Any]) -> work.Counted:
-    """A prompt's rounds, as the engine tells them; none if prefill's token ended the text."""
+    """A prompt's rounds, as the engine reports them; none if prefill's token ended the text."""
     rounds = told.get("spec_verify_ct", 0)
     return work.Counted(text, rounds, histogram=told.get("spec_correct_drafts_histogram", []))
 

@@ -3,7 +3,7 @@
     python scripts/peers/run_transformers.py bench-8b-1b-dummy --k 5
 
 transformers assists a batch of one only, and has no acceptance at fixed rates: with dummy weights
-nearly every proposal of a draft falls, so compare milliseconds a round.
+nearly every proposal is rejected, so compare milliseconds a round.
 """
 
 import time

@@ -7,7 +7,7 @@ keep every processor busy once half of its samples are there. A pair takes about
 line. Exits with 1 unless at least 95 % of the disturbed sweeps are warned about, at most 5 % of the
 quiet ones, and the winner of at least 95 % of the disturbed ones is the quiet ones' or tied with
 it: 19, 1 and 19 of 20. Ctrl-C or SIGTERM ends it after the last whole pair. The machine has to be
-quiet. A pair's line tells how much other processes used during its quiet sweep.
+quiet. A pair's line shows the processor time of other processes during its quiet sweep.
 """
 
 import argparse

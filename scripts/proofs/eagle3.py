@@ -80,8 +80,8 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Round:
-    """proposed: the tokens. accepted: the number that stands. gap: the least gap between the best
-    two logits."""
+    """proposed: the tokens. accepted: the number of accepted ones. gap: the least gap between the
+    best two logits."""
 
     proposed: list[int]
     accepted: int

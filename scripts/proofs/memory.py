@@ -7,7 +7,7 @@ Four commands with one recipe: a measurement, an estimate, a short `generate` wh
 own cache, and a `generate` with the announced number of blocks and more sequences than fit at once,
 so that the cache is used to its last block (sequences are preempted). None of them may run out of
 memory, and the engine's own cache has the announced size. Used memory is the peak of the last run
-as of nvidia-smi.
+by nvidia-smi.
 """
 
 import argparse

@@ -22,8 +22,8 @@ class Blocks:
     """Rows of blocks, sorted by place.
 
     reading: that of the texts. column: int64 [B, Q], the place of each row's anchor in its row of
-    texts. place: int64 [Q], 0 at the anchor. sees: bool [B, 1, Q, N + Q]: whether it sees a true
-    row, then a row of blocks.
+    texts. place: int64 [Q], 0 at the anchor. sees: bool [B, 1, Q, N + Q], True where a row sees a
+    true row, then a row of blocks.
     """
 
     reading: Reading

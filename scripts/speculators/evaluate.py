@@ -3,8 +3,8 @@
     python -m scripts.speculators.evaluate --target MODEL --prompts FILE OUT/speculator ngram
 
 For each speculator and each k: tokens a round with its 95 % interval over prompts, over all prompts
-and by category, and the share of rounds whose proposals stood at each position; for all but the
-first speculator also the ratio to the first, paired over prompts. train.py leaves its log beside a
+and by category, and the share of rounds that accepted each position; for all but the first
+speculator also the ratio to the first, paired over prompts. train.py leaves its log beside a
 speculator's folder; a curve through it estimates the gain of a longer training. Results are written
 to the file of `--json` as they come. Runs in that file are not repeated.
 """

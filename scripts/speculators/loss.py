@@ -47,7 +47,7 @@ def probabilities(logits: Tensor, ids: Tensor) -> Tensor:
 
 def rows_of(logits: Tensor, wanted: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted sum of cross-entropies, its gradient [T, S] with respect to the logits, and each
-    row's share of drafts that would stand, fp32 [T], which is the overlap of both distributions.
+    row's share of drafts that would be accepted, fp32 [T], the overlap of both distributions.
 
     logits and wanted: [T, S]. weight: fp32 [T].
     """
@@ -108,7 +108,7 @@ class SoftLoss:
     def __call__(
         self, hidden: Tensor, head: Tensor, wanted: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The weighted sum, a scalar, and the share of drafts that would stand, fp32 [T].
+        """The weighted sum, a scalar, and the share of drafts that would be accepted, fp32 [T].
 
         hidden: [T, H], normed. head: [S, H]. wanted: [T, S]. weight: fp32 [T].
         """

@@ -1,8 +1,8 @@
 """DSpark's small heads, which read the token before the one that a row decides.
 
 The Markov head adds to the logits: its embedding of that token is appended to the row, and its
-matrix to the target's head. The confidence head learns the share of drafts that stand. Legend: R
-rows of proposals, H width, r rank, V ids.
+matrix to the target's head. The confidence head learns the share of accepted drafts. Legend: R rows
+of proposals, H width, r rank, V ids.
 """
 
 from dataclasses import dataclass, replace

@@ -3,7 +3,7 @@ forms.
 
     python -m scripts.speculators.quantised plain.json fp8.json int4.json
 
-Each file is the result of `evaluate.py --json` for one target. The file's name tells the target's
+Each file is the result of `evaluate.py --json` for one target. The file's name says the target's
 form. Runs are of speculators in folders NAME, NAME-fp8 and NAME-int4 (`store.py` makes them), or of
 methods without a draft. Each line has the ratio to NAME over the first file's target at the same k,
 with its 95 % interval, paired over prompts: every run has the same ones, and writes its own texts.

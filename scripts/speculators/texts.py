@@ -300,8 +300,8 @@ def engine_of(args: argparse.Namespace) -> tuple[Plan, Engine]:
 
 
 def keep_frame(folder: Path, writer: Writer) -> None:
-    """Keep what joins texts, once for all shards. Raises `ValueError` if the folder has texts of
-    another target."""
+    """Keep the frame that joins texts, once for all shards. Raises `ValueError` if the folder has
+    texts of another target."""
     path = folder / "frame.json"
     size = writer.planned.target.module.get_input_embeddings().weight.shape[0]
     frame = replace(writer.chat.frame, vocab_size=size)

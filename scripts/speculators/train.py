@@ -255,7 +255,7 @@ class Trainer:
 
     def resume(self) -> bool:
         """Go on from a checkpoint, with new rows. Returns False if there is none. Raises
-        `ValueError` for one of another kind or with other options of the kind."""
+        `ValueError` for a checkpoint of another kind or with other options."""
         path = self.args.out / "state.pt"
         if not path.exists():
             return False

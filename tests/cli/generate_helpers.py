@@ -155,7 +155,7 @@ def on_terminal(
     """Run `specdec ARGUMENTS` on a pseudo-terminal; both streams of the result are what it shows.
 
     stdout: a file descriptor that replaces the terminal as standard output. interrupt_at: send
-    Ctrl-C once this text is seen.
+    Ctrl-C once this text has been shown.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))

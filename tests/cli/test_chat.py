@@ -42,7 +42,7 @@ def test_both_answers_are_shown_and_the_last_line_tells_the_gain(
 
 
 def test_the_gain_is_of_tokens_a_second() -> None:
-    """The second answer is longer, so its seconds alone would say too little of it."""
+    """The second answer is longer, so comparing seconds alone would understate its gain."""
     plain, other = Answer([1, 2, 3, 4], 2.0, 4), Answer([1, 2, 5, 4, 7, 8], 1.0, 3)
     assert gain(plain, other, "n-grams, k = 6") == (
         "2.0 s without speculation, 1.0 s with n-grams, k = 6: 3.00x the tokens per second, "

@@ -314,7 +314,7 @@ def test_a_pipe_that_waits_is_told(
 
 
 def test_prompts_of_options_leave_standard_input_alone(run: Run, stdin: Any) -> None:
-    """So that a shell's `while read` loop around the command keeps its lines."""
+    """A shell's `while read` loop around the command keeps its lines."""
     reading, writing = os.pipe()
     os.write(writing, b"of the loop")
     os.close(writing)
@@ -517,7 +517,7 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
 def test_a_long_prompt_is_told_of_once(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers does not warn of it as well."""
+    """transformers gives no second warning."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     (tmp_path / "p.txt").write_text("x" * 5000)
     result = run("--prompt-file", tmp_path / "p.txt", "-k", "0", "-q")

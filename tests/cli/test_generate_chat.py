@@ -336,7 +336,7 @@ def test_rendered_prompt_may_be_too_long(run: Run, model: Path) -> None:
 
 
 def test_a_template_that_nobody_chose_is_told(run: Run, model: Path, lines: Any) -> None:
-    """A model tuned for chat writes nonsense without it; who says --no-chat means it."""
+    """A model tuned for chat writes nonsense without it. `--no-chat` gives no warning."""
     path = lines({"prompt": "x = 1"}, {"messages": [ASK]}, {"prompt_token_ids": [310, 963]})
 
     def warnings(*arguments: str | Path) -> list[Any]:
@@ -355,7 +355,7 @@ def test_a_template_that_nobody_chose_is_told(run: Run, model: Path, lines: Any)
 
 
 def test_later_turns_follow_the_targets_answers(run: Run, model: Path, tmp_path: Path) -> None:
-    """As Spec-Bench's harness does, which asks again after what the model has answered."""
+    """Spec-Bench's harness does the same: it asks again after the model's own answer."""
     path, later = tmp_path / "question.jsonl", tmp_path / "second.jsonl"
     rows = [{"turns": ["a?", "b?"], "category": "stem"}, {"turns": ["c?"], "category": "qa"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

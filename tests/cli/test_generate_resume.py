@@ -21,7 +21,7 @@ Capture = pytest.CaptureFixture[str]
 def killed(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, after: int, *arguments: str | Path
 ) -> Result:
-    """Run generate, which is killed in the middle of writing the record after `after` others."""
+    """Run generate and kill it while it writes the record after `after` others."""
     append, count = RunFolder.append, 0
 
     def torn(self: RunFolder, name: str, *records: Any) -> None:

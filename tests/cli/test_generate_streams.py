@@ -123,7 +123,7 @@ def test_random_weights_are_said(run: Run) -> None:
 
 @pytest.mark.parametrize("columns", ["0", "00", "-1", "", "²"])
 def test_a_width_that_is_none(columns: str, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    """Neither the summary nor the reason for a failed prompt is lost."""
+    """An impossible width hides neither the summary nor the reason for a failed prompt."""
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("LINES", columns)
     few = ("--set", "cache.num_blocks=3", "--max-new-tokens", "8")

@@ -1,4 +1,4 @@
-"""Words for hostile names, cells and libraries: one line, said where it is seen."""
+"""Messages about hostile names, cells and libraries: one line, on the stream that users see."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ def test_endless_names_take_one_short_line(
     ("command", "mebibytes"), [("generate", 540), ("generate", 1025), ("report .", 100)]
 )
 def test_too_little_memory_for_imports_is_one_line(command: str, mebibytes: int) -> None:
-    """With 540 MiB torch would abort, and with 1025 scipy's OpenBLAS ask without end."""
+    """With 540 MiB torch would abort; with 1025 MiB scipy's OpenBLAS would ask without end."""
     limited = f"ulimit -v {mebibytes << 10}; exec {sys.executable} -m specdec_cli {command} --json"
     ended = subprocess.run(
         ["bash", "-c", limited], env=marked(), capture_output=True, text=True, timeout=60

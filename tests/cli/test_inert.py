@@ -273,7 +273,7 @@ def test_log_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 def test_a_warning_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In each command; what else is logged is not held back."""
+    """It appears once in each command, and other log lines are not held back."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     log = logging.getLogger("specdec")
     set_up_logging(verbose=False)

@@ -1,4 +1,4 @@
-"""Names that a new user tries, and the hints that lead from them to what there is."""
+"""Names that a new user tries, and the hints from them to existing names."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Plugins: the page's own code through the commands, and what is said of bad ones."""
+"""Plugins: the page's own code through the commands, and the messages for bad ones."""
 
 import hashlib
 import json
@@ -119,7 +119,7 @@ def test_options_of_a_recipe_reach_the_plugin(
 def test_options_that_no_plugin_reads_are_refused(
     key: str, capsys: pytest.CaptureFixture[str], page: dict[str, Path]
 ) -> None:
-    """Also where a rule beside the method reads others."""
+    """A rule beside the method may read further keys; all others stay refused."""
     options = ("--draft", "echo", "--set", f"speculation.options.{key}=1")
     found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", page["echo"], *options)
     error = json.loads(found.out)["error"]

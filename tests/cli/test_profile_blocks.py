@@ -364,7 +364,7 @@ def test_sizes(text: str, count: int) -> None:
 
 
 def test_the_memory_of_a_host_holds_all(capsys: pytest.CaptureFixture[str]) -> None:
-    """--memory is for weights, passes and caches of all ranks together."""
+    """`--memory` covers weights, passes and caches of all ranks together."""
     cpu = ("demo", "--estimate", "--device", "cpu", "--memory", "300MiB", "--json")
     (rank,) = profile(capsys, *cpu).document["ranks"]
     held = rank["target_weight_bytes"] + rank["draft_weight_bytes"] + rank["activation_bytes"]

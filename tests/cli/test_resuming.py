@@ -44,7 +44,7 @@ def test_prompts_are_counted(
 def test_a_folder_without_a_run_is_refused(
     command: str, noun: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing was asked for but to go on: a mistyped path would start the demo."""
+    """The command line only asks to go on. With a mistyped path it would start the demo."""
     for folder in (tmp_path / "none", tmp_path):
         assert main([command, "--resume", "-o", str(folder), "--device", "cpu"]) == 2
         told = capsys.readouterr().err
@@ -64,7 +64,7 @@ def test_a_new_folder_with_a_model_begins_a_run(words: list[str], tmp_path: Path
 def test_a_resumed_run_has_the_threads_that_it_began_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others would be another environment, and a warning; on another machine they are."""
+    """Other threads would be another environment, with a warning, as on another machine."""
     bare = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
     before, folder = torch.get_num_threads(), tmp_path / "run"
     where = folder / "environment.json"

@@ -68,7 +68,7 @@ def test_the_context_is_that_of_the_device(
 
 
 def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor under a limit of memory."""
+    """Nothing is started under a memory limit either."""
 
     def missing(name: str) -> object:
         raise OSError(name)

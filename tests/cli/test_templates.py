@@ -273,7 +273,7 @@ def test_shards_of_two_days_are_merged(
 def test_bad_prompts_may_be_skipped(
     run: Run, tmp_path: Path, lines: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows that the template or the vocabulary refuses are bad rows too."""
+    """Rows that the template or the vocabulary refuses count as bad rows too."""
     model = chat_model(tmp_path / "m", ALTERNATE)
     twice = {"messages": [ASK, ASK]}
     path = lines(

@@ -132,7 +132,7 @@ def arriving(
 ) -> dict[str, Any] | None:
     """Run prompts that are due later, k = 3, where all ranks but the first have wrong clocks.
 
-    With the running sequences of each step, and the numbers that rank 0 sent.
+    Also returns the running sequences of each step, and the numbers that rank 0 sent.
     """
     members = MEMBERS[tps[0]] if dist.get_world_size() == 4 else None
     groups = make_groups(*tps, device(rank), members)

@@ -33,7 +33,7 @@ FAMILIES = ["llama", "qwen3", "gemma2", "qwen3_moe", "gpt_oss", "olmo2"]
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[World, tuple[int, int]]]:
-    """Two degrees, and a world of the target's degree, as in a run. If the draft has fewer ranks,
+    """Two degrees, and a world of the target's degree like in a run. If the draft has fewer ranks,
     only the first engine's target shares memory: see `core.peers`."""
     world = World(request.param[0], tmp_path_factory.mktemp("world"), "nccl")
     yield world, request.param

@@ -109,7 +109,7 @@ def test_two_ranks_share_a_head(
 @pytest.mark.parametrize("draft_tp", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["reduced", "borrowing", "biases"])
 def test_four_ranks(world: World, pairs: dict[str, Pair], kind: str, draft_tp: int) -> None:
-    """Two of the four share it, or all: these outnumber the key and value heads."""
+    """Two ranks share it, or all four, which outnumber the key and value heads."""
     checked(world, pairs[kind], GREEDY, draft_tp)
 
 
@@ -139,7 +139,7 @@ def test_rounds_are_the_reference_s(two: World, pairs: dict[str, Pair]) -> None:
 
 
 def test_a_copy_of_the_target_s_head_is_counted(two: World, pairs: dict[str, Pair]) -> None:
-    """And told. One process borrows the matrix itself."""
+    """The copy appears in the notes too. A single process borrows the matrix itself."""
     one, split = (
         cases.built(0, sets_of(pairs["borrowing"], 1, GREEDY), PROMPTS),
         two.run(cases.built, sets_of(pairs["borrowing"], 2, GREEDY), PROMPTS)[0],
@@ -239,7 +239,7 @@ def test_ranks_share_a_drafter_of_another_kind(two: World, tmp_path: Path, kind:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "peagle", "pard"])
 def test_four_ranks_share_a_drafter(world: World, tmp_path: Path, kind: str) -> None:
-    """Or two of them, or the first has it alone."""
+    """Four ranks share it, or two of them do, or the first has it alone."""
     pair = saved(kind, tmp_path)
     for draft_tp in (1, 2, 4):
         checked(world, pair, GREEDY, draft_tp)

@@ -131,7 +131,7 @@ def ranks(size: int) -> list[TensorParallel]:
 def test_ranks_hold_the_parts_of_what_one_would(
     family: str, load_format: str, tmp_path: Path
 ) -> None:
-    """Dummy weights too, so that every degree measures the same model."""
+    """Dummy weights are split likewise, so that every degree measures the same model."""
     folder = save_tiny(tmp_path, family, num_key_value_heads=4)
     whole = load(description(folder, load_format=load_format), CPU).state_dict()
     shards = [description(folder, parallel=p, load_format=load_format) for p in ranks(4)]
@@ -300,7 +300,7 @@ def test_only_the_part_is_read(
 
 @pytest.mark.parametrize("change", ["missing", "narrow"])
 def test_experts_that_do_not_fit_their_config(change: str, tmp_path: Path) -> None:
-    """A rank's part of what is left could have a fitting shape."""
+    """A rank's part of the remaining experts could have a fitting shape."""
     folder = save_tiny(tmp_path, "qwen3_moe")
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
     tensors = load_file(folder / "model.safetensors")

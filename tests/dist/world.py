@@ -77,7 +77,7 @@ def _import_path() -> Any:
 def _serve(
     rank: int, size: int, backend: str, meeting: str, end: Connection, ends: list[Connection]
 ) -> None:
-    """Run what comes through `end`. ends: those of the process that started this one."""
+    """Run the functions that come through `end`. ends: of the process that started this one."""
     for other in ends:  # otherwise that one's end would not be seen
         other.close()
     gc.freeze()  # what was imported lives to the end

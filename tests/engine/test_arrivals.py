@@ -50,7 +50,7 @@ def requests_at(due: list[float], length: int = 5) -> list[Request]:
 
 
 def test_requests_run_in_the_order_of_their_arrivals(clock: Clock) -> None:
-    """Not in that of the list, which the result keeps. Equal times keep the list's order."""
+    """The result keeps the list's order, and so do requests with equal times."""
     engine = fake_engine(sometimes, batch_size=1)
     due = [0.3, 0.0, 0.9, 0.0, 0.3]
     found = engine.run(requests_at(due), 2, SamplingParams(max_new_tokens=6))
@@ -74,7 +74,7 @@ def test_nothing_is_admitted_before_it_is_due(clock: Clock) -> None:
 
 
 def test_an_idle_engine_sleeps_until_the_next_arrival(clock: Clock) -> None:
-    """It gives signs of life meanwhile, and its sleep counts in no time of decoding."""
+    """It sends heartbeats meanwhile, and its sleep counts as no decoding time."""
     engine = fake_engine(sometimes, batch_size=2)
     calls: list[list[Emission]] = []
     found = engine.run(requests_at([0.0, 10.0]), 2, SamplingParams(max_new_tokens=4), calls.append)
@@ -89,7 +89,7 @@ def test_an_idle_engine_sleeps_until_the_next_arrival(clock: Clock) -> None:
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_preemption_with_arrivals(clock: Clock, k: int) -> None:
-    """A preempted sequence goes before those that arrived meanwhile, and texts stay."""
+    """A preempted sequence goes before those that arrived meanwhile, and texts do not change."""
     engine = fake_engine(sometimes, num_blocks=20, batch_size=4, prefill_chunk=3)
     due = [0.0, 0.0, 0.02, 0.04, 0.06, 0.08, 0.5, 0.5]
     run = engine.start(requests_at(due, 3), k, SamplingParams(max_new_tokens=40))

@@ -100,7 +100,7 @@ def test_a_narrower_pass_is_another(pairs: dict[str, Pair]) -> None:
 
 @pytest.mark.parametrize("kind", ["z-lab", "gated"])
 def test_passes_of_the_trained_width(pairs: dict[str, Pair], kind: str) -> None:
-    """As transformers' generator: proposals of a smaller k are the first of a larger one's."""
+    """Like in transformers' generator, proposals of a smaller k are the first of a larger one's."""
     pair, key = pairs[kind], {"speculation.block_width": "trained"}
     most = 4 + (kind == "gated")
     engine = build(planned(pair, most, **key), 12)

@@ -169,7 +169,7 @@ class Rounds:
             seq.tokens += row[: count + 1]
 
     def play(self, reference: Reference, shuffles: bool = False) -> Iterator[tuple[Any, Any]]:
-        """The proposals of each round, and those that there should have been."""
+        """The proposals of each round, and the expected ones."""
         self.prefill(5)
         self.load()
         script = [(4, [2, 0, 4]), (3, [0, 3, 1]), (1, [1, 0, 1]), (5, [5, 2, 0]), (2, [0, 0, 0])]
@@ -374,7 +374,7 @@ class OtherLayer(FakeTarget):
 
 
 def stale(self: PagedHead, *args: Any, **more: Any) -> None:
-    """In the place of `carry_on`: nothing that a scoring pass gave is kept."""
+    """A replacement of `carry_on` that keeps nothing from a scoring pass."""
 
 
 def test_planted_faults_change_the_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 def test_text_is_the_target_s_and_rounds_are_the_reference_s(
     pair: Pair, rounds_at: Rounds, case: str
 ) -> None:
-    """At each k up to the planned one, on one engine."""
+    """This holds at each k up to the planned one, on one engine."""
     found = planned(pair.target, pair.folder, 4, **SETTINGS[case])
     assert found.recipe.speculation.method == "eagle3" and found.k == 4
     engine = build(found, 11)
@@ -119,7 +119,7 @@ def test_text_is_the_target_s_and_rounds_are_the_reference_s(
 def test_rounds_over_a_quantised_target_are_the_reference_s(
     pair: Pair, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On transformers' own dequantised model in 8 bits, and on the numbers of one in 4."""
+    """The reference runs on transformers' dequantised model in 8 bits, or on 4-bit numbers."""
     kept, plain = in_bits(pair, tmp_path, bits)
     found = planned(kept.target, kept.folder, 4, run__batch_size=3, target__weights="stored")
     assert found.target.keeps_stored
@@ -182,7 +182,7 @@ def test_a_head_with_weights_of_its_own(tmp_path: Path) -> None:
 
 
 def test_plain_decoding_runs_no_head(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At k = 0 nothing is loaded; and of an engine with a head no pass pays for it."""
+    """At k = 0 no head is loaded, and in an engine with a head plain passes do not run it."""
     bare = planned(pair.target, pair.folder, 0)
     engine = build(bare, 11)
     assert bare.draft is None and engine.proposer is None and not engine.target.hidden_layers
@@ -223,7 +223,7 @@ def test_a_length_policy_that_proposes_nothing_at_times(pair: Pair) -> None:
 
 
 def test_a_target_serves_several_drafts(pair: Pair, rounds_at: Rounds, tmp_path: Path) -> None:
-    """As in a sweep: with hidden states and without, on weights that are loaded once."""
+    """Drafts with and without hidden states use weights that are loaded once, like in a sweep."""
     noised = save_noised(tmp_path / "noised", pair.target)
     wanted, target = texts_of(pair.target), None
     for draft, layers in ((pair.folder, (1, 2, 3)), (noised, ()), (pair.folder, (1, 2, 3))):
@@ -244,8 +244,8 @@ def test_the_record_of_a_run(pair: Pair) -> None:
 
 
 def test_the_recipe_s_layers_are_read(pair: Pair) -> None:
-    """Others than the head was trained with, so fewer proposals stand; the reference reads them
-    too. The record and a remark say so."""
+    """They differ from the layers in training, so fewer proposals are accepted; the reference reads
+    them too. The record and a remark say so."""
     found = planned(pair.target, pair.folder, speculation__eagle3_layers=[0, 1, 3])
     assert found.target.hidden_layers == (0, 1, 3)
     assert found.execution["draft_features"] == "hidden states 0, 1, 3 of the target"
@@ -380,8 +380,8 @@ def test_a_head_that_does_not_fit_is_refused_before_weights_are_read(
 
 
 def test_a_penalty_changes_a_head_s_proposals_too(pair: Pair) -> None:
-    """The head's ids are a part of the target's. Texts are those of `generate` at each k, and more
-    proposals stand than a head would have that knows of no penalty."""
+    """The head's ids are a part of the target's. Texts are those of `generate` at each k, and some
+    proposals are accepted."""
     settings: dict[str, Any] = {"repetition_penalty": 1.4, "suppress_tokens": [50, 61]}
     oracle = reference(pair.target)
     want = [greedy_reference(oracle, p, NEW_TOKENS, **settings) for p in PROMPTS]

@@ -118,7 +118,7 @@ def test_greedy_text_and_rounds(pair: Pair, rounds_at: Rounds, case: str, k: int
 def test_wrong_wiring_costs_acceptance(
     pair: Pair, rounds_at: Rounds, changes: dict[str, Any]
 ) -> None:
-    """It never changes the text, and so has to be seen in the rounds."""
+    """It never changes the text, so only the rounds can show it."""
     target, folder, _ = pair
     seqs = decode(eagle_engine(target, folder, 4, changes), PROMPTS, 4, max_new_tokens=NEW_TOKENS)
     assert [s.output_ids for s in seqs] == [greedy_text(target, p, NEW_TOKENS) for p in PROMPTS]

@@ -46,7 +46,7 @@ def test_it_is_what_a_round_decides(
     settings: dict[str, Any], runs_ahead: bool, device: torch.device, tmp_path: Path
 ) -> None:
     """In batches, with sequences that join while others decode and passes that end some prompts
-    and not others. What accepts proposals has no say."""
+    and not others. The acceptance rule does not matter."""
     target = save_tiny(tmp_path, "llama")
     make = partial(make_engine, target, None, device=device)
     want = []
@@ -66,7 +66,7 @@ def test_it_is_what_a_round_decides(
 
 @pytest.mark.parametrize("chunk", range(1, 11))
 def test_only_the_last_chunk_gives_a_token(chunk: int) -> None:
-    """Unless one token is left for it: then a round is as cheap."""
+    """If one token is left for it, a round is as cheap and decides the token."""
     engine = fake_engine(None, prefill_chunk=chunk)
     (seq,) = decode(engine, [random_prompt(9)], 0, max_new_tokens=4)
     assert seq.output_ids == continuation(target_rule, random_prompt(9), 4)

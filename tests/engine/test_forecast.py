@@ -74,7 +74,7 @@ class OwnCache(OwnText):
         return [a + b for a, b in zip(before, state.tail[:, -1:].tolist(), strict=True)]
 
     def propose(self, state: Any, draft: Any) -> Candidates:
-        """It leaves wrong tokens behind, which the next round has to write over."""
+        """Leave wrong tokens behind, which the next round has to write over."""
         found = super().propose(state, draft)
         for b, n in enumerate(state.length.tolist()):
             if state.active[b] and found.lens[b]:
@@ -101,7 +101,7 @@ def plugged(engine: Engine, made: type[Any]) -> Engine:
     "options", [{}, {"prefill_chunk": 3}, {"num_blocks": 12}], ids=["plain", "chunks", "tight"]
 )
 def test_rounds_of_a_plugin_with_state_are_predicted(made: type[Any], options: Any) -> None:
-    """By the rounds of the largest k alone, and whatever room its rounds have side by side."""
+    """The rounds of the largest k suffice, whatever room rounds have side by side."""
     engine = plugged(fake_engine(**options), made)
     seqs = decode(engine, PROMPTS, LARGEST, max_new_tokens=24)
     texts = [text_of(engine, seq, SamplingParams(max_new_tokens=24)) for seq in seqs]
@@ -111,7 +111,7 @@ def test_rounds_of_a_plugin_with_state_are_predicted(made: type[Any], options: A
 
 
 class Table:
-    """Draws a block from a table by the last token, which says too where a block ends."""
+    """Draws a block from a table by the last token. The table also says where a block ends."""
 
     depends_on_k = True
     draws_itself = False

@@ -345,7 +345,7 @@ def test_a_split_through_a_group_is_dequantised_unless_asked(
 
 
 def test_columns_in_an_order_of_their_own(tmp_path: Path) -> None:
-    """They are right where they are dequantised, and cannot be held as they lie."""
+    """Dequantising gives the right numbers, but the stored form cannot be kept."""
     settings = gptq_settings(4, 32, False, desc_act=True)
     folder = store(tmp_path, "llama", settings, gptq(4, 32, sym=False, ordered=True))
     want = dict(load(described(tmp_path / "plain", "auto"), CPU).named_parameters())

@@ -162,7 +162,7 @@ def test_blocks_stay_stored(
 
 
 def test_a_mixed_file_stays_stored_as_transformers_computes_it(tmp_path: Path) -> None:
-    """As Q4_K_M is mixed: query and key in 4 bits and values in 6 are one product, in 8."""
+    """Q4_K_M mixes types: query and key in 4 bits and values in 6 make one product in 8 bits."""
     file = written(tmp_path / "m.gguf", "llama", "Q4_K", others=Q4_K_M)
     oracle = gguf_reference(file)
     driver = Driver(paged_model(file, 120, 4, fused=True, weights="stored"), oracle, [19, 6, 33])
@@ -201,7 +201,7 @@ def test_what_cannot_stay_stored_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [k for k in TYPES if is_undone(int(k))], ids=lambda k: k.name)
 def test_every_type_is_dequantised(kind: TYPES, tmp_path: Path) -> None:
-    """Rows of a matrix too, as ranks read them."""
+    """Rows of a matrix are dequantised too, as ranks read them."""
     width, nbytes = GGML_QUANT_SIZES[kind]
     blocks = random_blocks(kind, 3 * 5 * 2, 7)
     (tmp_path / "t").write_bytes(b"front" + blocks.tobytes())

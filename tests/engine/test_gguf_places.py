@@ -69,7 +69,7 @@ def test_several_files_are_listed_and_one_chosen(file: Path) -> None:
 
 
 def test_a_folder_for_transformers_stays_one(file: Path) -> None:
-    """Unless a file is named; a config beside GGUF files alone changes nothing."""
+    """Naming a file changes that; a config beside GGUF files alone does not."""
     (file.parent / "config.json").write_text("{}")
     assert model_place(str(file.parent), None) == file
     save_tiny(file.parent, "llama")

@@ -72,7 +72,7 @@ HEADS = ("eagle3", "mtp", "peagle", "dflash", "dspark")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_graphs_and_eager_passes_of_heads_write_the_same(temperature: float, head: str) -> None:
-    """With the same rounds: what a head proposes changes no text."""
+    """Their rounds are the same too, since a head's proposals never change the text."""
     method = "mtp_module" if head == "mtp" else head
     keys: dict[str, Any] = {"draft__model": f"demo:{head}", "speculation__method": method}
     found = {}

@@ -27,7 +27,7 @@ def saved(folder: Path, **steps: Any) -> Path:
 
 
 def refusal(folder: Path, text: str, ids: tuple[int, ...] = ()) -> str:
-    """The one line that loading the tokenizer and using it ends with."""
+    """The one line of the error from loading or using the tokenizer."""
     with pytest.raises(SetupError) as caught:
         tokenizer = load_tokenizer(folder, "m", 97, is_dummy=False)
         tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""Drafts that lie in the target's own files: planned, loaded and run as any other."""
+"""Drafts that lie in the target's own files: planned, loaded and run like any other."""
 
 import logging
 from collections.abc import Iterator

@@ -110,7 +110,7 @@ def test_every_length_is_timed_first() -> None:
 
 
 def test_costs_are_medians_without_the_round_that_warms_up() -> None:
-    """By the number of slots, and the same for all ranks: those that rank 0 measured."""
+    """Costs depend on the number of slots. All ranks use those that rank 0 measured."""
     other_rank = {0: 70.0, 2: 80.0}
     parallel: Any = SimpleNamespace(gather_objects=lambda mine: [mine, other_rank])
     costs = RoundCosts(parallel)

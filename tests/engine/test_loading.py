@@ -174,7 +174,7 @@ def test_hub_id_that_is_not_cached(
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing-at-all", "smollm2"])
 def test_without_the_hub_recipes_that_need_none_are_named(name: str) -> None:
-    """And they do need none: every model of theirs is bundled or of a package."""
+    """They need none indeed: every model of theirs is bundled or part of a package."""
     hint = refusal(name).hint or ""
     words = re.findall(r"[\w.-]+", hint.partition("recipes that need no hub: ")[2])
     offered = [recipe.name for recipe in bundled_recipes() if recipe.name in words]

@@ -141,7 +141,7 @@ def test_greedy_texts_are_those_of_generate(
 
 
 def test_runs_of_one_engine_do_not_share_what_they_have_seen(pair: tuple[Path, Path]) -> None:
-    """Rows of texts are used again, by later sequences and later runs, also after a preemption."""
+    """Later sequences and later runs use the rows of texts again, also after a preemption."""
     target, draft = pair
     prompts = [[*p, i + 3] for i in range(3) for p in PROMPTS]
     fresh = [

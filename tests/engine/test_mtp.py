@@ -57,12 +57,12 @@ def planned(target: Path, k: int = 1, **more: Any) -> Plan:
 
 
 def prompts_of(target: Path) -> list[list[int]]:
-    """Those of transformers' rounds, with the token that its first pass decides."""
+    """The prompts of transformers' rounds, with the token that its first pass decides."""
     return [start + greedy_text(target, start, 1) for start in STARTS]
 
 
 def same_rounds(seq: Any, accepted: list[int]) -> None:
-    """transformers tells of a round in the next one; our last may have no room for a proposal."""
+    """transformers reports a round in the next. Our last may have no room for a proposal."""
     count = len(accepted)
     assert seq.accepted_per_round[:count] == accepted[: len(seq.accepted_per_round)]
     assert abs(count - len(seq.accepted_per_round)) < 2
@@ -119,8 +119,8 @@ def test_further_proposals_take_steps_of_the_one_module(target: Path, case: str)
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_a_plan_may_be_loaded_again(target: Path, family: str, tmp_path: Path) -> None:
-    """As where drafts of a sweep take turns in memory. Fused layers turn whole heads of a target
-    of which a part turns, and a module's own layers give up their final norm."""
+    """Drafts of a sweep take turns in memory in this way. Fused layers rotate whole heads of a
+    target that rotates only a part, and a module's own layers give up their final norm."""
     folder = target if family == "glm4_moe" else save_mtp(tmp_path / "target", family)
     found = planned(folder, 3, run__batch_size=3)
     first, again = (run(found, prompts_of(folder)) for _ in range(2))
@@ -240,8 +240,8 @@ CHAINS_IN_CI = {((10,), None), ((10,), 0), ((3, 4, 10), None), ((1, 5, 9, 10), 2
 def test_rows_of_a_chain_are_those_of_transformers(
     two: Path, stops: tuple[int, ...], accepted: int | None
 ) -> None:
-    """In whatever chunks a prompt comes, or with a round that accepted so many proposals at its
-    end; the last rows are carried."""
+    """This holds for any chunks of a prompt, and after a round that accepted so many proposals. The
+    last rows are carried."""
     proposer = build(planned(two, 2), 12).proposer
     assert isinstance(proposer, ChainedModules)
     text, chain = [5, 9, 3, 11, 60, 7, 30, 4, 8, 15, 16], proposer.chain

@@ -177,7 +177,7 @@ def test_one_prompt_warms_up_passes_of_one_width(tmp_path: Path) -> None:
 
 
 def test_the_same_tokenizer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a file differs, even one that no vocabulary depends on, or is missing."""
+    """A file that differs or is missing, even one without a vocabulary, causes another reading."""
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     folders = [tmp_path / "target", tmp_path / "draft"]
     for folder in folders:

@@ -63,7 +63,7 @@ def graphs(device: torch.device = CPU) -> PromptGraphs:
 
 
 def assert_same_caches(got: KVCache, want: KVCache) -> None:
-    """Of every block but the first; what was never written holds NaN in both."""
+    """Check all blocks but the first. Slots that were never written hold NaN in both."""
     for ours, theirs in zip(got.layers, want.layers, strict=True):
         for mine, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
             torch.testing.assert_close(
@@ -195,8 +195,8 @@ def replaying_engine(tmp_path: Path, **settings: Any) -> tuple[Engine, Replays]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("count", [1, 4])
 def test_the_host_queues_few_operations(count: int, temperature: float, tmp_path: Path) -> None:
-    """None but the graph, which fetches its inputs and sends the tokens back; a view of them where
-    a pass has more rows than prompts."""
+    """It queues the graph, which fetches its inputs and sends the tokens back, and a view of them
+    if a pass has more rows than prompts."""
     engine, graphs = replaying_engine(tmp_path)
     requests = [Request(i, tuple(range(3, 12 + i))) for i in range(count)]
     params = SamplingParams(max_new_tokens=1, temperature=temperature)

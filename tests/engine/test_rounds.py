@@ -309,7 +309,7 @@ def test_same_weights_in_a_wider_vocabulary_accept_everything(
 
 
 def test_a_draft_reads_ids_that_it_lacks_as_its_last(target_folder: Path) -> None:
-    """Of a target with more padding; ids that it has are its own."""
+    """The target has more padding. Ids that the draft has are read as they are."""
     plain, foreign = (
         make_engine(target_folder, None).target,
         make_engine(target_folder, None).target,

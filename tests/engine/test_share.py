@@ -95,7 +95,7 @@ def rewrite(folder: Path, dropped: str) -> None:
 def test_a_draft_borrows_what_its_checkpoint_does_not_hold(
     tmp_path: Path, is_tied: bool, lacking: list[str], borrowed: list[str]
 ) -> None:
-    """Without a word in the recipe, and with the same memory as with it."""
+    """The recipe need not say so, and memory is the same as if it did."""
     target = save_tiny(tmp_path / "target", "llama")
     changes = {"tie_word_embeddings": is_tied, "num_hidden_layers": 1}
     draft = save_tiny(tmp_path / "draft", "llama", seed=1, **changes)

@@ -113,7 +113,7 @@ def test_a_stored_target_with_a_stored_draft(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "mixtral"])
 def test_bytes_are_those_of_codes_and_scales(family: str, tmp_path: Path) -> None:
-    """On meta as held, and what is held is held once."""
+    """Bytes on meta equal those that are held, and nothing is held twice."""
     kept, numbers = pair(tmp_path, family)
     about = described(kept)
     want = sum(t.nbytes for t in load_file(kept / "model.safetensors").values())
@@ -231,7 +231,7 @@ def test_fields_that_do_not_fit_are_refused_by_name(
 
 
 def test_dummy_weights_are_stored_too(tmp_path: Path) -> None:
-    """Of every rank as a part of the same ones, with columns that share a scale cut apart."""
+    """Each rank has its part of the same weights, even if that cuts columns that share a scale."""
     folder = save_tiny(tmp_path, "llama")
     store(folder, (1, 0))
     whole = stored_parameters(load(described(folder, load_format="dummy"), CPU))
@@ -399,7 +399,7 @@ def test_a_tied_head_that_is_stored_apart_is_refused(weights: str, tmp_path: Pat
 def test_plain_weights_are_quantised_while_loading(
     family: str, load_format: str, tmp_path: Path
 ) -> None:
-    """By row, on every rank as in the whole model."""
+    """Each row is quantised alone, so every rank gets the whole model's numbers."""
     folder = save_tiny(tmp_path, family)
     plain = dict(
         load(described(folder, weights="auto", load_format=load_format), CPU).named_parameters()

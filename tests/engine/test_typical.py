@@ -1,4 +1,4 @@
-"""Typical acceptance: its definition, its gain, and the label of every number."""
+"""Typical acceptance: its definition, its gain, and the label on every number."""
 
 import json
 import math

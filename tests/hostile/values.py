@@ -75,7 +75,7 @@ def value(rng: random.Random, like: Any = None) -> Any:
 
 
 def deep(rng: random.Random) -> Raw:
-    """Lists or objects within each other, deeper than any recursion goes, closed or not."""
+    """Nested lists or objects, deeper than any recursion goes, closed or not."""
     depth = rng.choice([500, 5000, DEEP])
     start, end = rng.choice([("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
     return Raw(start * depth + rng.choice(["", "1" + end * depth]))

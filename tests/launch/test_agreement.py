@@ -1,4 +1,4 @@
-"""Ranks agree on the outcome of a step: what only some of them failed in ends the run."""
+"""Ranks agree on the outcome of a step: a failure on only some of them ends the run."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ FAILURE = ValueError("no memory")
 def agreement(
     monkeypatch: pytest.MonkeyPatch, rows: list[list[int]], is_apart: bool = False
 ) -> Any:
-    """Of two ranks whose answers are given. is_apart: they stand at different collectives."""
+    """Two ranks with given answers. is_apart: they stand at different collectives."""
     two = Agreement(1, 5.0)
     two._group = object()
     places = [[3, -1], [4 if is_apart else 3, -1]]
@@ -30,7 +30,7 @@ def test_what_succeeded_or_failed_everywhere_is_told_with_each_ranks_value(
 
 
 def test_what_failed_on_some_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank that failed with its problem, and the other since one is missing."""
+    """The failed rank ends with its problem, and the other because one is missing."""
     some = agreement(monkeypatch, [[1, 5], [0, 7]])
     with pytest.raises(ValueError, match="no memory"):
         some.settle(FAILURE, 5)

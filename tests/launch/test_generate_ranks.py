@@ -67,7 +67,7 @@ def test_what_a_folder_tells_is_told_before_ranks_start(
 
 
 def test_what_a_folder_does_not_tell_is_left_to_the_ranks(tmp_path: Path) -> None:
-    """The parent cannot judge a hub id, an unused draft, or a config without a number of heads."""
+    """The parent cannot check a hub id, an unused draft, or a config without a number of heads."""
     keys = {"target.tensor_parallel_size": 3, "target.model": str(tmp_path)}
     k0 = {"speculation.num_speculative_tokens": 0, "draft.model": "/no/such"}
     for text in ('{"n_head": 4}', '{"num_attention_heads": null}'):

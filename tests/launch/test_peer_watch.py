@@ -80,7 +80,7 @@ def test_a_rank_that_waits_for_its_peers_hangs_nobody(clock: list[float]) -> Non
 
 
 def test_only_rank_0_judges_who_keeps_the_others_waiting(clock: list[float]) -> None:
-    """Rank 1 sees that rank 0 waits, and not for whom."""
+    """Rank 1 sees that rank 0 waits, but not for which rank."""
     store = Store()
     watches = [PeerWatch(store, rank, 3, TIMEOUT_S) for rank in range(3)]
     blamed: list[tuple[int, int]] = []

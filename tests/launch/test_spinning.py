@@ -129,7 +129,7 @@ def test_the_system_s_own_figures(bare: pytest.MonkeyPatch) -> None:
 def test_a_large_model_runs_on_the_threads_that_are_free(
     bare: pytest.MonkeyPatch, chosen: str | None, threads: int
 ) -> None:
-    """A user's number stays, and so does that of ranks; a GPU needs none."""
+    """A user's number stays, and so does the number of ranks. A GPU needs no threads."""
     bare.setattr(spinning, "others", lambda: 1.0)
     bare.setattr("specdec_cli.engine.devices.num_cores", lambda: 2)
     if chosen is not None:

@@ -21,7 +21,7 @@ SHARED_MEMORY = 227 * 1024  # bytes for one block on sm_90
 def sizes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, int]]:
-    """Sizes of the kernels in the selected tests, compiled where the record has them not."""
+    """Sizes of the kernels in the selected tests. Kernels that the record lacks are compiled."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     here = [item for item in items if item.path == Path(__file__) and "sizes" in item.fixturenames]
     return compiled(tmp_path_factory, {str(item.callspec.params["case"]): None for item in here})
@@ -49,7 +49,7 @@ def test_the_record_is_what_compiling_gives(tmp_path_factory):
 
 
 def test_a_case_that_the_record_has_of_other_code_is_compiled(tmp_path_factory, tmp_path):
-    """A record whose digest is of other code, and whose sizes are not to be believed."""
+    """A record with the digest of other code, whose sizes must not be used."""
     record = {"advance": ["0" * 32, {"cubin": 1}]}
     (tmp_path / "other.json").write_text(json.dumps(record))
     found = compiled(tmp_path_factory, ["--record-of", str(tmp_path / "other.json"), "advance"])

@@ -217,7 +217,7 @@ def test_streams_that_break_are_no_answers(dialect: str, fault: dict[str, Any]) 
 
 
 def test_a_refused_connection_is_tried_again() -> None:
-    """As a server that has ended refuses it."""
+    """A server that has ended refuses connections in this way."""
     line, url = Line(), f"http://{HOST}:{free_port()}"
     facts = ServerFacts(url=url, kind="vllm", version=None, k=3, method=None, model="demo")
     session, found = ServerSession({3: facts}, 1, 512, Limits(5.0, 2), False, line), []

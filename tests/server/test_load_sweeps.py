@@ -123,7 +123,7 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 def test_counters_alone_are_of_all_requests(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Two rounds a chunk tell no rounds, so that counters stand for all requests of the stretch."""
+    """Chunks of two rounds do not show rounds, so counters cover all requests of the stretch."""
     server = FakeServer(k=3, faults=Faults(merge=2))
     with running(server):
         words = (*urls(server), "--request-rate", 60, "-o", tmp_path / "run")
@@ -174,7 +174,7 @@ def test_failures_count_and_waiting_at_the_client_does(
 
 
 def test_a_crowded_server_loses_by_speculation(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rounds take longer with each request beside them, where there is speculation."""
+    """With speculation, rounds take longer for each request beside them."""
     plain, fast = FakeServer(k=0, round_s=0.015), FakeServer(k=3, round_s=0.015, crowd=1.5)
     with running(plain, fast):
         words = (*urls(plain, fast), "--request-rate", "6,80", "--set", "run.repeats=4")

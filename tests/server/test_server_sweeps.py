@@ -215,7 +215,7 @@ def test_acceptance_that_is_not_known_is_null(
 def test_a_report_of_acceptance_that_is_not_known(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Its plot has the points that tell it; without one there is none."""
+    """Its plot has the points with known acceptance; without such a point there is no plot."""
     told, untold = FakeServer(k=2), FakeServer(k=3, faults=Faults(foreign=3))
     for name, servers in (("some", (told, untold)), ("none", (untold,))):
         run = tmp_path / name
@@ -315,7 +315,7 @@ def _cut(folder: Path, lines: int) -> int:
 def test_the_folder_names_the_servers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also k of one that does not say it, and where k = 0 came from, but no key."""
+    """It has the k of a server that reports none, and the source of k = 0, but no API key."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
     plain, server = FakeServer("openai", k=0), FakeServer("openai", k=3)
     one, other = tmp_path / "one", tmp_path / "other"
@@ -409,7 +409,7 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], words: list[str], names: 
 
 
 def test_a_password_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor where the rest of the address is none."""
+    """This holds even if the rest of the address is invalid."""
     for address in (
         "http://me:{}@host:1",
         "http://me:{}@host:99999",

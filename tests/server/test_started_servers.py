@@ -137,7 +137,7 @@ def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:
-    """In the middle of answers, which a slow server gives; the exit code is that of other runs."""
+    """Ctrl-C comes while a slow server answers; the exit code is that of other runs."""
     file, run = tmp_path / "pids", tmp_path / "run"
     wrong = {"child": str(file), "round_s": 0.03}
     arguments: list[str | Path] = [*words("sglang", "0", wrong), "-o", run]
@@ -202,7 +202,7 @@ def test_commands() -> None:
 
 
 def test_weights_that_are_quantised_while_loading() -> None:
-    """Each model's own: SGLang gives the draft the target's form unless it is told another."""
+    """Each model has its own form. By default SGLang gives the draft the target's form."""
     of_draft = "--speculative-draft-model-quantization"
     for in_fp8 in (set(), {"target"}, {"draft"}, {"target", "draft"}):
         sets = [f"{role}.weights=fp8" for role in in_fp8]
@@ -295,7 +295,7 @@ def test_a_rule_that_sglang_has_not_starts_nothing(
 
 
 def test_a_server_gets_the_signals_that_end_it(tmp_path: Path) -> None:
-    """Also one that sets no handlers of its own, such as a script that starts the server."""
+    """A server without handlers gets them too, such as a script that starts the server."""
     log = tmp_path / "log"
     script = "trap 'echo told to end; exit' TERM; echo ready; while :; do sleep 0.02; done"
     for command in (["bash", "-c", script], ["sleep", "60"]):

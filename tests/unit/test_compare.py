@@ -486,7 +486,7 @@ def test_the_live_table_shows_what_the_ranks_have_written(tmp_path: Path) -> Non
 
 
 def column(view: SweepTable, heading: str) -> list[str]:
-    """The cells of one column of the live table as it stands now."""
+    """The present cells of one column of the live table."""
     table: Any = view._render().renderables[0]
     return next(list(c.cells) for c in table.columns if c.header == heading)
 

@@ -49,7 +49,7 @@ def speculators(kind: str, **keys: Any) -> dict[str, Any]:
 
 
 def deepspec(**keys: Any) -> dict[str, Any]:
-    """The class of its DFlash and of its DSpark."""
+    """A config of DeepSpec, with the class of its DFlash or its DSpark."""
     own = {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": 90}
     return QWEN3 | own | {"num_anchors": 512, "num_target_layers": 36} | IDS | keys
 
@@ -471,7 +471,7 @@ def recipe_of(folder: Path, config: dict[str, Any], **speculation: Any) -> Recip
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_what_no_method_runs_is_refused_by_its_key(case: str, tmp_path: Path) -> None:
-    """However the recipe names it; at k = 0 no draft runs, so nothing is refused."""
+    """The recipe's name for it does not matter. At k = 0 no draft runs, so nothing is refused."""
     config, noun, seen = CONFIGS[case]
     if (wanted := BUILT.get(noun, None if noun else "draft_model")) is not None:
         assert with_method(recipe_of(tmp_path, config)).speculation.method == wanted

@@ -1,4 +1,4 @@
-"""Plots of run folders made by hand: what is drawn is the folder's figures, at their places."""
+"""Plots of run folders made by hand: they show the folder's figures at their places."""
 
 from pathlib import Path
 from typing import Any

@@ -46,7 +46,7 @@ def weights_of(folder: Path, head: Head, **options: Any) -> HeadWeights:
 def test_a_head_is_the_same_in_every_dialect(
     kind: str, dialect: str, draft_vocab: int, tmp_path: Path
 ) -> None:
-    """Settings and weights, but for how layers are counted."""
+    """Settings and weights are equal, except for the counting of layers."""
     head = Head(kind=kind, draft_vocab=draft_vocab, base=5e5, attention_bias=True, **ALL_IDS)
     folder = save_head(tmp_path, head, dialect)
     assert method_of(folder) == "eagle3"

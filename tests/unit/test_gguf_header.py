@@ -1,4 +1,4 @@
-"""Headers of GGUF files: those that lie are told in one line, and nothing large is made of them."""
+"""Headers of GGUF files: false ones give a message of one line and allocate little."""
 
 import random
 import struct

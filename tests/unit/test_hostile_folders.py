@@ -42,7 +42,7 @@ def test_only_regular_files_are_read(name: str, kind: str, tmp_path: Path) -> No
 
 
 def test_settings_nested_too_deeply_are_damaged(tmp_path: Path) -> None:
-    """Deep enough for what goes through them, and not for the reader of JSON."""
+    """Code that walks through them would recurse too deeply, although the JSON reader does not."""
     deep: list[object] = []
     for _ in range(500):
         deep = [deep]

@@ -183,8 +183,8 @@ def test_the_interval_s_coverage_on_queues(proof: ModuleType) -> None:
 
 
 def test_crowding_by_hand() -> None:
-    """Times in proportion to the requests under way, as of one that serves all in turn, have an
-    elasticity of 1; times of their own have none."""
+    """Times in proportion to the requests under way, as of a server that serves all in turn, have
+    an elasticity of 1. Independent times have 0."""
     beside = [1, 2, 3, 4] * 50
     assert not crowding([1.0] * 200, beside).is_lasting
     shared = crowding([0.1 * n for n in beside], beside)

@@ -1,4 +1,4 @@
-"""Texts that part are told by how nearly tied the target's tokens were."""
+"""Diverging texts are judged by how nearly tied the target's tokens were."""
 
 from typing import cast
 

@@ -82,7 +82,7 @@ def test_a_drift_of_all_points_is_told_with_its_prompt(factor: float) -> None:
 
 @pytest.mark.parametrize(("before", "factor"), [(2, 1 / 15), (5, 3.0), (12, 1.5), (20, 1 / 3)])
 def test_a_run_that_went_on_elsewhere_tells_of_its_seam(before: int, factor: float) -> None:
-    """Also with few prompts on one side, where no search for a drift would find it."""
+    """Few prompts on one side suffice, where a search for a drift would find nothing."""
     samples = samples_of(quiet(3))
     for seed in range(3, 13):
         assert seams_in(samples_of(quiet(seed)), range(before)) == []

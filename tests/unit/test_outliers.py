@@ -1,4 +1,4 @@
-"""Outlying repeats cast doubt where they say more than that they do not count."""
+"""Warnings about outlying repeats that show more than their own disturbance."""
 
 import json
 import lzma

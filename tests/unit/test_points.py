@@ -171,7 +171,7 @@ def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
 
 
 def test_an_outlying_repeat_moves_nothing() -> None:
-    """The point is that of the other repeats; of two that disagree, time says which is wrong."""
+    """The point rests on the other repeats. If two disagree, their times show which is wrong."""
     fast = {i: sample(i, [(1, 1)] * 6, 0.6 + i / 50) for i in range(3)}
     for repeats, usual in (([0.95, 1.0, 2.5], 0.975), ([2.5, 0.95], 0.95)):
         spent = {"decode_seconds": repeats, "seconds": [t + 0.1 for t in repeats]}

@@ -905,7 +905,7 @@ def test_rates_for_vllm_never_rise(tmp_path: Path) -> None:
 
 
 def test_a_draft_with_a_baseline_of_its_own_is_held_against_it(tmp_path: Path) -> None:
-    """As in folders of versions that measured plain decoding beside each draft."""
+    """Earlier versions measured plain decoding beside each draft."""
     points = sweep_points(ks=(0, 2), batch_sizes=(1,))
     plain, *others = points
     second = json.loads(json.dumps(plain))

@@ -117,7 +117,7 @@ def test_each_damaged_part_of_a_summary_is_left_out(name: str, damage: str, tmp_
 def test_a_folder_of_another_version_is_refused(
     command: str, version: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line, that names the versions; nothing in the folder changes."""
+    """The refusal is one line that names the versions, and the folder does not change."""
     folder = tmp_path / "run"
     shutil.copytree(RUNS / ("compare" if command == "compare-tp" else "sweep"), folder)
     found = json.loads((folder / "settings.json").read_text()) | {"version": version}
@@ -141,7 +141,7 @@ def test_a_folder_of_another_version_is_refused(
 
 
 def test_a_summary_alone_names_its_version(tmp_path: Path) -> None:
-    """As of a folder whose other files are gone."""
+    """The other files of the folder are gone."""
     shutil.copytree(RUNS / "sweep", tmp_path / "run")
     (tmp_path / "run" / "settings.json").unlink()
     assert read_folder(tmp_path / "run").notes == ()

@@ -1,4 +1,4 @@
-"""Spec-Bench's subtasks and later turns, and ShareGPT's conversations, as data."""
+"""Spec-Bench's subtasks and later turns, and ShareGPT's conversations, read as data."""
 
 import json
 from dataclasses import replace

@@ -44,7 +44,7 @@ def test_verdicts(chosen: Any, others: Any, is_disturbed: bool, verdict: str) ->
 
 @pytest.mark.parametrize("gain", [1.06, 1.3, 0.9])
 def test_as_many_prompts_as_are_called_for_decide(gain: float) -> None:
-    """Of 12 prompts whose interval decides nothing, copies that make up the number do decide."""
+    """12 prompts with an undecided interval decide once copies make up the required number."""
     rng = random.Random(3)
     spread = 0.9 * abs(gain - 1.01) + 0.5
     times = [rng.lognormvariate(0, spread) for _ in range(12)]
@@ -104,7 +104,7 @@ def with_categories(prompts: dict[str, list[float]]) -> tuple[list[Point], Any, 
 
 
 def test_a_category_of_few_prompts_recommends_nothing() -> None:
-    """Its own rule is that of the whole."""
+    """A category follows the rule of the whole."""
     many = [0.5 + 0.01 * (i % 5) for i in range(20)]
     points, gains, samples = with_categories({"many": many, "few": [0.4, 0.5], "slow": [1.2, 1.3]})
     whole = recommend(points, gains, 0)

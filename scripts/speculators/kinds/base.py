@@ -40,7 +40,7 @@ class Link:
     number, or int64 [R]. weight: fp32 [R], weights in the loss; 0 for rows without meaning. goal:
     int64 [R], the row of the flattened batch that predicts the same token; None if rows are those
     of the batch. columns: [V, r], trained columns of the head beside the target's H; then hidden is
-    [R, H + r]. confidence: [R], logits of the share of drafts that stand.
+    [R, H + r]. confidence: [R], logits of the share of accepted drafts.
     """
 
     hidden: Tensor

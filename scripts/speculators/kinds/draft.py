@@ -1,4 +1,4 @@
-"""A standalone draft of the target's family: a few layers between its embedding and its head.
+"""A standalone draft of the target's family: a few layers between embedding and head.
 
 It begins as the target's first layers and learns the target's distributions. It uses the target's
 embedding and head, which are not stored: run it with `draft.share: [embeddings, lm_head]`.

@@ -336,7 +336,7 @@ def test_a_padded_pass_is_its_live_rows(heads, window, device):
 def test_keys_and_values_without_queries(
     tokens, kv_heads, dim, block_size, norm, dtype, write, device
 ):
-    """Stored where the slots say, and the keys turned; nothing else is touched."""
+    """Rotated keys and values go to their slots, and nothing else changes."""
     generator = torch.Generator().manual_seed(tokens * dim)
 
     def normal(*shape: int) -> Tensor:

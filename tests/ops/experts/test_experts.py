@@ -269,7 +269,7 @@ def transformers_routes(rows: Tensor, experts: Experts) -> Routes:
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("rows, routing, way", some([3, 11], SIGMOIDS, [*WAYS, "sorted"], every=3))
 def test_sigmoid_routes_are_those_of_transformers(rows, routing, way, dtype, device):
-    """Without a bias, and with one that makes expert 1 nobody's and 2 everybody's."""
+    """Also with a bias by which no token chooses expert 1 and all choose expert 2."""
     kind = {"dtype": dtype, "device": device}
     routing = SIGMOIDS[routing]
     experts = make_experts(28, 40, 4, kind, routing)
@@ -368,7 +368,7 @@ def plan_of(
 
 
 def some_routes(rows: int, num_experts: int, num_chosen: int) -> Routes:
-    """Expert 1 is nobody's, expert 2 is everybody's."""
+    """Routes in which no token chose expert 1 and all chose expert 2."""
     generator = torch.Generator().manual_seed(rows)
     others = [e for e in range(num_experts) if e not in (1, 2)]
     picks = [
@@ -471,7 +471,7 @@ GROUP_TILES = [
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("size, what, tiles", some(SHAPES, KINDS, GROUP_TILES, every=3))
 def test_grouped_products(size, what, tiles, dtype, device):
-    """One expert is everybody's, in several blocks; weights of one that is nobody's are NaN."""
+    """All tokens choose one expert, in several blocks. An expert that none chooses has NaN."""
     rows, num_experts, width, features = size
     kind = {"dtype": dtype, "device": device}
     experts = experts_of_kind(what, num_experts, width, features, kind)
@@ -499,7 +499,7 @@ def test_grouped_products(size, what, tiles, dtype, device):
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("rows, routing", some([1, 3, 6, 11], [QWEN, MIXTRAL, GPT_OSS], every=3))
 def test_layer(rows, routing, dtype, device):
-    """The whole is the reference's, where roundings do not reorder experts."""
+    """The whole layer equals the reference where rounding does not reorder experts."""
     kind = {"dtype": dtype, "device": device}
     experts = make_experts(40, 64, 48, kind, routing)
     x, norm = make_stream(rows, 64, kind), 1 + normal(64, kind=kind, scale=0.3)
@@ -526,8 +526,7 @@ MANY = {"grouped": mixture_add_norm_triton, "sorted": sorted_mixture_add_norm}
     ),
 )
 def test_layer_of_many_tokens(routing, biases, way, dtype, device):
-    """Tokens grouped or sorted by expert: the reference's, where roundings do not reorder
-    experts."""
+    """Grouped and sorted tokens equal the reference where rounding does not reorder experts."""
     kind = {"dtype": dtype, "device": device}
     experts = make_experts(10, 64, 48, kind, routing, biases=biases)
     if biases:  # gpt-oss has all of these
@@ -553,7 +552,7 @@ def test_layer_of_many_tokens(routing, biases, way, dtype, device):
     ],
 )
 def test_experts_are_counted_and_the_stream_may_be_zeros(rows, way, device):
-    """Every way. A rank's part of a sum is added to zeros, one row of them for all."""
+    """A rank's part of a sum is added to zeros, one row for all tokens, in every way."""
     kind = {"dtype": torch.float32, "device": device}
     read = torch.full((3,), -1, dtype=torch.int32, device=device)
     experts = make_experts(200, 32, 16, kind, MIXTRAL)._replace(read=read[1:2])

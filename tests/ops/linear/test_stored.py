@@ -99,7 +99,7 @@ def test_bytes_hold_two_columns_of_a_block(columns: int) -> None:
 
 
 def test_each_code_is_its_number() -> None:
-    """By the formats' tables; bits of e2m1 are a sign, two of an exponent and one of a fraction."""
+    """Numbers are the formats'. e2m1 has a sign, two bits of exponent and one of fraction."""
     codes = packed(torch.arange(16, dtype=torch.uint8))
     assert KINDS[INT4].decode(codes).tolist() == list(range(16)) and KINDS[INT4].middle == 8
     want = []
@@ -272,7 +272,7 @@ def test_cuts_through_a_group_or_a_code_are_refused(group) -> None:
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 @pytest.mark.parametrize("rows", [(48, 16, 32), (50, 7, 48), (24, 48, 5)], ids=str)
 def test_joined_parts_are_the_plain_parts_below_each_other(rows, group) -> None:
-    """Also where a part ends within a group of rows."""
+    """This holds even if a part ends within a group of rows."""
     parts = [stored(n, 96, group=group) for n in rows]
     whole = Stored.joined(parts)
     want = torch.cat([part.plain(torch.float32) for part in parts])

@@ -214,7 +214,7 @@ WAYS = [(way, name) for way in ("rows", "one row", "plain") for name in ODD_FORM
 @pytest.mark.parametrize("kind", ODD_SCALES)
 @pytest.mark.parametrize(("way", "name"), [*WAYS, ("terms", "fp8")])
 def test_odd_scales_are_multiplied_like_others(way, name, kind, device) -> None:
-    """x is so large that products with denormal scales are none."""
+    """x is so large that products with denormal scales are normal numbers."""
     storage, width = FORMS[name]
     weight, odd = filled(storage, 32, width, device), ODD_SCALES[kind]
     weight.scales[3] = odd.get(storage.scales, odd.get(None, 0))
