@@ -1,5 +1,5 @@
-"""`python -m specdec_cli` is `specdec`. A signal that comes during the imports ends the process as
-a later one does."""
+"""`python -m specdec_cli` is `specdec`. A signal during the imports ends the process like a later
+signal."""
 
 import os
 import sys

@@ -281,7 +281,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         )
 
 
-# The code that a shell gives a process that SIGPIPE ended: the reader wanted no more.
+# A shell gives this code to a process that SIGPIPE ended: the reader closed the pipe.
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 # A full disk, and other refusals of the machine that are not the run's fault. Streams that cannot
 # be written to raise the last two.

@@ -111,7 +111,7 @@ def _enter(backend: ServerBackend, facts: ServerFacts, asked: list[int] | None) 
     if k is None:
         if asked is None or len(asked) != 1:
             raise UsageError(
-                f"the server at {facts.url} does not say its k",
+                f"the server at {facts.url} does not report its k",
                 "say it with --k, such as --k 3, or --k 0 for one without speculation",
             )
         k = asked[0]

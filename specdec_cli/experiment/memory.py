@@ -249,7 +249,7 @@ def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
     need, split = profile.need, profile.split
     asked = profile.plan.recipe.cache.num_blocks
     if need.num_blocks <= split.num_blocks:
-        return [f"--num-blocks {need.num_blocks}: so many fit, and the batch fits into them"]
+        return [f"--num-blocks {need.num_blocks}: that many fit, and so does the batch"]
     found = _more_room(profile, cost)
     if asked is None:
         return found
@@ -265,7 +265,7 @@ def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
     need, split, planned = profile.need, profile.split, profile.plan
     found = []
     if batch := profile.capacity(split.num_blocks)["max_sequences"]:
-        found.append(f"--batch-size {batch}: so many sequences of {need.longest} tokens fit")
+        found.append(f"--batch-size {batch}: that many sequences of {need.longest} tokens fit")
     if (longest := profile.longest(split.num_blocks)) > 0:
         found.append(f"--set cache.max_model_len={longest}: the batch fits at that length")
     wanted = [rank.held_bytes + need.num_blocks * rank.block_bytes for rank in split.ranks]

@@ -126,8 +126,8 @@ def unlisted_end(job: Job, outputs: Sequence[Output]) -> list[Notice]:
     if end is None or not long or plan.params.ignore_eos or end[0] in plan.eos_ids:
         return []
     told = (
-        f"{long} of {len(outputs)} texts ran to their length, and {end[1]} (id {end[0]}), the end "
-        "of texts by the tokenizer, ends none: generation_config.json does not list it in "
+        f"{long} of {len(outputs)} texts ran to their length, and the tokenizer's end token, "
+        f"{end[1]} (id {end[0]}), ends no text: generation_config.json does not list it in "
         f"eos_token_id; add it there, or set sampling.stop: ['{end[1]}']"
     )
     return [Notice("end_token_unlisted", told, {"token_id": end[0], "texts": long})]

@@ -53,7 +53,7 @@ def card(
 def _memory(run: ReportedRun, point: Point) -> list[str]:
     """The memory that a point's draft takes, if the run recorded it."""
     if run.setting("engine", "kind") not in (None, "native"):
-        return ["the servers' own, which they do not tell"]
+        return ["the servers' own, which they do not report"]
     costs = run.summary.memory
     place = point.draft, point.target_tp, point.draft_tp
     cost = next((one for one in costs if (one.draft, one.target_tp, one.draft_tp) == place), None)

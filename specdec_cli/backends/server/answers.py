@@ -80,7 +80,7 @@ def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
 
 
 def chunks_tell(sizes: Sequence[Sequence[int]], k: int, drafts: int, accepted: int) -> bool:
-    """True if chunks are rounds, by the counters of all requests.
+    """True if each chunk is one round, by the counters of all requests.
 
     sizes: for each request, the sizes of the chunks after its first. drafts, accepted: the server's
     counts of drafts and of accepted tokens. The last round of a request may have accepted tokens

@@ -275,7 +275,7 @@ def _wait_asked(headers: Mapping[str, str]) -> float:
 
 
 async def error_words(response: aiohttp.ClientResponse) -> str:
-    """The words of an answer that is an error."""
+    """The message of an answer that reports an error."""
     text = (await response.content.read(1 << 16)).decode(errors="replace")
     try:
         found: Any = json.loads(text)

@@ -60,7 +60,7 @@ def check_line(check: CheckResult) -> str:
     if check.must_be_identical:
         return f"not lossless: {which} ({of}){size}"
     if unexplained:
-        return f"not lossless: {which}, {unexplained} of them by no near-tie{rest}{size}"
+        return f"not lossless: {which}, {unexplained} of them without a near-tie{rest}{size}"
     return f"lossless: {which}, all near-ties{rest}{size}"
 
 

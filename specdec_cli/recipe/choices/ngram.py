@@ -39,5 +39,5 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
 
 
 NGRAM = MethodChoice(
-    "looks up the text's end in the text", to_vllm=_to_vllm, to_sglang=sglang_block("NGRAM")
+    "proposes what followed the same n-gram", to_vllm=_to_vllm, to_sglang=sglang_block("NGRAM")
 )

@@ -45,9 +45,9 @@ RULES: dict[str, RuleChoice] = {
 }
 POLICIES: dict[str, PolicyChoice] = {
     "fixed": PolicyChoice("k every round"),
-    "confidence": PolicyChoice("an unsure draft stops"),
+    "confidence": PolicyChoice("a draft stops after an unlikely token"),
     "head": PolicyChoice("a draft stops before a token that its confidence head doubts"),
-    "adaptive": PolicyChoice("k by its gain"),
+    "adaptive": PolicyChoice("chooses k by its measured gain"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Kinds of drafts that are known but that no method here runs yet."""
+"""Known kinds of drafts that no method here runs yet."""
 
 from specdec_cli.recipe.choices import forms
 from specdec_cli.recipe.choices.forms import DraftForm, Sign, named, speculator, valued
