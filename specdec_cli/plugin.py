@@ -90,7 +90,7 @@ def load(file: str) -> None:
         return
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         LOADED[path] = hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem

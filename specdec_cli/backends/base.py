@@ -166,8 +166,8 @@ class Session(Protocol):
         params: SamplingParams,
         on_sign: Callable[[], None],
     ) -> list[Finished]:
-        """Answer requests as they arrive, until `arrivals` are over. `arrivals` is told of each
-        answer as it ends. on_sign: called now and then, also while nothing is due.
+        """Answer requests as they arrive, until `arrivals` are over. `arrivals` gets the index of
+        each answer as it ends. on_sign: called now and then, also while nothing is due.
 
         Times of answers are on the clock `time.perf_counter`, and `arrived_at` is the due time.
         """

@@ -185,7 +185,7 @@ def _template_file(path: str) -> str:
     except (OSError, ValueError) as problem:
         raise UsageError(f"{path}: cannot be read as a chat template: {problem}") from None
     if "\0" in text or len(text) > _TEMPLATE_CHARACTERS:
-        raise UsageError(f"{path}: is no chat template", "a chat template is a text in Jinja")
+        raise UsageError(f"{path}: is not a chat template", "a chat template is a text in Jinja")
     return text
 
 

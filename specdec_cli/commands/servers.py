@@ -47,7 +47,7 @@ def named(
     """The servers that options name.
 
     earlier: the folder of a resumed run, which names the servers that options leave out; None for a
-    new run. Raises `UsageError` for text that is no address, and for an option that needs --server.
+    new run. Raises `UsageError` for text that is not an address, or an option that needs --server.
     """
     servers = Named(
         urls=[address(url, "--server") for url in urls or ()],

@@ -89,7 +89,7 @@ def _slurm_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
     place = (int(task) - int(first if first.isdigit() else 0)) // apart
     if not 0 <= place < int(count):
         raise UsageError(
-            f"SLURM_ARRAY_TASK_ID is {task}, which is no shard of an array of {count}",
+            f"SLURM_ARRAY_TASK_ID is {task}, which is not a shard of an array of {count}",
             "pass --shard I/N",
         )
     return place, int(count)

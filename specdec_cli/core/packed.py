@@ -72,8 +72,8 @@ class PackedInputs:
         further on. Waits until the pass before the last one has ended."""
         if self._num_ended[0] < self._num_launched - 1:
             torch.cuda.synchronize(self.device)
-        # `struct` converts a list in a third of NumPy's time. It also has less code, which the
-        # processor has to load again after it has waited for a pass.
+        # `struct` converts a list in a third of NumPy's time. Its code is also smaller, and the
+        # processor loads code again after waiting for a pass.
         held = self._pieces[self._num_launched % 2]
         of_ids, of_positions, of_starts, of_contexts, of_index, of_seed, of_tables = self._offsets
         at, ends, contexts, keys = 0, [0], [], []

@@ -95,11 +95,11 @@ ALONE = TensorParallel()
 
 
 class HostMessages:
-    """Numbers that rank 0 tells the ranks of a group, from host to host.
+    """Numbers that rank 0 sends to the ranks of a group, from host to host.
 
-    They do not wait for devices, as a message over NCCL would. If the group is not gloo's, the
-    first message makes a communicator, and all processes of the world have to take part in that.
-    Every rank of the group has to ask for each number.
+    They do not wait for devices, unlike messages over NCCL. If the group is not gloo's, the first
+    message makes a communicator, and all processes of the world have to take part in that. Every
+    rank of the group has to ask for each number.
     """
 
     def __init__(self, parallel: TensorParallel) -> None:
@@ -122,7 +122,7 @@ class HostMessages:
 
 
 class Groups(NamedTuple):
-    """This rank's place in each model's group; None for a model of which the rank holds no part."""
+    """This rank's place in each model's group; None for a model without a part on this rank."""
 
     target: TensorParallel | None
     draft: TensorParallel | None

@@ -141,8 +141,8 @@ def load_models(
     on_stage: Callable[[str], None] = lambda _: None,
     loaded_target: PagedModel | None = None,
 ) -> Models:
-    """The models of which this rank holds a part, with caches of zero blocks. The arguments are
-    those of `build`."""
+    """This rank's parts of the models, loaded, with caches of zero blocks. The arguments are those
+    of `build`."""
     device, draft = plan.device, plan.draft
     if device.type == "cuda":
         begin_stage("starting CUDA")

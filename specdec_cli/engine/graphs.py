@@ -24,8 +24,8 @@ _WARM_UP_ROUNDS = 2
 class Outcome:
     """The decision of one round, as the host reads it.
 
-    seqs: the sequence in each slot at launch. The entries of a sequence that has finished since
-    mean nothing. tokens: k + 1 tokens per slot, of which the first accepted + 1 count. lens: the
+    seqs: the sequence in each slot at launch. Entries of sequences that have finished since have no
+    meaning. tokens: k + 1 tokens per slot, of which the first accepted + 1 count. lens: the
     proposal length of each slot. seconds: the time since the previous round was read, or since this
     round's launch. read_at: the time of reading, on the host's clock. distinct_experts: the mean
     number of experts that scoring read in a layer with experts; None if experts are not counted.

@@ -193,7 +193,7 @@ def _check_is_model(draft: Description) -> None:
             )
     if not names and any(draft.place.glob("*.bin")) and not has_tokenizer(draft.place):
         raise SetupError(
-            f"{name} has no tokenizer, and pickled weights alone, so it is no model of its own: "
+            f"{name} has no tokenizer, and pickled weights alone, so it is not a whole model: "
             "EAGLE heads of the first kinds are stored like this, and are not built yet",
             "a model needs its tokenizer's files beside it",
         )

@@ -241,8 +241,8 @@ def _plan_on(
         )
     if outside := [i for i in recipe.sampling.suppress_tokens if i >= target.vocab_size]:
         raise UsageError(
-            f"sampling.suppress_tokens: {outside[0]} is no id of the target, whose vocabulary has "
-            f"{target.vocab_size}"
+            f"sampling.suppress_tokens: {outside[0]} is not an id of the target, whose vocabulary "
+            f"has {target.vocab_size}"
         )
     begin_stage("reading the tokenizer")
     found = Plan(

@@ -41,7 +41,7 @@ class Moment:
 
 
 class Moments:
-    """Moments of one device, of which the last AT_ONCE are valid. Events are used again, since the
+    """Moments of one device. The last AT_ONCE of them are valid. Events are used again, since the
     driver takes long to make an event when it is first recorded."""
 
     AT_ONCE = 4  # two moments for each of two steps in flight

@@ -32,7 +32,7 @@ def refuse_special_files(folder: Path) -> None:
             is_file = os.path.isfile(entry.path)
             if not is_file and not os.path.isdir(entry.path):
                 raise SetupError(
-                    f"{folder / entry.name} is no regular file", "move it out of the run folder"
+                    f"{folder / entry.name} is not a regular file", "move it out of the run folder"
                 )
             is_read = is_file and entry.name.endswith((".json", ".jsonl", ".yaml"))
             if is_read and entry.stat().st_size > MAX_FILE_BYTES:

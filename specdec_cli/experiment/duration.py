@@ -24,8 +24,8 @@ from specdec_cli.models.held import held_bytes
 # Seconds that a layer takes beyond its reading and its products: in a captured round (measured on
 # an H200 with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and on a CPU.
 _LAYER_CAPTURED, _LAYER_LAUNCHED, _LAYER_CPU = 11e-6, 250e-6, 250e-6
-# Seconds of one sum over ranks, of which each layer has two: on GPUs (docs/performance.md), and
-# between processes over gloo on one host (0.3 to 0.8 milliseconds on two busy cores).
+# Seconds of one sum over ranks; each layer has two: on GPUs (docs/performance.md), and between
+# processes over gloo on one host (0.3 to 0.8 milliseconds on two busy cores).
 _SUM_CUDA, _SUM_CPU = 6e-6, 400e-6
 # The chance that a proposal is accepted if all proposals before it are: for drafts and for n-grams.
 _ACCEPTED, _ACCEPTED_WITHOUT_DRAFT = 0.7, 0.55

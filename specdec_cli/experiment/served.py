@@ -8,8 +8,8 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.records import Key, Sample, given
 from specdec_cli.experiment.folders.samples import Samples
 
-# The sources of acceptance, from the one that tells least to the one that tells most. A point has
-# the source of its samples that tells least.
+# The sources of acceptance, from the least to the most detailed. A point has the least detailed
+# source of its samples.
 _SOURCES = (None, "counters", "chunks", "per_request")
 _BY_COUNTERS = ("counters", "chunks")
 _REMARKS = {

@@ -1,7 +1,7 @@
 """A policy that stops a sequence's drafting after a token that the draft finds unlikely.
 
 As in transformers' `assistant_confidence_threshold` (after DISCO, arXiv 2405.04304), the unlikely
-token stays proposed. The decision to stop so depends on no token that is dropped.
+token stays proposed. So no dropped token takes part in the decision to stop.
 """
 
 import torch

@@ -77,7 +77,7 @@ class Following(Drafting):
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """chances: of acceptance, for the proposals within the text. proposed: the number of all
+    """chances: of acceptance of each proposal within the text. proposed: the number of all
     proposals. is_drawn: whether any was drawn. overlap: the sum of min(p, q) of the first proposal,
     if it was drawn."""
 

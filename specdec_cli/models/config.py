@@ -35,7 +35,7 @@ def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
             raise Unsupported(name, f"transformers knows no model_type {shown(kind)}") from None
         raise SetupError(
             f"cannot read config.json of {name}: {reason_of(problem)}",
-            "it is damaged or was edited, or this is no model folder",
+            "it is damaged or was edited, or this is not a model folder",
         ) from None
     apart = separate_quantisation(name, place)
     if apart is not None and getattr(config, "quantization_config", None) is None:

@@ -30,7 +30,7 @@ _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 def config_file(name: str, place: Path) -> dict[str, Any]:
     """The object in a folder's config.json; for a GGUF file, only the number of heads. Raises
-    `SetupError` if the file is no config, or if a number is impossible, and then names its key.
+    `SetupError` if the file is not a config; for an impossible number it names the key.
     """
     if is_gguf(place):
         values = read_model(place).values
@@ -53,7 +53,7 @@ def json_object(file: Path, told: str) -> dict[str, Any]:
     """The object in a JSON file of a model. Raises a `SetupError` that calls the file `told`."""
     try:
         if not file.is_file():
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         if is_lfs_pointer(file):
             what = "it is a Git LFS pointer, not the file itself"
             raise SetupError(f"cannot read {told}: {what}", LFS_HINT)
@@ -61,11 +61,11 @@ def json_object(file: Path, told: str) -> dict[str, Any]:
             raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
         config = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as problem:
         raise SetupError(
             f"cannot read {told}: {first_line(problem)}",
-            "it is damaged or was edited, or this is no model folder",
+            "it is damaged or was edited, or this is not a model folder",
         ) from None
     return config
 

@@ -23,7 +23,7 @@ class Matrices(NamedTuple):
     of their codes, see `quantised`. one_scale: whether the file has a single scale for a matrix,
     which every row then gets. ordered: the config's key for an own order of columns (`desc_act`,
     `actorder`), which rules out holding the matrices as stored; None without one. zeros_less_one:
-    whether the file stores each zero less one. targets: the modules: exact names, patterns after
+    whether the file stores each zero minus one. targets: the modules: exact names, patterns after
     `re:`, or `Linear` for all.
     """
 

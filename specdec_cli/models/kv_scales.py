@@ -87,7 +87,7 @@ def _of_heads(
     """This rank's part of a stored scale, fp32 [heads]."""
     found, size = stored.float().flatten(), parallel.size
     if not (count := len(found)) or not bool(((found > 0) & found.isfinite()).all()):
-        raise SetupError(f"{told} has a value that is no scale: {stored.tolist()}", _WITHOUT)
+        raise SetupError(f"{told} has a value that is not a scale: {stored.tolist()}", _WITHOUT)
     # Ranks hold their own heads, or a head that several share. Some families cache all heads on
     # each rank.
     if count in (1, heads):

@@ -103,7 +103,7 @@ def _fused_layer(model: PassShapes, tokens: int) -> _LayerNumbers:
     return _LayerNumbers(
         common=2 * num_turns(model.module) * shape.key_dim + hidden,
         attention=max(hidden + qkv + max(2 * mixed, normed), mixed + streams),
-        # Rotated qkv; then queries, keys, values and result at the width of all query heads, twice.
+        # qkv and its rotated form; then queries, keys, values and two results, as wide as queries.
         gathered=hidden + 2 * qkv + max(5 * mixed, normed),
         mlp=_mlp_numbers(model, tokens, streams, family),
     )

@@ -182,7 +182,7 @@ def _scales(
     if dtype == torch.uint8 and found.dtype != dtype:
         raise _damaged(f"{told} has scales that are {_said(found)}, not uint8")
     if found.dtype == torch.uint8 and bool((found == _NO_POWER).any()):
-        raise _damaged(f"{told} has scales that are no numbers ({_NO_POWER})")
+        raise _damaged(f"{told} has scales that are not numbers ({_NO_POWER})")
     if dtype == torch.uint8:
         return same(found, part)
     if found.dtype == torch.uint8:  # exponents of powers of two
@@ -191,7 +191,7 @@ def _scales(
         raise _damaged(f"{told} has scales that are {_said(found)}, and others {dtype}")
     found = found.to(dtype)
     if not bool(found.isfinite().all()):
-        raise _damaged(f"{told} has scales that are no numbers (NaN or infinite)")
+        raise _damaged(f"{told} has scales that are not numbers (NaN or infinite)")
     if group.one_scale or found.dim() == 1:
         *stacked, rows, _ = own["codes"]().shape or (1, 1)
         count = 1 if group.one_scale else rows
@@ -302,7 +302,7 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
         theirs = f"scales as a matrix of {str(kind).removeprefix('torch.')} has"
         raise _damaged(f"{told} is {_said(codes)}, and has {theirs}")
     if codes.dtype == torch.float8_e4m3fn and _has_nan(codes):
-        raise _damaged(f"{told} has codes that are no numbers (NaN)")
+        raise _damaged(f"{told} has codes that are not numbers (NaN)")
     scales = fields.scales[name]()
     found = Stored(codes, scales, fields.zeros[name]() if storage.has_zeros else None, storage)
     high, wide = storage.group

@@ -150,7 +150,7 @@ def package_model(name: str, file: str | None) -> Path:
 
 
 def _files_of(package: str) -> list[Path] | None:
-    """The files that a package installed; None where there is no such package."""
+    """The files that a package installed; None if it is not installed."""
     listed: list[Path] | None = None
     with suppress(PackageNotFoundError):
         found = Distribution.from_name(package)
@@ -171,7 +171,7 @@ def _bundled() -> str:
 
 
 def _guess(name: str) -> str:
-    """`did you mean A or B? ` of the bundled names, or "" where nothing comes near."""
+    """`did you mean A or B? ` with bundled names, or "" if no name is similar."""
     known = {model: demo.PREFIX + model for model in demo.models()}
     known |= {one: one for one in METHODS if without_draft(one)}
     near = get_close_matches(name.removeprefix(demo.PREFIX).lower(), known, n=2, cutoff=0.7)

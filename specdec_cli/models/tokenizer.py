@@ -91,7 +91,7 @@ class PretrainedTokenizer:
     ) -> str:
         """Fill the model's chat template with a conversation, up to the beginning of the answer.
         template: its further values. `chat_template` among them is another template, or a name
-        among the model's; `DATE_KEY` is the present as an ISO moment. The text includes special
+        among the model's; `DATE_KEY` is the present time in ISO format. The text includes special
         tokens. Raises `UsageError` if there is no template or it refuses these messages, and
         `SetupError` if the template itself is at fault.
         """
@@ -221,7 +221,7 @@ def load_tokenizer(
         return _loaded(partial(gguf_tokenizer, read_model(place)), name, "the GGUF file is damaged")
     folder = place
     if (file := unsafe_file(folder)) is not None:
-        what = f"no regular file of at most {FILE_BYTES >> 20} MiB"
+        what = f"not a regular file of at most {FILE_BYTES >> 20} MiB"
         raise SetupError(f"cannot load the tokenizer of {name}: {file} is {what}", _NEEDED)
     if not has_tokenizer(folder):
         if is_dummy:

@@ -203,7 +203,7 @@ def _names(module: Any) -> list[str]:
 
 
 def _tied_head(module: Any) -> dict[str, str]:
-    """The head's weight and, if it is tied, the embedding's name."""
+    """The names of the head's weight and of the embedding if they are tied; else empty."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return {}

@@ -144,7 +144,7 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
             raise ValueError(f"larger than {_INDEX_BYTES >> 20} MiB")
         found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not all(isinstance(file, str) for file in found.values()):
-            raise ValueError("a file's name is no text")
+            raise ValueError("a file's name is not text")
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as problem:
         raise SetupError(
             f"{index} is not a weight index: {first_line(problem)}", "download the model again"

@@ -59,7 +59,7 @@ def _refuse_special_files(folder: Path) -> None:
     for file in folder.rglob("*"):
         if file.exists() and not file.is_file() and not file.is_dir():
             raise UsageError(
-                f"{file} is no regular file, and {folder} is read as a dataset",
+                f"{file} is not a regular file, and {folder} is read as a dataset",
                 "move it out of the folder",
             )
 

@@ -134,7 +134,7 @@ def _intact(
             for place, error in sorted(entries.items(), reverse=True):
                 told = described(error | {"loc": error["loc"][2:]})
                 notes.append(
-                    f"summary.json, {key[:-1]} {place + 1} is no record ({told}): left out"
+                    f"summary.json, {key[:-1]} {place + 1} is not a record ({told}): left out"
                 )
                 del found[key][place]
             if not entries:
@@ -233,7 +233,7 @@ def intact_records(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
         record = parsed(line, kind) if line.strip() else None
         if isinstance(record, str):
             told = f" ({record})" if record else ""
-            notes.append(f"{path.name}, line {number} is no record{told}: left out")
+            notes.append(f"{path.name}, line {number} is not a record{told}: left out")
         elif record is not None:
             yield record
     if lines[-1].strip():

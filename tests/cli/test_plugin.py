@@ -353,7 +353,7 @@ def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: P
     found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", tmp_path / "pipe.py")
     assert found.code == 2
     told = json.loads(found.out)["error"]["message"]
-    assert told.endswith("pipe.py: cannot be read: it is no regular file")
+    assert told.endswith("pipe.py: cannot be read: it is not a regular file")
 
 
 def test_a_recipe_cannot_name_what_no_plugin_added(capsys: pytest.CaptureFixture[str]) -> None:

@@ -444,7 +444,7 @@ def test_shards_merge_into_the_whole(capsys: Capture, tmp_path: Path) -> None:
     refused(
         specdec(capsys, "merge", shards[0], other, "-o", tmp_path / "y"), 2, "run.seed is 9 and 0"
     )
-    refused(specdec(capsys, "merge", tmp_path, "-o", tmp_path / "z"), 2, "no folder of a sweep")
+    refused(specdec(capsys, "merge", tmp_path, "-o", tmp_path / "z"), 2, "not a folder of a sweep")
 
 
 def test_folders_that_were_moved(capsys: Capture, tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_a_slurm_task_takes_its_share(
     result = specdec(capsys, *SWEEP, "--dry-run", "--json")
     assert json.loads(result.out)["sweep"]["shard"] == [2, 3]
     monkeypatch.setenv("SLURM_ARRAY_TASK_STEP", "0")
-    refused(specdec(capsys, *SWEEP, "--dry-run"), 2, "is 7, which is no shard of an array of 3")
+    refused(specdec(capsys, *SWEEP, "--dry-run"), 2, "is 7, which is not a shard of an array of 3")
 
 
 def test_dry_run_loads_no_weights(
@@ -1208,7 +1208,7 @@ def test_merge_takes_folders_of_sweeps(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     file = whole[0] / "points.jsonl"
-    refused(specdec(capsys, "merge", file, "-o", tmp_path / "new"), 2, "is no folder of a sweep")
+    refused(specdec(capsys, "merge", file, "-o", tmp_path / "new"), 2, "is not a folder of a sweep")
     folder = shutil.copytree(whole[0], tmp_path / "run")
     for text in ("[1]", "[" * 100_000):
         (folder / "environment.json").write_text(text)

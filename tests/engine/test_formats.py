@@ -388,8 +388,8 @@ def with_code(code: int) -> Callable[[Tensor], Tensor]:
     [
         (GPTQ, {"scales": lambda t: t[:1]}, r"scales of shape \[128, 1\]"),
         (GPTQ, {"scales": None}, "scales are missing"),
-        (GPTQ, {"scales": lambda t: t / 0}, r"scales that are no numbers \(NaN or infinite\)"),
-        (STORED["int8"], {"weight_scale": lambda t: t * torch.nan}, "scales that are no numbers"),
+        (GPTQ, {"scales": lambda t: t / 0}, r"scales that are not numbers \(NaN or infinite\)"),
+        (STORED["int8"], {"weight_scale": lambda t: t * torch.nan}, "scales that are not numbers"),
         (GPTQ, {"qweight": lambda t: t.float()}, "float32 of .* not int32"),
         (GPTQ, {"qzeros": lambda t: t + 1}, "sym says that it has none"),
         (GPTQ, {"g_idx": lambda t: t.flip(0)}, "order of columns"),
@@ -406,9 +406,9 @@ def with_code(code: int) -> Callable[[Tensor], Tensor]:
         (GPTQ, {"scales": lambda t: t[0, 0]}, r"scales of shape \[\]"),
         (AWQ, {"qzeros": lambda t: t[:0]}, r"zeros of shape \[128, 0\]"),
         (PACKED, {"weight_shape": lambda t: t.float()}, "by its weight_shape"),
-        (STORED["mxfp4"], {"weight_scale": lambda t: t | 255}, "scales that are no numbers"),
-        (STORED["modelopt"], {"weight": with_code(0x7F)}, r"no numbers \(NaN\)"),
-        (STORED["modelopt"], {"weight": with_code(0xFF)}, r"no numbers \(NaN\)"),
+        (STORED["mxfp4"], {"weight_scale": lambda t: t | 255}, "scales that are not numbers"),
+        (STORED["modelopt"], {"weight": with_code(0x7F)}, r"not numbers \(NaN\)"),
+        (STORED["modelopt"], {"weight": with_code(0xFF)}, r"not numbers \(NaN\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_tensor_s_name(

@@ -148,7 +148,7 @@ def test_scales_without_a_cache_in_fp8_are_told(tmp_path: Path) -> None:
     [
         ({(0, "k"): [0.1], (0, "v"): [0.1]}, {}, "has scales for its KV cache, and layer 1 lacks"),
         (SCALES | {(1, "v"): [0.1, -1.0]}, {}, "layers.1.self_attn.v_scale of {} has a value"),
-        (SCALES | {(1, "v"): [float("nan")]}, {}, "v_scale of {} has a value that is no scale"),
+        (SCALES | {(1, "v"): [float("nan")]}, {}, "v_scale of {} has a value that is not a scale"),
         (SCALES | {(0, "k"): [0.1] * 3}, {}, "k_scale of {} has shape [3], and the model 2 heads"),
         (SCALES, {"num_bits": 8, "type": "int"}, "quantization_config.kv_cache_scheme is"),
     ],

@@ -194,10 +194,10 @@ def test_replacements_that_models_have(tmp_path: Path) -> None:
 def test_files_are_regular_and_not_huge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
     monkeypatch.setattr(guards, "FILE_BYTES", 100)
-    assert "no regular file of at most" in refusal(tmp_path, "a")
+    assert "not a regular file of at most" in refusal(tmp_path, "a")
     monkeypatch.undo()
     (tmp_path / "vocab.txt").symlink_to("/dev/zero")
-    assert f"{tmp_path}/vocab.txt is no regular file" in refusal(tmp_path, "a")
+    assert f"{tmp_path}/vocab.txt is not a regular file" in refusal(tmp_path, "a")
 
 
 def test_a_limit_that_is_no_number(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def run_of(model: Path, rng: random.Random, *, is_alone: bool = False) -> list[s
 
 
 def special(path: Path, what: str) -> None:
-    """Put something at a path that is no regular file."""
+    """Put something at a path that is not a regular file."""
 
     if what == "folder":
         path.mkdir()

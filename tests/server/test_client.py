@@ -420,7 +420,7 @@ def test_token_ids_that_are_none_are_an_error(dialect: str, ids: list[Any]) -> N
     server = FakeServer(dialect, faults=Faults(ids=ids))
     with session_of(server) as ask:
         (answer,) = ask(1)
-    assert "token ids or a usage that are no whole numbers" in str(answer.error)
+    assert "token ids or a usage that are not whole numbers" in str(answer.error)
     assert answer.finish_reason == "error" and retries([answer]) == 2
 
 

@@ -310,11 +310,11 @@ def test_pipes_and_devices_in_a_dataset_are_not_read(cache: Path) -> None:
     (folder / "nowhere.json").symlink_to("nowhere")
     assert texts(load(folder)) == ["x"]
     os.mkfifo(folder / "data" / "more.jsonl")
-    with pytest.raises(UsageError, match=r"d/data/more.jsonl is no regular file"):
+    with pytest.raises(UsageError, match=r"d/data/more.jsonl is not a regular file"):
         load(folder)
     (folder / "data" / "more.jsonl").unlink()
     (folder / ".huggingface.yaml").symlink_to("/dev/zero")
-    with pytest.raises(UsageError, match=r"d/.huggingface.yaml is no regular file"):
+    with pytest.raises(UsageError, match=r"d/.huggingface.yaml is not a regular file"):
         load(folder)
 
 

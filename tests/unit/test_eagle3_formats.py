@@ -168,7 +168,7 @@ def test_conventions_that_tools_read_differently_are_told(tmp_path: Path) -> Non
 )
 def test_what_is_no_head_is_left_alone(config: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SetupError, match="no EAGLE-3 head"):
+    with pytest.raises(SetupError, match="not an EAGLE-3 head"):
         read_head_config("a head", tmp_path)
     for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)

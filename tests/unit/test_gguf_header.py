@@ -54,10 +54,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "many-keys": (header(counts=(0, 1 << 17), data=2 << 20), "131072 keys, more than"),
     "tensors": (header(counts=(2**64 - 1, 0)), "tensors, more than its bytes"),
     "key-length": (header((struct.pack("<Q", HUGE),)), f"a key has {HUGE} bytes"),
-    "key-is-no-text": (header((key(b"\xff\xfe", 4, bytes(4)),)), "a key is no UTF-8"),
+    "key-is-no-text": (header((key(b"\xff\xfe", 4, bytes(4)),)), "a key is not UTF-8"),
     "twice": (header((WORD, WORD)), "the key a twice"),
     "text-length": (header((key(b"a", 8, struct.pack("<Q", HUGE)),)), "a ends 46"),
-    "text-is-no-text": (header((key(b"a", 8, text(b"\xff")),)), "a is no UTF-8"),
+    "text-is-no-text": (header((key(b"a", 8, text(b"\xff")),)), "a is not UTF-8"),
     "kind": (header((key(b"a", 77, b""),)), "a has a value of type 77"),
     "array-length": (
         header((key(b"a", 9, struct.pack("<IQ", 4, HUGE)),)),

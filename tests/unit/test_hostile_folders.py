@@ -38,7 +38,7 @@ def test_only_regular_files_are_read(name: str, kind: str, tmp_path: Path) -> No
     for read in (read_folder, read_settings):
         with pytest.raises(SetupError) as caught:
             read(folder)
-        assert caught.value.message == f"{folder / name} is no regular file"
+        assert caught.value.message == f"{folder / name} is not a regular file"
 
 
 def test_settings_nested_too_deeply_are_damaged(tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ def test_a_killed_sweep(tmp_path: Path) -> None:
     assert content.run.is_partial
     assert "did not come to its end" in content.warnings[0]
     assert "points.jsonl, line 7 is torn" in content.warnings[1]
-    assert "samples.jsonl, line 4 is no record (k is damaged)" in content.warnings[2]
+    assert "samples.jsonl, line 4 is not a record (k is damaged)" in content.warnings[2]
     best = max(points, key=lambda p: p["metrics"]["decode_tokens_per_second"])
     gain = best["metrics"]["decode_tokens_per_second"] / plain
     assert content.headline == (
@@ -388,7 +388,7 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
     said = " ".join(content.warnings)
     for words in ["recipe.yaml is damaged", "environment.json is damaged", "summary.json is dam"]:
         assert words in said
-    assert "points.jsonl, line 18 is no record" in said and "line 19 is no record" in said
+    assert "points.jsonl, line 18 is not a record" in said and "line 19 is not a record" in said
     assert len(content.run.points) == 17
 
 
@@ -418,7 +418,7 @@ def test_a_damaged_point_is_left_out_and_named(
     inner[last] = value
     content = read(write_folder(tmp_path, points, finished=name == "summary.json"))
     where = "summary.json, point 2" if name == "summary.json" else "points.jsonl, line 2"
-    assert f"{where} is no record ({key} is damaged): left out" in content.warnings
+    assert f"{where} is not a record ({key} is damaged): left out" in content.warnings
     assert [p.k for p in content.run.points] == [0, 2]
 
 
@@ -427,7 +427,7 @@ def test_metrics_of_another_k_are_left_out(tmp_path: Path) -> None:
     points[2]["metrics"]["acceptance_rate_per_pos"] = [0.5]
     content = read(write_folder(tmp_path, points, finished=False))
     why = "its metrics have not one value for each of k positions"
-    told = f"points.jsonl, line 3 is no record ({why}): left out"
+    told = f"points.jsonl, line 3 is not a record ({why}): left out"
     assert told in content.warnings and [p.k for p in content.run.points] == [0, 1]
 
 
@@ -837,7 +837,7 @@ def test_the_runs_own_warnings_are_told(tmp_path: Path) -> None:
     summary["warnings"] = [{"code": "x", "message": one, "evidence": {}} for one in told]
     summary["warnings"].append({"code": "y"})
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    damaged = "summary.json, warning 3 is no record (it has no message): left out"
+    damaged = "summary.json, warning 3 is not a record (it has no message): left out"
     assert read(tmp_path).warnings == ["3 points lack prompts", damaged]
 
 

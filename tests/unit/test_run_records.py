@@ -100,7 +100,7 @@ def test_each_damaged_part_of_a_summary_is_left_out(name: str, damage: str, tmp_
     whole = read_folder(folder)
     if damage == "points":
         summary["points"][1]["status"] = "fine"
-        told = "summary.json, point 2 is no record (its status is fine): left out"
+        told = "summary.json, point 2 is not a record (its status is fine): left out"
     else:
         summary[damage] = {"1": {"k": "many"}} if damage.startswith("best") else [3]
         told = f"summary.json, {damage} is damaged: left out"

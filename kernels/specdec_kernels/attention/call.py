@@ -48,7 +48,7 @@ class Side(NamedTuple):
     scales: Tensor | None
 
     def coded(self, x: Tensor) -> Tensor:
-        """Heads [..., Hkv, D] as the pool holds them."""
+        """Heads [..., Hkv, D] in the form that the pool holds."""
         if self.scales is None:
             return x
         return (x.float() / self.scales[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)

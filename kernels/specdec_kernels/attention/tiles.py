@@ -60,7 +60,7 @@ def depth_of(device: tuple[int, int], head_bytes: int, block_m: int, crowding: f
 
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
     """The most parts of a context. The parts of all `programs` must be at most `at_once`, since
-    they wait for each other. One part has the new keys; two parts gain less than combining
+    they wait for each other. One part has the new keys; two parts save less than combining them
     costs."""
     fitting = at_once // programs
     if fitting < 3:

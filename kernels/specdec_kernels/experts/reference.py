@@ -36,10 +36,10 @@ class Routing(NamedTuple):
     """Scores are sigmoids of fp32 logits, in place of probabilities. They do not use
     `softmax_first` and `rounds`."""
     num_groups: int = 1
-    """With `sigmoid`: experts form so many groups of equal size, one after the other."""
+    """With `sigmoid`: the number of groups, of equal size, of consecutive experts."""
     kept_groups: int = 1
-    """With `num_groups` > 1: experts are chosen among these many groups alone, those in which the
-    two highest scores have the greatest sum."""
+    """With `num_groups` > 1: the number of groups to choose from. These are the groups whose two
+    highest scores have the largest sum."""
     scaling: float = 1.0
     """With `sigmoid`: weights are multiplied by it."""
 

@@ -1,7 +1,7 @@
 """Products on a CPU, and the forms in which it holds weights.
 
 For 2 to 16 rows of fp32 torch's MKL takes 2 to 5 times as long as oneDNN with packed weights on AMD
-(Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids); In bf16 oneDNN is faster on both.
+(Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids). In bf16 oneDNN is faster on both.
 The packed order is opaque, so only small fp32 weights are kept in both forms: a oneDNN call costs
 15 us, or 60 us with cold caches. Legend: T packed tokens, K features read, N features written.
 """
@@ -74,7 +74,7 @@ def forms_of(numel: int, dtype: torch.dtype) -> Forms:
 
 
 def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """The form in which products take a weight [N, K]; on CUDA it is contiguous. Call this once, at
+    """A weight [N, K] in the form that products read; on CUDA it is contiguous. Call this once, at
     loading."""
     return weight.contiguous() if weight.is_cuda else _packed(weight)
 

@@ -66,7 +66,7 @@ def draw_token(
     parts_ptr,  # [PARTS], the target's mass in each part at this place
     noise,
     target,  # `rows_at` this place, factor of p, scale of exponents
-    draft,  # `rows_at` this place, or None twice for a q of 1 at the third, the proposed token
+    draft,  # `rows_at` this place, and 0; or None, None, and the proposed token, whose q is 1
     DRAFT_V: tl.constexpr,
     K: tl.constexpr,
     CUT: tl.constexpr,

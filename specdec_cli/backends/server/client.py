@@ -234,7 +234,7 @@ class Client:
         before = len(reading.token_ids), len(reading.text)
         event = json.loads(data)
         if not isinstance(event, dict):
-            raise Broken("the server sent an event that is no JSON object")
+            raise Broken("the server sent an event that is not a JSON object")
         try:
             self.dialect.read(self.facts, event, reading)
         except (KeyError, TypeError, AttributeError) as problem:
@@ -244,7 +244,7 @@ class Client:
             *([] if reading.usage is None else [reading.usage]),
         ]
         if any(type(one) is not int or one < 0 for one in counts):
-            raise Broken("the server sent token ids or a usage that are no whole numbers from 0 on")
+            raise Broken("the server sent token ids or a usage that are not whole numbers >= 0")
         new = len(reading.token_ids) - before[0]
         has_text = not reading.token_ids and len(reading.text) > before[1]
         return new if new or has_text else None

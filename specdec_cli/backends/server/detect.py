@@ -28,7 +28,7 @@ def address(text: str, option: str) -> str:
         parts = urlsplit(host)
         has_host, _ = bool(parts.hostname), parts.port
     except ValueError:
-        raise UsageError(f"{option}: {one_line(text)} is no address") from None
+        raise UsageError(f"{option}: {one_line(text)} is not an address") from None
     if parts.scheme not in ("http", "https") or not has_host:
         raise UsageError(
             f"{option}: expected an address such as http://localhost:8000, got {one_line(text)}"

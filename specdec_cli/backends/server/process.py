@@ -32,7 +32,7 @@ class NotUpError(RunError):
 
 
 class Process:
-    """A server's process. It is never left behind, however this process ends."""
+    """A server's process, which never outlives this process."""
 
     def __init__(
         self, words: Sequence[str], env: dict[str, str], log: Path, stop_timeout_s: float

@@ -122,8 +122,8 @@ class ServerSession:
     def run(
         self, requests: Sequence[Request], k: int, params: SamplingParams, on_round: OnRound
     ) -> None:
-        """Answers with their rounds are handed over when all have come, since counters tell the
-        rounds of all requests together."""
+        """Answer all requests. Answers are handed over together at the end, since counters cover
+        the rounds of all requests."""
         done = self._asked(lambda client: client.ask_all(requests), k, params)
         on_round([AllTokens(one.index, one.token_ids) for one in done], done)
 
@@ -196,7 +196,7 @@ class ServerSession:
 def _with_common(
     found: list[Finished], of_all: Counted | None, remarks: set[str]
 ) -> list[Finished]:
-    """The answers, of which the last without an error gets the counts and the warnings of all."""
+    """The answers. The last one without an error also gets the counts and warnings of all."""
     place = next((i for i in reversed(range(len(found))) if found[i].error is None), None)
     if place is not None and (served := found[place].served) is not None:
         codes = (*served.remarks, *sorted(remarks))

@@ -162,7 +162,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     try:
         found = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"{path} is no folder of a sweep: it has no {SETTINGS}") from None
+        raise UsageError(f"{path} is not a folder of a sweep: it has no {SETTINGS}") from None
     except (OSError, ValueError, RecursionError) as problem:
         why = problem.strerror if isinstance(problem, OSError) else problem
         raise SetupError(f"cannot read {path / SETTINGS}: {why}") from None

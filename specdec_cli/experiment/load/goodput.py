@@ -15,7 +15,7 @@ FEWEST = 16  # fewest requests for an interval
 _FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
 _LONG = 200  # a larger block is split into more blocks
 _MOST_LIKENESS = 0.8
-_FEW = 10  # with fewer good or fewer bad requests, blocks tell too little
+_FEW = 10  # with fewer good or fewer bad requests, blocks show too little
 
 
 def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]) -> bool:

@@ -129,8 +129,8 @@ def plan_sweep(
 
 
 def _with_load(recipe: Recipe) -> Recipe:
-    """The recipe, in which the path of a file of due times is absolute. Raises `UsageError` if the
-    recipe's arrivals name no process, or if a file of due times is given with several rates."""
+    """The recipe with the absolute path of its file of due times, if any. Raises `UsageError` if
+    the recipe's arrivals name no process, or if a file of due times is given with several rates."""
     load = recipe.load
     if load.request_rate is None:
         return recipe

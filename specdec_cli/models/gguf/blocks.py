@@ -84,7 +84,7 @@ def fields_of(kind: str, blocks: Tensor, storage: Storage) -> list[Tensor]:
     shared = [f.flatten(-2).repeat_interleave(repeats, -1).to(storage.scales) for f in factors]
     if not all(bool(field.isfinite().all()) for field in shared):
         dtype = str(storage.scales).removeprefix("torch.")
-        raise ValueError(f"scales that are no numbers, or too large for {dtype}")
+        raise ValueError(f"scales that are not numbers, or too large for {dtype}")
     return [numbers, *shared]
 
 

@@ -71,7 +71,7 @@ def read_header(file: Path) -> Header:
 def _read(file: Path, size: int, changed: int) -> Header:
     """The header of a file. Its size and its time of change are keys of the cache."""
     if not file.is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     if size < 24:
         raise ValueError(f"it has {size} bytes, and a header has 24")
     with file.open("rb") as stream:
@@ -109,7 +109,7 @@ class _HeaderReader:
             entries[name] = self.entry(one_line(name))
         alignment = values.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= _MOST_ALIGNMENT:
-            raise ValueError("general.alignment is no size")
+            raise ValueError("general.alignment is not a size")
         begin = -(-self.at // alignment) * alignment
         placed = {n: self.placed(n, begin, *entry) for n, entry in entries.items()}
         return Header(self.file, values, placed, self.at)
@@ -138,7 +138,7 @@ class _HeaderReader:
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError:
-            raise ValueError(f"{what} is no UTF-8 text") from None
+            raise ValueError(f"{what} is not UTF-8 text") from None
 
     def name(self, what: str) -> str:
         return self.text(what, _NAME_BYTES)
@@ -157,7 +157,7 @@ class _HeaderReader:
                 raise ValueError(f"{what} has {count} numbers")
             return list(self.numbers(f"{count}{_SCALARS[inner]}", what))
         if inner != _STRING:
-            raise ValueError(f"{what} is an array of type {inner}, and numbers and texts are read")
+            raise ValueError(f"{what} is an array of type {inner}; only numbers and texts are read")
         self.fits(count, 8, f"texts in {what}")
         self.strings += count
         if self.strings > _MOST_STRINGS:
@@ -180,7 +180,7 @@ class _HeaderReader:
         except struct.error:
             raise ValueError(f"{what} is longer than the file") from None
         except UnicodeDecodeError:
-            raise ValueError(f"a text in {what} is no UTF-8 text") from None
+            raise ValueError(f"a text in {what} is not UTF-8 text") from None
         self.at = at
         return found
 

@@ -41,8 +41,8 @@ def fused_layers(
     tensors: Mapping[str, Tensor],
     causal: bool = True,
 ) -> list[FusedLayer]:
-    """The fused form of `body`, a result of `layers_of`, with weights from `tensors`. A window of 0
-    is none."""
+    """The fused form of `body`, a result of `layers_of`, with weights from `tensors`. 0 means no
+    window."""
     body.load_state_dict({name: tensors[name] for name in body.state_dict()}, assign=True)
     layers: Any = body["layers"]
     following = [*(layer.input_layernorm for layer in layers[1:]), body["norm"]]

@@ -186,7 +186,7 @@ def read_head_config(name: str, folder: Path) -> Eagle3Config:
     dialect = dialect_of(raw)
     if dialect is None:
         raise SetupError(
-            f"{name} is no EAGLE-3 head",
+            f"{name} is not an EAGLE-3 head",
             "its config.json has no eagle_config, speculators_model_type, draft_vocab_size or "
             "architecture with Eagle3 in its name",
         )
@@ -238,7 +238,7 @@ def _read(
 def _refuse_other_kinds(settings: HeadSettings) -> None:
     nested = settings.raw.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
-        raise settings.bad("eagle_config.use_aux_hidden_state", False, "that is no EAGLE-3 head")
+        raise settings.bad("eagle_config.use_aux_hidden_state", False, "it is not an EAGLE-3 head")
     if (steps := nested.get("parallel_draft_step") or 1) != 1:
         raise settings.bad("eagle_config.parallel_draft_step", steps, "only 1 is built")
 

@@ -172,7 +172,7 @@ class MtpDraft:
         return inside + joined
 
     def readings(self) -> list[Reading]:
-        """vLLM's readings. Only for glm4_moe it feeds back another hidden state."""
+        """The readings of vLLM. It feeds back another hidden state only for glm4_moe."""
         choices = {"mtp_first_embedding": ("used", "zeroed"), "mtp_fed_back": ("normed", "raw")}
         if self.body.module.config.model_type != "glm4_moe":
             del choices["mtp_fed_back"]
