@@ -47,7 +47,7 @@ class WatchedOptions(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As `dict.get`."""
+        """Like `dict.get`."""
         self.asked.add(key)
         return super().get(key, default)
 

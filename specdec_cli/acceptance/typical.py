@@ -16,7 +16,7 @@ class Typical(AcceptanceRule):
     """
 
     judges_jointly = True
-    remark = "likely proposals stand, so the text is not distributed as the target's"
+    remark = "likely proposals pass, so the text is not distributed as the target's"
 
     def __init__(self, threshold: float, alpha: float) -> None:
         self.threshold = threshold

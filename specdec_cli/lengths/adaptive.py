@@ -7,7 +7,7 @@ from specdec_cli.lengths.base import LastRounds, LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.recipe import SpeculationSection
 
-_PRIOR_ROUNDS = 1.0  # weight, in rounds, of the prior of a place's rate
+_PRIOR_ROUNDS = 1.0  # weight of the prior of a place's rate, counted in rounds
 _PRIOR_RATE = 0.6
 # Weight of a round relative to the next one: a text's acceptance changes within some ten rounds.
 _FADING = 0.9

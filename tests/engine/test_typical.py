@@ -91,7 +91,7 @@ def test_every_number_is_labelled(capsys: pytest.CaptureFixture[str], tmp_path: 
     rule = ["--set", "speculation.acceptance=typical", "--max-new-tokens", "8"]
     generate = ["generate", "--prompt", "def f(x):", *rule]
     assert main([*generate[:1], "demo-sampled", *generate[1:]]) == 0
-    assert f"typical acceptance: likely proposals stand, so {LABEL}" in capsys.readouterr().err
+    assert f"typical acceptance: likely proposals pass, so {LABEL}" in capsys.readouterr().err
     assert main([*generate[:1], "demo", *generate[1:]]) == 0
     assert LABEL not in capsys.readouterr().err, "greedy text is the target's"
     run = tmp_path / "run"

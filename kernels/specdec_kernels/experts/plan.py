@@ -25,7 +25,7 @@ class ExpertPlan(NamedTuple):
     weights: Tensor
     """[P, T] fp32, 0 for tokens that did not choose the expert."""
     factors: Tensor | None
-    """[T] fp32, by which products of rows are multiplied; None for rows that are normed."""
+    """[T] fp32, the factors of the products of rows; None for rows that are normed."""
 
 
 class PairGroups(NamedTuple):

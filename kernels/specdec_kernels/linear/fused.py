@@ -38,7 +38,7 @@ class Launch(NamedTuple):
     numbers: tuple[int, float]
     """The stride of the residual's rows, and eps."""
     constants: dict[str, Any]
-    """Also Triton's options."""
+    """The kernel's constants, and Triton's options."""
     results: tuple[Tensor, Tensor, Tensor]
     """[T, N]; with `norm_weight` also [T, N] for the product times it, and [T, ceil(N / block_n)]
     fp32 for sums of squares, else the first result in their place."""

@@ -149,7 +149,7 @@ class PagedHead:
         return state.block_tables.gather(1, column[:, None])[:, 0].long()
 
     def _batch(self, what: Rectangle, state: BatchState) -> tuple[ForwardBatch, LiveRows | None]:
-        """On a CPU only the live rows, with their places; on other devices all rows."""
+        """A batch of all rows, or on a CPU of the live rows alone, with their places."""
         size, vocab = self.cache.block_size, self.head.config.vocab_size
         if self.device.type == "cpu":
             return live_batch(what, state, size, vocab)

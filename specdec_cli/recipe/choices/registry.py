@@ -40,7 +40,7 @@ METHODS: dict[str, MethodChoice] = {
 RULES: dict[str, RuleChoice] = {
     "rejection": RuleChoice("lossless"),
     "block": RuleChoice("lossless, judges proposals jointly"),
-    "typical": RuleChoice("lossy, likely proposals stand"),
+    "typical": RuleChoice("lossy, accepts likely proposals"),
     "synthetic": SYNTHETIC,
 }
 POLICIES: dict[str, PolicyChoice] = {

@@ -21,7 +21,7 @@ from specdec_cli.text import shown
 _KINDS = ("qwen3", "llama")  # these keys are copied from the target's config; layers are qwen3's
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_")
 MARKOV_EMBEDDING, MARKOV_OUT = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
-MARKOV_JOINT = "markov_head.joint"  # the product of kinds that also read the row
+MARKOV_JOINT = "markov_head.joint"  # the product of Markov types that also read the row
 CONFIDENCE = "confidence_head.proj"
 # The shape of that product, by rank and width of a row; empty without one.
 MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
