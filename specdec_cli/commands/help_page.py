@@ -58,6 +58,8 @@ class OneSource(Command):
         return super().parse_args(ctx, args)
 
 
+_MOST_GUESSES = 3
+
 # Our names, each with other names that people try, without dashes.
 _OTHER_NAMES: Final = {
     "--target": "checkpoint model",
@@ -67,6 +69,7 @@ _OTHER_NAMES: Final = {
     "--device": "gpu",
     "--max-new-tokens": "max-length max-tokens",
     "--limit": "n num-prompts num-samples",
+    "--temperature": "t temp",
     "-o": "out output-dir",
     "--repeats": "runs",
     "--target-tp": "tensor-parallel-size tp",
@@ -94,7 +97,8 @@ def explained(error: Any) -> tuple[str, str]:
         message = f"{flag}: {describe(wrong()[0])}"
     elif hasattr(error, "possibilities"):
         message = error.message
-        hint = _guess(error.option_name, [o for p in parameters for o in p.opts]) + hint
+        known = [o for p in parameters for o in (*p.opts, *p.secondary_opts)]
+        hint = _guess(error.option_name, known) + hint
     elif unknown := re.search(r"No such command '([^']*)'\.", message):
         message = unknown[0]
         shown = [name for name, one in names.items() if not one.hidden]
@@ -109,10 +113,27 @@ def explained(error: Any) -> tuple[str, str]:
 
 
 def _guess(given: str, known: Sequence[str]) -> str:
-    """A question such as `did you mean --target? `, or "" if no name is similar."""
+    """A question such as `did you mean --target? `, or "" if no name is similar. Names that begin
+    with what was given come before a recipe's keys, and these before names spelled like it."""
     name = given.replace("_", "-")
     tried = name.lstrip("-")
     other = next((ours for ours, others in _OTHER_NAMES.items() if tried in others.split()), "")
-    near = get_close_matches(name, known, n=1, cutoff=0.7)
-    found = other if other.split(" ")[0] in known else "".join(near)
-    return f"did you mean {found}? " if found else ""
+    longer = sorted({one for one in known if one.startswith(name)})
+    found = [other] if other.split(" ")[0] in known else longer
+    if not found and (key := _key(name, known)):
+        return key
+    if not 0 < len(found) <= _MOST_GUESSES:
+        found = get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"did you mean {' or '.join(found)}? " if found else ""
+
+
+def _key(option: str, known: Sequence[str]) -> str:
+    """Words on the recipe's key with an option's name, for commands with --set; "" if there is no
+    such key."""
+    if "--set" not in known:
+        return ""
+    from specdec_cli.recipe.schema import key_fields
+
+    name = option.lstrip("-").replace("-", "_")
+    key = next((key for key in key_fields() if key.rpartition(".")[2] == name), None)
+    return f"--set {key}=… sets it; " if key is not None else ""
