@@ -22,6 +22,7 @@ from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import readers
 from specdec_cli.models.held import StoredParameter, borrowed_weights, held_bytes, lendable
 from specdec_cli.models.quantised import plain_names
+from specdec_cli.models.refusals import ANOTHER_DRAFT
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tokenizer import (
     check_same_vocabulary,
@@ -60,7 +61,7 @@ def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
         if method.check is not None:
             draft = method.check(draft)
         names = tuple(dict.fromkeys(place.share)) or not_held(draft)
-        saved = check_shared(place.target, draft, names)
+        saved = check_shared(place.target, draft, names, is_asked=bool(place.share))
         return replace(draft, reach=place.max_model_len, shared=names, shared_bytes=saved)
     if other := [name for name in place.share if name not in method.can_share]:
         raise UsageError(
@@ -98,35 +99,49 @@ def not_held(draft: Description) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:
+def check_shared(
+    target: Description, draft: Description, share: tuple[str, ...], *, is_asked: bool = True
+) -> int:
     """Bytes of the draft's weights that need not be loaded when the draft borrows the target's.
 
-    Both models are on meta. Raises `SetupError` if shapes or dtypes differ or, for the head, the
-    numbers of ranks.
+    Both models are on meta. is_asked: whether the recipe asks for it; otherwise the draft's
+    checkpoint lacks these weights. Raises `SetupError` if shapes or dtypes differ or, for the head,
+    the numbers of ranks.
     """
     if "lm_head" in share and draft.parallel.size != target.parallel.size:
-        raise SetupError(
-            f"draft.share: lm_head cannot be borrowed; the target's is split over "
-            f"{target.parallel.size} ranks, and the draft runs on {draft.parallel.size}",
-            "give both the same tensor_parallel_size, or take lm_head out of draft.share if the "
-            "draft has a head of its own",
+        why = (
+            f"the target's is split over {target.parallel.size} ranks, and the draft runs on "
+            f"{draft.parallel.size}"
         )
+        hint = "give both the same tensor_parallel_size"
+        if is_asked:
+            hint += ", or take lm_head out of draft.share if the draft has a head of its own"
+        raise SetupError(_not_borrowed("lm_head", draft, why, is_asked=is_asked), hint)
     own = dict(draft.module.named_parameters(remove_duplicate=False))
     borrowed = borrowed_weights(draft.module, target.module, share)
     for what, (name, theirs) in zip(share, borrowed.items(), strict=True):
         ours = own.pop(name)
         if isinstance(theirs, StoredParameter):
+            why = f"target {target.spec.name} holds it as its checkpoint stores it"
             raise SetupError(
-                f"draft.share: {what} cannot be borrowed; target {target.spec.name} holds it as "
-                "its checkpoint stores it",
+                _not_borrowed(what, draft, why, is_asked=is_asked),
                 "target.weights: dequantise makes it plain",
             )
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
+            continue
+        if not is_asked and ours.shape != theirs.shape:
             raise SetupError(
-                f"draft.share: {what} cannot be borrowed; its shape is {_shape(ours)} in draft "
-                f"{draft.spec.name} and {_shape(theirs)} in target {target.spec.name}",
-                f"shapes and dtypes must agree; a draft that has {what} needs no draft.share",
+                f"the draft {draft.spec.name} is for another target: it takes its target's {what}, "
+                f"for {_sizes(ours)}, and target {target.spec.name} has {_sizes(theirs)}",
+                ANOTHER_DRAFT,
             )
+        why = (
+            f"its shape is {_shape(ours)} in draft {draft.spec.name} and {_shape(theirs)} in "
+            f"target {target.spec.name}"
+        )
+        hint = f"shapes and dtypes must agree; a draft that has {what} needs no draft.share"
+        hint = hint if is_asked else "give both models the same dtype"
+        raise SetupError(_not_borrowed(what, draft, why, is_asked=is_asked), hint)
     # A tied weight is still loaded if only one of its two uses is borrowed. A split head is a view
     # of the embedding if that is loaded, and a separate weight if the embedding is borrowed.
     tied = draft.shards.tied
@@ -134,6 +149,20 @@ def check_shared(target: Description, draft: Description, share: tuple[str, ...]
         id(p): held_bytes(p) for n, p in own.items() if tied.get(n) not in own
     }
     return draft.weight_bytes - sum(loaded.values())
+
+
+def _not_borrowed(what: str, draft: Description, why: str, *, is_asked: bool) -> str:
+    """The message of a weight that a draft cannot borrow."""
+    begin = f"draft.share: {what} cannot be borrowed"
+    if not is_asked:
+        begin = f"the draft {draft.spec.name} has no {what} and cannot borrow the target's"
+    return f"{begin}; {why}"
+
+
+def _sizes(weight: torch.Tensor) -> str:
+    """The sizes of an embedding or a head in words."""
+    vocabulary, width = weight.shape
+    return f"a vocabulary of {vocabulary} tokens and a hidden size of {width}"
 
 
 def _shape(weight: torch.Tensor) -> str:

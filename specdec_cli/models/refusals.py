@@ -7,6 +7,10 @@ _WHAT_WORKS = (
     "among them llama, qwen2, qwen3, mistral, mixtral, gemma3, phi3, gpt_oss, deepseek_v3, glm4, "
     "granite, olmo2, cohere2 and gpt2"
 )
+ANOTHER_DRAFT = (
+    "a draft works with the target that it was trained for: name another with --draft, or its own "
+    "target with --target (`specdec methods` lists the bundled ones with their targets)"
+)
 
 
 class Unsupported(SetupError):

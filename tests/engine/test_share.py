@@ -235,6 +235,37 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
     assert "draft.share" in problem.message + (problem.hint or "")
 
 
+@pytest.mark.parametrize("lacking", ["model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"hidden_size": 32}, "97 tokens and a hidden size of 32"),
+        ({"vocab_size": 128}, "128 tokens and a hidden size of 64"),
+    ],
+)
+def test_a_draft_of_another_target_that_lacks_weights(
+    changes: dict[str, Any], sizes: str, lacking: str, tmp_path: Path
+) -> None:
+    """The recipe says nothing of `draft.share`, so the message does not either."""
+    target = save_tiny(tmp_path / "target", "llama")
+    draft = save_tiny(tmp_path / "draft", "llama", num_hidden_layers=1, **changes)
+    rewrite(draft, lacking)
+    with pytest.raises(SetupError, match="is for another target") as caught:
+        planned(target, draft, [])
+    told = f"{caught.value.message} {caught.value.hint}"
+    assert sizes in told and "97 tokens and a hidden size of 64" in told
+    assert "draft.share" not in told and "name another with --draft" in told
+
+
+def test_a_draft_of_another_dtype_that_lacks_weights(tmp_path: Path) -> None:
+    target = save_tiny(tmp_path / "target", "llama")
+    draft = save_tiny(tmp_path / "draft", "llama", num_hidden_layers=1)
+    rewrite(draft, "lm_head.weight")
+    with pytest.raises(SetupError, match="has no lm_head and cannot borrow") as caught:
+        planned(target, draft, [], **{"draft.dtype": "bfloat16"})
+    assert caught.value.hint == "give both models the same dtype"
+
+
 @pytest.mark.parametrize("method", ["none", "ngram"])
 def test_nothing_is_borrowed_without_a_draft(method: str, tmp_path: Path) -> None:
     target = save_tiny(tmp_path / "target", "llama")

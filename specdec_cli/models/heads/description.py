@@ -30,6 +30,7 @@ from specdec_cli.models.held import plain_weight
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.kv_scales import cache_dtype, cache_note
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.refusals import ANOTHER_DRAFT
 from specdec_cli.models.resolve import place_of
 from specdec_cli.models.spec import ModelSpec
 
@@ -251,7 +252,7 @@ def check_target(
             raise SetupError(
                 f"the {config.noun} {config.name} is for another target: its {key} is {ours}, and "
                 f"the target has {theirs}",
-                "heads are trained for one target",
+                ANOTHER_DRAFT,
             )
     return config.feature_layers(num_layers)
 

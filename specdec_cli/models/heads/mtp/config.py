@@ -11,6 +11,7 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.formats import Settings
 from specdec_cli.models.heads.settings import HeadSettings
+from specdec_cli.models.refusals import ANOTHER_DRAFT
 from specdec_cli.recipe.choices.mtp import MtpKeys
 from specdec_cli.text import counted, shown
 
@@ -152,7 +153,7 @@ def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> Mt
             raise SetupError(
                 f"the MTP module {name} is for another target: its transformer_layer_config.{key} "
                 f"is {shown(ours)}, and the target has {shown(theirs)}",
-                "modules are trained for one target",
+                ANOTHER_DRAFT,
             )
     sizes = int(config.hidden_size), int(config.vocab_size)
     quantisation = HeadSettings("MTP module", name, whole, stored).quantisation
