@@ -24,6 +24,7 @@ from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
 from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
 from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, add
+from specdec_cli.text import one_line
 
 Made = TypeVar("Made", bound=type[Any])
 
@@ -49,7 +50,7 @@ def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made],
             return cast(Proposer, PluggedMethod(name, made, parts))
 
         code = Method(make, text_bytes, describe, getattr(made, "runs_on_host", False))
-        add(METHODS, name, MethodChoice(weights_from=weights_from, code=code))
+        add(METHODS, name, MethodChoice(_words(made), weights_from, code=code))
         return made
 
     return register
@@ -63,7 +64,7 @@ def rule(name: str) -> Callable[[Made], Made]:
             with blamed(f"acceptance {name}", "making it"):
                 return PluggedRule(name, made(speculation))
 
-        add(RULES, name, RuleChoice(code=Rule(make)))
+        add(RULES, name, RuleChoice(_words(made), code=Rule(make)))
         return made
 
     return register
@@ -77,10 +78,17 @@ def policy(name: str) -> Callable[[Made], Made]:
             with blamed(f"length policy {name}", "making it"):
                 return PluggedPolicy(name, made(speculation))
 
-        add(POLICIES, name, PolicyChoice(code=make))
+        add(POLICIES, name, PolicyChoice(_words(made), code=make))
         return made
 
     return register
+
+
+def _words(made: type[Any]) -> str:
+    """A few words on a class for lists: the first line of its docstring, and its file."""
+    file = Path(getattr(sys.modules.get(made.__module__), "__file__", None) or made.__module__)
+    own = " ".join((made.__doc__ or "").strip().partition("\n")[0].split())
+    return f"{one_line(own)} ({file.name})" if own else f"of the plugin {file.name}"
 
 
 def load(file: str) -> None:

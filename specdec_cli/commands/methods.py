@@ -9,16 +9,22 @@ from typing import Any
 import typer
 
 from specdec_cli import demo
-from specdec_cli.commands.options import Json, Quiet, Verbose
+from specdec_cli.commands.options import Json, Plugins, Quiet, Verbose, load_plugins
 from specdec_cli.text import inert
 
 _SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def methods(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
+def methods(
+    plugin: Plugins = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
     """List methods, acceptance rules, length policies, and bundled drafts and targets."""
     from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES
 
+    load_plugins(plugin)
     found: dict[str, list[dict[str, str]]] = {
         "methods": [
             {"name": name, "what": choice.what, "weights_from": choice.weights_from}

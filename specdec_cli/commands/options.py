@@ -167,6 +167,7 @@ Server = Annotated[str | None, option("--server", "URL", _SERVER)]
 _PLUGIN = (
     "Run a Python file that adds methods, acceptance rules or length policies; may be repeated."
 )
+Plugins = Annotated[list[str] | None, option("--plugin", "FILE.py", _PLUGIN, _MODELS)]
 
 # Recipe keys by the name of the parameter that sets them; `*` stands for both models.
 _OF_SECTIONS: Final = {
@@ -261,7 +262,7 @@ class Asked:
         int | None,
         option("--threads", "N", "Threads of each process on a CPU.", _RUN, min=1, max=_MAX_BATCH),
     ] = None
-    plugin: Annotated[list[str] | None, option("--plugin", "FILE.py", _PLUGIN, _MODELS)] = None
+    plugin: Plugins = None
     as_json: Json = False
     output: Output = None
     quiet: Quiet = False
@@ -340,11 +341,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
             if asked.threads is not None:
                 use_threads(asked.threads)
             begin_stage("reading the recipe")
-            if asked.plugin:  # before the recipe, which may name methods of plugins
-                from specdec_cli.plugin import load
-
-                for file in asked.plugin:
-                    load(file)
+            load_plugins(asked.plugin)  # before the recipe, which may name methods of plugins
             run(asked, *([Prompts(**where)] if reads_prompts else []), **theirs)
 
         context = place.replace(name="ctx", annotation=typer.Context)
@@ -393,6 +390,15 @@ def resolve(
     replaced = {key: one for key, one in given.items() if origins[key] != "--set"}
     replaced |= {key: one for key, one in given.items() if key not in overrides}
     return specdec_cli.recipe.load_recipe(recipe, overrides, origins, replaced)
+
+
+def load_plugins(files: Sequence[str] | None) -> None:
+    """Run the files of `--plugin`. Raises `UsageError` for a bad file."""
+    if files:
+        from specdec_cli.plugin import load
+
+        for file in files:
+            load(file)
 
 
 def parse_sets(sets: Sequence[str], option: str = "--set") -> dict[str, object]:

@@ -11,7 +11,16 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands.help_page import Command, Commands
-from specdec_cli.commands.options import Json, Quiet, Set, Verbose, complete_recipe, resolve
+from specdec_cli.commands.options import (
+    Json,
+    Plugins,
+    Quiet,
+    Set,
+    Verbose,
+    complete_recipe,
+    load_plugins,
+    resolve,
+)
 from specdec_cli.errors import UsageError
 from specdec_cli.text import inert
 
@@ -51,6 +60,7 @@ def show_recipe(
         bool, typer.Option("--resolved", help="Fill in every default and drop comments.")
     ] = False,
     sets: Set = None,
+    plugin: Plugins = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -59,6 +69,7 @@ def show_recipe(
     from specdec_cli.recipe import dump_recipe
     from specdec_cli.recipe.resolve import find_source
 
+    load_plugins(plugin)
     recipe = resolve(name, sets, {})
     path = find_source(name)
     if as_json:
@@ -78,11 +89,13 @@ def validate_recipes(
             metavar="PATH...", help="Files or bundled names.", autocompletion=complete_recipe
         ),
     ],
+    plugin: Plugins = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Check recipes and report every problem of each."""
+    load_plugins(plugin)
     problems: list[str] = []
     hint: str | None = None
     for path in paths:

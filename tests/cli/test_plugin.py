@@ -65,6 +65,37 @@ def test_the_page_has_one_of_each_in_60_lines() -> None:
     assert all(code.count("\n") <= 60 for code in FILES.values())
 
 
+def test_plugins_are_listed_and_their_recipes_are_checked(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
+) -> None:
+    told = FILES["echo"].replace(
+        "class Echo:\n", 'class Echo:\n    """Says it again.\n\n    More."""\n'
+    )
+    page["echo"].write_text(told)
+    given = [word for file in page.values() for word in ("--plugin", file)]
+    shown = specdec(capsys, "methods", *given)
+    assert shown.code == 0
+    lists = {part.partition("\n")[0]: part for part in shown.out.split("\n\n")}
+    for title, name, words in (
+        ("methods", "echo", "Says it again. (echo.py)"),
+        ("methods", "block_of_text", "of the plugin block.py"),
+        ("acceptance rules", "likely", "of the plugin likely.py"),
+        ("length policies", "heuristic", "of the plugin heuristic.py"),
+    ):
+        part = next(text for head, text in lists.items() if head.startswith(title))
+        assert re.search(rf"^  {name} +{re.escape(words)}$", part, re.MULTILINE)
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("target: {model: demo:target}\nspeculation: {method: echo}\n")
+    for command in (("validate",), ("show", "--resolved")):
+        asked = ("recipe", *command, recipe)
+        assert specdec(capsys, *asked, "--plugin", page["echo"]).code == 0
+    METHODS.pop("echo")
+    refused = specdec(capsys, "recipe", "validate", recipe)
+    assert refused.code == 2 and "a plugin's needs --plugin" in refused.err
+    absent = specdec(capsys, "methods", "--plugin", "no.py", "--json")
+    assert (absent.code, absent.document["error"]["code"]) == (2, 2)
+
+
 def test_the_pages_method_writes_the_targets_text(
     capsys: pytest.CaptureFixture[str], page: dict[str, Path]
 ) -> None:
