@@ -94,7 +94,8 @@ def _would_change(best: Finding, shown: Point | None) -> list[str]:
             return []
         minutes = needed.minutes
         time = f", {minutes_in_words(minutes, is_quiet=True)}" if minutes is not None else ""
-        return [f"more evidence: about {needed.prompts:,} prompts like these{time}"]
+        many = "at least" if needed.at_least else "about"
+        return [f"more evidence: {many} {needed.prompts:,} prompts like these{time}"]
     found = []
     if (told := _needed_acceptance(shown)) is not None:
         found.append(told)

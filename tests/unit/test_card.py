@@ -67,6 +67,12 @@ def test_sequences_that_no_longer_fit_on_a_device(tmp_path: Path) -> None:
     assert told.endswith("64 sequences of 1,024 tokens fit without it, and 38 beside it")
 
 
+def test_few_prompts_ask_for_more_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NEEDED, "at_least", True)
+    told = dict(content_of(tmp_path, "inconclusive").card)["Would change it"]
+    assert told.startswith("more evidence: at least 240 prompts like these")
+
+
 def test_inconclusive_runs_advise_nothing(tmp_path: Path) -> None:
     content = content_of(tmp_path, "inconclusive")
     card = dict(content.card)

@@ -80,6 +80,19 @@ def test_what_is_needed_in_words() -> None:
     assert (two.prompts, two.minutes) == (32, None), "fewer have no interval to speak of"
 
 
+@pytest.mark.parametrize("is_disturbed", [True, False])
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_few_prompts_cannot_tell_how_many_would_decide(count: int, is_disturbed: bool) -> None:
+    for ends in ([1.2, 1.9], [0.8, 1.6], None):
+        needed = needed_for(1.4, ends, count, 60.0, 1, is_disturbed=is_disturbed)
+        assert (needed.prompts, needed.at_least) == (8, True)
+        assert needed.minutes == pytest.approx(8 / count)
+        told = needed_in_words(needed, count, is_disturbed=is_disturbed)
+        assert told.endswith("cannot tell how many would decide: measure at least 8")
+        assert "again" not in told
+    assert not needed_for(1.4, [1.2, 1.9], 8, 60.0, 1, is_disturbed=True).at_least
+
+
 def with_categories(prompts: dict[str, list[float]]) -> tuple[list[Point], Any, Any]:
     """Points and samples of k = 0 and 2. prompts: seconds at k = 2, where plain takes 1 s."""
     times = [(name, spent) for name, of in prompts.items() for spent in of]

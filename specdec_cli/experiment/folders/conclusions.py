@@ -37,10 +37,12 @@ Verdict = Literal["use", "none", "inconclusive"]
 
 class Needed(Record):
     """The measurement that would settle an undecided verdict. prompts: the number of prompts.
-    minutes: the time that measuring them takes; None if unknown."""
+    minutes: the time that measuring them takes; None if unknown. at_least: whether the measured
+    prompts are too few to tell how many would settle it; then `prompts` are enough to tell."""
 
     prompts: Count
     minutes: Figure = None
+    at_least: bool = False
 
 
 class Arm(Record):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Needed, Verdict
 from specdec_cli.experiment.statistics.stats import student
+from specdec_cli.text import counted
 
 NEGLIGIBLE = 0.03  # a gain up to this is not worth a draft, so the verdict may be "none"
 _SURE = 1.96 + 0.84  # standard errors from 1 at which four of five measurements decide
@@ -53,9 +54,11 @@ def needed_for(
 ) -> Needed:
     """The number of prompts that would settle a gain four times in five, if they scatter like the
     measured ones: they would show that it is above 1, or that it is not worth having. If only the
-    times were disturbed, the same prompts are measured again. ends: the gain's interval over
-    `count` prompts, which took `seconds` to measure."""
-    if ends is None:
+    times were disturbed, the same prompts are measured again. Few prompts do not show their
+    scatter, so only the number that does is known. ends: the gain's interval over `count` prompts,
+    which took `seconds` to measure."""
+    is_unknown = ends is None or count < _ENOUGH
+    if ends is None or is_unknown:
         prompts = max(count + 1, _ENOUGH * batch_size)
     elif is_disturbed and not ends[0] <= 1.0 <= ends[1]:
         prompts = count
@@ -66,12 +69,15 @@ def needed_for(
         more = math.ceil(count * (_SURE * error / distance) ** 2)
         prompts = max(more, count if is_disturbed else count + 1)
     minutes = seconds / 60 * prompts / count if seconds and count else None
-    return Needed(prompts=prompts, minutes=minutes)
+    return Needed(prompts=prompts, minutes=minutes, at_least=is_unknown)
 
 
 def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
     """The measurement in words: `; about 60 prompts like these would decide, in about 4 minutes`.
     count: the number of measured prompts."""
+    if needed.at_least:
+        told = f"{counted(count, 'prompt')} cannot tell how many would decide: measure at least"
+        return f"; {told} {needed.prompts:,}"
     which = f"about {_rounded(needed.prompts):,} prompts like these"
     if needed.prompts == count:
         which = "the same prompts again"
