@@ -267,7 +267,7 @@ def sweep_k(
 
             plan = planned()
             if minutes is not None:
-                from specdec_cli.experiment.sweep.budget import fitting, of_size
+                from specdec_cli.experiment.sweep.budget import fitting, of_size, sweep_seconds
 
                 budget = 60 * minutes
                 fit = world.once(lambda: fitting(plan, budget))
@@ -279,6 +279,7 @@ def sweep_k(
                     found = world.once(lambda: find_prompts(fewer, recipes[0], asked))
                 plan = planned()
         if minutes is not None and asked.is_heard:
+            fit = replace(fit, seconds=sweep_seconds(plan))  # of the prompts that were drawn
             typer.echo(f"chosen for {minutes:g} min: {fit.text}", err=True)
         code = _sweep(
             *(world, plan, asked, named, starter),

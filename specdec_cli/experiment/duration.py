@@ -8,6 +8,7 @@ a round figure. Drafts that are loaded in turn are not taken into account.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,8 +53,10 @@ def own_plan(job: Job) -> Plan:
     return job.plan.own
 
 
+@cache
 def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
-    """The speeds of `device` in this dtype. Measuring them takes some hundredths of a second."""
+    """The speeds of `device` in this dtype, measured once in a process, which takes some hundredths
+    of a second. So all estimates of a command agree."""
     many = _PROBE_BYTES // 4 * (16 if device.type == "cuda" else 1)
     numbers = torch.ones(many // 1024, 1024, dtype=torch.float32, device=device)
     vector = torch.ones(1024, dtype=torch.float32, device=device)
@@ -191,13 +194,11 @@ def total_seconds(
     *,
     has_curve: bool = False,
     most_warm_up: int | None = None,
-    speeds: Speeds | None = None,
 ) -> float:
     """The time of measuring points. Each pair of degrees has its own ranks, which load both models.
-    has_curve: whether a time curve is measured too. most_warm_up: as for `point_seconds`. speeds:
-    the speeds of the device, which are measured now unless given."""
+    has_curve: whether a time curve is measured too. most_warm_up: as for `point_seconds`."""
     plans = [own_plan(job) for job in jobs.values()]
-    speeds = speeds or speeds_of(plans[0].device, plans[0].target.dtype)
+    speeds = speeds_of(plans[0].device, plans[0].target.dtype)
     # The time until the first pass: each model is loaded once.
     models = {m.spec.name: m.weight_bytes for plan in plans for m in plan.models}
     start = _START_CUDA if plans[0].device.type == "cuda" else _START_CPU

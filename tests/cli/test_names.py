@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from specdec_cli.app import main
 from specdec_cli.errors import Notice
 from specdec_cli.experiment import duration, machine
-from specdec_cli.experiment.sweep import budget
 
 
 def test_methods_and_bundled_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +90,6 @@ def test_minutes_choose_a_size_that_fits(
 ) -> None:
     """On a machine of known speeds: repeats go first, then tokens, then prompts."""
     speeds = duration.Speeds(bytes=2e9, operations=2e10)
-    monkeypatch.setattr(budget, "speeds_of", lambda *_: speeds)
     monkeypatch.setattr(duration, "speeds_of", lambda *_: speeds)
     sizes = []
     for minutes in (600, 60, 10, 1):
@@ -107,6 +106,27 @@ def test_minutes_choose_a_size_that_fits(
     assert sizes[0][:2] == (3, 128) and sizes[0][2] > 100
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
     assert sizes[-1][0] == 1 and 8 <= sizes[-1][2] < sizes[0][2]
+
+
+def test_a_dry_run_has_one_duration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine whose measured speed is never the same twice, with prompts of many lengths of
+    which some are drawn."""
+    times = iter(range(1, 100))
+    monkeypatch.setattr(duration, "_fastest", lambda *_: next(times) * 1e-2)
+    duration.speeds_of.cache_clear()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(f'{{"prompt": "{"x " * (1 + 9 * n)}", "category": "{n % 2}"}}\n' for n in range(40))
+    )
+    asked = ["sweep-k", "--minutes", "2", "--k", "0-4", "--dry-run", "--prompt-file", str(rows)]
+    assert main(asked) == 0
+    duration.speeds_of.cache_clear()
+    shown = capsys.readouterr()
+    (chosen,) = re.findall(r"about (.*)", shown.err)
+    (planned,) = re.findall(r"time: about (.*?),", shown.out)
+    assert chosen == planned and "40 prompts" not in shown.err
 
 
 def test_minutes_too_few_for_anything(capsys: pytest.CaptureFixture[str]) -> None:

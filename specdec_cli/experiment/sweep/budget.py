@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from specdec_cli.errors import UsageError
-from specdec_cli.experiment.duration import Speeds, in_words, own_plan, speeds_of, total_seconds
+from specdec_cli.experiment.duration import in_words, own_plan, total_seconds
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import counted
@@ -35,11 +35,9 @@ def fitting(plan: SweepPlan, seconds: float) -> Fit:
     """The largest size of a sweep that takes at most `seconds`. Repeats are reduced first, since
     intervals are over prompts. Then tokens are reduced to 64, prompts to 8, and tokens to 16.
     Raises `UsageError` if even the smallest size takes longer."""
-    first = own_plan(plan.jobs[0])
-    speeds = speeds_of(first.device, first.target.dtype)
     found = None
     for size in _sizes(plan):
-        found = replace(size, seconds=_seconds(plan, size, speeds))
+        found = replace(size, seconds=_seconds(plan, size))
         if found.seconds <= _AIM * seconds:
             return found
     assert found is not None
@@ -69,16 +67,19 @@ def _sizes(plan: SweepPlan) -> Iterator[Fit]:
     yield Fit(prompts, tokens, 1)
 
 
-def _seconds(plan: SweepPlan, size: Fit, speeds: Speeds) -> float:
+def sweep_seconds(plan: SweepPlan) -> float:
+    """The approximate duration of a planned sweep."""
+    return total_seconds(plan.measured_jobs, has_curve=max(plan.settings.ks) > 0)
+
+
+def _seconds(plan: SweepPlan, size: Fit) -> float:
     """The approximate duration of a sweep of this size."""
-    s = plan.settings
-    jobs = {}
-    for draft, job in zip(s.drafts, plan.jobs, strict=True):
+    jobs = []
+    for job in plan.jobs:
         recipe = of_size(job.plan.recipe, size)
         own = replace(job.plan, recipe=recipe, own=replace(own_plan(job), recipe=recipe))
-        jobs[draft] = replace(job.part(0, size.prompts), plan=own)
-    by_key = {key: jobs.get(key.draft, jobs[s.drafts[0]]) for key in s.measured_keys}
-    return total_seconds(by_key, has_curve=max(s.ks) > 0, speeds=speeds)
+        jobs.append(replace(job.part(0, size.prompts), plan=own))
+    return sweep_seconds(replace(plan, jobs=jobs))
 
 
 def of_size(recipe: Recipe, size: Fit) -> Recipe:

@@ -8,7 +8,7 @@ from typing import Any
 from specdec_cli.backends.base import Backend
 from specdec_cli.core.types import Permissions
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.experiment.folders.records import rate_in_words, rate_name
+from specdec_cli.experiment.folders.records import Key, rate_in_words, rate_name
 from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
 from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.lossless_check import refuse_unfit
@@ -43,6 +43,12 @@ class SweepPlan:
     @property
     def num_prompts(self) -> int:
         return len(self.jobs[0].prompts)
+
+    @property
+    def measured_jobs(self) -> dict[Key, Job]:
+        """The job of each measured point."""
+        jobs = dict(zip(self.settings.drafts, self.jobs, strict=True))
+        return {key: jobs.get(key.draft, self.jobs[0]) for key in self.settings.measured_keys}
 
     @property
     def num_samples(self) -> int:
@@ -241,13 +247,11 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
         f"points: {len(points)}, samples: {plan.num_samples}, each measured {times}",
         f"tokens to write: at most {written * repeats:,}",
     ]
-    jobs = dict(zip(s.drafts, plan.jobs, strict=True))
-    by_key = {key: jobs.get(key.draft, plan.jobs[0]) for key in s.measured_keys}
     seconds: dict[str, Any] = {}
     if plan.jobs[0].backend.is_native and s.offered is None:
         from specdec_cli.experiment.duration import estimated
 
-        line, seconds = estimated(by_key, has_curve=max(s.ks) > 0)
+        line, seconds = estimated(plan.measured_jobs, has_curve=max(s.ks) > 0)
         text.append(line)
         if seconds["seconds"] > _LONG_S:
             text.append("--minutes 30 would take as many prompts, tokens and repeats as fit")
