@@ -28,6 +28,7 @@ from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, sp
 # A round at k costs no less than one at k = 0, so no speed-up exceeds the tokens per round. If one
 # does by more than this factor, which leaves room for noise, its times are wrong.
 _BEYOND = 1.05
+DISTURBED_BEYOND = "the times were disturbed so much that no speculation could explain the ratios"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def measured(
             **engine_fields(samples.values()),
         }
     metrics = point_metrics(list(samples.values()), key)
-    gain = _gain(speedup(usable, baseline), key.k, seed, _most_speedup(usable))
+    gain = _gain(speedup(usable, baseline), key.k, seed, most_speedup(usable))
     is_possible = "impossible_speedup" not in gain
     lengths: list[float] | None = [1.0, 1.0]
     if metrics.num_drafts != 0:
@@ -173,7 +174,7 @@ def _per_category(
             draft_acceptance_rate=acceptance.draft_acceptance_rate,
             acceptance_rate_per_pos=acceptance.acceptance_rate_per_pos,
             decode_tokens_per_second=measured_speed(own.values()).value,
-            **_gain(speedup(own, baseline), k, seed, _most_speedup(own)),
+            **_gain(speedup(own, baseline), k, seed, most_speedup(own)),
             mean_acceptance_length_ci=_length_interval(
                 own, acceptance.mean_acceptance_length, k, seed
             ),
@@ -191,12 +192,17 @@ def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, 
         return {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
     if faster is None:
         return {"speedup": None, "speedup_ci": None}
-    if faster.value > _BEYOND * most:
+    if is_impossible(faster.value, most):
         return {"speedup": None, "speedup_ci": None, "impossible_speedup": faster.value}
     return {"speedup": faster.value, "speedup_ci": stats.interval(faster, seed)}
 
 
-def _most_speedup(samples: Samples) -> float:
+def is_impossible(faster: float, most: float) -> bool:
+    """Whether a speed-up is beyond what `most` tokens per round allow. NaN is not."""
+    return bool(faster > _BEYOND * most)
+
+
+def most_speedup(samples: Samples) -> float:
     """The mean number of tokens per round over all rounds, which no speed-up exceeds."""
     rounds = sum(s.num_rounds for s in samples.values())
     return sum(s.decoded_tokens for s in samples.values()) / rounds if rounds else float("inf")

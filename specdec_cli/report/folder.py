@@ -24,6 +24,7 @@ from specdec_cli.experiment.folders.conclusions import (
 )
 from specdec_cli.experiment.folders.record_lines import R, described, json_of, parsed
 from specdec_cli.experiment.folders.records import Point, Sample
+from specdec_cli.experiment.points import is_impossible
 
 _LABEL_LENGTH = 32
 
@@ -175,6 +176,9 @@ def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
     base = baseline_of(points, point)
     plain = base.number("decode_tokens_per_second") if base is not None else None
     found = point.metrics.decode_tokens_per_second / plain if plain else None
+    most = point.metrics.tokens_per_round
+    if found is not None and most is not None and is_impossible(found, most):
+        return point.model_copy(update={"impossible_speedup": found})
     return point.model_copy(update={"speedup": 1.0 if point.is_baseline else found})
 
 

@@ -184,7 +184,7 @@ def _by_engine(
     for name, run in zip(names, runs, strict=True):
         samples = _samples(run)
         for p in run.points:
-            if p.is_ok and (of := samples.get(_place(p))) is not None:
+            if _is_valid(p) and (of := samples.get(_place(p))) is not None:
                 setting = setting_in_words(run, p)
                 found[p.level, p.k].append(Shown(name, "", setting, p, of, False))
     rows: list[tuple[Shown, Ratio | None]] = []
@@ -235,7 +235,7 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
     for level in sorted({p.level for p in run.points}):
         arms: dict[str, Point] = {}
         for point in run.points:
-            if point.level != level or not point.is_ok or _place(point) not in samples:
+            if point.level != level or not _is_valid(point) or _place(point) not in samples:
                 continue
             arm = "plain decoding" if point.is_baseline else run.labels[point.draft]
             if arm not in arms or _speed(point) > _speed(arms[arm]):
@@ -246,6 +246,11 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
             for arm, p in arms.items()
         ]
     return found
+
+
+def _is_valid(point: Point) -> bool:
+    """Whether a point was measured, at times that its speed-up does not show to be wrong."""
+    return point.is_ok and point.impossible_speedup is None
 
 
 def _place(point: Point | Sample) -> tuple[Any, ...]:

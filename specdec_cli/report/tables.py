@@ -156,7 +156,7 @@ def predictions(run: ReportedRun) -> Table:
         replace(
             cell.PREDICTED, interval=lambda p: p.prediction.speedup_ci if p.prediction else None
         ),
-        Cell("measured", lambda p: p.speedup, "×", 3, interval=lambda p: p.speedup_ci),
+        Cell("measured", cell.speedup, "×", 3, interval=lambda p: p.speedup_ci),
         Cell("residual", lambda p: percent(residual(p)), "%", 1),
     ]
     note = (

@@ -40,9 +40,11 @@ def print_results(document: Mapping[str, Any]) -> None:
 
 def results_tables(points: Sequence[Point], width: int) -> list[Table]:
     """Tables with a row for each point; k = 0 comes first at each target TP. The times of rounds
-    get their own table if one table would be wider than `width`.
+    get their own table if one table would be wider than `width`. No table if nothing ran.
     """
     shown = [point for point in points if point.status != "skipped"]
+    if not shown:
+        return []
     timed = [point for point in shown if point.metrics is not None]
     times = [cell.TIMES[part] for part in (*stages_in(p.metrics for p in timed), "round")]
     whole = _table(shown, (*_SPEEDS, *times, cell.BLOCKS))

@@ -25,7 +25,7 @@ from specdec_cli.experiment.folders.conclusions import (
 from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Pair, Point, Sample
 from specdec_cli.experiment.folders.samples import without_errors
 from specdec_cli.experiment.measure import Watcher
-from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.points import Failure, is_impossible, most_speedup
 from specdec_cli.experiment.statistics.promise import check_line, tokens_line
 from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds, measured_speed, speedup
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
@@ -145,12 +145,14 @@ class SweepTable(_Progress):
             )
             # The speed-up so far is over the prompts that k = 0 has decoded too.
             gain = speedup(own, plain.get(Pair.of(key), {}))
+            ratio = gain.value if gain is not None else math.nan
+            is_result = math.isfinite(ratio) and not is_impossible(ratio, most_speedup(own))
             table.add_row(
                 *((str(key.target_tp), str(key.draft_tp)) if has_degrees else (draft,)),
                 *(str(key.batch_size), str(key.k), str(len(shown[key]))),
                 f"{1 + accepted / max(1, drafts):.2f}",
                 f"{measured_speed(own.values()).value:.1f}",
-                f"{gain.value:.2f}" if gain is not None and math.isfinite(gain.value) else "",
+                f"{ratio:.2f}" if is_result else "",
             )
         return Group(table, self._progress)
 
@@ -206,6 +208,9 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
     for further in filter(None, [*tables, *(pairs if with_pairs else pairs[:1])]):
         out.print()
         out.print(further, soft_wrap=False)
+    if with_draft and not pairs and document["best_by_batch_size"]:
+        out.print()
+        render.say(f"no arms to compare: {document['best'].reason}", out)
     if with_pairs and len(pairs) > 1:
         render.say(_MANY, out)
     out.print()
@@ -348,7 +353,10 @@ _EVEN = Cell("break-even", _break_even)
 
 
 def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Table]:
-    """The table of comparisons of arms, and one by category if categories were compared."""
+    """The table of comparisons of arms, and one by category if categories were compared; no table
+    without comparisons."""
+    if not comparisons:
+        return []
     with_batch = len({one.batch_size for one in comparisons}) > 1
 
     def named(arm: Arm, batch_size: int | None = None) -> str:

@@ -210,7 +210,7 @@ def test_why_the_best_is_the_best(best: Round, rival: Round, why: str, tmp_path:
     for degree, (draft, verify, host, tokens) in ((1, best), (2, rival)):
         pair, rounds = Pair(2, degree), 30 // tokens
         for index in range(10):
-            plain = sample(pair, 1, 0, index, verify=30.0)
+            plain = sample(pair, 1, 0, index, verify=8.0)
             found = changed(
                 sample(pair, 1, 2, index),
                 accepted_per_round=[tokens - 1] * rounds,

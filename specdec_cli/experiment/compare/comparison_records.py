@@ -16,7 +16,7 @@ from specdec_cli.experiment.folders.records import Key, Pair, Point, Sample
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.samples import Samples, without_errors
 from specdec_cli.experiment.folders.settings_file import RunSettings
-from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.points import Failure, is_impossible, most_speedup
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import speedup
 from specdec_cli.experiment.sweep.sweep_records import SweepRecords
@@ -153,9 +153,13 @@ class ComparisonRecords:
         point = point_of(key, own, baseline, failure, self.settings.seed)
         update = self._blocks([pair])
         equal = Pair(pair.target_tp, pair.target_tp)
-        if point.is_ok and self.is_complete(equal, batch_size):
+        is_valid = point.is_ok and point.impossible_speedup is None
+        if is_valid and self.is_complete(equal, batch_size):
             others = without_errors(self.of(equal, batch_size, key.k))
-            if (faster := speedup(without_errors(own), others)) is not None:
+            theirs = speedup(others, without_errors(self.of(equal, batch_size, 0)))
+            faster = speedup(without_errors(own), others)
+            is_valid = theirs is not None and not is_impossible(theirs.value, most_speedup(others))
+            if faster is not None and is_valid:
                 is_equal, name = pair == equal, "speedup_vs_equal_tp"
                 update[name] = 1.0 if is_equal else faster.value
                 update[f"{name}_ci"] = (

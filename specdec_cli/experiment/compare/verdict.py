@@ -15,6 +15,7 @@ from specdec_cli.experiment.compare.comparison_records import ComparisonRecords,
 from specdec_cli.experiment.folders.conclusions import BestPair, Decision, Degrees, Tokens
 from specdec_cli.experiment.folders.records import Pair, Point, Sample
 from specdec_cli.experiment.folders.samples import without_errors
+from specdec_cli.experiment.points import DISTURBED_BEYOND
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.evidence import judged
 from specdec_cli.experiment.statistics.factors import choose
@@ -66,9 +67,12 @@ def best_of(
     chosen, settings = set(target_tps), records.settings
     at = [p for p in records.points if p.is_ok and p.batch_size == batch_size]
     points = [p for p in at if p.target_tp in chosen]
-    candidates = [p for p in points if p.k > 0]
+    proposing = [p for p in points if p.k > 0]
+    candidates = [p for p in proposing if p.impossible_speedup is None]
     if not candidates:
-        reason = "no pair was measured"
+        reason = (
+            f"nothing was compared: {DISTURBED_BEYOND}" if proposing else "no pair was measured"
+        )
         return BestPair(
             target_tp=None, draft_tp=None, k=None, tied=[], reason=reason, verdict="inconclusive"
         )

@@ -151,8 +151,8 @@ class SpeedRatio(Record):
     """The figures of a `Comparison`, over all prompts or over those of one category.
 
     num_prompts: the number of prompts that all arms have. speed_ratio: the arm's decoding speed on
-    these prompts, divided by the other arm's. tied: whether the interval contains 1; None without
-    an interval.
+    these prompts, divided by the other arm's; None if one of them has no valid speed-up. tied:
+    whether the interval contains 1; None without an interval.
     """
 
     num_prompts: Count
@@ -162,6 +162,8 @@ class SpeedRatio(Record):
 
     @property
     def verdict(self) -> str:
+        if self.speed_ratio is None:
+            return "no valid ratio"
         if self.tied is None:
             return "too few prompts" if self.num_prompts < FEWEST else "no interval"
         return "tied" if self.tied else "differ"

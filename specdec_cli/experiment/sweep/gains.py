@@ -17,6 +17,7 @@ from specdec_cli.experiment.folders.samples import (
     without_errors,
 )
 from specdec_cli.experiment.forecasts import Forecasts
+from specdec_cli.experiment.points import DISTURBED_BEYOND
 from specdec_cli.experiment.statistics.factors import Measure, Product, interval_of, ratio_of
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
 
@@ -90,7 +91,7 @@ def seconds_of(
 def _why_not_compared(points: Sequence[Point]) -> str:
     """The reason why no point with proposals has a speed-up."""
     if any(p.impossible_speedup is not None for p in points):
-        return "the times were disturbed so much that no speculation could explain the ratios"
+        return DISTURBED_BEYOND
     if any(p.k and p.status == "ok" for p in points):
         return (
             "k = 0 has no round, since each text ends with its first token (--max-new-tokens, "
@@ -158,10 +159,23 @@ def figures_of(ratio: Measure, seed: int) -> dict[str, Any]:
 def _by_category(
     arm: Point, other: Point, prompts: Iterable[int], samples: Mapping[Key, Samples], seed: int
 ) -> dict[str, SpeedRatio]:
+    """The figures of a pair by category. A category has no ratio where one of the two points has no
+    valid speed-up for it."""
     ours, theirs = samples[Key.of(arm)], samples[Key.of(other)]
     found = {}
     for name, chosen in prompts_by_category(ours, prompts).items():
+        if not (_is_valid(arm, name) and _is_valid(other, name)):
+            nothing = dict.fromkeys(("speed_ratio", "speed_ratio_ci", "tied"))
+            found[name] = SpeedRatio(num_prompts=len(chosen), **nothing)
+            continue
         speeds = (measured_speed([of[i] for i in chosen]) for of in (ours, theirs))
         ratio = next(speeds).over(next(speeds))
         found[name] = SpeedRatio(num_prompts=len(chosen), **figures_of(ratio, seed))
     return found
+
+
+def _is_valid(point: Point, category: str) -> bool:
+    """Whether a point has a speed-up for a category, which a ratio beyond what is possible is
+    not."""
+    row = point.per_category.get(category)
+    return point.k == 0 or (row is not None and row.speedup is not None)
