@@ -12,6 +12,7 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.folders.conclusions import Best, BestPair, Fastest
 from specdec_cli.experiment.folders.records import Point, rate_name
 from specdec_cli.experiment.statistics.noise import disturbances, off_points
+from specdec_cli.experiment.sweep.recommend import in_words
 from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
 
@@ -162,7 +163,7 @@ def _gain(point: Point) -> float:
 
 def _named(k: int, draft: str | None) -> str:
     """A point in words, without a draft at k = 0."""
-    return f"k = {k} with draft {draft}" if k and draft is not None else f"k = {k}"
+    return in_words(k, draft, with_draft=draft is not None)
 
 
 def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:

@@ -50,8 +50,9 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
             continue
         if name.startswith("package:"):
             notes.append(
-                f"{name} lies in an installed package: put the folder with its config.json, or the "
-                "model's id on the hub, in its place."
+                f"{name} lies in an installed package: put the folder with its config.json "
+                f"(`pip show -f {name.removeprefix('package:')}` lists its files), or the model's "
+                "id on the hub, in its place."
             )
         elif name.startswith(demo.PREFIX):
             notes.append(

@@ -40,6 +40,7 @@ _MARK = ""
 _DECIDING = {"draft", "requests/s", "batch", "k", "tokens a round", "tokens/s", "x k = 0", _MARK}
 _MANY = "so many comparisons at 95 % each: one in twenty differs by chance"
 _NO_DRAFT = "–"
+_NO_SPECULATION = "no speculation"
 _LINE_EVERY = 0.1  # share of the samples between two lines, without a terminal
 
 
@@ -422,12 +423,16 @@ def _advice(best: Best, *, with_draft: bool) -> str:
     """The recommendation for a category's prompts, or the reason why there is none."""
     if best.verdict == "inconclusive" or best.k is None:
         return "inconclusive"
+    if best.k == 0:
+        return _NO_SPECULATION
     return one_line(in_words(best.k, best.draft, with_draft=with_draft))
 
 
 def _fastest_here(fastest: Fastest | None, *, with_draft: bool) -> str:
     if fastest is None or fastest.speedup is None:
         return ""
+    if fastest.k == 0:
+        return _NO_SPECULATION
     name = in_words(fastest.k, fastest.draft, with_draft=with_draft)
     return one_line(f"{name}, {fastest.speedup:.2f}x")
 

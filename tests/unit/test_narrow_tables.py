@@ -10,7 +10,7 @@ from rich.table import Table
 
 from specdec_cli.core import types
 from specdec_cli.core.figures import summarise
-from specdec_cli.experiment.folders.conclusions import Arm, Best
+from specdec_cli.experiment.folders.conclusions import Arm, Best, Fastest
 from specdec_cli.report.folder import read_folder
 from specdec_cli.report.tables import results
 from specdec_cli.terminal import compare as compare_view
@@ -192,6 +192,37 @@ def test_hostile_categories_keep_to_their_row() -> None:
         assert [row.endswith("2.00") for row in shown].count(True) == len(names)
         assert all("2.00" in row for row in shown if "fastest" in row and width == 200)
         assert max(map(len, shown)) <= width and "\x1b" not in "".join(shown)
+
+
+def test_categories_without_a_draft_read_as_such() -> None:
+    """Plain decoding is no speculation, and a method without a draft has no draft."""
+    drafts = ((DRAFT, 0.78, 0.95), ("ngram", 0.5, 0.9))
+    points = as_points(sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=drafts))
+    row = next(iter(points[-1].per_category.values()))
+    points[-1] = points[-1].model_copy(update={"per_category": dict.fromkeys("xyz", row)})
+    own = {
+        "x": Best(
+            k=0, draft=None, tied=[0], reason="", fastest=Fastest(k=0, draft=None, speedup=1.0)
+        ),
+        "y": Best(
+            k=4,
+            draft="ngram",
+            tied=[4],
+            reason="",
+            fastest=Fastest(k=4, draft="ngram", speedup=1.5),
+        ),
+        "z": Best(
+            k=4, draft=DRAFT, tied=[4], reason="", fastest=Fastest(k=4, draft=DRAFT, speedup=1.5)
+        ),
+    }
+    best = Best(k=4, draft="ngram", tied=[4], reason="", per_category=own)
+    table = view._category_table({"points": points, "best": best}, 200)
+    assert table is not None
+    heading, x, y, z = lines_of(table, 200)
+    assert heading.startswith("category, k = 4 with ngram ")
+    assert x.count("no speculation") == 2 and "k = 0" not in x and "1.00x" not in x
+    assert "k = 4 with ngram, 1.50x" in y and y.endswith(" k = 4 with ngram")
+    assert z.endswith(f" k = 4 with draft {DRAFT}")
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])

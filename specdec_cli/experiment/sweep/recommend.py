@@ -11,6 +11,7 @@ from specdec_cli.experiment.statistics.evidence import judged
 from specdec_cli.experiment.statistics.factors import choose
 from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.experiment.sweep.gains import Gains, seconds_of
+from specdec_cli.recipe.choices.registry import without_draft
 from specdec_cli.text import counted
 
 
@@ -112,8 +113,11 @@ def has_several_drafts(points: Sequence[Point]) -> bool:
 
 
 def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
-    """The name of a point. with_draft: whether to add the draft; k = 0 has no draft."""
-    return f"k = {k} with draft {draft}" if with_draft and k else f"k = {k}"
+    """The name of a point. with_draft: whether to add the draft, or the method that needs none; k =
+    0 has neither."""
+    if not with_draft or not k:
+        return f"k = {k}"
+    return f"k = {k} with {'' if without_draft(draft) else 'draft '}{draft}"
 
 
 def _pays(point: Point, gains: Gains) -> bool:
