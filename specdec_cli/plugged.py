@@ -24,15 +24,17 @@ from specdec_cli.text import one_line
 
 
 @contextmanager
-def blamed(who: str, doing: str) -> Iterator[None]:
-    """Turn the plugin's own errors, but not the project's, into a `UsageError` of one line."""
+def blamed(who: str, doing: str, about_none: str = "") -> Iterator[None]:
+    """Turn the plugin's own errors, but not the project's, into a `UsageError` of one line.
+    about_none: a hint for an error over a None."""
     try:
         yield
     except (SpecdecError, NoForecast, torch.OutOfMemoryError):
         raise
     except Exception as problem:
         told = " ".join(f"{type(problem).__name__}: {problem}".split())
-        raise UsageError(f"{who}: {doing} raised {told}", "-v shows where") from problem
+        hint = f"{about_none}; " if about_none and "NoneType" in told else ""
+        raise UsageError(f"{who}: {doing} raised {told}", f"{hint}-v shows where") from problem
 
 
 class WatchedOptions(dict[str, Any]):
@@ -111,7 +113,8 @@ class PluggedMethod:
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Invalid ids end their sequence's proposals, and `check` reports them."""
-        with blamed(self.who, "propose"):
+        hint = "" if self.inner.needs_text else "state.texts is None without needs_text = True"
+        with blamed(self.who, "propose", hint):
             found = self.inner.propose(state, draft)
         if not isinstance(found, Candidates):
             raise UsageError(f"{self.who}: propose should return Candidates, not {found!r:.60}")

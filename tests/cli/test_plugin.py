@@ -65,6 +65,26 @@ def test_the_page_has_one_of_each_in_60_lines() -> None:
     assert all(code.count("\n") <= 60 for code in FILES.values())
 
 
+@pytest.mark.parametrize("code", ["state.texts.tokens", "state.texts[0]", "draft.none.x", "1 / 0"])
+def test_a_method_that_asked_for_no_texts_is_told_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, code: str
+) -> None:
+    for needs in (False, True):
+        file = written(
+            tmp_path,
+            "from specdec_cli.plugin import method\n"
+            f"@method('mine{needs}')\nclass Mine:\n    needs_text = {needs}\n"
+            f"    def __init__(self, parts): pass\n    def propose(self, state, draft): {code}\n",
+        )
+        plugin.LOADED.clear()
+        found = specdec(
+            capsys, "generate", "demo", *SHORT, "--plugin", file, "--draft", f"mine{needs}"
+        )
+        assert found.code == 2
+        hint = found.document["error"]["hint"] or ""
+        assert ("needs_text = True" in hint) == (not needs and "texts" in code)
+
+
 def test_plugins_are_listed_and_their_recipes_are_checked(
     capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
 ) -> None:
