@@ -4,7 +4,7 @@ Does not know how errors are shown: `app.main` turns an error into a line on std
 JSON error document under `--json`; warnings stand in the documents' `warnings`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any, Self
@@ -71,6 +71,17 @@ class UsageError(SpecdecError):
     """Bad options, recipe or prompts: exit code 2."""
 
     code = ExitCode.USAGE
+
+
+class OtherSettings(UsageError):
+    """A folder was begun with other settings. about: makes the error anew, about those of some keys
+    first, which the user has typed."""
+
+    def __init__(
+        self, message: str, hint: str, about: Callable[[Collection[str]], UsageError]
+    ) -> None:
+        super().__init__(message, hint)
+        self.about = about
 
 
 class SetupError(SpecdecError):

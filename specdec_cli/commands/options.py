@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -19,7 +19,7 @@ import typer
 import specdec_cli
 from specdec_cli.commands.status import set_up_logging
 from specdec_cli.core.types import Permissions
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import OtherSettings, UsageError
 from specdec_cli.launch.world import Place
 from specdec_cli.stages import begin_stage
 from specdec_cli.text import is_unicode, one_line
@@ -342,7 +342,10 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
                 use_threads(asked.threads)
             begin_stage("reading the recipe")
             load_plugins(asked.plugin)  # before the recipe, which may name methods of plugins
-            run(asked, *([Prompts(**where)] if reads_prompts else []), **theirs)
+            try:
+                run(asked, *([Prompts(**where)] if reads_prompts else []), **theirs)
+            except OtherSettings as problem:
+                raise problem.about(_typed(ctx, asked, where)) from None
 
         context = place.replace(name="ctx", annotation=typer.Context)
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -390,6 +393,18 @@ def resolve(
     replaced = {key: one for key, one in given.items() if origins[key] != "--set"}
     replaced |= {key: one for key, one in given.items() if key not in overrides}
     return specdec_cli.recipe.load_recipe(recipe, overrides, origins, replaced)
+
+
+def _typed(ctx: typer.Context, asked: Asked, where: Collection[str]) -> set[str]:
+    """The keys of a run's settings that the command line sets. where: the parameters that say which
+    prompts are read."""
+    keys = set(parse_sets(asked.sets or ()))
+    for name in ctx.params:
+        if (source := ctx.get_parameter_source(name)) is None or source.name != "COMMANDLINE":
+            continue
+        key = "prompts" if name in where else OPTION_KEYS.get(name, ("", name))[1]
+        keys |= {name, f"{name}s", key.removeprefix("*.")}
+    return keys
 
 
 def load_plugins(files: Sequence[str] | None) -> None:

@@ -96,7 +96,10 @@ def test_what_cannot_go_on(
         ([*GIVEN, "--temperature", "0.5"], "sampling.temperature is 0.0 there"),
         ([*GIVEN, "--set", "target.weights=dequantise"], "target.weights_as is null there"),
         ([*GIVEN, "--prompt", "another"], "prompts.count is 5 there and 6 now"),
-        ([*prompt_options(*"abcde"), *SHORT], "prompts.sha256 is "),
+        (
+            [*prompt_options(*"abcde"), *SHORT],
+            "prompts.sha256 differs: the prompts are others than there",
+        ),
     ):
         result = generate(capsys, *changed, "-o", tmp_path, "--resume")
         assert result.code == 2 and result.err.count("error: ") == 1

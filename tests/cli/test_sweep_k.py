@@ -278,6 +278,29 @@ def test_resume_alone_takes_what_the_folder_says(
         refused(specdec(capsys, *go_on, *change), 2, "holds a sweep with other settings: " + key)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (["--temperature", "0.5"], "sampling.temperature is 0.0 there and 0.5 now"),
+        (["--set", "run.seed=9"], "run.seed is 0 there and 9 now"),
+        (["--limit", "1"], "prompts."),
+        (["--draft", "ngram"], "drafts is "),
+        (["--batch-size", "2"], "batch_sizes is [1] there and [2] now"),
+        (["--dtype", "bfloat16"], "dtype is "),
+    ],
+)
+def test_what_was_typed_is_named_before_other_settings_that_differ(
+    capsys: Capture, whole: tuple[Path, dict[str, Any]], change: list[str], told: str
+) -> None:
+    """A bare recipe differs from the folder's in much else."""
+    result = specdec(capsys, "sweep-k", "demo-ngram", *change, "-o", whole[0], "--resume", "-q")
+    refused(result, 2, "holds a sweep with other settings: ")
+    found = result.err.partition("other settings: ")[2].partition("\n")[0]
+    first, _, others = found.partition("; others: ")
+    assert told in first and len(others.split(", ")) == 4, found
+    assert first.partition(" ")[0] not in others.split(", ")
+
+
 def test_resuming_what_is_done_measures_nothing(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1248,7 +1271,7 @@ def test_other_categories_are_another_dataset(capsys: Capture, tmp_path: Path) -
     reason = result.document["best"]["reason"]
     assert "over 1 prompt" in reason and "1 prompts" not in reason and "tied" not in reason
     path.write_text('{"prompt": "def f(x):", "category": "new"}\n')
-    refused(specdec(capsys, *SWEEP, *options, "--resume"), 2, "prompts.categories is")
+    refused(specdec(capsys, *SWEEP, *options, "--resume"), 2, "prompts.categories differs: ")
 
 
 def test_a_closed_stderr_is_no_failure(

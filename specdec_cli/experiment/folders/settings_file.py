@@ -5,13 +5,13 @@ import json
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from specdec_cli import text
 from specdec_cli.core.figures import Record
-from specdec_cli.errors import Notice, SetupError, UsageError
+from specdec_cli.errors import Notice, OtherSettings, SetupError, UsageError
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.folders.conclusions import VERSION, refuse_other_version
 from specdec_cli.experiment.folders.record_lines import elsewhere, json_of, to_json
@@ -181,20 +181,28 @@ def read_json(path: Path) -> Any:
 
 
 def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise `UsageError` if a folder was begun with other settings than ours."""
-    found = settings_difference(theirs, ours)
-    if found is None:
-        return
-    told = f"{found.key} is {to_json(found.theirs)} there and {to_json(found.ours)} now"
-    hint = "--resume -o DIR alone takes those of the folder; name another for a new run"
-    if found.same_name:
-        told = f"{found.key}: other weights than there ({to_json(found.theirs)})"
-        hint = "its samples belong to the earlier model of that name: name another folder with -o"
-    elif found.same_model:
-        names = [found.theirs] if isinstance(found.theirs, str) else found.theirs
-        spelled = shlex.join(part for name in names for part in ("--draft", name))
-        hint = f"it is the same model, but records go by its name: pass {spelled}"
-    raise UsageError(f"{path} holds a {what} with other settings: {told}", hint)
+    """Raise `OtherSettings` if a folder was begun with other settings than ours."""
+
+    def error(typed: Collection[str]) -> OtherSettings | None:
+        if (found := settings_difference(theirs, ours, typed)) is None:
+            return None
+        told = f"{found.key} is {to_json(found.theirs)} there and {to_json(found.ours)} now"
+        hint = "--resume -o DIR alone takes those of the folder; name another for a new run"
+        if found.key in _DIGESTS:
+            told = f"{found.key} differs: {_DIGESTS[found.key]}"
+        if found.same_name:
+            told = f"{found.key}: other weights than there ({to_json(found.theirs)})"
+            hint = "its samples belong to the earlier model of that name: name another with -o"
+        elif found.same_model:
+            names = [found.theirs] if isinstance(found.theirs, str) else found.theirs
+            spelled = shlex.join(part for name in names for part in ("--draft", name))
+            hint = f"it is the same model, but records go by its name: pass {spelled}"
+        others = f"; others: {', '.join(found.others)}" if found.others else ""
+        told = f"{path} holds a {what} with other settings: {told}{others}"
+        return OtherSettings(told, hint, lambda typed: error(typed) or UsageError(told, hint))
+
+    if (problem := error(())) is not None:
+        raise problem
 
 
 def keep_environment_warning(
@@ -242,23 +250,27 @@ def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
 Document = dict[str, Any]
 
 
-def first_difference(ours: Any, theirs: Any, key: str = "") -> tuple[str, Any, Any] | None:
+def first_difference(ours: Any, theirs: Any) -> tuple[str, Any, Any] | None:
     """The first dotted key at which two documents differ, with both values."""
+    return next(differences(ours, theirs), None)
+
+
+def differences(ours: Any, theirs: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The dotted keys at which two documents differ, each with both values."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for name in [*ours, *(n for n in theirs if n not in ours)]:
             inner = f"{key}.{name}" if key else str(name)
-            if found := first_difference(ours.get(name), theirs.get(name), inner):
-                return found
-        return None
-    return None if ours == theirs else (key, ours, theirs)
+            yield from differences(ours.get(name), theirs.get(name), inner)
+    elif ours != theirs:
+        yield key, ours, theirs
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first key at which two settings differ, with both values.
+    """A key at which two settings differ, with both values.
 
     same_name: whether one name stands for two models. same_model: whether two names stand for one
-    model.
+    model. others: further keys that differ, or their sections.
     """
 
     key: str
@@ -266,10 +278,22 @@ class Difference:
     ours: Any
     same_name: bool = False
     same_model: bool = False
+    others: tuple[str, ...] = field(default=(), compare=False)
 
 
-def settings_difference(there: Document, now: Document) -> Difference | None:
-    """The first difference between two settings, or None.
+# Keys whose values say nothing to a reader.
+_DIGESTS = {
+    "prompts.sha256": "the prompts are others than there",
+    "prompts.categories": "the prompts' categories are others than there",
+}
+_MOST_OTHERS = 4
+
+
+def settings_difference(
+    there: Document, now: Document, typed: Collection[str] = ()
+) -> Difference | None:
+    """The first difference between two settings, or None. typed: keys, or their sections, whose
+    differences come first.
 
     Models with equal fingerprints are the same, whatever their names. If a fingerprint is missing,
     names are compared. The drafts' names are always compared, since they label records.
@@ -285,16 +309,29 @@ def settings_difference(there: Document, now: Document) -> Difference | None:
                 ours["file"] = theirs.get("file")
         elif theirs["model"] == ours["model"]:
             return Difference(f"{key}.model", theirs["model"], ours["model"], same_name=True)
-    found = first_difference(there, now)
-    if found is None:
+
+    def is_later(found: tuple[str, Any, Any]) -> bool:
+        key = found[0].removeprefix("recipe.")
+        return not any(key == one or key.startswith(f"{one}.") for one in typed)
+
+    found = sorted(differences(there, now), key=is_later)
+    if not found:
         return None
-    key, was, is_now = found
+    key, was, is_now = found[0]
     names = there.get("drafts"), now.get("drafts")
     if key == "recipe.drafts" and names[0] != names[1]:
-        return Difference("drafts", *names)
+        key, was, is_now = "recipe.drafts", *names
     # The recipes' own sections are compared first, so they agree here.
-    same_model = key in ("draft", "drafts")
-    return Difference(key.removeprefix("recipe."), was, is_now, same_model=same_model)
+    same_model = key in ("draft", "drafts") and not any(
+        one[0].startswith("recipe.draft") for one in found
+    )
+    shown = key.removeprefix("recipe.")
+    keys = (one[0].removeprefix("recipe.") for one in found[1:])
+    sections = ("prompts" if one.startswith("prompts.") else one for one in keys)
+    said = {shown, "prompts"} if shown.startswith("prompts.") else {shown}
+    more = [one for one in dict.fromkeys(sections) if one not in said]
+    others = tuple(more[:_MOST_OTHERS])
+    return Difference(shown, was, is_now, same_model=same_model, others=others)
 
 
 def _models(there: Document, now: Document) -> Iterator[tuple[str, Document, Document]]:
