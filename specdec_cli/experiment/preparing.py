@@ -14,6 +14,7 @@ from specdec_cli.recipe import Recipe
 from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
+_USUAL_PENALTY = 1.2  # ends the loops of the demo target, which 1.1 does not
 _TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64  # of a loop: least turns, least tokens, longest turn
 
 
@@ -142,7 +143,8 @@ def looped(job: Job, outputs: Sequence[Output]) -> list[Notice]:
         return []
     if not is_greedy and 2 * found < len(outputs):
         return []
-    often, remedy = "", "--set sampling.repetition_penalty=1.1"
+    penalty = max(_USUAL_PENALTY, plan.params.repetition_penalty + 0.1)  # more than was tried
+    often, remedy = "", f"--set sampling.repetition_penalty={penalty:g}"
     if is_greedy:
         often = ", as greedy text of small models often does"
         remedy = f"--temperature 0.7, or {remedy}"

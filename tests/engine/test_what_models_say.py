@@ -287,8 +287,9 @@ def test_texts_that_end_in_a_loop_are_a_warning(
     ids: list[int], is_loop: bool, temperature: float
 ) -> None:
     def told(reason: str, model: str = "mine", others: int = 0, **params: Any) -> list[str]:
+        usual = {"ignore_eos": False, "temperature": temperature, "repetition_penalty": 1.0}
         plan: Any = SimpleNamespace(
-            params=SimpleNamespace(**({"ignore_eos": False, "temperature": temperature} | params)),
+            params=SimpleNamespace(**(usual | params)),
             random_roles=(),
             recipe=SimpleNamespace(target=SimpleNamespace(model=model)),
         )
@@ -300,6 +301,11 @@ def test_texts_that_end_in_a_loop_are_a_warning(
     assert [one[:21] for one in told("length")] == ["2 of 2 texts end in a"] * is_loop
     for message in told("length"):
         assert ("--temperature" in message) == (temperature == 0)
+    for tried, more in ((1.0, 1.2), (1.1, 1.2), (1.2, 1.3), (1.5, 1.6)):
+        for message in told("length", repetition_penalty=tried):
+            assert message.endswith(f"--set sampling.repetition_penalty={more}"), (
+                "not the same again"
+            )
     is_greedy = temperature == 0
     assert ["demo-sampled" in one for one in told("length", "demo:target")] == [is_greedy] * is_loop
     assert [" 2 of 5 " in f" {one}" for one in told("length", others=3)] == (
