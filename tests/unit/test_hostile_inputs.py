@@ -95,7 +95,7 @@ def test_configs_are_small_regular_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert "recursion" in refused(lambda: config_file.config_file("m", tmp_path), SetupError)
     file.unlink()
     os.mkfifo(file)
-    assert "not a regular file" in refused(lambda: config_file.config_file("m", tmp_path), SetupError)
+    assert "not a regular" in refused(lambda: config_file.config_file("m", tmp_path), SetupError)
 
 
 def test_a_missing_file_with_a_line_break_is_told_in_one_line(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def checked(dtype: str, gap: float, *tokens: list[int]) -> tuple[CheckResult, Fi
     ("dtype", "gap", "passed", "words"),
     [
         ("bfloat16", 0.19, True, "lossless: 1 of 2 texts diverge in bfloat16, all near-ties"),
-        ("bfloat16", 0.21, False, "not lossless: 1 of 2 texts diverge in bfloat16, 1 of them without"),
+        ("bfloat16", 0.21, False, "not lossless: 1 of 2 texts diverge in bfloat16, 1 of them with"),
         ("float32", 0.0, False, "not lossless: 1 of 2 texts diverge in float32"),
     ],
 )
