@@ -3,16 +3,21 @@
     python tests/ops/aot_compile.py [--anew | --record-of FILE] [CASE ...]
     python tests/ops/aot_compile.py --write      # keeps the results of all cases in compiled.json
 
-compiled.json keeps results by a digest of the kernel's source and what it calls, its types and
-constants, the target and Triton's version: a case that none of these changed is not compiled
-again. test_aot_compile.py runs this in a separate process, since a process that interprets kernels
-cannot compile them. The compiler refuses code that the interpreter accepts, and needs no GPU.
+compiled.json keeps results by a digest of the code of the kernel and of what it calls, its types
+and constants, the target and Triton's version: a case that none of these changed is not compiled
+again. Comments, docstrings and line numbers are no part of the code. The names of compiled cases
+go to stderr.
+
+test_aot_compile.py runs this in a separate process, since a process that interprets kernels cannot
+compile them. The compiler refuses code that the interpreter accepts, and needs no GPU.
 """
 
 import argparse
+import ast
 import hashlib
 import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +46,7 @@ from specdec_kernels.linear.tiles import (
 from specdec_kernels.sampling.logit_rows_triton import cut
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITCallable
 
 INT64 = {"tokens", "positions", "slots", "draft_tokens"}
 INT32 = {
@@ -806,6 +812,26 @@ def type_of(parameter: str, pointer: str) -> str:
     return "*fp32" if name in FP32 else pointer
 
 
+def code_of(source: str) -> str:
+    """The source of one function without its docstring and comments."""
+    tree = ast.parse(source)
+    (function,) = tree.body
+    assert isinstance(function, ast.FunctionDef)
+    if ast.get_docstring(function) is not None:
+        function.body = function.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def keep_code_only() -> None:
+    """Reduce each function that Triton compiles to its code, without its place in a file."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("specdec_kernels")]
+    functions = [value for module in modules for value in vars(module).values()]
+    for function in functions:
+        if isinstance(function, JITCallable):
+            function._unsafe_update_src(code_of(function.src))
+            function.starting_line_number = 1
+
+
 RECORD = Path(__file__).with_name("compiled.json")
 Sizes = dict[str, int]
 
@@ -862,6 +888,9 @@ def main() -> None:
     args = parser.parse_args()
     cases = {name: (*case, 90) for name, case in CASES.items()}
     cases |= {name: (*case, arch) for name, (arch, case) in SMALLER.items()}
+    for module, *_ in cases.values():
+        importlib.import_module(f"specdec_kernels.{module}")
+    keep_code_only()
     known: dict[str, tuple[str, Sizes]] = {}
     if not args.anew and args.record_of.exists():
         known = {
@@ -869,6 +898,8 @@ def main() -> None:
             for name, (key, sizes) in json.loads(args.record_of.read_text()).items()
         }
     found = {name: compile_case(*cases[name], known.get(name)) for name in args.names or cases}
+    compiled = [name for name, one in found.items() if known.get(name) != one]
+    print(*compiled, file=sys.stderr)
     if args.write:
         lines = (f"{json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(found.items()))
         RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")

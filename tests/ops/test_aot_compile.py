@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,10 @@ def compiled(folders: pytest.TempPathFactory, arguments: Iterable[str]) -> dict[
     command = [sys.executable, str(HERE / "aot_compile.py"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    if anew := done.stderr.split():
+        warnings.warn(
+            f"{len(anew)} kernels were compiled: python {command[1]} --write", stacklevel=2
+        )
     parsed: dict[str, Any] = json.loads(done.stdout)
     return parsed
 
@@ -52,8 +57,17 @@ def test_a_case_that_the_record_has_of_other_code_is_compiled(tmp_path_factory, 
     """A record with the digest of other code, whose sizes must not be used."""
     record = {"advance": ["0" * 32, {"cubin": 1}]}
     (tmp_path / "other.json").write_text(json.dumps(record))
-    found = compiled(tmp_path_factory, ["--record-of", str(tmp_path / "other.json"), "advance"])
+    with pytest.warns(UserWarning, match="1 kernels were compiled"):
+        found = compiled(tmp_path_factory, ["--record-of", str(tmp_path / "other.json"), "advance"])
     assert found["advance"]["cubin"] > 1000
+
+
+def test_words_about_code_are_no_part_of_it():
+    bare = "def f(x):\n    return x + 1"
+    told = 'def f(x):\n    """A number."""\n    # a reason\n    return x + 1  # after x'
+    assert aot_compile.code_of(told) == aot_compile.code_of(bare)
+    assert aot_compile.code_of(told) != aot_compile.code_of(told.replace("x + 1", "x + 2"))
+    assert aot_compile.code_of('def f():\n    """Nothing."""') == "def f():\n    pass"
 
 
 @pytest.mark.parametrize("case", aot_compile.CASES)
