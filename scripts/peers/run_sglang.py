@@ -37,6 +37,7 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
         "skip_tokenizer_init": True,
         "load_format": "dummy" if what.is_dummy else "auto",
         "dtype": what.dtype,
+        "tp_size": what.tensor_parallel_size,
         "context_length": max(2048, longest),
         "max_running_requests": max(64, batch),
         "mem_fraction_static": 0.7,

@@ -49,6 +49,7 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
         skip_tokenizer_init=True,
         load_format="dummy" if what.is_dummy else "auto",
         dtype=what.dtype,
+        tensor_parallel_size=what.tensor_parallel_size,
         max_model_len=max(2048, longest),
         max_num_seqs=max(64, batch),
         speculative_config=speculation,

@@ -30,7 +30,7 @@ class Work:
     is_counted: whether rounds are counted by prompt instead of timed. has_neighbours: whether other
     engines run on the same GPU, so that this engine takes memory for this work only.
     target_weights, draft_weights: "fp8" to quantise plain weights while loading; other values leave
-    the file's form.
+    the file's form. tensor_parallel_size: the target's; engines split a draft as they see fit.
     """
 
     target: str
@@ -47,6 +47,7 @@ class Work:
     has_neighbours: bool = False
     target_weights: str | None = None
     draft_weights: str | None = None
+    tensor_parallel_size: int = 1
 
     @property
     def tokens_a_round(self) -> float:
@@ -289,6 +290,7 @@ def read(name: str, k: int | None) -> Work:
         eos_ids=eos_ids(Path(_model(keys["target"], path))),
         target_weights=keys["target"].get("weights"),
         draft_weights=draft.get("weights") if draft else None,
+        tensor_parallel_size=keys["target"].get("tensor_parallel_size", 1),
     )
 
 

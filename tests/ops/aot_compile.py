@@ -482,7 +482,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         f"stored-{name}": ("linear.stored_rows_triton", "stored_rows_kernel", pointer, *case)
         for name, pointer, case in [
             ("fp8-1", "*bf16", stored("norm", 1, 4096, 6144, Storage("fp8"))),
-            ("fp8-gate-16", "*bf16", stored("gate", 16, 4096, 28672, Storage("fp8"))),
+            ("fp8-gate-16", "*fp16", stored("gate", 16, 4096, 28672, Storage("fp8"), dtype=FP16)),
             ("fp8-blocks-64", "*bf16", stored("add", 64, 14336, 4096, Storage("fp8", (128, 128)))),
             ("fp8-gate-48", "*bf16", stored("gate", 48, 4096, 28672, Storage("fp8"))),
             ("fp8-32", "*fp16", stored("norm", 32, 4096, 6144, Storage("fp8"), dtype=FP16)),

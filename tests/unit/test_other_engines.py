@@ -14,6 +14,8 @@ def test_a_bundled_recipe_is_read_as_specdec_reads_it() -> None:
     assert what.tokens_a_round == pytest.approx(1 + 0.8 + 0.64 + 0.512)
     assert what.draft is not None and (Path(what.draft) / "config.json").is_file()
     assert (what.method, what.is_dummy, what.new_tokens) == ("eagle3", True, 256)
+    assert what.tensor_parallel_size == 1
+    assert work.read("bench-70b-1b-dummy", 5).tensor_parallel_size == 4
     plain = work.read("bench-8b-eagle3-dummy", 0)
     assert (plain.draft, plain.rates, plain.target) == (None, [], what.target)
 

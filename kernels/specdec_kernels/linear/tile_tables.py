@@ -155,7 +155,7 @@ FINE: Products = {
 STORED_ROWS = 64  # most rows that read a stored weight; for more rows it is made plain
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
 
-# Tiles for more than 16 rows of terms of x and codes of fp8, on devices with a table. The number of
+# Tiles for more than 8 rows of terms of x and codes of fp8, on devices with a table. The number of
 # splits leaves each program a multiprocessor.
 _TERMS: Products = {
     kind: (

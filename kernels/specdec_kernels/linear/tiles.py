@@ -35,7 +35,7 @@ HEAD = 4  # products with more than this many features for each number read are 
 # Products with stored weights.
 LEAST = 512  # numbers of a row in each split of a sum
 SPLITS = 8  # most splits
-FEW = 16  # rows up to which codes in registers are faster than terms of x
+FEW = 8  # rows up to which codes in registers are faster than terms of x
 SLICE = 16  # least bytes of a slice, a product of tensor cores
 
 
