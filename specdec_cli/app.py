@@ -201,10 +201,6 @@ class _Outcome:
         return {"code": self.code, "message": message, "hint": self.hint}
 
 
-# typer contains a copy of click since 0.29; this is the base class of its parser's errors.
-_ParserError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-
-
 def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
     try:
         command = typer.main.get_command(app)
@@ -217,7 +213,7 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
     except SystemExit as end:
         _after_system_exit(end, outcome)
     except Exception as error:
-        if not isinstance(error, _ParserError):
+        if not isinstance(error, help_page.ParserError):
             outcome.trace = traceback.format_exc()
         _after_exception(error, outcome)
 
@@ -245,7 +241,7 @@ def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:
 
 def _after_exception(error: Exception, outcome: _Outcome) -> None:
     outcome.error = error
-    if isinstance(error, _ParserError):
+    if isinstance(error, help_page.ParserError):
         outcome.fail(ExitCode.USAGE, *help_page.explained(error))
     elif isinstance(error, SpecdecError):
         outcome.fail(error.code, error.message, error.hint)

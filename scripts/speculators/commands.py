@@ -1,6 +1,7 @@
 """Command lines of these scripts: help with defaults, sizes by device, errors of one line."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -41,19 +42,31 @@ def default(sizes: Mapping[str, tuple[int, int]], name: str) -> str:
     return "default: {} on a GPU, {} on a CPU".format(*sizes[name])
 
 
+def minutes(text: str) -> float:
+    """The value of --minutes. Raises `ValueError`, of which argparse makes its error."""
+    found = float(text)
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected minutes above 0, got {text}")
+    return found
+
+
 def run(main: Callable[[], None]) -> None:
-    """Run a command. An error that a user can cause ends it with one line and exit code 2."""
+    """Run a command. An error that a user can cause ends it with one line and the code of
+    `specdec`'s commands."""
     try:
         main()
     except SpecdecError as problem:
         hint = f"\nhint: {problem.hint}" if problem.hint else ""
-        sys.exit(_said(f"{problem.message}{hint}"))
-    except (OSError, ValueError) as problem:
+        sys.exit(_said(f"{problem.message}{hint}", int(problem.code)))
+    except OSError as problem:
+        told = f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem)
+        sys.exit(_said(" ".join(told.split())))
+    except ValueError as problem:
         sys.exit(_said(" ".join(str(problem).split())))
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _said(told: str) -> int:
+def _said(told: str, code: int = 2) -> int:
     print(f"error: {told}", file=sys.stderr)
-    return 2
+    return code

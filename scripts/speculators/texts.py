@@ -13,6 +13,7 @@ is the limit.
 import argparse
 import json
 import random
+import re
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from transformers import AutoTokenizer
 
 from scripts.speculators import BEGAN, commands
@@ -29,6 +29,7 @@ from scripts.speculators.cleaning import OVERLAP, Avoided, end_of_sense
 from scripts.speculators.corpus import Frame, Text, read_wave, write_wave
 from scripts.speculators.frames import Passage, seed, task
 from scripts.speculators.target import named
+from specdec_cli.commands.options import parse_sets
 from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
@@ -254,13 +255,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipe", help="recipe file with the target and settings of the run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="any key of the recipe, such as run.device=cpu")  # fmt: skip
-    parser.add_argument("--out", type=Path, required=True, help="folder of the texts")
+    parser.add_argument("-o", "--out", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--prompts", help="a file with prompts, instead of self-drawn ones")
     parser.add_argument("--avoid", action="append", default=[], metavar="FILE",
                         help=f"prompts that no text may share {OVERLAP} tokens with")  # fmt: skip
     parser.add_argument(
         "--minutes",
-        type=float,
+        type=commands.minutes,
         help="counted from the start; the first wave is written whole. This or --waves is needed",
     )
     parser.add_argument("--waves", type=int, help="write this many waves in all")
@@ -280,6 +281,8 @@ def parse() -> argparse.Namespace:
         parser.error("say how much to write: --minutes or --waves")
     devices = [item.partition("=")[2] for item in args.set if item.startswith("run.device=")]
     commands.by_device(args, _SIZES, *devices[-1:])
+    if not re.fullmatch(r"\d{1,4}/\d{1,4}", args.shard):
+        parser.error(f"argument --shard: expected I/N, such as 0/3, got {args.shard}")
     args.index, args.shards = map(int, args.shard.split("/"))
     return args
 
@@ -294,7 +297,7 @@ def engine_of(args: argparse.Namespace) -> tuple[Plan, Engine]:
     # Most texts are shorter than the longest. A text without room is computed again later.
     blocks = max(args.batch * longest * 6 // 10, longest) // 16 + args.batch + 8
     sets["cache.num_blocks"] = blocks
-    sets |= {k: yaml.safe_load(v) for k, v in (item.split("=", 1) for item in args.set)}
+    sets |= parse_sets(args.set)
     planned = plan(load_recipe(args.recipe, sets))
     return planned, build(planned, args.prompt_tokens)
 

@@ -57,10 +57,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--target", required=True, help="folder, hub id or demo:target")
     parser.add_argument("--texts", type=Path, required=True, help="what texts.py wrote")
-    parser.add_argument("--out", type=Path, required=True, help="the result is OUT/speculator")
+    parser.add_argument(
+        "-o", "--out", type=Path, required=True, help="the result is OUT/speculator"
+    )
     told = partial(commands.default, _SIZES)
     parser.add_argument(
-        "--minutes", type=float, default=6.0, help="counted from the start of the command"
+        "--minutes",
+        type=commands.minutes,
+        default=6.0,
+        help="counted from the start of the command",
     )
     parser.add_argument("--steps", type=int, help="instead of the minutes")
     parser.add_argument("--device", default="auto")

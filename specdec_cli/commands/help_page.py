@@ -7,16 +7,29 @@ Imports nothing heavy, since `specdec --help` imports this module.
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Final
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from specdec_cli.errors import UsageError
 
+# typer contains a copy of click since 0.29; this is the base class of its parser's errors.
+ParserError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
 
 class Command(TyperCommand):
     """A command whose help lists options by panel, and shows whole names in every terminal."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as typer does. Each error knows its command, which hints name."""
+        try:
+            return super().parse_args(ctx, args)
+        except ParserError as problem:
+            problem.ctx = getattr(problem, "ctx", None) or ctx
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a list of options for each panel."""
@@ -47,7 +60,12 @@ class OneSource(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as typer does; raises `UsageError` for a second file."""
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        with suppress(ParserError):  # which the parser below raises too
+            _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+            self._refuse_second(given)
+        return super().parse_args(ctx, args)
+
+    def _refuse_second(self, given: Sequence[Any]) -> None:
         counts = Counter(parameter.name for parameter in given)
         for name in ("prompt_file", "dataset"):
             if counts[name] > 1:
@@ -55,7 +73,6 @@ class OneSource(Command):
                     f"--{name.replace('_', '-')} was given {counts[name]} times",
                     "put the prompts in one file",
                 )
-        return super().parse_args(ctx, args)
 
 
 _MOST_GUESSES = 3

@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked
 from specdec_cli.demo import PREFIX
@@ -72,7 +74,7 @@ def find_prompts(
     of_chat, template = _template_of(source, resolved.data, asked.output)
     prompts = None
     if not any(value is not None for value in recipe_options(source).values()):
-        prompts = _loose(source, resolved, reads_pipe=reads_pipe)
+        prompts = _loose(source, resolved, asked, reads_pipe=reads_pipe)
     if prompts is None:
         if data is None or data.path is None:
             told = "pass --prompt, --prompt-file or --dataset, or give the recipe a data.path"
@@ -90,7 +92,9 @@ def find_prompts(
     return PromptSet(prompts, data, chat, unused_keys(prompts), own, source.skip_bad)
 
 
-def _loose(source: options.Prompts, resolved: Recipe, *, reads_pipe: bool) -> list[Prompt] | None:
+def _loose(
+    source: options.Prompts, resolved: Recipe, asked: Asked, *, reads_pipe: bool
+) -> list[Prompt] | None:
     """Prompts that no recipe can name: from the command line, and from standard input."""
     given, file = source.prompt or [], source.prompt_file
     is_given = bool(given) or file is not None
@@ -106,6 +110,9 @@ def _loose(source: options.Prompts, resolved: Recipe, *, reads_pipe: bool) -> li
         seed=resolved.run.seed,
         skip_bad=source.skip_bad,
     )
+    if not is_given and not found and asked.is_heard and resolved.data is not None:
+        told = "warning: the pipe is empty: prompts are the recipe's (for these: < /dev/null)"
+        typer.echo(told, err=True)
     return found if is_given or found else None
 
 

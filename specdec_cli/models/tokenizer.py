@@ -131,7 +131,11 @@ class PretrainedTokenizer:
             raise _no_template(self._name)
         names = sorted(known) if isinstance(known, dict) else []
         if named is not None and named not in names and "{" not in str(named):
-            own = "it has one, without a name" if self.has_template else "it has none"
+            own = (
+                "it has one, without a name"
+                if self.has_template
+                else "name a Jinja file that exists"
+            )
             listed = f"its names are {', '.join(names)}" if names else own
             told = f"{self._name} has no chat template {shown(named)}, and there is no such file"
             raise UsageError(told, listed)

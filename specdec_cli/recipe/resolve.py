@@ -179,11 +179,17 @@ def _own_prompts(value: object, recipe: Path) -> str | None:
     return os.path.abspath(own) if is_run and value == PROMPTS and own.is_file() else None
 
 
+_OF_PROMPTS = {".jsonl", ".txt", ".csv", ".tsv", ".parquet"}
+
+
 def find_source(source: str) -> Path:
     """The path of a recipe: a file, else a bundled recipe. Folders raise `UsageError`."""
     try:
         path = Path(source)
         if path.exists() and not path.is_dir():
+            if path.suffix in _OF_PROMPTS:
+                told = f"{source}: a {path.suffix} file is not a recipe"
+                raise UsageError(told, "prompts go after --prompt-file; a recipe is a .yaml file")
             return path
     except (OSError, ValueError):
         raise UsageError(f"{source!r} cannot be the path of a recipe") from None

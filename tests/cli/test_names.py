@@ -12,6 +12,8 @@ from specdec_cli.app import main
 from specdec_cli.errors import Notice
 from specdec_cli.experiment import duration, machine
 
+SHORT_PROMPTS = Path(__file__).parents[1] / "short_prompts.jsonl"
+
 
 def test_methods_and_bundled_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods"]) == 0
@@ -59,6 +61,11 @@ def test_methods_and_bundled_models_are_listed(capsys: pytest.CaptureFixture[str
         (["generate", "owner/name"], "a model goes after --target"),
         (["generate", "--set", "target=x"], "a section of keys"),
         (["merge", "a", "-o", ""], "the name is empty"),
+        (["merge", "nosuch", "-o", "x"], "nosuch: no such folder"),
+        (["sweep-k", "--draft"], "hint: see `specdec sweep-k --help`"),
+        (["merge", "-o"], "hint: see `specdec merge --help`"),
+        (["generate", str(SHORT_PROMPTS)], "prompts go after --prompt-file"),
+        (["sweep-k", str(SHORT_PROMPTS)], "prompts go after --prompt-file"),
     ],
 )
 def test_hints(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,6 +162,8 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     try:
         found = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
+        if not path.exists():
+            raise UsageError(f"{path}: no such folder", "check the path") from None
         raise UsageError(f"{path} is not a folder of a sweep: it has no {SETTINGS}") from None
     except (OSError, ValueError, RecursionError) as problem:
         why = problem.strerror if isinstance(problem, OSError) else problem

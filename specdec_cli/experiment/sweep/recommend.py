@@ -139,7 +139,7 @@ def _reason(
     which, leader = (in_words(p.k, p.draft, with_draft=with_draft) for p in (chosen, fastest))
     none = "" if is_open else "no speculation: "
     if not any(p.k for p in gains.points):
-        return f"no k but k = 0 was measured{over}"
+        return f"no k but k = 0 was measured{over} (--k 0-8 measures others)"
     if fastest.k == 0:
         ends = [e for p in gains.points if p.k and (e := gains.interval(p)) is not None]
         is_possible = not ends or any(high > 1.0 for _, high in ends)
