@@ -105,7 +105,8 @@ def test_what_cannot_go_on(
         assert result.code == 2 and result.err.count("error: ") == 1
         assert "holds a run with other settings: " + key in result.err
     assert (tmp_path / "samples.jsonl").read_text() == before
-    assert "holds the results of an earlier run" in generate(capsys, *GIVEN, "-o", tmp_path).err
+    again = generate(capsys, *GIVEN, "-o", tmp_path).err
+    assert "holds the results of an earlier run" in again and "(--resume)" in again
     samples = tmp_path / "samples.jsonl"
     samples.write_text(before.replace('"seconds": [', '"seconds": [1.0, ', 1))
     edited = generate(capsys, *GIVEN, "-o", tmp_path, "--resume")

@@ -73,7 +73,7 @@ class RunFolder:
             folder.close()
             raise UsageError(
                 f"{path} holds the results of an earlier run ({earlier[0]})",
-                "name another folder with -o, or move that one away",
+                "name another folder with -o, or go on with that run (--resume)",
             )
         if _is_foreign(path / "recipe.yaml"):
             raise folder._not_ours("recipe.yaml")
