@@ -5,6 +5,7 @@ import platform
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -214,6 +215,7 @@ def environment(plan: Prepared, device: torch.device | None = None) -> dict[str,
     return found
 
 
+@cache  # the installed packages are searched by name
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

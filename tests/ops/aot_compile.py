@@ -5,8 +5,8 @@
 
 compiled.json keeps results by a digest of the code of the kernel and of what it calls, its types
 and constants, the target and Triton's version: a case that none of these changed is not compiled
-again. Comments, docstrings and line numbers are no part of the code. The names of compiled cases
-go to stderr.
+again. Comments, docstrings and line numbers are no part of the code. The names of cases that differ
+from the record go to stderr.
 
 test_aot_compile.py runs this in a separate process, since a process that interprets kernels cannot
 compile them. The compiler refuses code that the interpreter accepts, and needs no GPU.
@@ -899,7 +899,7 @@ def main() -> None:
         }
     found = {name: compile_case(*cases[name], known.get(name)) for name in args.names or cases}
     compiled = [name for name, one in found.items() if known.get(name) != one]
-    print(*compiled, file=sys.stderr)
+    print(*(compiled if known else []), file=sys.stderr)
     if args.write:
         lines = (f"{json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(found.items()))
         RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
