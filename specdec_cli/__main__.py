@@ -1,11 +1,14 @@
 """`python -m specdec_cli` is `specdec`. A signal during the imports ends the process like a later
 signal."""
 
+import json
 import os
 import sys
+from typing import NoReturn
 
 from specdec_cli.errors import ExitCode
 from specdec_cli.signals import signals
+from specdec_cli.text import first_line
 
 
 def main() -> int:
@@ -16,14 +19,22 @@ def main() -> int:
     except (KeyboardInterrupt, SystemExit) as end:
         is_interrupt = isinstance(end, KeyboardInterrupt)
         code = int(ExitCode.SIGINT if is_interrupt else ExitCode.SIGTERM)
-        message = "interrupted" if is_interrupt else "terminated"
-        if "--json" in sys.argv:
-            print(
-                f'{{"error": {{"code": {code}, "message": "{message}", "hint": null}}}}', flush=True
-            )
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        os._exit(code)
+        _end(code, "interrupted" if is_interrupt else "terminated")
+    except ImportError as problem:
+        told = f"cannot import {problem.name or 'a library'}: {first_line(problem)}"
+        _end(int(ExitCode.ENVIRONMENT), told, "is the installation complete?")
     return run()
+
+
+def _end(code: int, message: str, hint: str | None = None) -> NoReturn:
+    """End the process with an error."""
+    if "--json" in sys.argv:
+        error = {"code": code, "message": message, "hint": hint}
+        print(json.dumps({"error": error}), flush=True)
+    print(
+        f"error: {message}{f'{chr(10)}hint: {hint}' if hint else ''}", file=sys.stderr, flush=True
+    )
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -400,3 +400,19 @@ sys.exit(main())
     assert done.returncode == code and done.stderr == f"error: {message}\n"
     document = {"error": {"code": code, "message": message, "hint": None}}
     assert json.loads(done.stdout) == document
+
+
+def test_an_incomplete_installation_is_one_line() -> None:
+    program = (
+        "import sys; sys.modules['typer'] = None; from specdec_cli.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: cannot import typer: ")
+    assert json.loads(done.stdout)["error"]["hint"] == "is the installation complete?"
