@@ -20,11 +20,11 @@ class NoForecast(Exception):
 
 
 class AcceptanceRule(Protocol):
-    """is_lossless: whether the output follows the target's distribution. looks_ahead: whether a
-    decision depends on proposals past the last accepted one; noise is then keyed by round too.
-    draws_when_greedy: whether the rule reads noise even in greedy decoding. judges_jointly: whether
-    single tokens' chances do not predict it. remark: a note beside every number that a lossy rule
-    produced. The values below are defaults, which a rule may inherit."""
+    """A rule that accepts or rejects proposals, with defaults. is_lossless: whether the output
+    follows the target's distribution. looks_ahead: whether a decision depends on proposals past the
+    last accepted one; noise is then keyed by round too. draws_when_greedy: whether the rule reads
+    noise even in greedy decoding. judges_jointly: whether single tokens' chances do not predict it.
+    remark: a note beside every number of a lossy rule."""
 
     is_lossless: bool = False
     looks_ahead: bool = False
@@ -58,8 +58,8 @@ class AcceptanceRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """make: makes the rule of a recipe. for_k: adapts the recipe's speculation to another largest
-    k, for rules whose keys belong to one k. It raises `UsageError` if that is impossible."""
+    """The code of a rule. make: makes a recipe's rule. for_k: adapts the recipe's speculation to
+    another largest k, for rules whose keys belong to one k; raises `UsageError` if it cannot."""
 
     make: Callable[[SpeculationSection], AcceptanceRule]
     for_k: Callable[[SpeculationSection, int], SpeculationSection] = lambda own, _: own

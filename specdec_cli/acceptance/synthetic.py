@@ -87,7 +87,7 @@ def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
     )
     if rates is not None:
         return SyntheticAcceptance.from_rates(rates)
-    assert length is not None, "the recipe's schema saw to it"
+    assert length is not None, "the recipe's schema checks this"
     return SyntheticAcceptance.from_length(length, speculation.num_speculative_tokens)
 
 

@@ -190,7 +190,7 @@ def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
     """Compare the texts of a few prompts with texts of the target alone. A greedy run's own texts
     are compared; otherwise greedy texts are written anew."""
     job, session = ready.job.part(0, PROMPTS), ready.session
-    assert session is not None, "a run that is checked has one"
+    assert session is not None, "a checked run has a session"
     plan = job.plan
     ran = world.once(lambda: {o.index: o.token_ids for o in outputs if o.error is None})
     written = ran if plan.params.is_greedy else greedy_texts(session, job, plan.k, world)

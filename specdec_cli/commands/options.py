@@ -294,7 +294,7 @@ class Asked:
         all_sets, options = [*(self.sets or ()), *sets], {**self.given, **own}
         found = resolve(self.recipe, all_sets, options)
         if found.load.request_rate is not None and "request_rate" not in own:
-            told = "load.request_rate: requests arrive at a rate in sweep-k alone"
+            told = "load.request_rate: only sweep-k sends requests at a rate"
             raise UsageError(told, "pass --set load.request_rate=null")
         # An option overrides the recipe, and so does the method of a draft that an option names.
         is_free = options.get("draft") is not None

@@ -72,7 +72,7 @@ def _as_before(servers: Named, folder: Path) -> Named:
     """The servers, completed with the ones that the folder names."""
     kept = checked(read_json(folder / _FILE), Named)
     if isinstance(kept, Named):
-        if not servers.urls:  # say where prompts and the environment's key are sent
+        if not servers.urls:  # tell where prompts and the key are sent
             typer.echo(inert(f"servers that {folder} names: {', '.join(kept.urls)}"), err=True)
         urls, ks = servers.urls or kept.urls, kept.ks if servers.ks is None else servers.ks
         of_plain = kept if servers.plain_url is None and servers.baseline is None else servers
@@ -112,7 +112,7 @@ def _enter(backend: ServerBackend, facts: ServerFacts, asked: list[int] | None) 
         if asked is None or len(asked) != 1:
             raise UsageError(
                 f"the server at {facts.url} does not report its k",
-                "say it with --k, such as --k 3, or --k 0 for one without speculation",
+                "pass its k, such as --k 3, or --k 0 for one without speculation",
             )
         k = asked[0]
     if (other := backend.servers.get(k)) is not None:

@@ -149,7 +149,7 @@ def sweep_k(
             synthetic_acceptance_length=synthetic_acceptance_length,
         )
         if draft is not None and len(draft) > 1:
-            raise UsageError("--draft: a server has one draft", "name each draft's servers alone")
+            raise UsageError("--draft: a server has one draft", "run a sweep for each draft")
     part = shard_of(shard, os.environ)
     if part is not None and shard is None and not asked.quiet and asked.is_heard:
         typer.echo(

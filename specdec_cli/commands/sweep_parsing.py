@@ -60,7 +60,7 @@ def refuse_beside(option: str, **unfit: object) -> None:
     for name, value in unfit.items():
         if value:
             flag = f"--{name.replace('_', '-')}"
-            hint = "say the most under way with --max-concurrency"
+            hint = "limit requests under way with --max-concurrency"
             hint = hint if name == "batch_size" else f"leave {flag} out"
             raise UsageError(f"{flag} and {option} exclude each other", hint)
 

@@ -118,7 +118,7 @@ class Drafting:
         self._end(stops, 1)
 
     def _end(self, stops: torch.Tensor, first: int) -> None:
-        """first: the proposals' length if the first column has a mark."""
+        """End each sequence's proposals at its first mark. A mark in column c leaves first + c."""
         left = torch.arange(first, first + stops.shape[1], device=stops.device)
         self.lens = torch.minimum(self.lens, torch.where(stops, left, self.k).amin(dim=1))
 

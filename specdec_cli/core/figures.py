@@ -271,7 +271,7 @@ class Metrics(Acceptance, Times):
             len(self.acceptance_histogram) - 1,
         }
         if lengths != {self.k}:
-            raise impossible("its metrics have not one value for each of k positions")
+            raise impossible("its metrics do not have one value for each of k positions")
         return self
 
 

@@ -114,8 +114,8 @@ class TextsBefore:
         return self.seen.scatter(1, tokens.clamp(0, self.seen.shape[1] - 1), True)
 
     def _changed(self, logits: Tensor, seen: Tensor | None, first: int) -> Tensor:
-        """seen: [B, N or 1, V + 1]. first: the number of tokens between the texts and the first
-        row."""
+        """The processed logits. seen: [B, N or 1, V + 1]. first: the number of tokens between the
+        texts and the first row."""
         how, (_, rows, width) = self.processors, logits.shape
         found, never = logits.float(), how.suppressed[:width]
         if seen is not None:

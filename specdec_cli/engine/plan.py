@@ -273,7 +273,7 @@ def _plan_on(
         ("compile", recipe.run.compile, found.no_compile),
     ):
         if wanted == "on" and reason is not None:
-            raise UsageError(f"run.{key}: on cannot be had: {reason}")
+            raise UsageError(f"run.{key}: on is impossible: {reason}")
     return replace(found, compiled=compiled_roles(found))
 
 

@@ -20,14 +20,14 @@ _REMARKS = {
     "max_tokens_cut": "the server ended texts as too long before max_new_tokens: its own limit is "
     "lower, so that texts are shorter than asked: start it with room for the prompts and "
     "max_new_tokens (vLLM's --max-model-len, SGLang's --context-length), or ask for fewer",
-    "counters_reset": "the server's counters were reset, so that acceptance is not known: let it "
+    "counters_reset": "the server's counters were reset, so acceptance is unknown: let it "
     "run on while it is measured",
-    "other_traffic": "the server answered others too: acceptance is not known, and times are not "
+    "other_traffic": "the server answered others too: acceptance is unknown, and times are not "
     "those of these requests alone: measure while nobody else asks it",
-    "counters_late": "the server's counters fell behind its answers, so that acceptance is not "
-    "known, and times stand: measure again while the server has no other work",
+    "counters_late": "the server's counters fell behind its answers, so acceptance is unknown, "
+    "but times are right: measure again while the server has no other work",
     "spec_details_invalid": "the server's details of rounds contradict themselves: its counters "
-    "take their place, if it has any, and acceptance is not known else: update the server, or "
+    "take their place; without counters acceptance is unknown: update the server, or "
     "start it without them (vLLM's --per-request-spec-decode-metrics)",
 }
 

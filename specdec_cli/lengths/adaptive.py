@@ -15,7 +15,7 @@ _IDLE_ROUNDS = 24  # a round with proposals is tried again after this many witho
 
 
 class Adaptive(LengthPolicy):
-    """choices: values of K for rounds, besides the run's k. Values above k are left out."""
+    """A policy that chooses each round's K: the run's k, or one of `choices` below it."""
 
     def __init__(self, choices: tuple[int, ...]) -> None:
         self.choices = choices

@@ -23,8 +23,8 @@ class LastRounds:
 
 
 class LengthPolicy(Protocol):
-    """is_fixed: whether rounds propose as much as they may. The defaults below always propose k
-    tokens."""
+    """A rule for the number of proposals. The defaults below always propose k tokens. is_fixed:
+    whether rounds propose as much as they may."""
 
     is_fixed: bool = False
 

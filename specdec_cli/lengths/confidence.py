@@ -12,8 +12,8 @@ from specdec_cli.recipe import SpeculationSection
 
 
 class Confidence(LengthPolicy):
-    """threshold: a drawn token is its sequence's last proposal if its probability, in the draft's
-    softmax at temperature 1, is lower."""
+    """Ends a sequence's proposals with the first token whose probability is below the threshold.
+    The probability is that of the draft's softmax at temperature 1."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold

@@ -8,8 +8,8 @@ from specdec_cli.recipe import SpeculationSection
 
 
 class HeadsConfidence(LengthPolicy):
-    """threshold: the first token whose confidence is lower ends the proposals; it is not
-    proposed."""
+    """Ends a sequence's proposals before the first token whose confidence is below the
+    threshold."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold

@@ -60,11 +60,11 @@ class MethodBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """make: makes a proposer. estimate_bytes: its memory. describe: describes its own kind of
-    draft; None for a method that runs a transformers model, or no model. runs_on_host: whether the
-    host reads the device's data, so that rounds cannot be captured. can_share: the weights that
-    `draft.share` may name for its kind of draft. check: returns the description of a model as the
-    method runs it; raises `SetupError` for a model that it cannot run."""
+    """The code of a method. make: makes a proposer. estimate_bytes: its memory. describe: describes
+    its own kind of draft; None for a method that runs a transformers model, or no model.
+    runs_on_host: whether the host reads the device's data, so that rounds cannot be captured.
+    can_share: the weights that `draft.share` may name for its kind of draft. check: returns the
+    description of a model as the method runs it; raises `SetupError` if it cannot."""
 
     make: Callable[[MethodParts], "Proposer"]
     estimate_bytes: Callable[[RoundSize], MethodBytes]
@@ -80,13 +80,13 @@ def text_bytes(size: RoundSize) -> MethodBytes:
 
 
 class Proposer:
-    """max_len: most tokens of a sequence; nothing is proposed past them. feature_layers: the hidden
-    states of the target that it reads, as transformers counts them in `hidden_states`. needs_text:
-    whether `BatchState.texts` has to hold the sequences' tokens. tail: the number of tokens of
+    """A source of proposals. max_len: most tokens of a sequence. feature_layers: the hidden states
+    of the target that it reads, as transformers counts them in `hidden_states`. needs_text: whether
+    `BatchState.texts` has to hold the sequences' tokens. tail: the number of tokens of
     `BatchState.tail` that it reads. max_lag: the most tokens that may be missing from its cache
     when a round begins; if more are missing, they are prefilled first. is_paged: whether it keeps
-    all data of a text in the cache blocks of the text's tokens, so that texts which begin alike may
-    share blocks. depends_on_k: whether a proposal depends on the number of proposals after it.
+    all data of a text in the blocks of its tokens, so that texts which begin alike may share
+    blocks. depends_on_k: whether a proposal depends on the number of proposals after it.
 
     A proposer that inherits from this has the values below, keeps nothing, and needs `propose`.
     """

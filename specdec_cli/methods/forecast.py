@@ -77,9 +77,9 @@ class Following(Drafting):
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """chances: of acceptance of each proposal within the text. proposed: the number of all
-    proposals. is_drawn: whether any was drawn. overlap: the sum of min(p, q) of the first proposal,
-    if it was drawn."""
+    """A round's proposals. chances: the chance of acceptance of each one within the text. proposed:
+    the number of all of them. is_drawn: whether any was drawn. overlap: the sum of min(p, q) of the
+    first proposal, if it was drawn."""
 
     chances: tuple[float, ...] = ()
     proposed: int = 0

@@ -43,10 +43,10 @@ def width_busy_with(numbers: float) -> int:
 
 
 class Results(NamedTuple):
-    """logits: [M, V] of the last tokens of the first sequences. hidden: [T, F]. tokens: int64 [M],
-    drawn from the logits, which are then left out. told: int64 [B], the tokens on the host, with
-    further values after them; valid from the end of the pass to the end of the second pass after
-    it. Results that are not wanted are None. A body's results include rows of padding."""
+    """The results of a pass. logits: [M, V] of the last tokens of the first sequences. hidden: [T,
+    F]. tokens: int64 [M], drawn from the logits, then left out. told: int64 [B], the tokens on the
+    host, with further values after them; valid from the end of the pass to the end of the second
+    pass after it. Unwanted results are None. A body's results include rows of padding."""
 
     logits: Tensor | None = None
     hidden: Tensor | None = None

@@ -238,7 +238,7 @@ def _check_no_zeros(found: torch.Tensor, group: Matrices, bits: int, told: str) 
 def _numbers(words: torch.Tensor, bits: int, told: str) -> torch.Tensor:
     """Numbers uint8 [R, W * 32 / bits] of int32 [R, W]; the first is in a word's lowest bits."""
     if words.dtype != torch.int32 or words.dim() != 2:
-        raise _damaged(f"{told} has words that are {_said(words)}, not int32 of two")
+        raise _damaged(f"{told} holds {_said(words)}, not int32 of two dimensions")
     rows, columns = words.shape
     found = words.reshape(-1).view(torch.uint8).view(rows, 4 * columns)
     return found if bits == 8 else torch.stack((found & 15, found >> 4), -1).flatten(-2)

@@ -16,8 +16,8 @@ _OF_MLP = 1  # the place for sums at the end of a layer
 
 @dataclass(frozen=True, slots=True)
 class SplitProducts:
-    """vocab_size: V of the whole head. shared: None if the ranks share no memory. nothing: zeros
-    [1, N], as wide as the residual stream."""
+    """Products of one model that ranks share. vocab_size: V of the whole head. shared: None if the
+    ranks share no memory. nothing: zeros [1, N], as wide as the residual stream."""
 
     parallel: TensorParallel
     vocab_size: int

@@ -71,14 +71,14 @@ def choose_form(
             storages = dict(_asked_storages(module, spec, place, scheme))
         problems = _hold_as_stored(module, storages, shards, spec.name)
         if header is not None and not (problems or stored_parameters(module)):
-            reason = f"none of its matrices is {' or '.join(KEPT)}, and others are dequantised"
+            reason = f"none of its matrices is {' or '.join(KEPT)}; other forms are dequantised"
         elif not problems:
             return
     if reason is None:
         if is_asked:
             raise next(iter(problems.values()))
         first = next(iter(problems.values())).message
-        reason = f"{len(problems)} matrices, of which the first is one: {first}"
+        reason = f"{len(problems)} matrices do not fit; the first: {first}"
     if is_asked:
         raise UsageError(f"{spec.role}.weights: {wanted} does not suit {spec.name}: {reason}")
     _log.warning("weights of %s are dequantised: %s", spec.name, reason)

@@ -67,7 +67,7 @@ def unused_keys(prompts: Sequence[Prompt]) -> list[Notice]:
             "leave the key out of the rows if their text is enough",
         )
     listed = ", ".join(f"{key} ({count} of {len(prompts)} rows)" for key, count in counts.items())
-    told = f"these keys of the data have no effect: {listed}; docs/data.md lists those that have"
+    told = f"these keys of the data have no effect: {listed}; docs/data.md lists the keys in use"
     return [Notice("unused_keys", told, dict(counts))]
 
 

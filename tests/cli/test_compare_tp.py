@@ -272,7 +272,7 @@ def test_prompts_that_cannot_run_are_told(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "x = 1"}) + "\n" + json.dumps({"prompt": "y " * 3000}))
     result = over_forks(*COMPARE, "--dataset", data, "--json")
-    told = "not every prompt could run, and those count for nothing: prompt 1: the prompt has"
+    told = "not every prompt could run; these are left out: prompt 1: the prompt has"
     assert result.code == 3 and result.document["points"][0]["status"] == "ok"
     assert told in result.document["warnings"][-1]["message"] and told in result.err
 

@@ -110,4 +110,4 @@ def test_what_cannot_go_on(
     samples = tmp_path / "samples.jsonl"
     samples.write_text(before.replace('"seconds": [', '"seconds": [1.0, ', 1))
     edited = generate(capsys, *GIVEN, "-o", tmp_path, "--resume")
-    assert edited.code == 5 and "seconds has not 1 numbers, one a repeat" in edited.err
+    assert edited.code == 5 and "seconds does not have 1 numbers, one a repeat" in edited.err

@@ -708,7 +708,7 @@ def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
     for point in json.loads(result.out)["points"]:
         assert point["status"] == "ok" and gain(point) > 0
         assert point["predicted_speedup"] is None
-    said = "not every prompt could run, and those count for nothing: prompt 0: the prompt has 301"
+    said = "not every prompt could run; these are left out: prompt 0: the prompt has 301"
     assert f"warning: {said}" in result.err
     merged = specdec(capsys, "merge", tmp_path / "run", "-o", tmp_path / "new", "-q")
     assert merged.code == 3 and f"warning: {said}" in merged.err
@@ -1003,8 +1003,8 @@ def test_arms_that_do_not_fit_together_take_turns(
         (["--dataset", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["--limit", "0"], 2, "--limit"),
         (["--draft", "demo:draft", "--draft", "demo:draft"], 2, "is there twice"),
-        (["--set", "draft=null"], 2, "nobody proposes: the recipe has no draft"),
-        (["--set", "speculation.method=none"], 2, "nobody proposes: speculation.method is none"),
+        (["--set", "draft=null"], 2, "no proposals: the recipe has no draft"),
+        (["--set", "speculation.method=none"], 2, "no proposals: speculation.method is none"),
         ([*TWO_DRAFTS, "--set", "speculation.method=ngram"], 2, "--draft: speculation.method is"),
         (["--synthetic-acceptance-rates", "0.5,x"], 2, "--synthetic-acceptance-rates"),
         ([*BOTH_SYNTHETIC, "--k", "1"], 2, "and --synthetic-acceptance-length exclude"),
@@ -1179,8 +1179,8 @@ def test_an_edited_sample_is_refused(
         ({"token_ids": [1, None]}, "token_ids is damaged"),
         ({"index": 77}, "its index is 77, of "),
         ({"finish_reason": "banana"}, "its finish_reason is banana"),
-        ({"decode_seconds": []}, "decode_seconds has not "),
-        ({"seconds": [], "decode_seconds": [], "round_share": []}, "seconds has not "),
+        ({"decode_seconds": []}, "decode_seconds does not have "),
+        ({"seconds": [], "decode_seconds": [], "round_share": []}, "seconds does not have "),
         ({"round_share": [-5.0] * len(first["round_share"])}, "round_share is damaged"),
         ({"stage_ms": {"draft": [1e308] * 2}}, "stage_ms.draft is damaged"),
         ({"num_tokens_from_prefill": 10**6}, "num_tokens_from_prefill exceeds"),
@@ -1197,7 +1197,7 @@ def test_an_edited_sample_is_refused(
         pytest.param("[" * 100_000, 5, "cannot read", id="deep"),
         ("[]", 5, "no settings"),
         ('{"version": 1, "settings": {"ks": 1}}', 5, "no settings of a sweep"),
-        ('{"version": 1, "settings": {"target_tps": [1]}}', 2, "is another command's"),
+        ('{"version": 1, "settings": {"target_tps": [1]}}', 2, "belongs to another command"),
     ],
 )
 def test_damaged_settings(

@@ -93,7 +93,7 @@ def test_what_cannot_be_had_is_refused(what: str, tmp_path: Path) -> None:
     sets = {"target.model": model, "draft.model": model, "run.device": "cpu", f"run.{what}": "on"}
     dummy = {"target.load_format": "dummy", "draft.load_format": "dummy"}
     for more in ({}, {"run.cuda_graphs": "off"} if what == "compile" else {}):
-        with pytest.raises(UsageError, match=f"run.{what}: on cannot be had: the device is a CPU"):
+        with pytest.raises(UsageError, match=f"run.{what}: on is impossible: the device is a CPU"):
             plan(load_recipe(None, sets | dummy | more))
 
 

@@ -430,7 +430,7 @@ def test_tokens_that_nothing_counts_are_an_error(dialect: str) -> None:
     server = FakeServer(dialect, faults=Faults(usage=None, no_ids=True))
     with session_of(server) as ask:
         answers = ask(2)
-    told = "the server tells neither token ids nor usage: tokens are not known"
+    told = "the server sends neither token ids nor usage to count tokens by"
     assert [a.error for a in answers] == [told] * 2 and server.asked == 2
 
 

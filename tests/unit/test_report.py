@@ -426,7 +426,7 @@ def test_metrics_of_another_k_are_left_out(tmp_path: Path) -> None:
     points = sweep_points(ks=(0, 1, 2), batch_sizes=(1,), drafts=ONE_DRAFT)
     points[2]["metrics"]["acceptance_rate_per_pos"] = [0.5]
     content = read(write_folder(tmp_path, points, finished=False))
-    why = "its metrics have not one value for each of k positions"
+    why = "its metrics do not have one value for each of k positions"
     told = f"points.jsonl, line 3 is not a record ({why}): left out"
     assert told in content.warnings and [p.k for p in content.run.points] == [0, 1]
 

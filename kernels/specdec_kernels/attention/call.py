@@ -14,9 +14,9 @@ class LayerCache(NamedTuple):
     """The keys and values of a layer, contiguous."""
 
     keys: Tensor
-    """[NB, BS, Hkv, Dk]."""
+    """[NB, BS, Hkv, Dk], by block and place in it."""
     values: Tensor
-    """[NB, BS, Hkv, Dv]."""
+    """[NB, BS, Hkv, Dv], by block and place in it."""
     scales: Tensor | None = None
     """[2, Hkv] fp32, contiguous, positive: the scales of keys and of values. A cache in `FP8` holds
     numbers divided by them and clamped to its range. None: numbers in the queries' dtype."""

@@ -36,7 +36,7 @@ class LongChunk(NamedTuple):
 
     sequence: int
     tokens: slice
-    """The chunk's among the packed tokens."""
+    """The places of the chunk's tokens among the packed tokens."""
     context: int
 
 

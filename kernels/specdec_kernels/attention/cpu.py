@@ -36,7 +36,7 @@ class GatherPart:
     first_token: int
     num_sequences: int
     num_queries: int
-    """Q."""
+    """Q, the most queries of a sequence."""
     slots: Tensor | slice
     """[n * C] int64 cache slots. Padding repeats a slot of the same sequence, so that an unused
     slot, which may hold NaN, is never read. A slice if the keys are contiguous in the cache, so

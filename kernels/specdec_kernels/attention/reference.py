@@ -101,13 +101,13 @@ class Rotation(NamedTuple):
     """Cosines and sines that rotate the heads of T tokens, for all layers of a pass."""
 
     cos: Tensor
-    """[T, 1, D]."""
+    """The cosines [T, 1, D]."""
     sin: Tensor
-    """[T, 1, D], the first half negated."""
+    """The sines [T, 1, D], the first half negated."""
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor) -> Self:
-        """cos, sin: [T, D]."""
+        """The rotation by cos and sin, [T, D] each."""
         first, second = sin.chunk(2, dim=1)
         return cls(cos[:, None], torch.cat((-first, second), dim=1)[:, None])
 

@@ -19,7 +19,7 @@ class ExpertPlan(NamedTuple):
     used: Tensor
     """[1] int32, the number of slots in use. The fields below are undefined in the others."""
     experts: Tensor
-    """[P] int32."""
+    """[P] int32, the indices of the chosen experts."""
     chosen: Tensor
     """[P] int64, bit t is set if token t chose the expert."""
     weights: Tensor
@@ -37,6 +37,6 @@ class PairGroups(NamedTuple):
     pairs: Tensor
     """[E, T] int32, in any order. Places after an expert's last pair are undefined."""
     weights: Tensor
-    """[T, C] fp32."""
+    """[T, C] fp32, the factors of the experts' outputs."""
     factors: Tensor | None
     """As in `ExpertPlan`."""

@@ -25,7 +25,7 @@ class Routing(NamedTuple):
     """The rule that turns a router's logits into experts and their weights."""
 
     num_chosen: int
-    """C."""
+    """C, the number of experts that a token chooses."""
     softmax_first: bool = True
     """Probabilities are those of all experts; otherwise of the chosen ones alone."""
     renormalise: bool = False
@@ -48,22 +48,22 @@ class Experts(NamedTuple):
     """The weights of one layer's experts and router."""
 
     router: Tensor
-    """[E, K]."""
+    """[E, K], the weight of the logits."""
     gate_up: Tensor | Stored
     """[E, 2F, K], the gate's rows first; with `interleaved` gate and up in turn."""
     down: Tensor | Stored
-    """[E, N, F]."""
+    """[E, N, F], the weights of the second product."""
     routing: Routing
     activation: str = "silu"
     """"silu", "gelu_tanh", or CLAMPED."""
     router_bias: Tensor | None = None
-    """[E]."""
+    """[E], added to the router's logits."""
     choice_bias: Tensor | None = None
     """[E], with `Routing.sigmoid`: added to the scores that choose, not to the weights."""
     gate_up_bias: Tensor | None = None
     """[E, 2F], in the order of `gate_up`."""
     down_bias: Tensor | None = None
-    """[E, N]."""
+    """[E, N], added to the second product."""
     interleaved: bool = False
     slope: float = 1.702
     """CLAMPED: the factor inside the sigmoid."""
@@ -78,7 +78,7 @@ class Experts(NamedTuple):
 
     @property
     def num_features(self) -> int:
-        """F."""
+        """F, the number of features inside an expert."""
         return self.down.shape[2]
 
 
@@ -86,9 +86,9 @@ class Routes(NamedTuple):
     """The experts of each token."""
 
     experts: Tensor
-    """[T, C] int64."""
+    """[T, C] int64, their indices."""
     weights: Tensor
-    """[T, C]."""
+    """[T, C], the factors of their outputs."""
 
 
 def logits_of(x: Tensor, experts: Experts) -> Tensor:

@@ -183,7 +183,7 @@ def store_for_norm(scaled_ptr, squares_ptr, out, norm, place, mask, row, row_liv
 def finish_product(
     acc,  # [M, N] fp32
     acc_up,  # results for the up features; only with ACTIVATION
-    squares,  # [M, P] fp32, or None for an x that is not to be scaled
+    squares,  # [M, P] fp32, or None if x is not scaled
     bias,  # [N], or None
     residual,  # [M, N], or None
     norm,  # [N], or None
@@ -234,7 +234,7 @@ def few_rows_linear_kernel(
     residual_stride,
     eps,
     K: tl.constexpr,
-    PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
+    PARTS: tl.constexpr,  # P, or 0 if x is not scaled
     ACTIVATION: tl.constexpr,  # "" for a plain product
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,

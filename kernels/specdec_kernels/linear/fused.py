@@ -19,15 +19,15 @@ class Fused(NamedTuple):
     eps: float = 0.0
     """Added to that norm's mean of squares."""
     bias: Tensor | None = None
-    """[N]."""
+    """[N], added to the product."""
     activation: str = ""
     """One of ACTIVATIONS, for a gate; "" for a plain product."""
     residual: Tensor | None = None
-    """[T, N], rows contiguous, added."""
+    """[T, N], rows contiguous, added to the product."""
     norm_weight: Tensor | None = None
     """[N], of the norm that follows."""
     into: Tensor | None = None
-    """[T, N], contiguous, where to write the product."""
+    """[T, N], contiguous, the place for the product."""
 
 
 class Launch(NamedTuple):

@@ -196,7 +196,7 @@ def one_row_linear_kernel(
     eps,
     K: tl.constexpr,
     FORM: tl.constexpr,  # the form of a stored weight, or None
-    PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
+    PARTS: tl.constexpr,  # P, or 0 if x is not scaled
     ACTIVATION: tl.constexpr,  # "" for a plain product
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,

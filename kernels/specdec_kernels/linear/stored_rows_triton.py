@@ -59,7 +59,7 @@ def stored_rows_kernel(
     eps,
     K: tl.constexpr,
     FORM: tl.constexpr,
-    PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
+    PARTS: tl.constexpr,  # P, or 0 if x is not scaled
     ACTIVATION: tl.constexpr,  # "" for a plain product
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,

@@ -281,7 +281,7 @@ class RowCut(NamedTuple):
     """The parts into which rows of logits are cut, as a constant of kernels over logits."""
 
     vocab: int
-    """V."""
+    """V, the number of tokens."""
     parts: int
     block_parts: int
     """A power of 2, at least `parts`."""

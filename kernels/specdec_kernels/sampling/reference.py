@@ -273,9 +273,9 @@ class Verification(NamedTuple):
     top_k: int
     top_p: float
     accept_noise: Tensor
-    """[B, K] fp32 in [0, 1)."""
+    """[B, K] fp32 in [0, 1), the noise of the acceptance tests."""
     sample_noise: Tensor
-    """[B, K + 1] fp32 in [0, 1)."""
+    """[B, K + 1] fp32 in [0, 1), the noise of the next token's draw."""
 
 
 @kernel("specdec_kernels.sampling.verify_triton:reject_logits_triton")

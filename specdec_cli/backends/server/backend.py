@@ -242,6 +242,6 @@ def _refuse_unsent(facts: ServerFacts, recipe: Recipe) -> None:
     for name in unsent:
         if getattr(recipe.sampling, name) != fields[name].default:
             raise UsageError(
-                f"sampling.{name}: the server at {facts.url} ({facts.kind}) cannot be asked for it",
+                f"sampling.{name}: the server at {facts.url} ({facts.kind}) does not take it",
                 f"leave sampling.{name} out",
             )

@@ -226,7 +226,7 @@ class Client:
             if not is_done or reading.finish_reason is None:
                 raise Broken("the stream ended before its text did")
             if not answer.num_tokens and reading.text:
-                raise Refused("the server tells neither token ids nor usage: tokens are not known")
+                raise Refused("the server sends neither token ids nor usage to count tokens by")
 
     def _read(self, data: bytes, reading: Reading) -> int | None:
         """Enter an event, and return the number of its new tokens: 0 for text without ids, None

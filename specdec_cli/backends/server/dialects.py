@@ -122,7 +122,7 @@ def words_of(found: object) -> str:
     """The words of a server's error, in one line, from any of the forms that servers use."""
     while isinstance(found, Mapping):
         inner = (found.get(name) for name in ("error", "message", "detail", "object"))
-        found = next((one for one in inner if one), "an error without words")
+        found = next((one for one in inner if one), "an error without a message")
     return inert(" ".join(str(found).split()))[:_MOST_WORDS]
 
 

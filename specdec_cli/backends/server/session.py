@@ -112,7 +112,7 @@ class ServerSession:
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> np.ndarray:
-        raise NotImplementedError("a server gives no logits; commands for them are refused before")
+        raise NotImplementedError("a server sends no logits; commands with logits refuse it")
 
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams

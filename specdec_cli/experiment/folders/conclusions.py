@@ -211,7 +211,7 @@ class Tokens(Record):
     @model_validator(mode="after")
     def _names_what_differs(self) -> Self:
         if self.identical is False and not self.diverging:
-            raise impossible("points differ, but it names none")
+            raise impossible("points differ, but it does not name them")
         return self
 
 

@@ -201,7 +201,7 @@ class Sample(Record):
         if len(self.acceptance_histogram or ()) > self.k + 1:
             raise impossible("its acceptance_histogram has more than k + 1 entries")
         if self.counted and len(self.counted.num_accepted_tokens_per_pos) != self.k:
-            raise impossible("its counters have not one value for each of k positions")
+            raise impossible("its counters do not have one value for each of k positions")
         return self
 
 

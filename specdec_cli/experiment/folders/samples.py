@@ -56,5 +56,5 @@ def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
     for name in ("seconds", "decode_seconds", "round_share", "distinct_experts"):
         found = getattr(sample, name)
         if found is not None and len(found) != repeats:
-            return f"{name} has not {repeats} numbers, one a repeat"
+            return f"{name} does not have {repeats} numbers, one a repeat"
     return None

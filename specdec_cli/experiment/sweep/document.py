@@ -224,7 +224,7 @@ def prompts_that_failed(samples: Iterable[Samples]) -> list[Notice]:
     first = min(failed)
     which = f"prompt {first}: {failed[first]}"
     more = f" (and {len(failed) - 1} more prompts)" if len(failed) > 1 else ""
-    told = f"not every prompt could run, and those count for nothing: {which}{more}"
+    told = f"not every prompt could run; these are left out: {which}{more}"
     return [Notice("prompts_failed", told, {"prompts": sorted(failed)})]
 
 

@@ -42,8 +42,8 @@ def recommend(
         chosen = min((p for p in paying if p.draft == draft), key=lambda p: p.k)
     else:
         chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
-    # After an interruption a point's own gain may be over other prompts than its comparison with
-    # other points.
+    # After an interruption, a point's own gain and its comparison with other points may come from
+    # different prompts.
     same_draft = {chosen.k} | {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
     proposing = [p for p in candidates if p.k]
     ends = [gains.interval(p) for p in proposing]

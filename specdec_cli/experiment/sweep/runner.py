@@ -226,7 +226,7 @@ class Sweep(Running):
                 with self.clock.measures(-1):
                     for part in parts:
                         if curve_unit(plain, batch_size, part) == number:
-                            # Points take turns in the same kind of order as in measuring.
+                            # Points take turns in a balanced order, as in measuring.
                             for key in balanced(keys, part, settings.seed):
                                 if part not in self.records.costs[key]:
                                     unit = units[key.draft][number]

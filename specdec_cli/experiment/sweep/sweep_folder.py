@@ -52,7 +52,7 @@ def read_settings(path: Path) -> SweepSettings:
     found = settings_file.kept_settings(path, SweepSettings)
     if not found:
         raise UsageError(
-            f"{path} is not a folder of a sweep: its {settings_file.SETTINGS} is another command's",
+            f"{path} is not a sweep's: its {settings_file.SETTINGS} belongs to another command",
             "name a folder that sweep-k wrote",
         )
     return SweepSettings.of_dict(found)

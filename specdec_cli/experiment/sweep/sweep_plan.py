@@ -78,9 +78,9 @@ def plan_sweep(
         method = recipe.speculation.method
         if largest and method == NONE and backend.is_native:
             if recipe.draft is not None:
-                told = "nobody proposes: speculation.method is none"
+                told = "no proposals: speculation.method is none"
                 raise UsageError(told, "pass --set speculation.method=draft_model, or --k 0")
-            raise UsageError("nobody proposes: the recipe has no draft", "pass --draft, or --k 0")
+            raise UsageError("no proposals: the recipe has no draft", "pass --draft, or --k 0")
         if len(recipes) > 1 and recipe.draft is not None and weights_from(method) != "draft":
             raise UsageError(
                 f"--draft: speculation.method is {method}, which takes no draft",

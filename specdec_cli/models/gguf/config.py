@@ -53,7 +53,7 @@ def gguf_config(name: str, header: Header) -> Any:
         raise Unsupported(name, reason) from problem
     _check_heads(name, architecture, header, config)
     if architecture == "minimax-m2" and values.get("scoring_func", _SIGMOID) != _SIGMOID:
-        raise Unsupported(name, "its experts are chosen in another way than by sigmoid")
+        raise Unsupported(name, "its router does not choose experts by sigmoids")
     _set_rotary(name, architecture, header, config)
     return config
 

@@ -91,7 +91,7 @@ class _HeaderReader:
             raise ValueError("it does not begin with GGUF")
         version, tensors, keys = self.numbers("IQQ", "its counts")
         if version not in _VERSIONS:
-            raise ValueError(f"its version is {version}, and {_said(_VERSIONS)} are read")
+            raise ValueError(f"its version is {version}; only {_said(_VERSIONS)} are supported")
         self.fits(keys, 13, "keys", _MOST_KEYS)
         values: dict[str, Any] = {}
         for _ in range(keys):

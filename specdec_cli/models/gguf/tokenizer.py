@@ -77,7 +77,7 @@ def _vocabulary(header: Header) -> dict[str, Any]:
     if len(set(tokens)) < len(tokens):
         raise ValueError("its vocabulary has a token twice")
     if (kind := found.get("tokenizer_type")) not in (_BYTE_LEVEL, _PIECES):
-        raise ValueError(f"it is of kind {shown(kind)}, and {_BYTE_LEVEL} and {_PIECES} are read")
+        raise ValueError(f"its kind is {shown(kind)}; only {_BYTE_LEVEL} and {_PIECES} are read")
     longest = max(map(len, tokens))
     if longest > _TOKEN_BYTES or sum(map(len, tokens)) > _VOCABULARY_BYTES:
         raise ValueError(f"its vocabulary has tokens of {longest} characters")

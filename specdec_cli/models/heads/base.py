@@ -111,7 +111,7 @@ class HeadConfig:
 
     @property
     def hidden_size(self) -> int:
-        """H."""
+        """H, the width of the hidden states."""
         return int(self.body.hidden_size)
 
     @property

@@ -19,9 +19,9 @@ from specdec_cli.models.split_products import SplitProducts
 
 
 class Head:
-    """embedding: the head's or the target's. norm: weight [H] of the final norm, with its eps.
-    head: the matrix of logits. ids: see `HeadWeights`. feeds_norm: whether the next step reads
-    hidden states after the final norm."""
+    """The network of a head. embedding: the head's or the target's. norm: weight [H] of the final
+    norm, with its eps. head: the matrix of logits. ids: see `HeadWeights`. feeds_norm: whether the
+    next step reads hidden states after the final norm."""
 
     config: HeadSizes
     ids: Tensor | None = None

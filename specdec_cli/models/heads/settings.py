@@ -125,7 +125,7 @@ class HeadSettings:
         if rope["rope_type"] not in _ROPES or "mrope_section" in rope:
             raise self.bad("rope_type", rope["rope_type"], f"{', '.join(_ROPES)} are built")
         if rope.get("partial_rotary_factor", body.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise self.bad("partial_rotary_factor", "…", "heads turn as a whole")
+            raise self.bad("partial_rotary_factor", "…", "partly rotated heads are not built")
         base = rope.get("rope_theta", body.get("rope_theta"))
         base = _DEFAULT_ROPE_BASE if base is None else base
         if type(base) not in (int, float) or not 0 < base < math.inf:

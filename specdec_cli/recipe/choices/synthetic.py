@@ -74,7 +74,7 @@ def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]
     """
     rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length
     if rates is None:
-        assert length is not None, "the recipe's schema saw to it"
+        assert length is not None, "the recipe's schema checks this"
         return tuple(even_rate(length, own_k or k) ** place for place in range(1, k + 1))
     if len(rates) < k:
         raise UsageError(

@@ -30,9 +30,9 @@ from specdec_cli.models.heads.net import LayeredHead
 
 
 class Judged(NamedTuple):
-    """added: [B, Vd], added to the logits; None without a Markov head. confidence: fp32 [B] from 0
-    to 1; None without a confidence head. memory: [B, r], for the next token; None if the head keeps
-    none."""
+    """The output for one token. added: [B, Vd], added to the logits; None without a Markov head.
+    confidence: fp32 [B] from 0 to 1; None without a confidence head. memory: [B, r], for the next
+    token; None if the head keeps none."""
 
     added: Tensor | None
     confidence: Tensor | None

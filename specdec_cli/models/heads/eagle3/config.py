@@ -218,7 +218,7 @@ def _read(
             raise settings.bad("norm_before_fc", True, "fc_norm is true as well")
         ties_head = bool(settings.body.get("tie_word_embeddings", False))
         if ties_head and common["draft_vocab_size"] != common["vocab_size"]:
-            raise settings.bad("tie_word_embeddings", True, "the draft's vocabulary is another")
+            raise settings.bad("tie_word_embeddings", True, "the draft's vocabulary is smaller")
         ids_key, aux_ids, counting = _aux_ids(settings, dialect)
         return kind(
             **common,
@@ -249,7 +249,7 @@ def _body(settings: HeadSettings, dialect: Dialect) -> dict[str, Any]:
     if dialect == "speculators":
         body = raw.get("transformer_layer_config") or {}
         if not isinstance(body, dict) or not body:
-            raise settings.bad("transformer_layer_config", body, "it holds a layer's settings")
+            raise settings.bad("transformer_layer_config", body, "a layer's settings are missing")
     kind = body.get("model_type", "llama")
     # SpecForge's configs for phi4 and QwQ name the target's type, but the class has llama layers.
     classes = raw.get("architectures") or ()

@@ -81,16 +81,16 @@ class Eagle3Head(LayeredHead):
 
 
 class Waiting(NamedTuple):
-    """rows: [B, W, H], fused features of each slot's last true rows. The first `counts` of them are
-    valid. counts: int64 [B], 0..W."""
+    """Rows that wait for the next pass. rows: [B, W, H], fused features of each slot's last true
+    rows. The first `counts` of them are valid. counts: int64 [B], 0..W."""
 
     rows: torch.Tensor
     counts: torch.Tensor
 
 
 class WaitingHead(PagedHead):
-    """rows: [num_blocks, W, H] and counts: int64 [num_blocks], as in `Waiting`. A sequence's entry
-    is that of the block that holds its last row's key. So they follow a sequence as
+    """Keeps rows [num_blocks, W, H] and counts, int64 [num_blocks], as in `Waiting`. A sequence's
+    entry is that of the block that holds its last row's key. So they follow a sequence as
     `PagedHead.carry` does. The last row of a prompt waits too, since its output is still to be
     read."""
 

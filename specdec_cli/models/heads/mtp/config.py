@@ -83,10 +83,10 @@ EXTRACTED = Form(
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """count: the number of modules in the file. hidden_size: H. vocab_size: V. form: that of the
-    first module. keys: the recipe's readings. index: the module's number; its row of token t embeds
-    token t + 1 + index. quantisation: settings of a folder of a module that stores matrices in few
-    bits."""
+    """The config of a module. count: the number of modules in the file. hidden_size: H. vocab_size:
+    V. form: that of the first module. keys: the recipe's readings. index: the module's number; its
+    row of token t embeds token t + 1 + index. quantisation: settings of a folder of a module that
+    stores matrices in few bits."""
 
     carries: ClassVar[bool] = True
 
