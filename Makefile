@@ -45,7 +45,7 @@ test: setup
 
 # One process compiles what a fresh clone imports; three at once would each compile all of it.
 collect: setup
-	@$(BIN)/python -m pytest --collect-only -qq tests > /dev/null || true
+	@$(BIN)/python -m pytest --collect-only -qq tests > /dev/null 2>&1 || true
 
 pytest: setup $(FIRST)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow and not dist" --dist loadfile --no-loadscope-reorder
