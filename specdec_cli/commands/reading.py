@@ -111,7 +111,7 @@ def _loose(
         skip_bad=source.skip_bad,
     )
     if not is_given and not found and asked.is_heard and resolved.data is not None:
-        told = "warning: the pipe is empty: prompts are the recipe's (for these: < /dev/null)"
+        told = "warning: the pipe is empty, so the recipe's prompts run (</dev/null asks for them)"
         typer.echo(told, err=True)
     return found if is_given or found else None
 

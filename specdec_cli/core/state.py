@@ -88,7 +88,7 @@ class BatchState:
         texts: Texts | None = None,
         tail: int = 2,
     ) -> None:
-        # The fields that `load` writes lie in one piece, so that one copy brings them.
+        # `load` writes these fields with one copy, since they are parts of one tensor.
         self.numbers = torch.zeros(tail + _FIELDS, batch_size, dtype=torch.int64, device=device)
         self.tail = self.numbers[:tail].view(batch_size, tail)
         held = self.numbers[tail:]

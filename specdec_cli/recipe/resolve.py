@@ -229,7 +229,7 @@ class _Merge:
         self._replaced: set[KeyPath] = set()
 
     def apply(self, overrides: Mapping[str, object]) -> None:
-        # Whole sections first, so that `draft=null` and `draft.model=x` do not depend on order.
+        # Whole sections come first, so `draft=null` and `draft.model=x` work in either order.
         for key in sorted(overrides, key=lambda key: key.count(".")):
             if key != EVERY_DTYPE:
                 self._set(key, overrides[key], self._names.get(key, "override"))

@@ -305,7 +305,7 @@ class DataSection(Section):
         "conversations are left out",
     )
     categories: Literal["own", "spec_bench"] = entry(
-        "own", "spec_bench joins Spec-Bench's 13 to its six subtasks"
+        "own", "spec_bench merges Spec-Bench's 13 categories into its six subtasks"
     )
     chat: Switch = entry(
         "auto", "use the target's chat template: auto for messages, on for every prompt"

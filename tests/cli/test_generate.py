@@ -290,7 +290,7 @@ def test_nothing_piped_falls_back_to_the_recipe(source: str, run: Run, stdin: An
     first = json.loads((DEMO / "prompts.jsonl").read_text().partition("\n")[0])
     output, _ = result.outputs
     assert (output["prompt"], output["category"]) == (first["prompt"], first["category"])
-    assert ("the pipe is empty: prompts are the recipe's" in result.err) == (source == "empty pipe")
+    assert ("the pipe is empty, so the recipe's prompts" in result.err) == (source == "empty pipe")
 
 
 def test_a_pipe_that_waits_is_told(

@@ -81,7 +81,7 @@ class RankMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes left when the whole budget is used."""
+        """Bytes of the device that stay free even if the caches take their whole budget."""
         return max(0, self.total_bytes - self.held_bytes - self.kv_budget_bytes)
 
 

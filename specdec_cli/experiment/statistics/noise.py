@@ -304,8 +304,8 @@ class Outliers:
 
     @property
     def are_long(self) -> bool:
-        """True if an outlier lost more than a slice of time. A longer disturbance may also have
-        slowed the neighbouring repeats, too little to be noticed."""
+        """True if an outlier lost over `_SLICE` seconds and `_WEIGHT` of its point's time. A longer
+        disturbance may also have slowed the neighbouring repeats, too little to be noticed."""
         return any(one.lost > max(_SLICE, _WEIGHT * self.seconds[one.key]) for one in self.found)
 
     @property

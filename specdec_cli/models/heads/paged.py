@@ -163,7 +163,7 @@ def _scattered(x: ops.Normed, places: torch.Tensor, count: int) -> ops.Normed:
     """Rows of `x` at their places among `count`; zeros elsewhere."""
     if len(places) == count:
         return x
-    assert x.squares is None, "a CPU finishes its norms"
+    assert x.squares is None, "norms are complete on a CPU"
     hidden, scaled = (
         rows.new_zeros(count, rows.shape[1]).index_copy_(0, places, rows)
         for rows in (x.hidden, x.scaled)
