@@ -8,6 +8,8 @@ from specdec_cli.models.resolve import local_place, model_place
 from specdec_cli.recipe import DraftSection, Recipe, SpeculationSection
 from specdec_cli.recipe.choices.registry import METHODS, Fitting, fitting_forms
 
+_DEFAULT = SpeculationSection().method
+
 
 def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
     """The recipe with the method that runs its draft. A damaged draft is reported later. is_free:
@@ -17,9 +19,14 @@ def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
     speculation, draft = recipe.speculation, recipe.draft
     method, has_proposals = speculation.method, speculation.num_speculative_tokens > 0
     asked = METHODS[method]
+    is_unused = asked.weights_from != "draft"
     # A plugin that describes its drafts reads their configs itself.
-    if draft is None or asked.weights_from != "draft" or getattr(asked.code, "describe", None):
+    if draft is None or (is_unused and not is_free) or getattr(asked.code, "describe", None):
         return recipe
+    if is_unused:  # a draft that was asked for is used
+        method, asked = _DEFAULT, METHODS[_DEFAULT]
+        speculation = speculation.model_copy(update={"method": method})
+        recipe = recipe.model_copy(update={"speculation": speculation})
     config = _config_of(draft, may_download=has_proposals)
     if config is None:
         return recipe
@@ -41,7 +48,7 @@ def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
             f"speculation.method is {method}, and the draft {draft.model} is {noun}",
             "leave speculation.method out: the draft's config says which it is",
         )
-    changed = speculation.model_copy(update={"method": found or SpeculationSection().method})
+    changed = speculation.model_copy(update={"method": found or _DEFAULT})
     return recipe.model_copy(update={"speculation": changed})
 
 

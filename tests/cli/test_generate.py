@@ -515,6 +515,19 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
     assert run(*alone, *other).err == said
 
 
+def test_a_draft_that_an_option_names_is_used_whatever_the_recipe_s_method(run: Run) -> None:
+    asked = ("demo-ngram", "--draft", "demo:draft", "--prompt", "x", "--max-new-tokens", "4", "-q")
+    result = run(*asked, "--json")
+    assert result.document["recipe"]["speculation"]["method"] == "draft_model"
+    assert result.document["recipe"]["draft"]["model"] == "demo:draft" and result.err == ""
+
+
+def test_a_draft_that_does_not_exist_is_missed_whatever_the_recipe_s_method(run: Run) -> None:
+    refused_both_ways(
+        run, 5, "no bundled model demo:nosuch", "demo-ngram", "--draft", "demo:nosuch"
+    )
+
+
 def test_a_long_prompt_is_told_of_once(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -389,7 +389,8 @@ def test_the_memory_of_a_host_holds_all(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_draft_that_the_method_does_not_use_is_told(
     way: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = profile(capsys, "demo-ngram", "--draft", "demo:draft", *SMALL, "-q", *way)
+    asked = ("demo-ngram", "--draft", "demo:draft", "--method", "ngram")
+    result = profile(capsys, *asked, *SMALL, "-q", *way)
     said = "warning: --draft is not used: speculation.method is ngram\n"
     assert (result.code, result.err) == (0, said)
 
