@@ -1,64 +1,141 @@
-"""Coverage of goodput's interval, and calls of overload, on simulated queues (M/G/c).
+"""Coverage of goodput's interval, and calls of overload, on simulated servers.
 
-Requests arrive as a Poisson process at several servers, which take them in order. Each takes a time
-with a gamma distribution of mean 1, like texts of some length. The share of requests that are
-answered in time is known from a very long run.
+Requests arrive at a server that answers some of them at a time and takes the others in order. Each
+needs work with a gamma distribution of mean 1, like texts of some length. The more requests a
+server answers at a time, the longer each may take. The share of requests that are answered in time
+is known from long runs.
 
-    python scripts/proofs/load.py [--trials N]
+    python scripts/proofs/load.py [--trials N] [--arrivals gamma:SHAPE]
 """
 
 import argparse
 import heapq
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from specdec_cli.core.types import Request
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.load.goodput import share_interval
-from specdec_cli.experiment.load.measuring import Stream, crowding, in_flight, stretch_of
+from specdec_cli.experiment.load.measuring import Stream, crowding, is_overloaded, stretch_of
 
-_SHAPE, _LONG, _SETTLED = 4.0, 200_000, 1000
-
-
-def queue(due: Sequence[float], work: Sequence[float], servers: int) -> list[float]:
-    """The time at which each request is done."""
-    free, done = [0.0] * servers, []
-    for at, spent in zip(due, work, strict=True):
-        done.append(max(at, free[0]) + spent)
-        heapq.heapreplace(free, done[-1])
-    return done
+_SHAPE, _LONG, _SETTLED, _RUNS = 4.0, 3000, 1000, 400
+SHARES = (0.1, 0.5, 0.9)
+Array = npt.NDArray[np.float64]
 
 
-def latencies(rng: np.random.Generator, load: float, servers: int, count: int) -> Any:
-    """The time that each request takes, and the number of requests under way at its arrival."""
-    due = np.cumsum(rng.exponential(1 / (load * servers), count))
-    work = rng.gamma(_SHAPE, 1 / _SHAPE, count)
-    done = queue(due.tolist(), work.tolist(), servers)
-    return np.array(done) - due, np.array(in_flight(due.tolist(), done, due.tolist()))
+@dataclass(frozen=True)
+class Server:
+    """slots: the most requests that are answered at a time. slowing: the time that each further
+    request adds to the work of the others, in units of a request that is alone."""
+
+    slots: int
+    slowing: float = 0.0
+
+    def pace(self, active: Any) -> Any:
+        """The work that each of `active` requests gets done in one unit of time."""
+        return 1 / (1 + self.slowing * np.maximum(np.asarray(active) - 1, 0))
+
+    def capacity(self) -> float:
+        return float(self.slots * self.pace(self.slots))
+
+
+SERVERS = {
+    "1 in turn": Server(1),
+    "8 in turn": Server(8),
+    "32 in turn": Server(32),
+    "batch of 16": Server(16, 0.05),
+    "all share one": Server(192, 1.0),
+}
+
+
+def simulate(
+    rng: np.random.Generator, server: Server, load: float, shape: float, runs: int, count: int
+) -> tuple[Array, Array]:
+    """The times at which requests are due and done, of shape (runs, count). All runs begin empty.
+
+    load: the share of the capacity. shape: that of the gaps between requests.
+    """
+    gaps = rng.gamma(shape, 1 / (load * server.capacity() * shape), (runs, count))
+    due, work = np.cumsum(gaps, 1), rng.gamma(_SHAPE, 1 / _SHAPE, (runs, count))
+    later = np.concatenate([due, np.full((runs, 1), np.inf)], 1)
+    every, pace = np.arange(runs), server.pace(np.arange(server.slots + 1))
+    ends = np.full((runs, server.slots), np.inf)  # by the work of one request since the start
+    holds = np.zeros((runs, server.slots), int)
+    done = np.full((runs, count), np.inf)
+    now, worked = np.zeros(runs), np.zeros(runs)
+    arrived, admitted, active = (np.zeros(runs, int) for _ in range(3))
+    for _ in range(2 * count):
+        first = ends.argmin(1)
+        end = now + (ends[every, first] - worked) / pace[active]
+        is_end = end <= later[every, arrived]
+        then = np.where(is_end, end, later[every, arrived])
+        worked += (then - now) * pace[active]
+        now = then
+        of = every[is_end]
+        done[of, holds[of, first[of]]] = now[of]
+        ends[of, first[of]] = np.inf
+        active[of] -= 1
+        arrived[~is_end] += 1
+        of = every[(admitted < arrived) & (active < server.slots)]
+        free = ends[of].argmax(1)
+        ends[of, free] = worked[of] + work[of, admitted[of]]
+        holds[of, free] = admitted[of]
+        admitted[of] += 1
+        active[of] += 1
+    return due, done
+
+
+def window_of(due: Array, done: Array, count: int) -> tuple[Array, Array, bool] | None:
+    """The time that each measured request takes, the number under way at its arrival, and whether
+    the run is called overloaded. The window begins as in `Stream`. None if the run is too short."""
+    first = float(done.min())
+    settled = done[: int(np.searchsorted(due, first, "right"))].max()
+    begin = min(count, max(-(-count // 10), int(np.searchsorted(due, settled, "right"))))
+    if begin + count > len(due):
+        return None
+    part, ended = slice(begin, begin + count), np.sort(done)
+    beside = np.arange(begin, begin + count) + 1 - np.searchsorted(ended, due[part], "right")
+    until = due[begin] + (due[part][-1] - due[begin]) * count / (count - 1)
+    answered = int(np.sum((done >= due[begin]) & (done <= until)))
+    return done[part] - due[part], beside, is_overloaded(beside.tolist(), answered)
 
 
 def coverage(
-    rng: np.random.Generator, load: float, servers: int, share: float, count: int, trials: int
-) -> tuple[float, float]:
-    """The share of trials with an interval, and of those whose interval holds the true share of
-    good requests.
-
-    load: the share of the capacity. share: the quantile that is the objective. count: the number of
-    measured requests.
-    """
-    whole = latencies(rng, load, servers, _LONG)[0][_SETTLED:]
-    most = np.quantile(whole, share)
-    truth, given, hits, before = float(np.mean(whole <= most)), 0, 0, 100 + count // 10
-    for _ in range(trials):
-        took, beside = (one[before:] for one in latencies(rng, load, servers, before + count))
-        if (crowd := crowding(took, beside)).is_lasting:
-            continue
-        low, high = share_interval([bool(one) for one in took <= most], crowd.widening) or (1, 0)
-        given, hits = given + 1, hits + (low <= truth <= high)
-    return given / trials, hits / trials
+    rng: np.random.Generator,
+    server: Server,
+    load: float,
+    counts: tuple[int, ...],
+    trials: int,
+    shape: float = 1.0,
+) -> list[tuple[float, list[float]]]:
+    """For each number of measured requests: the share of trials with an interval, and the shares of
+    trials whose interval holds the true share of good requests, by `SHARES`."""
+    due, done = simulate(rng, server, load, shape, _RUNS, _LONG)
+    whole = (done - due)[:, _SETTLED:-_SETTLED].ravel()
+    most = np.quantile(whole, SHARES)
+    truths = [float(np.mean(whole <= one)) for one in most]
+    due, done = simulate(rng, server, load, shape, trials, max(counts) * 3 // 2 + 100)
+    found = []
+    for count in counts:
+        windows = [window_of(*run, count) for run in zip(due, done, strict=True)]
+        shown, hits = 0, [0] * len(SHARES)
+        whole_windows = [one for one in windows if one is not None]
+        for took, beside, is_slow in whole_windows:
+            if (crowd := crowding(took.tolist(), beside.astype(int).tolist())).is_lasting:
+                continue
+            if is_slow:
+                continue
+            shown += 1
+            for place, (bound, truth) in enumerate(zip(most, truths, strict=True)):
+                ends = share_interval([bool(one) for one in took <= bound], crowd.widening)
+                hits[place] += ends is not None and ends[0] <= truth <= ends[1]
+        size = len(whole_windows)
+        found.append((shown / size, [one / size for one in hits]))
+    return found
 
 
 def overloaded(
@@ -94,16 +171,20 @@ def overloaded(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--trials", type=int, default=1000)
-    trials, rng = parser.parse_args().trials, np.random.default_rng(1)
-    counts = (60, 200, 600, 2000)
-    print(f"coverage of the 95 % interval (runs with one; with a wrong one), {trials} trials")
-    print(f"columns: {counts} requests")
-    for load in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9):
-        for share in (0.7, 0.9):
-            row = [coverage(rng, load, 8, share, count, trials) for count in counts]
-            shown = (f"{b / a if a else 0:.2f} ({a:.2f}, {a - b:.3f})" for a, b in row)
-            print(f"load {load:.1f}, {share:.0%} good: ", *shown, flush=True)
+    parser.add_argument("--trials", type=int, default=400)
+    parser.add_argument("--arrivals", default="poisson")
+    args, rng = parser.parse_args(), np.random.default_rng(1)
+    trials, shape = args.trials, process_of(args.arrivals).shape
+    counts = (30, 60, 200, 600, 2000)
+    print(f"coverage of the 95 % interval at {SHARES} good requests (runs with one), {trials} runs")
+    print(f"| server | load | {' | '.join(map(str, counts))} |")
+    for name, server in SERVERS.items():
+        for load in (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9):
+            cells = []
+            for given, hits in coverage(rng, server, load, counts, trials, shape):
+                held = ", ".join(f"{100 * hit / given:.0f}" if given else "-" for hit in hits)
+                cells.append(f"{held} ({given:.2f})")
+            print(f"| {name} | {load} | {' | '.join(cells)} |", flush=True)
     counts = (60, 200, 1000)
     print(f"called overloaded, {trials // 4} trials; columns: {counts} requests")
     for servers in (2, 16):

@@ -26,6 +26,7 @@ from specdec_cli.experiment.load.goodput import blocks, meets, ratio_interval, s
 from specdec_cli.experiment.load.measuring import (
     Crowding,
     Stream,
+    autocorrelation_time,
     crowding,
     in_flight,
     is_overloaded,
@@ -174,26 +175,57 @@ def proof() -> ModuleType:
 
 def test_the_interval_s_coverage_on_queues(proof: ModuleType) -> None:
     """`scripts/proofs/load.py` has the whole table."""
-    rng = np.random.default_rng(5)
-    found = [proof.coverage(rng, 0.5, 8, share, 300, 250) for share in (0.7, 0.9)]
-    given, hits = (sum(one) / 2 for one in zip(*found, strict=True))
-    assert given > 0.9 and 0.93 <= hits / given <= 0.97
-    given, hits = proof.coverage(rng, 0.9, 8, 0.9, 200, 60)
-    assert given < 0.2, "requests wait for each other for longer than this window"
+    rng, queue = np.random.default_rng(5), proof.SERVERS["8 in turn"]
+    ((given, hits),) = proof.coverage(rng, queue, 0.3, (300,), 250)
+    assert given > 0.95 and 0.93 <= sum(hits) / 3 / given <= 0.98
+    short, long = proof.coverage(rng, queue, 0.85, (60, 600), 100)
+    assert short[0] < 0.1 > long[0], "requests wait for each other for longer than this window"
+
+
+@pytest.mark.parametrize("name", ["1 in turn", "8 in turn", "batch of 16", "all share one"])
+def test_short_runs_at_a_light_load_have_intervals(proof: ModuleType, name: str) -> None:
+    rng = np.random.default_rng(7)
+    found = proof.coverage(rng, proof.SERVERS[name], 0.1, (30, 60, 200), 100)
+    least = (0.3, 0.5, 0.95)
+    assert all(given > one for (given, _), one in zip(found, least, strict=True))
 
 
 def test_crowding_by_hand() -> None:
-    """Times in proportion to the requests under way, as of a server that serves all in turn, have
-    an elasticity of 1. Independent times have 0."""
+    """The number under way rises and falls in the course of 100 requests."""
+
+    def number(count: int) -> list[int]:
+        return [20 + round(10 * math.sin(math.tau * i / 100)) for i in range(count)]
+
+    def found(count: int, share: float) -> Crowding:
+        """Requests whose time depends on the number under way, up to a share."""
+        waits = zip(number(count), (7 * i % 13 for i in range(count)), strict=True)
+        return crowding([share * n + (1 - share) * own for n, own in waits], number(count))
+
+    assert found(400, 1.0).is_lasting and found(400, 0.0).is_lasting
+    assert found(4000, 1.0).widening == pytest.approx(1.89, abs=0.01)
+    assert not found(4000, 1.0).is_lasting and found(3000, 1.0).is_lasting
+    assert found(4000, 0.0).widening == pytest.approx(1.24, abs=0.01)
+    assert found(4000, 0.0).widening < found(4000, 0.4).widening < found(4000, 1.0).widening
+    # The number under way jumps, so that it resembles itself for no time. Little's law still gives
+    # the memory.
     beside = [1, 2, 3, 4] * 50
-    assert not crowding([1.0] * 200, beside).is_lasting
-    shared = crowding([0.1 * n for n in beside], beside)
-    assert shared.is_lasting and shared.widening == pytest.approx(10**0.75)
-    half = crowding([0.25 + 0.1 * n for n in beside], beside)
-    assert half.widening == pytest.approx(2**0.75) and half.is_lasting
-    assert crowding([0.25 + 0.1 * n for n in beside * 2], beside * 2).is_lasting
-    assert not crowding([0.25 + 0.1 * n for n in beside * 20], beside * 20).is_lasting
+    assert crowding([0.1 * n for n in beside], beside).widening == pytest.approx(2.118, abs=0.001)
+    assert crowding([1.0] * 200, beside) == Crowding() and not Crowding().is_lasting
     assert crowding([], []) == crowding([1.0, 2.0], [1, 1]) == Crowding()
+    rng = np.random.default_rng(3)
+    light = crowding(rng.gamma(4.0, 0.25, 40).tolist(), rng.integers(1, 3, 40).tolist())
+    assert not light.is_lasting, "a short run at a light load"
+
+
+def test_the_autocorrelation_time() -> None:
+    rng = np.random.default_rng(1)
+    white = rng.normal(size=20000)
+    assert autocorrelation_time(white) == pytest.approx(1.0, abs=0.1)
+    values = [0.0]
+    for one in white:
+        values.append(0.8 * values[-1] + one)
+    assert autocorrelation_time(np.array(values)) == pytest.approx(9.0, rel=0.15)  # 1.8 / 0.2
+    assert autocorrelation_time(np.array([0.0, 1.0] * 50)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -285,6 +317,14 @@ def sample(k: int, number: int, e2el: float, *, due: float = 0.0, ok: bool = Tru
     )  # fmt: skip
 
 
+def stretch(k: int, widening: float, **flags: bool) -> Stretch:
+    flags = {"overloaded": False} | flags
+    return Stretch(
+        **Key("d", 0, k, request_rate=4.0).as_dict(), window_seconds=40.0, num_requests=160,
+        num_answered=120, num_unmeasured=7, max_in_flight=9, widening=widening, **flags,
+    )  # fmt: skip
+
+
 def points_of(
     times: dict[int, Callable[[int], float]],
     slo: dict[str, float],
@@ -299,12 +339,8 @@ def points_of(
         key = Key("d", 0, k, request_rate=4.0)
         samples[key] = {i: sample(k, i, of(i), ok=i not in failed) for i in range(160)}
         stretches[key] = {
-            0: Stretch(
-                **key.as_dict(), window_seconds=40.0, num_requests=160, num_answered=120,
-                num_unmeasured=7, max_in_flight=9, overloaded=k in overloaded,
-                autocorrelated=k in crowded, widening=1.0 + k,
-            )
-        }  # fmt: skip
+            0: stretch(k, 1.0 + k, overloaded=k in overloaded, autocorrelated=k in crowded)
+        }
     return points_at_rate(offered, samples, stretches, list(samples), {}), samples
 
 
@@ -334,10 +370,12 @@ def test_a_window_that_is_short_against_its_queue_has_no_interval() -> None:
     assert plain is not None and crowded is not None
     assert crowded.goodput == plain.goodput and plain.goodput_ci is not None
     assert crowded.goodput_ci is None and crowded.slo_attainment_ci is None
-    (told,) = load_warnings(found)
+    windows = {Key.of(one): {0: stretch(one.k, widening=4.5)} for one in found}
+    (told,) = load_warnings(found, windows)
     assert told.code == "autocorrelated" and "k = 2" in told.message
+    assert told.message.endswith("raise --duration to 140 or more"), "3.5 times 40 s"
     assert told.evidence["draft"] == "d"
-    (told,) = load_warnings(points_of({0: wave(100.0)}, {}, overloaded=(0,))[0])
+    (told,) = load_warnings(points_of({0: wave(100.0)}, {}, overloaded=(0,))[0], {})
     assert told.code == "overloaded" and told.evidence["draft"] is None
     wider, _ = points_of({0: wave(100.0), 1: wave(100.0)}, {"e2el_ms": 110.0})
     ends = [one.load.slo_attainment_ci for one in wider if one.load is not None]

@@ -2,12 +2,10 @@
 
 Requests arrive before, during and after the measured window, and the measured ones become samples.
 The window also shows whether arrivals outran the server, so that its queue grew and answers fell
-behind, and how much requests crowd each other.
+behind, and how long the window is against the memory of its queue.
 
-By Little's law, the number of requests under way drifts back to its mean at the rate (1 -
-elasticity) / latency. Twice the inverse of this rate is here called the queue's memory. The
-elasticity is the growth of a request's time, in per cent, if one per cent more requests are under
-way. It is 0 if no request disturbs another, and near 1 if the server is nearly full.
+The memory is the time, in arrivals, for which the number of requests under way resembles itself. It
+spoils an interval only as far as a request's time depends on that number.
 """
 
 import time
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
 import numpy as np
+import numpy.typing as npt
 
 from specdec_cli.backends.base import Finished, Session
 from specdec_cli.core.figures import Rate
@@ -33,22 +32,22 @@ from specdec_cli.experiment.load.arrivals import (
 from specdec_cli.experiment.load.goodput import FEWEST
 from specdec_cli.experiment.measure import sample_of
 
-_FREE = 0.15  # up to this elasticity a window of any length will do
-_NEEDED = 150.0  # least length of a window in memories, per unit of elasticity above `_FREE`
-_MOST = 0.9  # largest elasticity in the widening of intervals
-_POWER = 0.75  # exponent of 1 / (1 - elasticity) in the widening
+_LEAST_SHARED = 0.1  # added to the correlation of latencies with the number under way
+_NARROW = 100.0  # growth of an interval's width with the memory of the queue over the window
+_WIDEST = 2.0  # largest widening with which an interval is given
 
 
 @dataclass(frozen=True, slots=True)
 class Crowding:
     """The crowding of requests by each other. widening: the factor by which intervals over blocks
-    are too narrow. is_lasting: whether a queue lasts too long for an interval over this window.
-
-    With the constants above, `scripts/proofs/load.py` finds honest intervals.
-    """
+    are too narrow. With the constants above, `scripts/proofs/load.py` finds honest intervals."""
 
     widening: float = 1.0
-    is_lasting: bool = False
+
+    @property
+    def is_lasting(self) -> bool:
+        """True if a queue lasts too long for an interval over this window."""
+        return self.widening > _WIDEST
 
 
 def crowding(latencies: Sequence[float], under_way: Sequence[int]) -> Crowding:
@@ -56,21 +55,40 @@ def crowding(latencies: Sequence[float], under_way: Sequence[int]) -> Crowding:
 
     latencies: the seconds of each request. under_way: the number of requests under way at its
     arrival, itself included.
+
+    The square of their correlation, raised by a margin, is the share of latencies' variance that
+    lasts for the memory of the queue. The widening grows with the share of that part in the
+    variance of their mean, and with the memory over the window.
+
+    A window that is calm by chance shows too short a memory. So the memory is the geometric mean of
+    the autocorrelation time and of that of requests that do not disturb each other, whose times are
+    exponentially distributed. The latter is twice the mean number under way.
     """
     took, beside = np.asarray(latencies, float), np.asarray(under_way, float)
-    if not len(took) or not (spread := float(beside.var())) or not took.mean():
+    count = len(took)
+    if not count or not (spread := float(beside.var() * took.var()) ** 0.5):
         return Crowding()
-    away, scale = beside - beside.mean(), float(beside.mean() / took.mean())
-    slope = float(np.mean(away * took) / spread)
-    rest = took - took.mean() - slope * away
-    elasticity = slope * scale
-    error = float((rest.var() / spread / len(took)) ** 0.5) * scale
-    upper = min(max(elasticity + error / 2, 0.0), 1.0)
-    memories = len(took) * (1 - upper) / (2 * float(beside.mean()))
-    return Crowding(
-        widening=(1 - min(max(elasticity, 0.0), _MOST)) ** -_POWER,
-        is_lasting=memories < _NEEDED * (upper - _FREE),
-    )
+    shared = float(np.mean((took - took.mean()) * (beside - beside.mean()))) / spread
+    lasting = min(1.0, max(0.0, shared) + _LEAST_SHARED) ** 2
+    memory = max(1.0, (autocorrelation_time(beside) * 2 * float(beside.mean())) ** 0.5)
+    part = lasting * memory / (1 - lasting + lasting * memory)
+    return Crowding(widening=1 + _NARROW * part * memory / count)
+
+
+def autocorrelation_time(values: npt.NDArray[np.float64]) -> float:
+    """The integrated autocorrelation time of values that are not all equal: 1 if they are
+    independent, and otherwise the number of values that show the mean as well as one independent
+    value. It is at least 1.
+
+    Correlations are added up in pairs while a pair is above 0 (Geyer 1992).
+    """
+    away, size = values - values.mean(), 1 << (2 * len(values)).bit_length()
+    power = np.abs(np.fft.rfft(away, size)) ** 2
+    found = np.fft.irfft(power, size)[: (len(values) - 1) // 2 * 2] / float(away @ away)
+    pairs = found.reshape(-1, 2).sum(1)
+    is_over = pairs <= 0
+    used = pairs[: int(is_over.argmax())] if is_over.any() else pairs
+    return max(1.0, 2 * float(used.sum()) - 1)
 
 
 _ERRORS, _GROWTH, _REQUESTS = 2.0, 1.2, 2.0

@@ -5,6 +5,7 @@ Points are compared on the same requests at the same due times, so that differen
 Intervals are over blocks of consecutive requests.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from specdec_cli.experiment.load.goodput import (
 )
 from specdec_cli.experiment.points import Failure, measured
 
+_LONGER = 2.0  # least factor by which a longer window is recommended
 _LATE = 0.05  # least reported delay of sending, in mean gaps
 _NO_LATENCIES = {name: Spread.of([]) for name in ("ttft_ms", "tpot_ms", "e2el_ms")}
 
@@ -118,7 +120,9 @@ def _gain(own: Samples, plain: Samples) -> dict[str, Any]:
     return {"speedup": value, "speedup_ci": ends}
 
 
-def load_warnings(points: Sequence[Point]) -> list[Notice]:
+def load_warnings(
+    points: Sequence[Point], stretches: Mapping[Key, Mapping[int, Stretch]]
+) -> list[Notice]:
     """Warnings about servers that fell behind, queues that last too long for an interval, and a
     client that sent requests late."""
     found = []
@@ -136,7 +140,13 @@ def load_warnings(points: Sequence[Point]) -> list[Notice]:
             found.append(Notice("overloaded", told, evidence))
         lacks = load.slo_attainment is not None and load.slo_attainment_ci is None
         if lacks and load.num_requests >= FEWEST:
-            told = f"{where}: the queue lasts too long for an interval of goodput: raise --duration"
+            # The longest memory needs as much more time as its widening is above the largest one.
+            factor = max(one.widening - 1 for one in stretches[Key.of(point)].values())
+            seconds = math.ceil(load.window_seconds * max(factor, _LONGER))
+            told = (
+                f"{where}: the queue lasts too long for an interval of goodput: raise --duration "
+                f"to {seconds} or more"
+            )
             found.append(Notice("autocorrelated", told, evidence))
         late, rate = load.send_lag_ms.p99, load.offered_rate
         if late is not None and rate and late > _LATE * 1e3 / rate:

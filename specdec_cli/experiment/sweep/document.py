@@ -113,7 +113,7 @@ def sweep_document(
     tokens = compare_tokens(settings, samples)
     told = [
         *warnings,
-        *(noise_in(records.samples) if is_closed else load_warnings(points)),
+        *(noise_in(records.samples) if is_closed else load_warnings(points, records.stretches)),
         *impossible_speeds(points),
         *predictions_off(points),
         *proposals_of_another_k(points),
