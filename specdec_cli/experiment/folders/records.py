@@ -292,9 +292,9 @@ class Stretch(Record):
     num_requests: the number of measured requests. num_answered: the number of answers in the
     window, including those to requests that are not measured. num_unmeasured: the number of other
     requests that were due. max_in_flight: the largest number of requests that were due and not yet
-    answered. widening: the factor by which intervals over blocks are too narrow. autocorrelated:
-    whether requests wait for each other too long for an interval. shard: the number of the shard,
-    in merged folders."""
+    answered. widening: the factor by which intervals over blocks are too narrow for an objective
+    that nearly all requests meet. autocorrelated: whether requests wait for each other too long for
+    an interval. shard: the number of the shard, in merged folders."""
 
     draft: Name | None
     batch_size: Slots

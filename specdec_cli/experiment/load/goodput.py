@@ -12,6 +12,7 @@ import numpy as np
 from specdec_cli.experiment.statistics.stats import student
 
 FEWEST = 16  # fewest requests for an interval
+WIDEST = 2.3  # largest widening with which an interval is given
 _FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
 _LONG = 200  # a larger block is split into more blocks
 _MOST_LIKENESS = 0.8
@@ -66,8 +67,12 @@ def _reach(means: Sequence[float]) -> float:
         return 0.0
     likeness = float(away[1:] @ away[:-1]) / spread + 1 / count
     likeness = min(max(likeness, 0.0), _MOST_LIKENESS)
-    error = (spread / (count - 1) / count * (1 + likeness) / (1 - likeness)) ** 0.5
-    return float(student(count - 1) * error)
+    return _student_reach(means) * float((1 + likeness) / (1 - likeness)) ** 0.5
+
+
+def _student_reach(means: Sequence[float]) -> float:
+    """Half the width of Student's 95 % interval over blocks that are independent of each other."""
+    return float(student(len(means) - 1) * np.std(means, ddof=1) / len(means) ** 0.5)
 
 
 def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] | None:
@@ -83,15 +88,16 @@ def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] 
 
 def share_interval(met: Sequence[bool], widening: float = 1.0) -> list[float] | None:
     """The 95 % interval of a share of requests, within 0 and 1; None for too few requests.
-    widening: the factor by which `crowding` widens the interval.
+    widening: that of `Crowding`.
 
-    If few requests are good, or few are bad, blocks may be alike by chance. Then the interval
-    reaches at least as far as for independent requests.
+    The more requests are good, the more the interval is widened: few bad requests come together
+    when the server is crowded. If few requests are good, or few are bad, blocks may be alike by
+    chance. Then the interval reaches at least as far as for independent requests.
     """
-    found = mean_interval(block_means([float(one) for one in met]))
-    if found is None:
+    if not (means := block_means([float(one) for one in met])):
         return None
-    middle, reach = sum(found) / 2, (found[1] - found[0]) / 2 * widening
+    middle = float(np.mean(met))
+    reach = _student_reach(means) * (1 + (widening - 1) * middle)
     low, high = max(0.0, middle - reach), min(1.0, middle + reach)
     if min(sum(met), len(met) - sum(met)) < _FEW:
         ends = _of_independent(sum(met), len(met))

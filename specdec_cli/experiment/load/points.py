@@ -20,6 +20,7 @@ from specdec_cli.experiment.folders.samples import Samples, baseline_key, withou
 from specdec_cli.experiment.load.arrivals import Offered
 from specdec_cli.experiment.load.goodput import (
     FEWEST,
+    WIDEST,
     block_means,
     blocks,
     mean_interval,
@@ -140,8 +141,8 @@ def load_warnings(
             found.append(Notice("overloaded", told, evidence))
         lacks = load.slo_attainment is not None and load.slo_attainment_ci is None
         if lacks and load.num_requests >= FEWEST:
-            # The longest memory needs as much more time as its widening is above the largest one.
-            factor = max(one.widening - 1 for one in stretches[Key.of(point)].values())
+            widening = max(one.widening for one in stretches[Key.of(point)].values())
+            factor = (widening - 1) / (WIDEST - 1)  # a longer window has as much less widening
             seconds = math.ceil(load.window_seconds * max(factor, _LONGER))
             told = (
                 f"{where}: the queue lasts too long for an interval of goodput: raise --duration "
