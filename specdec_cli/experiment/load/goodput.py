@@ -52,7 +52,7 @@ def mean_interval(means: Sequence[float]) -> list[float] | None:
 
     The interval is widened by the correlation of neighbouring blocks, as for an autoregressive
     process. The estimated correlation is too low by 1 / blocks on average, so this is added to it
-    (Kendall 1954). `scripts/proofs/load.py` shows the coverage on simulated queues.
+    (Kendall 1954).
     """
     if len(means) < _FEWEST_BLOCKS:
         return None
@@ -67,7 +67,7 @@ def _reach(means: Sequence[float]) -> float:
         return 0.0
     likeness = float(away[1:] @ away[:-1]) / spread + 1 / count
     likeness = min(max(likeness, 0.0), _MOST_LIKENESS)
-    return _student_reach(means) * float((1 + likeness) / (1 - likeness)) ** 0.5
+    return _student_reach(means) * float(np.sqrt((1 + likeness) / (1 - likeness)))
 
 
 def _student_reach(means: Sequence[float]) -> float:
@@ -93,6 +93,7 @@ def share_interval(met: Sequence[bool], widening: float = 1.0) -> list[float] | 
     The more requests are good, the more the interval is widened: few bad requests come together
     when the server is crowded. If few requests are good, or few are bad, blocks may be alike by
     chance. Then the interval reaches at least as far as for independent requests.
+    `scripts/proofs/load.py` shows the coverage on simulated servers.
     """
     if not (means := block_means([float(one) for one in met])):
         return None
