@@ -207,6 +207,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
     }
     | _WINDOW,
+    "mimo_v2_flash": {
+        "model_type": "mimo_v2_flash",
+        "head_dim": 16,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse"],
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "minimax_m2": {"model_type": "minimax_m2", "head_dim": 16} | _EXPERTS,
     "ministral": {"model_type": "ministral", "head_dim": 16} | _WINDOW,
     "ministral3": {"model_type": "ministral3", "head_dim": 16},
@@ -256,8 +267,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "youtu": {"model_type": "youtu"} | _LATENT,
 }
 
-if "mellum" not in CONFIG_MAPPING:  # transformers of before 5.23 may lack it
-    del FAMILIES["mellum"]
+for _name in ("mellum", "mimo_v2_flash"):  # transformers of before 5.23 may lack them
+    if _name not in CONFIG_MAPPING:
+        del FAMILIES[_name]
 
 
 def tiny_config(family: str, **changes: Any) -> Any:

@@ -27,6 +27,8 @@ _SPLIT = {_COLUMNS, _ROWS} | _GATHERED | _SPLIT_INPUT
 _EXPERTS = "moe_tp_experts"
 # Every rank holds these whole. (Splitting the embedding would cost an all-reduce a pass.)
 _WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
+# This marks a layer whose parameters are a rank's own; the plan splits them one by one.
+_MARKS = {"local_params"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
 # The bias of experts' outputs is not part of a product, so one rank adds it.
 _ADDED_ONCE = "down_proj_bias"
@@ -57,9 +59,9 @@ _OWN_PLANS = {
 FAMILIES = frozenset(
     """
     apertus arcee cohere cohere2 cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 exaone4 gemma gemma2
-    gemma3_text gemma4_text glm glm4 glm4_moe gpt_neox gpt_oss granite helium llama mellum ministral
-    ministral3 mistral mixtral olmo olmo2 olmo3 phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3
-    starcoder2 vaultgemma youtu
+    gemma3_text gemma4_text glm glm4 glm4_moe gpt_neox gpt_oss granite helium llama mellum
+    mimo_v2_flash ministral ministral3 mistral mixtral olmo olmo2 olmo3 phi phi3 qwen2 qwen3
+    qwen3_moe seed_oss smollm3 starcoder2 vaultgemma youtu
     """.split()
 )
 
@@ -88,12 +90,13 @@ def shard(
     """
     kind, size = module.config.model_type, parallel.size
     whole_plan = (module._tp_plan or {}) | _OWN_PLANS.get(kind, {})
-    plan = {k: v for k, v in whole_plan.items() if v not in _WHOLE}
+    plan = {k: v for k, v in whole_plan.items() if v not in _WHOLE | _MARKS}
     styles = {n: plan[p] for n in _names(module) if (p := _pattern(n)) in plan}
     experts = [path for path, style in styles.items() if style == _EXPERTS]
     # Plans list the experts' tensors too, but with styles that do not show their layout.
     inside = tuple(f"{path}." for path in experts)
-    styles = {n: s for n, s in styles.items() if n not in experts and not n.startswith(inside)}
+    own = (*experts, *(n for n in styles if n.endswith(_SINKS)))
+    styles = {n: s for n, s in styles.items() if n not in own and not n.startswith(inside)}
     unknown = sorted({style for style in styles.values() if style not in _SPLIT})
     reason, hint = None, "tensor_parallel_size: 1 works"
     if unknown:

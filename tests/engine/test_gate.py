@@ -202,6 +202,7 @@ CACHED = {
     "gemma4-moe": [LayerShape(2, 16, 16), LayerShape(2, 32, 32)],
     "gpt_bigcode": [LayerShape(1, 16, 16)] * 2,
     "gpt_neox": EVERY_HEAD,
+    "mimo_v2_flash": [LayerShape(2, 16, 8), LayerShape(4, 16, 8)],
     "modernbert-decoder": EVERY_HEAD,
     "opt": EVERY_HEAD,
     "youtu": LATENT,
