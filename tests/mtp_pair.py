@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
+from transformers import modeling_layers
 from transformers.generation import candidate_generator
 from transformers.modeling_layers import MtpModel
 
@@ -23,7 +24,43 @@ from tests.support import (
 )
 
 NEW_TOKENS = 24
+# MiMo's names of what transformers names otherwise.
+_MIMO = {"post_norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
+_MIMO |= {"sinks": "attention_sink_bias"}
 STARTS = [[5, 9, 3, 11, 60], [7, 30], [4, 8, 15, 16, 23, 42, 50, 61, 12, 90, 33], [44, 2, 71, 6]]
+
+
+class ModulesOfTarget(MtpModel):
+    """MiMo's modules: each reads the target's hidden states. transformers has no names for them."""
+
+    def forward_layer(self, index: int, hidden: torch.Tensor, *args: Any, **more: Any) -> Any:
+        if index == 0:
+            self.states = hidden
+        return super().forward_layer(index, self.states[:, : hidden.shape[1]], *args, **more)
+
+    @classmethod
+    def from_pretrained(cls, oracle: Any, *_: Any, **__: Any) -> Any:
+        found = cls(oracle, oracle.config.num_mtp_layers)
+        tensors = load_file(Path(oracle.config.name_or_path) / "model.safetensors")
+        for name, held in found.state_dict().items():
+            if name.startswith("layers."):
+                held.copy_(tensors[_mimo_name(name)])
+        return found.eval()
+
+
+def _mimo_name(name: str) -> str:
+    place = f"model.mtp.{name.replace('mtp_block.', '')}"
+    return ".".join(_MIMO.get(step, step) for step in place.split("."))
+
+
+def _modules_class(oracle: Any, count: int) -> type[MtpModel]:
+    """The class of the oracle's modules. MiMo's config does not tell that it has any."""
+    if oracle.config.model_type != "mimo_v2_flash":
+        return MtpModel
+    oracle.config.num_mtp_layers = count
+    oracle.config.mtp_layer_types = ["sliding_attention"] * count
+    oracle.config.mtp_mlp_layer_types = ["dense"] * count
+    return ModulesOfTarget
 
 
 def save_mtp(
@@ -31,20 +68,23 @@ def save_mtp(
 ) -> Path:
     """A target of two layers with `count` modules, trained a little on some of its texts."""
     key = "num_mtp_layers" if family == "mellum" else "num_nextn_predict_layers"
-    changes = {key: count, **changes}
+    if family != "mimo_v2_flash":
+        changes = {key: count, **changes}
     target = save_tiny(folder, family, **changes)
     oracle = reference(target)
     word_tokenizer(target, [f"w{i}" for i in range(oracle.config.vocab_size)])
     torch.manual_seed(5)
-    modules = MtpModel(oracle, count)
+    modules = _modules_class(oracle, count)(oracle, count)
     for name, tensor in [*modules.named_parameters(), *modules.named_buffers()]:
         if "layers." not in name:
             tensor.requires_grad_(False)
         elif tensor.dim() > 1:
-            torch.nn.init.normal_(tensor, std=0.1)
+            # Of MiMo's modules attention decides enough that rounds show sinks and window.
+            is_wide = family == "mimo_v2_flash" and ".self_attn." in name
+            torch.nn.init.normal_(tensor, std=0.3 if is_wide else 0.1)
         elif tensor.is_floating_point():
             with torch.no_grad():
-                tensor.add_(torch.randn_like(tensor) * 0.2)
+                tensor.add_(torch.randn_like(tensor) * 0.2 + 3.0 * name.endswith("sinks"))
     if steps:
         texts = [p + greedy_reference(oracle, p, NEW_TOKENS + 8) for p in STARTS[:-1]]
         _train(modules.float(), oracle, texts, steps)
@@ -82,6 +122,9 @@ def stored(modules: Any, family: str, num_layers: int) -> dict[str, torch.Tensor
     found = {}
     for name, tensor in modules.state_dict().items():
         if not name.startswith("layers."):
+            continue
+        if family == "mimo_v2_flash":
+            found[_mimo_name(name)] = tensor
             continue
         _, index, *rest = name.split(".")
         own = ".".join(rest).removeprefix("mtp_block.")
@@ -138,8 +181,9 @@ def _mtp_rounds(
             accepted.append(int(more["n_last_matches"]))
         return get(self, input_ids, **more)
 
-    with patch.object(kind, "get_candidates", get_candidates):
-        oracle = _oracle(checkpoint.folder, count)
+    oracle = _oracle(checkpoint.folder, count)
+    modules = patch.object(modeling_layers, "MtpModel", _modules_class(oracle, count))
+    with patch.object(kind, "get_candidates", get_candidates), modules:
         tokens = _generate(oracle, list(start), NEW_TOKENS, eos_token_id=None, use_mtp=True)
     return tokens, accepted[1:]
 
@@ -154,7 +198,8 @@ def expected_rounds(target: Path, prompt: list[int], k: int) -> list[tuple[int, 
 def _expected_rounds(checkpoint: Saved, start: tuple[int, ...], k: int) -> list[tuple[int, int]]:
     target, prompt = checkpoint.folder, list(start)
     oracle = _oracle(target, 1)
-    modules, found, n = MtpModel.from_pretrained(oracle), [], len(prompt)
+    modules = _modules_class(oracle, 1).from_pretrained(oracle)
+    found, n = [], len(prompt)
     text = prompt + greedy_text(target, prompt, NEW_TOKENS - 1)
     with torch.no_grad():
         states = oracle(torch.tensor([text]), output_hidden_states=True).hidden_states[-1]
@@ -178,7 +223,7 @@ def rows_of(target: Path, text: list[int], count: int) -> tuple[Any, list[Any]]:
     """The target's hidden states [T, H] along `text`, and each module's rows, by transformers'
     layers, without any cache: as many as the text has tokens for."""
     oracle = _oracle(target, count)
-    modules, found = MtpModel.from_pretrained(oracle), []
+    modules, found = _modules_class(oracle, count).from_pretrained(oracle), []
     with torch.no_grad():
         states = oracle(torch.tensor([text]), output_hidden_states=True).hidden_states[-1]
         hidden = states

@@ -174,6 +174,7 @@ def test_ranks_share_a_draft_in_the_target_s_files(two: World, tmp_path: Path) -
         pytest.param("glm4_moe", 1, GREEDY, id="one-greedy", marks=pytest.mark.slow),
         pytest.param("glm4_moe", 2, SAMPLED, id="two-sampled", marks=pytest.mark.slow),
         pytest.param("mellum", 1, SAMPLED, id="mellum-sampled", marks=pytest.mark.slow),
+        pytest.param("mimo_v2_flash", 2, GREEDY, id="mimo-two-greedy"),
     ],
 )
 def test_ranks_share_modules_in_the_target_s_files(

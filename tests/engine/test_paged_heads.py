@@ -169,7 +169,7 @@ def test_a_head_that_carries_nothing_keeps_no_vectors(config: OwnRowConfig) -> N
 @pytest.mark.parametrize("shift", [1, 2, 3])
 def test_the_carried_row_is_the_last_complete_one_across_borders_of_blocks(shift: int) -> None:
     """Row t of a head with shift s is complete with token t + s, in the block of its own key."""
-    settings = SimpleNamespace(shift=shift, carries=True, hidden_size=2)
+    settings = SimpleNamespace(shift=shift, carries=True, output_size=2)
     head: Any = SimpleNamespace(
         config=settings, dtype=torch.float32, normed=lambda rows: SimpleNamespace(hidden=rows)
     )

@@ -93,6 +93,7 @@ def test_bundled_recipes_are_valid() -> None:
         "llama-3.1-8b-w4a16-1b",
         "llama-3.3-70b-eagle3-tp4",
         "llama-3.3-70b-fp8-1b",
+        "mimo-v2-flash-mtp",
         "qwen3-8b-awq-eagle3",
         "qwen3-8b-eagle3",
         "qwen3-8b-fp8-eagle3",

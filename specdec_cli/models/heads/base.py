@@ -97,6 +97,11 @@ class HeadConfig:
         """The sizes of the weights that are held in another form, by name."""
         return {}
 
+    @property
+    def output_size(self) -> int:
+        """The width of the rows of hidden states that a pass returns."""
+        return self.hidden_size
+
     def carried_bytes(self, itemsize: int) -> int:
         """Bytes of a sequence that are kept with the keys of each block."""
         return self.hidden_size * itemsize * self.carries
@@ -184,5 +189,7 @@ class HeadSizes(Protocol):
     def carries(self) -> bool: ...
     @property
     def hidden_size(self) -> int: ...
+    @property
+    def output_size(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...

@@ -55,7 +55,7 @@ class PagedHead:
         self.cache = cache
         self._prompts: PromptPasses | None = None
         config = self.head.config
-        shape = (cache.num_blocks * config.carries, config.hidden_size)
+        shape = (cache.num_blocks * config.carries, config.output_size)
         self.carry = torch.zeros(shape, dtype=self.head.dtype, device=cache.device)
 
     def capture_prompts(self, graphs: PromptGraphs) -> None:
@@ -120,7 +120,7 @@ class PagedHead:
         rows = inputs.flatten(0, 1)
         if live is not None:
             if not len(live.tokens):  # a round launched ahead may be empty
-                return self.head.normed(rows.new_zeros(len(rows), self.head.config.hidden_size))
+                return self.head.normed(rows.new_zeros(len(rows), self.head.config.output_size))
             rows = rows[live.tokens]
         x = self._run(batch, rows if fused else self.head.fuse(rows))
         return x if live is None else _scattered(x, live.tokens, what.token_ids.numel())

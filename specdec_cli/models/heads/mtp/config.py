@@ -21,11 +21,17 @@ PROJECTION, NORMS = "eh_proj.weight", ("enorm.weight", "hnorm.weight")
 
 class Form(NamedTuple):
     """The names of a module's tensors in a file and ours, as `loader.Names`. `{}` stands for the
-    module's `number`. Names of its decoder layer begin with `layer`; `outer` has the others."""
+    module's `number`. Names of its decoder layer begin with `layer`; `outer` has the others.
+    layer_types, mlp_layer_types: the kinds of that layer where the target's config does not tell;
+    None for those of its last layer. reads_target: whether all modules of a chain read the target's
+    hidden states, and none those of the module before."""
 
     layer: str
     outer: dict[str, str]
     number: int
+    layer_types: str | None = None
+    mlp_layer_types: str | None = "sparse"
+    reads_target: bool = False
 
     def of(self, index: int) -> Self:
         """The names of another module, counted from this one."""
@@ -34,8 +40,8 @@ class Form(NamedTuple):
     def own(self, name: str, /) -> str | None:
         """Our name of a tensor; None for one of another module."""
         for stored, own in self.outer.items():
-            if name.startswith(prefix := f"{stored.format(self.number)}."):
-                return f"{own}.{name.removeprefix(prefix)}"
+            if f"{name}.".startswith(f"{(prefix := stored.format(self.number))}."):
+                return own + name.removeprefix(prefix)
         if name.startswith(prefix := self.layer.format(self.number)):
             return f"model.layers.0.{name.removeprefix(prefix)}"
         return None
@@ -43,7 +49,7 @@ class Form(NamedTuple):
     def stored(self, own: str, /) -> str:
         """The file's name of a tensor, from ours."""
         for stored, prefix in self.outer.items():
-            if own.startswith(f"{prefix}."):
+            if f"{own}.".startswith(f"{prefix}."):
                 return stored.format(self.number) + own.removeprefix(prefix)
         return self.layer.format(self.number) + own.removeprefix("model.layers.0.")
 
@@ -66,6 +72,24 @@ _QWEN3_NEXT = Form(
     },
     0,
 )
+
+# MiMo-V2-Flash, whose config does not tell how many modules there are.
+_MIMO = Form(
+    "model.mtp.layers.{}.",
+    {
+        "model.mtp.layers.{}.eh_proj": "eh_proj",
+        "model.mtp.layers.{}.enorm": "enorm",
+        "model.mtp.layers.{}.hnorm": "hnorm",
+        "model.mtp.layers.{}.final_layernorm": "model.norm",
+        "model.mtp.layers.{}.pre_mlp_layernorm": "model.layers.0.post_attention_layernorm",
+        "model.mtp.layers.{}.self_attn.attention_sink_bias": "model.layers.0.self_attn.sinks",
+    },
+    0,
+    layer_types="sliding_attention",
+    mlp_layer_types="dense",
+    reads_target=True,
+)
+_MIMO_COUNT = 3  # of the published files
 
 
 # A module in its own folder, as speculators writes it.
@@ -104,6 +128,15 @@ class MtpConfig:
         return 1 + self.index
 
     @property
+    def reads_target(self) -> bool:
+        """Whether each row keeps the target's hidden state for the next module."""
+        return self.form.reads_target and self.count > 1
+
+    @property
+    def output_size(self) -> int:
+        return self.hidden_size * (2 if self.reads_target else 1)
+
+    @property
     def max_k(self) -> int | None:
         """A single module runs again and again; several modules are a chain."""
         return None if self.count == 1 else self.count
@@ -127,18 +160,30 @@ def read_mtp_config(
     """
     raw = config_file(name, place)
     key = next((key for key in _KEYS if raw.get(key) is not None), _KEYS[0])
-    count = raw.get(key, 0)
+    form, count = _deepseek(int(config.num_hidden_layers)), raw.get(key, 0)
+    told = "is missing" if key not in raw else f"is {shown(count)}"
+    if any(_QWEN3_NEXT.own(stored) for stored in names):
+        form = _QWEN3_NEXT
+    if config.model_type == "mimo_v2_flash":
+        form = _MIMO
+        if raw.get(key) is None:
+            told += f", and its weights have no {form.layer.format(0)}eh_proj.weight"
+            count = _count(form, names) if names else _MIMO_COUNT
     if type(count) is not int or count < 1:
-        told = "is missing" if key not in raw else f"is {shown(count)}"
         raise SetupError(
             f"config.json of {name} promises no MTP modules: {key} {told}",
             "take another draft",
         )
-    form = _deepseek(int(config.num_hidden_layers))
-    if any(_QWEN3_NEXT.own(stored) for stored in names):
-        form = _QWEN3_NEXT
     sizes = int(config.hidden_size), int(config.vocab_size)
     return MtpConfig(name, count, *sizes, form, keys)
+
+
+def _count(form: Form, names: Collection[str]) -> int:
+    """The number of modules in a file."""
+    found = 0
+    while form.of(found).stored(PROJECTION) in names:
+        found += 1
+    return found
 
 
 def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> MtpConfig:
@@ -160,14 +205,13 @@ def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> Mt
     return MtpConfig(name, 1, *sizes, EXTRACTED, keys, quantisation=quantisation)
 
 
-def layer_config(config: Any, index: int) -> Any:
-    """transformers' config of one module's layer, made from the target's. Every module has experts
-    if the target has."""
+def layer_config(config: Any, index: int, form: Form) -> Any:
+    """transformers' config of one module's layer, made from the target's."""
     own = deepcopy(config)
-    for key, default in (("layer_types", None), ("mlp_layer_types", "sparse")):
+    for key in ("layer_types", "mlp_layer_types"):
         if (kinds := getattr(own, key, None)) is not None:
             listed = getattr(own, f"mtp_{key}", None)
-            setattr(own, key, [listed[index] if listed else default or kinds[-1]])
+            setattr(own, key, [listed[index] if listed else getattr(form, key) or kinds[-1]])
     own.num_hidden_layers = 1
     if hasattr(own, "first_k_dense_replace"):
         own.first_k_dense_replace = 0

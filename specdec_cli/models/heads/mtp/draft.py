@@ -143,7 +143,8 @@ class MtpDraft:
     @property
     def notes(self) -> dict[str, str]:
         keys, borrowed = self.config.keys, ", ".join(self.body.shared)
-        told = f"hidden states fed back {keys.mtp_fed_back}; first embedding "
+        fed = "of the target" if self.config.reads_target else f"fed back {keys.mtp_fed_back}"
+        told = f"hidden states {fed}; first embedding "
         told += f"{keys.mtp_first_embedding}; own embedding and head {keys.mtp_copies}"
         found = {"features": f"hidden state {self.num_layers} of the target", "conventions": told}
         found |= cache_note(self.spec) | ({"borrows": borrowed} if borrowed else {})
@@ -160,7 +161,7 @@ class MtpDraft:
         return Passes(k - 1 + len(self.bodies))
 
     def block_bytes(self, block_size: int) -> int:
-        carried = self.config.hidden_size * self.dtype.itemsize
+        carried = self.config.output_size * self.dtype.itemsize
         return (self.body.block_bytes(block_size) + carried) * len(self.bodies)
 
     def pass_bytes(
@@ -172,7 +173,10 @@ class MtpDraft:
         return inside + joined
 
     def readings(self) -> list[Reading]:
-        """The readings of vLLM. It feeds back another hidden state only for glm4_moe."""
+        """The readings of vLLM. It feeds back another hidden state only for glm4_moe. Of MiMo's
+        modules it runs the first alone, again and again, which is not a reading of a chain."""
+        if self.config.form.reads_target:
+            return []
         choices = {"mtp_first_embedding": ("used", "zeroed"), "mtp_fed_back": ("normed", "raw")}
         if self.body.module.config.model_type != "glm4_moe":
             del choices["mtp_fed_back"]
@@ -243,6 +247,11 @@ def describe_mtp(place: DraftPlace) -> MtpDraft:
             raise SetupError(f"{spec.name} is a GGUF file, whose MTP modules are not read")
         names = () if is_dummy else tensor_names(folder)
         config = read_mtp_config(spec.name, folder, settings, names, speculation)
+        if config.reads_target and speculation.mtp_fed_back == "raw":
+            raise UsageError(
+                f"speculation.mtp_fed_back: raw does not suit {spec.name}: all its MTP modules "
+                "read the target's hidden states"
+            )
     else:
         folder = place_of(spec)
         names = () if is_dummy else tensor_names(folder)
@@ -267,7 +276,7 @@ def _body(
     """The layer of one module. folder, names: its file's folder and the names of the tensors there;
     none if unknown."""
     spec, target = place.spec, place.target
-    settings, form = layer_config(target.module.config, index), config.form.of(index)
+    settings, form = layer_config(target.module.config, index, config.form), config.form.of(index)
     if config.form is EXTRACTED:  # its form may differ from the target's
         settings.quantization_config = config.quantisation
     own_spec = replace(spec, weights="dequantise", name=f"{spec.name} (MTP module {index})")

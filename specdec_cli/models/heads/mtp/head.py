@@ -75,7 +75,8 @@ class MtpHead(Head):
         if self.fused is None:
             embedded = nn.functional.embedding(token_ids, self.embedding)
             x = self._joined(ops.rms_norm(embedded, self.embedding_norm, self.eps), hidden, batch)
-            return self.normed(self._run(x, batch, cache))
+            out = self._run(x, batch, cache)
+            return self.normed(torch.cat((out, hidden), 1) if self.config.reads_target else out)
         embeds, cos, sin = ops.embed(
             *(token_ids, batch.positions, self.embedding, self.fused.cos, self.fused.sin),
             *(self.embedding_norm, self.eps),
@@ -85,6 +86,17 @@ class MtpHead(Head):
         scaled = ops.rms_norm(x, stack.layers[0].attention_norm, self.eps)
         start = ops.Normed(x, scaled, None, self.eps), cos, sin
         return stack.run(start, batch, cache)
+
+    def normed(self, hidden: Tensor) -> ops.Normed:
+        """hidden: [T, H]; where modules read the target's hidden states [T, 2H], with those of the
+        row last."""
+        own = hidden[:, : self.config.hidden_size].contiguous()
+        return super().normed(own)._replace(hidden=hidden)
+
+    def fed_back(self, x: ops.Normed) -> Tensor:
+        if self.config.reads_target:
+            return x.hidden[:, self.config.hidden_size :]
+        return super().fed_back(x)
 
     def _joined(self, embedded: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """The layer's input [T, H], from normed embeddings and hidden states."""
