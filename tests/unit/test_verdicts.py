@@ -176,7 +176,8 @@ def test_a_comparison_has_a_verdict_and_its_cause() -> None:
 
 
 def test_stages_that_may_differ_by_chance_are_no_cause() -> None:
-    best = verdict_of(compared(1.5, draft=(2.0, 2.2)))["best"]
+    best = verdict_of(compared(0.5, draft=(10.0, 10.4)))["best"]
+    assert "less than with draft TP 2" in best.reason, "the pairs are compared"
     assert best.decided_by is None and "exchanges" not in best.reason
     assert " less)" not in best.reason and " more)" not in best.reason
 
