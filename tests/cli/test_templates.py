@@ -321,6 +321,6 @@ def test_unused_keys_are_told(run: Run, tmp_path: Path, lines: Any) -> None:
     result = run("--target", "demo:target", "--prompt-file", path, *FEW)
     told = [w["message"] for w in result.document["warnings"] if w["code"] == "unused_keys"]
     assert told == [
-        "these keys of the data have no effect: image (1 of 2 rows); docs/data.md lists those that "
-        "have"
+        "these keys of the data have no effect: image (1 of 2 rows); docs/data.md lists the keys "
+        "in use"
     ]

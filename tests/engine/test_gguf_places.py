@@ -354,7 +354,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "there is none in the GGUF file"),
     "kinds": ({"tokenizer.ggml.token_type": [1]}, "another number of token_type"),
     "eos": ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id is 999"),
-    "kind": ({"tokenizer.ggml.model": "nonesuch"}, 'of kind "nonesuch"'),
+    "kind": ({"tokenizer.ggml.model": "nonesuch"}, 'its kind is "nonesuch"'),
     "merges": ({"tokenizer.ggml.merges": ["a"]}, "cannot load the tokenizer"),
     "no-merges": ({"tokenizer.ggml.merges": None}, "cannot load the tokenizer"),
     "long": ({"tokenizer.ggml.tokens": ["a" * 5000, "b"]}, "tokens of 5000 characters"),
