@@ -1,0 +1,17 @@
+"""What all tests of servers have in common."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from specdec_cli.experiment import points
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_ratio_is_possible() -> Iterator[None]:
+    """Keep a ratio of speeds that no speculation reaches: servers of the tests answer within
+    milliseconds, and other work on the machine disturbs these. `unit/test_points.py` and
+    `unit/test_impossible.py` test such ratios."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(points, "_BEYOND", float("inf"))
+        yield
