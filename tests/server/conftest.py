@@ -1,4 +1,4 @@
-"""What all tests of servers have in common."""
+"""Fixtures of all tests of servers."""
 
 from collections.abc import Iterator
 
