@@ -123,6 +123,10 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
     chosen = next((p for p in points if _is_named(p, best)), None)
     if chosen is None:
         return None
+    if isinstance(best, BestPair):  # which is the fastest pair, even if no pair gains anything
+        plain = max((p for p in points if p.is_baseline), key=_speed, default=chosen)
+        is_slower = best.verdict is None and _speed(plain) > _speed(chosen)
+        chosen = plain if best.verdict == "none" or is_slower else chosen
     drafts = {p.draft for p in points if p.draft is not None}
     if isinstance(best, BestPair):
         tied = [f"target TP {one.target_tp} draft TP {one.draft_tp}" for one in best.tied]
@@ -155,6 +159,11 @@ def _is_named(point: Point, best: Best | BestPair | Fastest) -> bool:
 _measured = attrgetter("speedup")
 
 
+def _speed(point: Point) -> float:
+    """A point's tokens/s; 0 without them."""
+    return point.number("decode_tokens_per_second") or 0.0
+
+
 def _gain(point: Point) -> float:
     """A point's measured speed-up, or else the predicted one."""
     found = point.predicted_speedup if point.speedup is None else point.speedup
@@ -168,9 +177,9 @@ def _named(k: int, draft: str | None) -> str:
 
 def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:
     # Speed-ups at different target TPs have different baselines.
-    name = "decode_tokens_per_second" if run.is_comparison else "speedup"
-    known = [p for p in every if p.is_ok and p.number(name) is not None]
-    fastest = max(known, key=lambda p: (p.number(name) or 0.0, -p.k), default=None)
+    gain = _speed if run.is_comparison else _measured
+    known = [p for p in every if p.is_ok and gain(p)]
+    fastest = max(known, key=lambda p: (gain(p) or 0.0, -p.k), default=None)
     return Finding(every[0], fastest)
 
 
@@ -220,8 +229,6 @@ def answer(run: ReportedRun, best: Finding) -> str:
     if measured is not None:
         fast = f", {times(measured)} the speed of plain decoding"
         fast += interval_in_words(point.speedup_ci)
-    if measured is not None and measured < 1 and run.is_comparison:
-        fast += ", so no speculation would be faster still"
     if best.recorded is None:
         least = "This is the fastest point so far, without a test of ties."
         return f"Fastest {at}: {what}{fast}. {least}"
@@ -254,16 +261,21 @@ def _against_fastest(run: ReportedRun, best: Finding) -> str:
 def fastest_with_proposals(
     run: ReportedRun, best: Finding, gain: Callable[[Point], float | None] = _gain
 ) -> Point | None:
-    """The fastest point with proposals at the finding's batch size or rate, by `gain`."""
+    """The fastest point with proposals at the finding's batch size or rate, by `gain`. A comparison
+    has speed-ups of several baselines, so its fastest point is that of the most tokens/s."""
     points = [p for p in run.points if p.level == best.at.level and not p.is_baseline]
-    return max(filter(gain, points), key=lambda p: gain(p) or 0.0, default=None)
+    by = _speed if run.is_comparison else gain
+    return max(filter(gain, points), key=lambda p: by(p) or 0.0, default=None)
 
 
 def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
     """True if plain decoding was chosen because faster points may be faster by chance."""
-    point = fastest_with_proposals(run, best, _measured)
-    is_faster = point is not None and (point.speedup or 0.0) > 1
-    return is_faster and best.recorded is not None and not run.is_comparison
+    point, plain = fastest_with_proposals(run, best, _measured), best.point
+    if point is None or plain is None or best.recorded is None:
+        return False
+    if run.is_comparison:  # a speed-up is that over the same target TP
+        return _speed(point) > _speed(plain)
+    return (point.speedup or 0.0) > 1
 
 
 def headline(run: ReportedRun, bests: list[Finding]) -> str:

@@ -104,7 +104,8 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
         )
         if undecided:
             note = f"Nothing is advised: {' '.join(undecided)}"
-        return deployed(None, None, [note], sglang=_sglang(run, target, None))
+        plain = next((b.point for b in decided), None)
+        return deployed(None, plain, [note], sglang=_sglang(run, target, plain))
     # vLLM runs one draft. The draft of the smallest batch is chosen, since speculation pays most
     # there.
     chosen = speculating[0]
@@ -224,7 +225,7 @@ def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
     lacks the method."""
     parts = ["python", "-m", "sglang.launch_server", "--model-path", target]
     parts += _flags(run, point, "--tp-size")
-    if point is None:
+    if point is None or point.is_baseline:
         return shlex.join(parts)
     choice = METHODS.get(_method(run, point))
     if choice is None or choice.to_sglang is None:

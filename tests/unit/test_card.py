@@ -16,7 +16,14 @@ from specdec_cli.report.content import Content
 from specdec_cli.report.findings import best_by_batch_size
 from specdec_cli.report.folder import read_folder
 from specdec_cli.report.page import page
-from tests.report_helpers import DRAFT, RECIPE, sweep_points, write_folder
+from tests.report_helpers import (
+    DRAFT,
+    RECIPE,
+    comparison_point,
+    metrics,
+    sweep_points,
+    write_folder,
+)
 
 NEEDED = {"prompts": 240, "minutes": 12.4}
 COST = {
@@ -205,6 +212,67 @@ def test_a_comparison_s_memory_is_that_of_its_pair(tmp_path: Path) -> None:
         (folder / "summary.json").write_text(json.dumps(summary | {"memory": costs}))
         assert dict(Content(read_folder(folder)).card).get("Memory", "").startswith(told)
         assert told or "Memory" not in dict(Content(read_folder(folder)).card)
+
+
+def compared(folder: Path, verdict: str, gains: dict[tuple[int, int], float]) -> Content:
+    """A comparison that ended with this verdict. gains: the speed-up of each pair over k = 0 at its
+    own target TP; target TP 1 decodes fastest."""
+    speeds = {1: 200.0, 2: 50.0}
+    fastest = max(gains, key=lambda pair: gains[pair] * speeds[pair[0]])
+    points = []
+    for target_tp, speed in speeds.items():
+        own = {tp: gain for (of, tp), gain in gains.items() if of == target_tp}
+        for draft_tp, gain in {None: 1.0, **own}.items():
+            figures = metrics(5 if draft_tp else 0, 1, 0.5, 1.0, 10.0)
+            figures["decode_tokens_per_second"] = gain * speed
+            found = comparison_point(target_tp, draft_tp, 1, figures, figures)
+            points.append(found | {"speedup": gain})
+    best = {
+        "target_tp": fastest[0], "draft_tp": fastest[1], "k": 5, "tied": [], "reason": "its words",
+        "verdict": verdict, "significant": verdict == "use",
+    }  # fmt: skip
+    file = write_folder(folder, points) / "summary.json"
+    changed = {"best": best, "best_by_batch_size": {"1": best}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return Content(read_folder(folder))
+
+
+@pytest.mark.parametrize("verdict", ["none", None])
+def test_a_pair_slower_than_plain_decoding_is_not_advised(verdict: str, tmp_path: Path) -> None:
+    content = compared(tmp_path, verdict, {(1, 1): 0.5, (2, 1): 1.4, (2, 2): 0.3})
+    assert content.headline == (
+        "No speculation at batch size 1: plain decoding is fastest, on target TP 1. The best with "
+        "proposals, target TP 1 with draft TP 1, is 0.50×."
+    )
+    card = dict(content.card)
+    assert card["Verdict"].startswith("no speculation") and card["Gain"] == "0.50×"
+    assert card["Fastest with proposals"] == "target TP 1 with draft TP 1, batch size 1"
+    found = content.deployment
+    assert found is not None and found.speculative_config is None
+    assert card["vLLM"] == "vllm serve org/target-8b" and "speculative" not in card["SGLang"]
+
+
+def test_a_pair_that_gains_too_little_is_not_advised(tmp_path: Path) -> None:
+    content = compared(tmp_path, "none", {(1, 1): 1.01, (2, 1): 1.4})
+    assert content.headline.startswith(
+        "No speculation at batch size 1: nothing is faster than plain decoding beyond chance. "
+        "The best with proposals, target TP 1 with draft TP 1, is 1.01×"
+    )
+    assert "speculative" not in dict(content.card)["vLLM"]
+
+
+def test_plain_decoding_is_advised_at_its_degree(tmp_path: Path) -> None:
+    found = compared(tmp_path, "use", {(1, 1): 0.2, (2, 1): 1.9}).deployment
+    assert found is not None and "--tensor-parallel-size 2" in found.command
+    found = compared(tmp_path, "none", {(2, 1): 0.9}).deployment
+    assert found is not None and "--tensor-parallel-size" not in found.command
+
+
+def test_an_open_comparison_shows_the_pair_that_its_words_name(tmp_path: Path) -> None:
+    """Not the pair of the largest speed-up, which has another baseline."""
+    card = dict(compared(tmp_path, "inconclusive", {(1, 1): 0.9, (2, 1): 1.4}).card)
+    assert card["Fastest with proposals"].startswith("target TP 1 with draft TP 1")
+    assert card["Gain"].startswith("0.90×")
 
 
 def test_servers_do_not_tell_their_memory(tmp_path: Path) -> None:

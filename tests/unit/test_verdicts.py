@@ -183,8 +183,12 @@ def test_stages_that_may_differ_by_chance_are_no_cause() -> None:
 
 
 def test_pairs_that_are_slower_than_plain_decoding_are_none() -> None:
-    slow = verdict_of(compared(0.02, draft=(50.0, 60.0)))["best"]
+    found = verdict_of(compared(0.02, draft=(50.0, 60.0)))
+    slow = found["best"]
     assert (slow.verdict, slow.significant, slow.needed) == ("none", False, None)
+    first = summary_lines(found)[0]
+    said = "is the fastest pair, and slower than plain decoding at target TP 2 ("
+    assert first.startswith(f"no speculation: target TP 2 with draft TP 1 {said}")
 
 
 def test_warnings_of_ranks_name_their_pair_and_ranks(tmp_path: Path) -> None:

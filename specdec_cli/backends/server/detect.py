@@ -15,6 +15,8 @@ from specdec_cli.backends.server.session import scrape
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.text import one_line
 
+_UNREACHED = "check that it is up, its host and its port; sweep-k --serve vllm starts one by itself"
+
 
 def address(text: str, option: str) -> str:
     """The address of a server, without a path. Raises `UsageError` for any other text."""
@@ -53,7 +55,8 @@ async def look_at(
     listed = models.get("data") if isinstance(models, Mapping) else None
     if not isinstance(listed, list) or not all(isinstance(m, Mapping) for m in listed):
         raise SetupError(
-            f"{url} is not an OpenAI-compatible server: /v1/models gives no list of models"
+            f"{url} is not an OpenAI-compatible server: /v1/models gives no list of models",
+            "check its port: another program may answer there",
         )
     chosen = _chosen(url, {str(m.get("id")): m for m in listed}, served_model)
     most = chosen.get("max_model_len")
@@ -120,13 +123,15 @@ async def _healthy(http: aiohttp.ClientSession, url: str, patience_s: float) -> 
                         return
                     told = f"HTTP 503: {await error_words(response)}"
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as problem:
-            raise SetupError(f"no server answers at {url}: {words_of(problem)}") from None
+            why = words_of(getattr(problem, "strerror", None) or problem)
+            raise SetupError(f"no server answers at {url}: {why}", _UNREACHED) from None
         except (aiohttp.ClientError, OSError) as problem:
             told = words_of(problem) or "no answer"
         if time.monotonic() + times.LOOK_S > deadline:
             raise SetupError(
                 f"the server at {url} is not healthy after {patience_s:g} s "
-                f"(engine.start_timeout_s): {told}"
+                f"(engine.start_timeout_s): {told}",
+                "its log says what it waits for; --set engine.start_timeout_s=600 waits longer",
             )
         await asyncio.sleep(times.LOOK_S)
 

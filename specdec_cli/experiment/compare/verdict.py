@@ -179,13 +179,14 @@ def _reason(
     best: Point, rival: Point | None, plain: Point | None, differing: Mapping[str, float]
 ) -> str:
     gain = f", {best.speedup:.2f}x k = 0" if best.speedup is not None else ""
-    said = [f"{_name(best)} is the fastest: {_speed_of(best):.1f} tokens/s{gain}"]
-    if rival is not None:
-        said.append(_against(best, rival, differing))
+    what = "the fastest"
     if plain is not None and _speed_of(plain) > _speed_of(best):
-        speed = f"{_speed_of(plain):.1f} tokens/s"
-        said.append(f"no speculation at target TP {plain.target_tp} is faster still, {speed}")
-    return "; ".join(said)
+        what += (
+            f" pair, and slower than plain decoding at target TP {plain.target_tp} "
+            f"({_speed_of(plain):.1f} tokens/s)"
+        )
+    said = f"{_name(best)} is {what}: {_speed_of(best):.1f} tokens/s{gain}"
+    return said if rival is None else f"{said}; {_against(best, rival, differing)}"
 
 
 def _saved(best: Point, rival: Point) -> dict[str, float]:
@@ -274,7 +275,9 @@ def summary_lines(verdict: Verdict) -> list[str]:
 
 def _line(size: str, best: BestPair, sizes: Mapping[str, BestPair]) -> str:
     where = f"batch size {size}: " if len(sizes) > 1 else ""
-    doubt = "inconclusive: " if best.verdict == "inconclusive" else ""
+    doubt = {"inconclusive": "inconclusive: ", "none": "no speculation: "}.get(
+        str(best.verdict), ""
+    )
     names = [f"{p.target_tp} x {p.draft_tp}" for p in best.tied]
     tied = f" (tied: {', '.join(names)})" if names else ""
     return f"{where}{doubt}{best.reason}{tied}"
