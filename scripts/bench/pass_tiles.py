@@ -5,7 +5,7 @@
 
 A try gives tiles (the fields of `Tiles`) to some linear layers: norm (q, k and v), gate (gate and
 up), out, down, or add (out and down). Three fields are those of `RowTiles`, for one row; 0 slices
-are for terms of x over stored fp8. The others
+are for terms of x over stored fp8 and int4. The others
 keep their chosen tiles, as all do in the first line. There is no attention. Needs a CUDA device;
 bf16. Graphs alternate: most differences of 0.3 us a layer repeat. N processes with `--compile I/N`
 compile in advance.

@@ -163,10 +163,11 @@ def stored(
     constants |= around(kind, width) | more
     constants |= without_zeros(storage)
     constants |= absent(*([] if as_terms else ["x_scales"]))
+    constants |= absent(*([] if as_terms and storage.kind == "int4" else ["x_sums"]))
     constants |= absent(*([] if tiles.splits > 1 else ["partial", "counters"]))
     types = SQUARES | stored_types(storage)
     if as_terms:
-        types |= {"x_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32"}
+        types |= {"x_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32", "x_sums_ptr": "*fp32"}
     return constants, types
 
 
@@ -488,6 +489,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("fp8-32", "*fp16", stored("norm", 32, 4096, 6144, Storage("fp8"), dtype=FP16)),
             ("int8-32", "*fp16", stored("norm", 32, 4096, 6144, Storage("int8"), dtype=FP16)),
             ("int4-add-6", "*bf16", stored("add", 6, 14336, 4096, GPTQ)),
+            ("int4-16", "*bf16", stored("gate", 16, 4096, 28672, GPTQ)),
+            ("int4-48", "*bf16", stored("norm", 48, 4096, 6144, GPTQ)),
             ("int4-zeros-48", "*bf16", stored("gate", 48, 4096, 28672, AWQ)),
             ("int4-minima-6", "*bf16", stored("gate", 6, 4096, 28672, Q4_K)),
             ("narrow-minima-6", "*bf16", stored("gate", 6, 576, 3072, Q4_K)),
@@ -499,8 +502,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     "terms": (
         *("linear.terms_triton", "terms_kernel", "*bf16"),
-        {"K": 14336, "BLOCK": 16384, "DEPENDENT": True, "num_warps": 16},
-        {"terms_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
+        {"K": 14336, "SUM": 128, "BLOCK": 16384, "DEPENDENT": True, "num_warps": 16},
+        {"terms_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "sums_ptr": "*fp32"},
     ),
     **{
         f"plain-{name}": (

@@ -26,6 +26,11 @@ _INT4 = tl.constexpr(
     prmt.b32 $0, a, c, 0x5140; prmt.b32 $1, a, c, 0x7362;
     prmt.b32 $2, b, c, 0x5140; prmt.b32 $3, b, c, 0x7362; }"""
 )
+# The bits of a code are those of an e4m3 that is CODE of it.
+_INT4_FP8 = tl.constexpr(
+    "and.b32 $0, $2, 0x0f0f0f0f; shr.b32 $1, $2, 4; and.b32 $1, $1, 0x0f0f0f0f;"
+)
+CODE = tl.constexpr(2.0**-9)
 _FP4 = tl.constexpr(
     """{ .reg .b32 a, b, c, m, s; .reg .b32 r<4>; mov.b32 c, 0x7e807e80;
     and.b32 a, $4, 0x0f0f0f0f; shr.b32 b, $4, 4; and.b32 b, b, 0x0f0f0f0f;
@@ -90,6 +95,20 @@ def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
         low = _number(codes.to(tl.int32) & 15, FORM, dtype)
         high = _number(codes.to(tl.int32) >> 4, FORM, dtype)
     return low, high
+
+
+@triton.jit
+def block_as_fp8(codes):
+    """The numbers [N, 2 W] of bytes [N, W] of int4, the low codes first, times CODE, in e4m3."""
+    if INTERPRETED:
+        low, high = codes & 15, codes >> 4
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _INT4_FP8, "=&r,=&r,r", [codes], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+        )
+    both = tl.permute(tl.join(low, high), (0, 2, 1))
+    both = tl.reshape(both, [codes.shape[0], 2 * codes.shape[1]])
+    return both.to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """A product of rows with a stored weight, by sums as in `stored_sums_triton`.
 
 The steps around it are those of `few_rows_triton`. If x consists of terms of fp8 (see
-`terms_triton`), codes of fp8 need no registers: tensor cores read them in stored form. Then each
-row of x is two rows, and their sums are added up before the scales.
+`terms_triton`), codes of fp8 need no registers: tensor cores read them in stored form. Codes of
+four bits only need to be separated. Then each row of x is two rows, and their sums are added up at
+the end.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch_triton import after_predecessor, is_last, options_of, room_for_splits
+from specdec_kernels.linear.decode_triton import CODE
 from specdec_kernels.linear.few_rows_triton import (
     finish_product,
     load_squares,
@@ -21,19 +23,12 @@ from specdec_kernels.linear.few_rows_triton import (
     zero_sums,
 )
 from specdec_kernels.linear.fused import Fused, prepared
-from specdec_kernels.linear.stored import BLOCK, FP8, KINDS, Stored
+from specdec_kernels.linear.stored import BLOCK, FP8, INT4, KINDS, Stored
 from specdec_kernels.linear.stored_groups_triton import Form, row_scaled, row_scales, rows_of
 from specdec_kernels.linear.stored_sums_triton import held_share, held_sums, stored_sums
-from specdec_kernels.linear.terms_triton import TERMS, terms_triton
+from specdec_kernels.linear.terms_sums_triton import sums_of_blocks
+from specdec_kernels.linear.terms_triton import TERMS, sum_of_terms, terms_triton
 from specdec_kernels.linear.tile_tables import Tiles
-
-
-@triton.jit
-def sums_of_terms(sums):
-    """Sums [N, M * TERMS] of products with the terms of rows, added up to [N, M]. The terms of a
-    row lie side by side."""
-    M: tl.constexpr = sums.shape[1] // TERMS
-    return tl.sum(tl.reshape(sums, [sums.shape[0], M, TERMS]), axis=2)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -50,6 +45,7 @@ def stored_rows_kernel(
     scales_ptr,  # [N / FORM.high, FORM.groups]
     zeros_ptr,  # the same shape, uint8, or minima of the scales' dtype, or None
     x_scales_ptr,  # [T] fp32, of terms; else None
+    x_sums_ptr,  # [K / BLOCK, T] fp32, of terms with codes of four bits; else None
     partial_ptr,  # [1, or 2 with ACTIVATION, SPLITS, T, N] fp32, out; only with SPLITS > 1
     counters_ptr,  # [>= row blocks * N / BLOCK_N] int32, zeros; only with SPLITS > 1
     num_rows,
@@ -120,24 +116,37 @@ def stored_rows_kernel(
     M: tl.constexpr = TILES.block_m * OF_ROW
     x_row = tl.program_id(2) * M + tl.arange(0, M)
     x_rows, x_live = x_ptr + x_row.to(tl.int64) * x_stride, x_row < num_rows * OF_ROW
-    acc = zero_sums(M, TILES.block_n, SLICES, True)
-    if HELD:
-        acc, acc_up = held_sums(
-            *(x_rows, x_live, held, held_up, first, acc, acc, SHARE, ROW, FORM, TILES, GATED),
+    weight = codes, scales, zeros, codes_up, scales_up, zeros_up, column_live
+    if x_sums_ptr is not None:
+        x_sums = (x_sums_ptr, num_rows, row, row_live)
+        acc = zero_sums(TILES.block_m, TILES.block_n, SLICES, True)
+        acc, acc_up = sums_of_blocks(
+            *(x_rows, x_live, x_sums),
+            *weight,
+            *(first, first + SHARE, acc, acc, K, FORM, GATED, ROW % (SPLITS * TILE) == 0),
         )
     else:
-        acc, acc_up = stored_sums(
-            *(x_rows, x_live, codes, scales, zeros, codes_up, scales_up, zeros_up, column_live),
-            *(first, first + SHARE, acc, acc, K, FORM, TILES, GATED, SPLITS),
-        )
-    if OF_ROW > 1:
-        acc, acc_up = sums_of_terms(acc), sums_of_terms(acc_up)
+        acc = zero_sums(M, TILES.block_n, SLICES, True)
+        if HELD:
+            acc, acc_up = held_sums(
+                *(x_rows, x_live, held, held_up, first, acc, acc, SHARE, ROW, FORM, TILES, GATED),
+            )
+        else:
+            acc, acc_up = stored_sums(
+                *(x_rows, x_live),
+                *weight,
+                *(first, first + SHARE, acc, acc, K, FORM, TILES, GATED, SPLITS),
+            )
+        if OF_ROW > 1:
+            acc, acc_up = sum_of_terms(acc), sum_of_terms(acc_up)
     acc, acc_up = whole_sums(acc, acc_up, SLICES, True)
     acc = row_scaled(acc, row_scale, FORM, dtype)
     if GATED:
         acc_up = row_scaled(acc_up, row_scale_up, FORM, dtype)
     if OF_ROW > 1:
         x_scale = tl.load(x_scales_ptr + row, mask=row_live, other=0.0)[:, None]
+        if FORM.per_code == 2:
+            x_scale /= CODE
         acc, acc_up = acc * x_scale, acc_up * x_scale
 
     if SPLITS > 1:
@@ -163,7 +172,8 @@ def stored_rows_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel for x [T, K]; `fused` as in `Fused`, results as in `Launch`.
 
-    as_terms: whether x is multiplied as terms of fp8. This needs codes of fp8 and one slice.
+    as_terms: whether x is multiplied as terms of fp8. This needs one slice, and codes of fp8, or of
+        int4 in tiles of a block whose codes share a scale.
     """
     operands, numbers, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
     num_rows, num_features = results[0].shape
@@ -177,14 +187,15 @@ def stored_rows_linear(
     )
     size = (2 if constants["ACTIVATION"] else 1, num_rows, num_features)
     parts = room_for_splits(tiles.splits, blocks * row_blocks, size, x.device)
-    x_scales = None
+    x_scales = x_sums = None
     if not constants["DEPENDENT"]:
         tiles = tiles._replace(prefetch=0)
     if as_terms:
-        assert weight.storage.kind == FP8 and tiles.slices == 1
-        x, x_scales = terms_triton(x)
+        assert form.kind in (FP8, INT4) and tiles.slices == 1 and not form.is_apart
+        assert form.kind == FP8 or (tiles.block_k == BLOCK and form.rest == 0)
+        x, x_scales, x_sums = terms_triton(x, BLOCK if form.kind == INT4 else 0)
     stored_rows_kernel[(blocks, tiles.splits, row_blocks)](
-        *(x, *operands[1:], weight.scales, weight.zeros, x_scales, *parts),
+        *(x, *operands[1:], weight.scales, weight.zeros, x_scales, x_sums, *parts),
         *(num_rows, num_features, x.stride(-2), *numbers),
         FORM=form,
         TILES=tiles,

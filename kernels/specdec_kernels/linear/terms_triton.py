@@ -1,9 +1,12 @@
-"""Rows of bf16 as sums of two fp8 numbers each, which tensor cores multiply with codes of fp8.
+"""Rows of bf16 as sums of two fp8 numbers each, which tensor cores multiply with codes of fp8, and
+with codes of four bits, which are numbers of e4m3 too.
 
 A bf16 has 8 significant bits and an e4m3 has 4. The first term has a number's first four bits, and
 the second has the rest. Each row is scaled by a power of two, so that its largest number lies
 between 128 and 256. Then the sum of both terms is exact for numbers down to 2^-9 of the largest.
 For smaller numbers its error is at most 2^-16 of the largest.
+
+Sums of x take the place of zeros, which are subtracted from codes: see `stored_sums_triton`.
 """
 
 import torch
@@ -22,8 +25,10 @@ def terms_kernel(
     x_ptr,  # [T, K]
     terms_ptr,  # [T, TERMS, K] e4m3, out
     scales_ptr,  # [T] fp32, out
+    sums_ptr,  # [K / SUM, T] fp32, out; only with SUM
     x_stride,
     K: tl.constexpr,
+    SUM: tl.constexpr,  # columns of a sum, or 0
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -44,19 +49,43 @@ def terms_kernel(
     tl.store(terms_ptr + K, second, mask=column < K)
     # e4m3 has no infinity: a row with one, or with NaN, has a scale of NaN.
     tl.store(scales_ptr + row, tl.where(bits < 0x7F800000, scale, float("nan")))
+    if SUM > 0:
+        part = tl.arange(0, BLOCK // SUM)
+        sums = tl.sum(tl.reshape(x, [BLOCK // SUM, SUM]), axis=1)
+        place = part.to(tl.int64) * tl.num_programs(0) + row
+        tl.store(sums_ptr + place, sums, mask=part < K // SUM)
 
 
-def terms_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Terms [T, 2, K] e4m3 and scales [T] fp32 of x [T, K] bf16: terms.sum(1) * scales is x."""
+@triton.jit
+def sum_of_terms(sums):
+    """Sums [N, M * TERMS] of products with the terms of rows, added up to [N, M]. The terms of a
+    row lie side by side."""
+    M: tl.constexpr = sums.shape[1] // TERMS
+    return tl.sum(tl.reshape(sums, [sums.shape[0], M, TERMS]), axis=2)
+
+
+def terms_triton(x: Tensor, summed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x [T, K] bf16 in terms.
+
+    Returns:
+        Terms [T, 2, K] e4m3.
+        Scales [T] fp32; terms.sum(1) * scales is x.
+        Sums [K / summed, T] fp32 of x / scales over each `summed` columns, a power of two that
+        divides K; None if it is 0.
+    """
     num_rows, width = x.shape
+    assert not summed or width % summed == 0
     terms = torch.empty(num_rows, TERMS.value, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    block = power_of_2_from(width)
+    block, sums = power_of_2_from(width), None
+    if summed:
+        sums = torch.empty(width // summed, num_rows, dtype=torch.float32, device=x.device)
     terms_kernel[(num_rows,)](
-        *(x, terms, scales, x.stride(0)),
+        *(x, terms, scales, sums, x.stride(0)),
         K=width,
+        SUM=summed,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
         **dependence(x),
     )
-    return terms, scales
+    return terms, scales, sums

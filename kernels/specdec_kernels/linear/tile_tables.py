@@ -155,8 +155,8 @@ FINE: Products = {
 STORED_ROWS = 64  # most rows that read a stored weight; for more rows it is made plain
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
 
-# Tiles for more than 8 rows of terms of x and codes of fp8, on devices with a table. The number of
-# splits leaves each program a multiprocessor.
+# Tiles for more than 8 rows of terms of x, by kind of storage, on devices with a table. 0 splits
+# mean as many as leave each program a multiprocessor, or half of one with four warps.
 _TERMS: Products = {
     kind: (
         Case(Tiles(32, 128, 128, 1, 0, 256, 8, few), (32, ANY), (0,)),
@@ -164,4 +164,25 @@ _TERMS: Products = {
     )
     for kind, few, many in (("norm", 5, 5), ("gate", 4, 3), ("add", 5, 5))
 }
-TERMS = {(9, 0): _TERMS}
+_TERMS_HALVES: Products = {
+    "norm": (
+        Case(Tiles(16, 64, 128, 1, 0, 256, 4, 6), (16, ANY), (0,)),
+        Case(Tiles(32, 64, 128, 1, 0, 256, 4, 6), (32, ANY), (0,)),
+        Case(Tiles(64, 128, 128, 1, 0, 256, 8, 5), (64, ANY), (0,)),
+        Case(Tiles(64, 128, 128, 1, 1, 256, 8, 5), (128, ANY), (0,)),
+    ),
+    "gate": (
+        Case(Tiles(16, 64, 128, 1, 1, 256, 4, 6), (16, ANY), (0,)),
+        Case(Tiles(32, 64, 128, 1, 1, 256, 4, 6), (32, ANY), (0,)),
+        Case(Tiles(64, 128, 128, 1, 1, 256, 8, 3), (128, ANY), (0,)),
+    ),
+    "add": (
+        Case(Tiles(16, 128, 128, 1, 8, 256, 8, 5), (16, 4224), (8193,)),
+        Case(Tiles(16, 64, 128, 1, 0, 256, 4, 6), (16, ANY), (0,)),
+        Case(Tiles(32, 128, 128, 1, 8, 256, 8, 5), (32, 4224), (8193,)),
+        Case(Tiles(32, 64, 128, 1, 0, 256, 4, 6), (32, ANY), (0,)),
+        Case(Tiles(64, 128, 128, 1, 0, 256, 8, 5), (64, ANY), (0,)),
+        Case(Tiles(64, 128, 128, 1, 2, 256, 8, 5), (128, ANY), (0,)),
+    ),
+}
+TERMS = {(9, 0): {"fp8": _TERMS, "int4": _TERMS_HALVES}}

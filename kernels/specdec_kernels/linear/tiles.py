@@ -15,7 +15,7 @@ from specdec_kernels.gpu import (
     power_of_2_from,
     power_of_2_to,
 )
-from specdec_kernels.linear.stored import BLOCK, FP8, KINDS, Stored
+from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
 from specdec_kernels.linear.tile_tables import FINE, STORED, TABLES, TERMS, Tiles
 from specdec_kernels.tiles import first_fit, table_for
 
@@ -221,15 +221,20 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     """Tiles for a product whose x [T, K] meets the codes as terms of fp8; None if that is slower,
     or if x or the codes have no such terms."""
-    table = TERMS.get(gpu_of(x.device).capability)
-    if table is None or weight.storage.kind != FP8 or x.dtype != torch.bfloat16:
+    table = TERMS.get(gpu_of(x.device).capability, {}).get(weight.storage.kind)
+    if table is None or weight.storage.is_apart or x.dtype != torch.bfloat16:
         return None
     features = weight.shape[0] // (2 if kind == "gate" else 1)
     tiles = first_fit(table[kind], (x.shape[0], features), (weight.shape[1],))
     if tiles is None or x.shape[0] <= FEW or slices_for(weight, tiles.block_k, tiles.slices) != 1:
         return None
-    blocks, most = -(-features // tiles.block_n), power_of_2_to(weight.shape[1] // LEAST)
-    return tiles._replace(splits=min(SPLITS, most, power_of_2_to(MULTIPROCESSORS // blocks)))
+    if tiles.splits:
+        return tiles
+    programs = MULTIPROCESSORS * (2 if tiles.num_warps == 4 else 1)
+    most = min(SPLITS, power_of_2_to(weight.shape[1] // LEAST))
+    return tiles._replace(
+        splits=min(most, power_of_2_to(programs // -(-features // tiles.block_n)))
+    )
 
 
 def slices_for(weight: Stored, block_k: int, least: int) -> int | None:

@@ -38,6 +38,13 @@ FORMS = {
     "int8-minima": (Storage("int8", (1, 16), scales=torch.float16, has_minima=True), 272),
     "mxfp4": (Storage("mxfp4", (1, 32), scales=torch.uint8), 2 * 128 + 64),
 }
+HALVES = {  # forms in four bits whose codes terms of x meet
+    "int4": FORMS["int4"],
+    "int4-block-zeros": (Storage("int4", (1, 128), True, torch.bfloat16), 384),
+    "int4-rows": FORMS["int4-rows"],
+    "int4-rows-zeros": FORMS["int4-rows-zeros"],
+    "int4-wide-zeros": (Storage("int4", (1, 256), True, torch.float16), 512),
+}
 EPS = 1e-5
 
 
@@ -130,12 +137,13 @@ def terms_of(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_terms_of_rows_are_exact_far_below_the_largest_number(device) -> None:
-    x = normal(6, 300, dtype=torch.bfloat16, device=device)
+    x = normal(6, 320, dtype=torch.bfloat16, device=device)
     x[1] *= 2.0**-100
     x[2, 5:] *= 2.0**-9
     x[3] = 0
     x[4, 7], x[5, 9] = float("inf"), float("nan")
-    terms, scales = terms_triton(x)
+    terms, scales, sums = terms_triton(x, summed=64)
+    assert sums is not None
     for parts, scale in (terms, scales), terms_of(x):
         off = (parts.double().sum(1) * scale[:, None] - x.double())[:4].abs()
         most = x[:4].double().abs().amax(1, keepdim=True)
@@ -144,12 +152,14 @@ def test_terms_of_rows_are_exact_far_below_the_largest_number(device) -> None:
         assert scale[4:].isnan().all()
     assert torch.equal(terms.view(torch.uint8)[:4], terms_of(x)[0].view(torch.uint8)[:4])
     assert torch.equal(scales[:4], terms_of(x)[1][:4])
+    want = (x.double() / terms_of(x)[1][:, None]).unflatten(1, (-1, 64)).sum(2).T
+    assert torch.allclose(sums[:, :4].double(), want[:, :4], rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-blocks"])
+@pytest.mark.parametrize("name", [*(n for n in FORMS if n.startswith("fp8")), *HALVES])
 @pytest.mark.parametrize("activation", ["", "silu"])
 def test_products_of_terms(name, activation, device) -> None:
-    storage, width = FORMS[name]
+    storage, width = (FORMS | HALVES)[name]
     weight = filled(storage, 2 * 96, width, device)
     tiles = Tiles(16, 64, 128, 1, 2 if activation else 1, 0, 4, 3)
     x = normal(21, width, dtype=torch.bfloat16, device=device) / 50
@@ -164,17 +174,23 @@ def test_products_of_terms(name, activation, device) -> None:
     assert_close("product", want, out, 5e-3)
 
 
-def test_terms_are_for_bf16_and_fp8_from_9_rows_on() -> None:
-    cpu = torch.device("cpu")
-    for rows, kind, dtype in (
-        (9, "fp8", torch.bfloat16),
-        (8, "fp8", torch.bfloat16),
-        (9, "int8", torch.bfloat16),
-        (9, "fp8", torch.float16),
+def test_terms_are_for_bf16_and_codes_that_are_e4m3_from_9_rows_on() -> None:
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    int4 = Storage("int4", (1, 128))
+    for rows, storage, dtype, width, expected in (
+        (9, Storage("fp8"), bf16, 256, True),
+        (8, Storage("fp8"), bf16, 256, False),
+        (9, Storage("int8"), bf16, 256, False),
+        (9, Storage("fp8"), torch.float16, 256, False),
+        (9, int4, bf16, 256, True),
+        (8, int4, bf16, 256, False),
+        (128, int4, bf16, 256, True),
+        (129, int4, bf16, 256, False),
+        (9, int4, bf16, 256 + 64, False),  # a shorter last block
+        (9, Storage("int4", (1, 64)), bf16, 256, False),  # two scales in a block
     ):
-        x, weight = torch.empty(rows, 256, dtype=dtype), filled(Storage(kind), 8, 256, cpu)
-        has_terms = choose_terms_tiles("norm", x, weight) is not None
-        assert has_terms == (rows == 9 and kind == "fp8" and dtype == torch.bfloat16)
+        x, weight = torch.empty(rows, width, dtype=dtype), filled(storage, 8, width, cpu)
+        assert (choose_terms_tiles("norm", x, weight) is not None) == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -212,10 +228,10 @@ WAYS = [(way, name) for way in ("rows", "one row", "plain") for name in ODD_FORM
 
 
 @pytest.mark.parametrize("kind", ODD_SCALES)
-@pytest.mark.parametrize(("way", "name"), [*WAYS, ("terms", "fp8")])
+@pytest.mark.parametrize(("way", "name"), [*WAYS, ("terms", "fp8"), ("terms", "int4-block-zeros")])
 def test_odd_scales_are_multiplied_like_others(way, name, kind, device) -> None:
     """x is so large that products with denormal scales are normal numbers."""
-    storage, width = FORMS[name]
+    storage, width = (FORMS | HALVES)[name]
     weight, odd = filled(storage, 32, width, device), ODD_SCALES[kind]
     weight.scales[3] = odd.get(storage.scales, odd.get(None, 0))
     dtype = torch.bfloat16 if way == "terms" else torch.float32

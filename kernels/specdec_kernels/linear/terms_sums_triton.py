@@ -1,0 +1,118 @@
+"""Sums of products of terms of x (see `terms_triton`) with codes of four bits.
+
+The bits of a code are an e4m3, so that codes only need to be separated, which takes less than an
+instruction for two. A block of codes is the left operand of one product, from registers. Zeros are
+not subtracted from codes, which would need decoding. Their part is a product of its own, of scales
+times zeros with sums of x. Scales and zeros are those of whole blocks; scales of whole rows come at
+the end.
+"""
+
+import triton
+import triton.language as tl
+
+from specdec_kernels.linear.decode_triton import CODE, block_as_fp8, scale_of
+from specdec_kernels.linear.few_rows_triton import add_product, load_weight
+from specdec_kernels.linear.stored import BLOCK
+from specdec_kernels.linear.stored_groups_triton import groups_of
+from specdec_kernels.linear.terms_triton import sum_of_terms
+
+COLUMNS = tl.constexpr(BLOCK)
+BYTES = tl.constexpr(BLOCK // 2)
+AT_ONCE = tl.constexpr(32)  # blocks
+LIFT = tl.constexpr(2.0**24)  # of scales in a product, where denormal ones would be zeros
+
+
+@triton.jit
+def add_block(x, codes, scale, sums, FORM: tl.constexpr):
+    """sums [N, M] plus CODE times the product of x [M * TERMS, COLUMNS] with a block [N, BYTES] of
+    codes."""
+    none = tl.zeros([codes.shape[0], x.shape[0]], tl.float32)
+    found = sum_of_terms(add_product(x, block_as_fp8(codes), none, 1, True))
+    if FORM.wide > 0:
+        found *= scale_of(scale)
+    return sums + found
+
+
+@triton.jit
+def part_of_zeros(
+    sums,  # [N, M], for the shape
+    x_sums,
+    scales,
+    zeros,
+    live,
+    first,
+    stop,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """CODE times the products of zeros with rows of x, [N, M]. Arguments as in `sums_of_blocks`."""
+    pointer, num_rows, row, row_live = x_sums
+    part = tl.zeros(sums.shape, tl.float32)
+    for begin in tl.range(first // BYTES, stop // BYTES, AT_ONCE, num_stages=1):
+        block = begin + tl.arange(0, AT_ONCE)
+        inside = block < tl.minimum(stop // BYTES, K // COLUMNS)
+        group = block * 0
+        if FORM.wide > 0:
+            group = block * COLUMNS // FORM.wide
+        mask = live[:, None] & inside[None, :]
+        shift = tl.full(mask.shape, 8 * LIFT, tl.float32)
+        if FORM.has_zeros:
+            zero = tl.load(zeros[:, None] + group[None, :], mask=mask, other=0)
+            shift = zero.to(tl.float32) * LIFT
+        if FORM.wide > 0:
+            shift *= scale_of(tl.load(scales[:, None] + group[None, :], mask=mask, other=0.0))
+        place = block.to(tl.int64)[:, None] * num_rows + row[None, :]
+        x_sum = tl.load(pointer + place, mask=inside[:, None] & row_live[None, :], other=0.0)
+        part = tl.dot(shift, x_sum * (CODE / LIFT), part, input_precision="tf32x3")
+    return part
+
+
+@triton.jit
+def sums_of_blocks(
+    x_rows,  # [M * TERMS] pointers to rows of terms of x
+    x_live,  # [M * TERMS]
+    x_sums,  # a pointer to sums [K / COLUMNS, T], T, rows [M] of x, and whether each exists
+    codes,  # [N] pointers to the codes, scales and zeros of rows of the weight
+    scales,
+    zeros,
+    codes_up,  # pointers for the rows of up, read only with GATED
+    scales_up,
+    zeros_up,
+    live,  # [N]
+    first,  # byte of each row of the weight
+    stop,
+    sums,  # [N, M] fp32
+    sums_up,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,  # whether all bytes are those of the rows
+):
+    """sums and sums_up plus CODE times the products of x with bytes `first` to `stop` of the
+    weight's rows. Scales of whole rows are left out."""
+    scale, _ = groups_of(scales, zeros, 2 * first, live, FORM, 1)
+    scale_up = scale
+    if GATED:
+        scale_up, _ = groups_of(scales_up, zeros_up, 2 * first, live, FORM, 1)
+    for start in range(first, stop, BYTES):
+        # Scales are loaded one block ahead, since a pipeline holds only operands of products.
+        after = 2 * (start + BYTES)
+        next_scale, _ = groups_of(scales, zeros, after, live, FORM, 1)
+        column = 2 * start + tl.arange(0, COLUMNS)
+        byte = start + tl.arange(0, BYTES)
+        x_mask, inside = x_live[:, None], (byte < K // 2)[None, :]
+        if not EVEN:
+            x_mask = x_mask & (column < K)[None, :]
+        x = tl.load(x_rows[:, None] + column[None, :], mask=x_mask, other=0.0)
+        tile = load_weight(codes[:, None] + byte[None, :], inside, EVEN)
+        sums = add_block(x, tile, scale, sums, FORM)
+        scale = next_scale
+        if GATED:
+            next_scale, _ = groups_of(scales_up, zeros_up, after, live, FORM, 1)
+            tile = load_weight(codes_up[:, None] + byte[None, :], inside, EVEN)
+            sums_up = add_block(x, tile, scale_up, sums_up, FORM)
+            scale_up = next_scale
+    sums -= part_of_zeros(sums, x_sums, scales, zeros, live, first, stop, K, FORM)
+    if GATED:
+        sums_up -= part_of_zeros(sums, x_sums, scales_up, zeros_up, live, first, stop, K, FORM)
+    return sums, sums_up
