@@ -7,13 +7,13 @@ import contextlib
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
-from specdec_cli.commands.resuming import begun, say_kept, with_draft
+from specdec_cli.commands.resuming import resumed, say_kept, with_draft
 from specdec_cli.commands.starting import importing
 from specdec_cli.commands.status import (
     set_up_logging,
@@ -61,10 +61,6 @@ def compare_tp(
     import tempfile
 
     from specdec_cli.commands.reading import find_prompts, recipe_options
-    from specdec_cli.experiment.compare.comparison_records import (
-        ComparisonRecords,
-        ComparisonSettings,
-    )
 
     place = asked.place
     if place.seat is not None:
@@ -72,7 +68,11 @@ def compare_tp(
             f"compare-tp starts its own ranks; {place.seat.started_by} started this one",
             "run it as a single process",
         )
-    asked, kept = begun(asked, ComparisonSettings, resume=resume)
+    kept: dict[str, Any] = {}
+    if resume:
+        from specdec_cli.experiment.compare.comparison_records import ComparisonSettings
+
+        asked, kept = resumed(asked, ComparisonSettings)
     resolved = with_draft(asked, kept).resolve(recipe_options(source) | {"repeats": repeats})
     if kept:
         target_tp = target_tp or ",".join(map(str, kept["target_tps"]))
@@ -87,6 +87,7 @@ def compare_tp(
     with waiting("getting ready", quiet=quiet), contextlib.ExitStack() as scratch:
         with importing():
             from specdec_cli.experiment.compare import comparison_plan as plans
+            from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
             from specdec_cli.experiment.folders import settings_file
             from specdec_cli.experiment.folders.record_lines import to_json
             from specdec_cli.experiment.folders.run_folder import RunFolder

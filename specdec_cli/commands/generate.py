@@ -6,14 +6,19 @@ Parses and prepares; `generate_run` runs and shows.
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import specdec_cli
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
-from specdec_cli.commands.resuming import begun, folder_of_servers, saying_what_is_kept, with_draft
+from specdec_cli.commands.resuming import (
+    folder_of_servers,
+    resumed,
+    saying_what_is_kept,
+    with_draft,
+)
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import UsageError
@@ -39,9 +44,12 @@ def generate(
     recipe's data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
     """
     from specdec_cli.commands.reading import find_prompts, recipe_options
-    from specdec_cli.experiment.folders.generate_folder import GenerateSettings
 
-    asked, kept = begun(asked, GenerateSettings, resume=resume)
+    kept: dict[str, Any] = {}
+    if resume:
+        from specdec_cli.experiment.folders.generate_folder import GenerateSettings
+
+        asked, kept = resumed(asked, GenerateSettings)
     resolved = with_draft(asked, kept).resolve(recipe_options(source))
     asked.warn_of_unused(resolved, has_draft=asked.given["draft"] is not None)
     named, earlier = None, folder_of_servers(asked, kept)

@@ -19,20 +19,16 @@ from specdec_cli.launch.spinning import chosen_threads
 from specdec_cli.text import counted, inert
 
 
-def begun(
-    asked: Asked,
-    kind: "type[specdec_cli.experiment.folders.settings_file.RunSettings]",
-    *,
-    resume: bool,
+def resumed(
+    asked: Asked, kind: "type[specdec_cli.experiment.folders.settings_file.RunSettings]"
 ) -> tuple[Asked, dict[str, Any]]:
-    """The command line, and the settings of the run that it resumes; {} for a new run.
+    """The command line with --resume, and the settings of the run that it resumes; {} if the folder
+    holds none yet.
 
     A command line without a recipe gets the folder's recipe. kind: the class of the command's
     settings. Raises `UsageError` for --resume without a folder, and for a new folder if no model is
     named: a mistyped path would start the demo.
     """
-    if not resume:
-        return asked, {}
     if asked.output is None:
         noun = kind.kind.partition(" ")[0]
         raise UsageError(f"--resume needs the {noun}'s folder", "name it with -o DIR")

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,9 +16,9 @@ import specdec_cli.experiment.sweep
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.resuming import (
-    begun,
     folder_of_servers,
     names_of_drafts,
+    resumed,
     saying_what_is_kept,
     with_draft,
 )
@@ -123,12 +123,15 @@ def sweep_k(
     prompts. Without a recipe the bundled demo pair runs. With --server it is servers that decode.
     """
     from specdec_cli.commands.reading import find_prompts, recipe_options
-    from specdec_cli.experiment.sweep.sweep_records import SweepSettings
 
     if resume and minutes is not None:
         told = "--minutes chooses anew, and --resume goes on with what was chosen"
         raise UsageError(told, "leave --minutes out")
-    asked, kept = begun(asked, SweepSettings, resume=resume)
+    kept: dict[str, Any] = {}
+    if resume:
+        from specdec_cli.experiment.sweep.sweep_records import SweepSettings
+
+        asked, kept = resumed(asked, SweepSettings)
     lengths = kept["ks"] if kept and ks is None else parse_ks(_DEFAULT_KS if ks is None else ks)
     output = asked.output
     if serve is not None and serve not in _ENGINES:

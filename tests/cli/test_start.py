@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from specdec_cli.app import main
 from specdec_cli.commands.starting import _driver, _start_driver
+from tests.cli.generate_helpers import command, environment
 
 pytestmark = pytest.mark.usefixtures("small_demo")
 
@@ -79,3 +81,16 @@ def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch) ->
     assert _driver() == "libcuda.so.1"
     monkeypatch.setattr("resource.getrlimit", lambda _: (2**40, 2**40))
     assert _driver() is None
+
+
+@pytest.mark.parametrize("name", ["generate", "sweep-k"])
+def test_the_process_that_starts_ranks_imports_neither_the_engine_nor_records(name: str) -> None:
+    """It ends here just before it would start ranks, which cannot share the heads."""
+    code = (
+        "import sys; from specdec_cli.app import main; assert main(sys.argv[1:]) == 2; "
+        "found = {'torch', 'transformers', 'numpy', 'specdec_cli.experiment.folders.records'}; "
+        "assert not found & sys.modules.keys()"
+    )
+    line = [command()[0], "-c", code, name, "demo", "--prompt", "x", "--target-tp", "5"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "8 attention heads" in done.stderr, done.stderr
