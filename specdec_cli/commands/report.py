@@ -16,7 +16,7 @@ from specdec_cli.commands.starting import NUMPY_MIB, check_room
 from specdec_cli.commands.status import set_up_logging, warn
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.launch.world import Place
-from specdec_cli.text import inert, inert_json
+from specdec_cli.text import counted, inert, inert_json
 
 Folders = Annotated[
     list[Path],
@@ -99,7 +99,7 @@ def report(
         "files": [str(file) for file in files],
         "vllm": content.deployment and asdict(content.deployment),
     }
-    _tell(document, [content.headline], as_json=as_json)
+    _tell(document, [content.headline], _in_short(content.notices), as_json=as_json)
 
 
 def _report_runs(
@@ -107,6 +107,7 @@ def _report_runs(
 ) -> None:
     """Compare runs; print the answers and tables, and write files if there is an output folder."""
     from specdec_cli.report.export import aligned
+    from specdec_cli.report.findings import warnings
     from specdec_cli.report.runs import side_by_side, warnings_of
     from specdec_cli.report.write import write_runs
 
@@ -122,14 +123,28 @@ def _report_runs(
         "files": [str(file) for file in files],
     }
     tables = (line for table in whole.tables for line in ("", *aligned(table)))
-    _tell(document, [*(whole.answers or [whole.headline]), *tables], as_json=as_json)
+    runs = zip(whole.names, whole.runs, strict=True)
+    told = [f"{name}: {one}" for name, run in runs for one in _in_short(warnings(run))]
+    _tell(document, [*(whole.answers or [whole.headline]), *tables], told, as_json=as_json)
 
 
-def _tell(document: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
-    """Print the document as JSON, or else `lines`, the names of the files, and the warnings."""
+def _in_short(notices: Sequence[Notice]) -> list[str]:
+    """The report's own warnings, and the codes of those that the run itself printed."""
+    own = [one.message for one in notices if one.code in ("report", "damaged")]
+    codes = [one.code for one in notices if one.code not in ("report", "damaged")]
+    if not codes:
+        return own
+    names = ", ".join(dict.fromkeys(codes))
+    return [*own, f"{counted(len(codes), 'warning')} of the run (--json has the words): {names}"]
+
+
+def _tell(
+    document: dict[str, Any], lines: Sequence[str], warnings: Sequence[str], *, as_json: bool
+) -> None:
+    """Print the document as JSON, or else `lines`, the names of the files, and `warnings`."""
     if as_json:
         typer.echo(inert_json(json.dumps(document, ensure_ascii=False)))
         return
     for line in (*lines, *document["files"]):
         typer.echo(inert(line))
-    warn(one["message"] for one in document["warnings"])
+    warn(warnings)

@@ -96,6 +96,31 @@ def test_a_partial_run_is_warned_of(folder: Path, capsys: Capture) -> None:
     assert "warning: This run did not come to its end" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_warnings_of_the_run_are_named_and_not_printed_again(
+    folder: Path, capsys: Capture, count: int
+) -> None:
+    found = [
+        {"code": "few_prompts", "message": "2 prompts are few", "evidence": {}},
+        {"code": "cpu_load", "message": "it was loud", "evidence": {}},
+        {"code": "cpu_load", "message": "it was loud again", "evidence": {}},
+    ]
+    summary = json.loads((folder / "summary.json").read_text()) | {"warnings": found}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "recipe.yaml").write_text("speculation: {acceptance: synthetic}\n")
+    folders = [str(folder)] * count
+    assert main(["report", *folders, "-o", str(folder / "page"), "--format", "md"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 * count and "Acceptance was given, not measured" in told[0]
+    said = "3 warnings of the run (--json has the words): few_prompts, cpu_load"
+    assert told[1].startswith("warning: ") and told[1].endswith(said)
+    page = (folder / "page" / "report.md").read_text()
+    assert page.count("it was loud again") == count
+    assert main(["report", *folders, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert sum("2 prompts are few" in one["message"] for one in document["warnings"]) == count
+
+
 def test_an_empty_name_is_not_the_current_folder(
     folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
