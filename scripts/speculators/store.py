@@ -49,7 +49,8 @@ def plain_tensors(place: Path) -> tuple[Tensors, dict[str, Any]]:
         module = load(describe(spec, torch.device("cpu")), torch.device("cpu"))
         tied = module._tied_weights_keys if module.config.tie_word_embeddings else ()
         tensors = {n: t for n, t in module.state_dict().items() if n not in tied}
-        return tensors, module.config.to_dict()
+        # Servers choose their own class by this name, which no GGUF file has.
+        return tensors, module.config.to_dict() | {"architectures": [type(module).__name__]}
     config = json.loads((place / CONFIG).read_text())
     settings = config.pop("quantization_config", None)
     with open_checkpoint(place, False) as readers:

@@ -48,11 +48,11 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
     for name in dict.fromkeys(map(str, filter(None, names))):
         if name not in command:
             continue
+        writes = f"`python -m scripts.speculators.store {shlex.quote(name)} FOLDER --form plain`"
         if name.startswith("package:"):
             notes.append(
-                f"{name} lies in an installed package: put the folder with its config.json "
-                f"(`pip show -f {name.removeprefix('package:')}` lists its files), or the model's "
-                "id on the hub, in its place."
+                f"{name} lies in an installed package: {writes}, in a checkout of specdec, writes "
+                "it as a folder in bf16; put that, or the model's id on the hub, in its place."
             )
         elif name.startswith(demo.PREFIX):
             notes.append(
@@ -61,8 +61,8 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
             )
         elif name.endswith(".gguf"):
             notes.append(
-                f"{name} is a GGUF file: servers read few of them, and want the original model's "
-                "tokenizer beside it (--tokenizer). Better put the original's id in its place."
+                f"{name} is a GGUF file: servers read few of them. Put the original's id in its "
+                f"place, or a folder in bf16, which {writes} writes in a checkout of specdec."
             )
     return notes
 

@@ -12,6 +12,7 @@ from specdec_cli.models.held import plain_weight
 from specdec_cli.models.loader import load
 from specdec_cli.models.stored import stored_parameters
 from tests.engine.test_formats import described
+from tests.gguf_files import TYPES, save_gguf, tiny_model
 from tests.support import CPU, save_tiny
 
 
@@ -39,6 +40,21 @@ def test_a_form_is_near_the_numbers(
         errors = (found - want[name]).abs()
         assert errors.mean() <= largest * want[name].abs().mean(), name
         assert bool(errors.any()) is (form != "plain")
+
+
+def test_a_file_is_written_as_a_folder_that_names_its_class(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    file = save_gguf(tmp_path / "m.gguf", "llama", model, TYPES.F32)
+    tensors, config = store.plain_tensors(file)
+    store.write(tmp_path / "folder", "plain", tensors, config)
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
+    found = type(model).from_pretrained(tmp_path / "folder", dtype=torch.float32)
+    ids = torch.arange(1, 12)[None]
+    assert torch.allclose(found(ids).logits, model(ids).logits, atol=1e-4)
 
 
 def test_scales_of_four_bits_have_the_least_error() -> None:

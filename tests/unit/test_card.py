@@ -109,8 +109,8 @@ def test_no_speculation_has_a_card_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("package:llm-small", "lies in an installed package"),
-        ("models/small-q8.gguf", "is a GGUF file"),
+        ("package:llm-small", "scripts.speculators.store package:llm-small FOLDER --form plain"),
+        ("a b/small-q8.gguf", "scripts.speculators.store 'a b/small-q8.gguf' FOLDER --form plain"),
         ("demo:target", "is bundled"),
         ("org/target-8b", None),
     ],

@@ -36,10 +36,6 @@ def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
 
     def config_of(setting: Setting, draft: str | None) -> VllmConfig:
         config, found = {"method": method, "model": draft}, [*notes]
-        if any(str(name).startswith("demo:") for name in (draft, setting("target", "model"))):
-            found.append(
-                "demo: models come with specdec; vLLM needs a folder or a Hugging Face id."
-            )
         if setting("sampling", "temperature") not in (None, 0):
             config["draft_sample_method"] = "probabilistic"
             found.append(
