@@ -20,9 +20,16 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
-# These modules import nearly everything that a rank uses, and run nothing on a device. A module
+# These modules import nearly everything that a rank uses, and run nothing on a device. The code of
+# models is that of two families, with what it imports, which other families import too. A module
 # that extends the command imports its own packages, besides torch.
-_SHARED, _LEAST = ("specdec_cli.app", "specdec_cli.engine.build"), ("torch.distributed",)
+_SHARED = (
+    "specdec_cli.app",
+    "specdec_cli.backends.native",
+    "specdec_cli.commands.generate_run",
+    "specdec_cli.models.heads.layers",
+)
+_LEAST = ("torch.distributed",)
 
 
 @dataclass(frozen=True, slots=True)

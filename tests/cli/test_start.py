@@ -94,3 +94,17 @@ def test_the_process_that_starts_ranks_imports_neither_the_engine_nor_records(na
     line = [command()[0], "-c", code, name, "demo", "--prompt", "x", "--target-tp", "5"]
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "8 attention heads" in done.stderr, done.stderr
+
+
+def test_ranks_share_nearly_everything_that_they_import() -> None:
+    """A rank is a fork of its agent, so that what the agent has not imported each rank imports."""
+    code = (
+        "import importlib, sys; from specdec_cli.launch.agent import _SHARED; "
+        "[importlib.import_module(name) for name in _SHARED]; shared = set(sys.modules); "
+        "from specdec_cli.app import main; assert main(sys.argv[1:]) == 0; "
+        "print(*sorted(set(sys.modules) - shared))"
+    )
+    line = [command()[0], "-c", code, "generate", "--max-new-tokens", "2", "--prompt", "x"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=True)
+    own = done.stdout.splitlines()[-1].split()
+    assert len(own) < 40 and not [name for name in own if name.partition(".")[0] == "torch"], own

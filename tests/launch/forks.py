@@ -4,6 +4,7 @@
 """
 
 import atexit
+import importlib
 import os
 import select
 import signal
@@ -14,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
-import specdec_cli.engine.build  # noqa: F401
 from specdec_cli.launch import agent, ranks, seat
 from tests.cli.generate_helpers import Result, specdec
 from tests.launch.faults import plant
+
+for name in agent._SHARED:
+    importlib.import_module(name)
 
 
 class ForkedAgent:
