@@ -77,9 +77,7 @@ def generate(
             _check_turns(found.prompts, next_turns)
         is_single = bool(source.prompt) and len(found.prompts) == 1
         with waiting("getting ready", quiet=asked.quiet) as stages:
-            from specdec_cli.backends.base import Backend
-
-            backend: Backend
+            backend: specdec_cli.backends.base.Backend
             if named is not None:
                 from specdec_cli.backends.server.backend import ServerBackend
 

@@ -233,9 +233,7 @@ def sweep_k(
         ExitStack() as open_until_end,
     ):
         with waiting("getting ready", quiet=asked.quiet):
-            from specdec_cli.backends.base import Backend
-
-            backend: Backend
+            backend: specdec_cli.backends.base.Backend
             starter = None
             if named is not None or serves:
                 from specdec_cli.backends.server.backend import ServerBackend

@@ -96,6 +96,19 @@ def test_the_process_that_starts_ranks_imports_neither_the_engine_nor_records(na
     assert done.returncode == 0 and "8 attention heads" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("name", ["generate", "sweep-k"])
+def test_memory_is_looked_at_before_anything_heavy_is_imported(name: str) -> None:
+    code = (
+        "import sys; from specdec_cli.app import main; from specdec_cli.commands import starting; "
+        "starting._torch_mib = lambda: 1 << 30; "
+        "starting.resource.getrlimit = lambda _: (2**40, 2**40); assert main(sys.argv[1:]) == 5; "
+        "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()"
+    )
+    line = [command()[0], "-c", code, name, "demo", "--prompt", "x"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "torch needs" in done.stderr, done.stderr
+
+
 def test_ranks_share_nearly_everything_that_they_import() -> None:
     """A rank is a fork of its agent, so that what the agent has not imported each rank imports."""
     code = (
