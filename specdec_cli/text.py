@@ -61,11 +61,11 @@ def shown(value: object) -> str:
 
 def in_lines(told: list[str], what: str, where: str = "") -> str:
     """Up to five of these problems, one per line, and the number of further ones. what: the noun
-    for the problems, in the plural. where: the file that has them, if it is a single one.
+    for the problems. where: the file that has them, if it is a single one.
     """
     shown, more = told[:_MAX_LINES], len(told) - _MAX_LINES
     rest = f"{where}: and" if where else "and"
-    return "\n".join([*shown, f"{rest} {more} more bad {what}"] if more > 0 else shown)
+    return "\n".join([*shown, f"{rest} {counted(more, f'more bad {what}')}"] if more > 0 else shown)
 
 
 def counted(number: int, noun: str) -> str:

@@ -191,18 +191,26 @@ def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
 def _filled(
     tokenizer: Tokenizer, messages: tuple[Message, ...], template: Mapping[str, object]
 ) -> str:
-    """The text that the chat template makes of the messages. If the template takes only texts, the
-    parts of a message's content are joined."""
-    parts = [m["content"] for m in messages if isinstance(m.get("content"), list)]
-    try:
-        text = tokenizer.render(messages, template)
-        if not any(str(one) in text for one in parts):
-            return text
-    except SpecdecError:
-        if not parts:
-            raise
-    joined = [{**m, "content": "\n".join(_texts(m))} for m in messages]
-    return tokenizer.render(joined, template)
+    """The text that the chat template makes of the messages. The parts of a message's content are
+    joined if the template takes only texts: if it refuses parts, loses them or writes them as a
+    list."""
+    in_parts = [m for m in messages if isinstance(m.get("content"), list)]
+    if not in_parts:
+        return tokenizer.render(messages, template)
+    texts = [text.strip() for m in in_parts for text in _texts(m)]
+    lists = [str(m["content"]) for m in in_parts]
+    joined = tuple({**m, "content": "\n".join(_texts(m))} for m in messages)
+    found, problems = list[str](), list[SpecdecError]()
+    for way in (messages, joined):
+        try:
+            found.append(tokenizer.render(way, template))
+        except SpecdecError as problem:
+            problems.append(problem)
+    if not found:
+        raise problems[-1]
+    return min(
+        found, key=lambda text: sum(t not in text for t in texts) + sum(t in text for t in lists)
+    )
 
 
 def _texts(message: Message) -> list[str]:

@@ -48,7 +48,7 @@ def refuse(bad: Sequence[UsageError], *, skip: bool) -> None:
     """Raise a `UsageError` that names up to five bad prompts, or warn about their number."""
     told = [one.message for one in bad]
     if bad and not skip:
-        raise UsageError(in_lines(told, "prompts"), bad[0].hint)
+        raise UsageError(in_lines(told, "prompt"), bad[0].hint)
     if bad:
         _log.warning("skipped %s", of_many(told, "prompt"))
 

@@ -321,7 +321,7 @@ def _prompts_of(
         except BadRow as reason:
             bad.append(f"{where}: {reason}")
     if bad and not skip_bad:
-        raise UsageError(in_lines(bad, "lines", name), source.hint)
+        raise UsageError(in_lines(bad, "line", name), source.hint)
     if not found and not bad and split is not None:
         raise UsageError(f"{name}: no prompts in {one_line(split)}", "name another data.split")
     if not found and short and not bad:

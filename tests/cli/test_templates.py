@@ -25,6 +25,7 @@ TEMPLATE = (
 )
 DATED = "\n  {%- if true %}{{ strftime_now('%d %b %Y, %H:%M') }}\n{% endif %}" + CHAT_TEMPLATE
 OF_PARTS = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}"
+OF_TEXTS = "{% for m in messages if m.content is string %}{{ m.content }}{% endfor %}"
 ALTERNATE = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['content'] }}\n{% endfor %}"
@@ -177,13 +178,16 @@ def test_what_is_no_template(options: tuple[str, ...], told: str, run: Run, tmp_
 
 
 def test_texts_in_parts(run: Run, tmp_path: Path, lines: Any) -> None:
-    """A template of texts gets one text; one that takes parts gets them as they are."""
+    """A template of texts gets one text, also if it leaves out what is no text; one that takes
+    parts gets them as they are, also if it leaves messages out."""
     messages = [{"role": "system", "content": PARTS[:1]}, {"role": "user", "content": PARTS}]
     path = lines({"messages": messages})
     for name, template, want in (
         ("text", CHAT_TEMPLATE, "Sum\na list."),
         ("strict", "{{ messages[1].content.strip() }}", "Sum\na list."),
         ("parts", OF_PARTS, "<Sum><Sum><a list.>"),
+        ("lossy", OF_TEXTS, "SumSum\na"),
+        ("first", OF_PARTS.replace("messages", "messages[1:]"), "<Sum><a list.>"),
     ):
         model = chat_model(tmp_path / name, template)
         (found,) = prompts(run("--target", model, "--prompt-file", path, *FEW))

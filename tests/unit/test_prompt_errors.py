@@ -221,6 +221,9 @@ def test_bad_lines_are_listed_up_to_five(tmp_path: Path, capsys: Capture) -> Non
     *lines, hint = capsys.readouterr().err.splitlines()
     assert [line.split(":")[2] for line in lines[:5]] == ["2", "3", "4", "5", "6"]
     assert lines[5:] == [f"error: {path}: and 4 more bad lines"]
+    path.write_text(A + "x\n" * 6)
+    assert main(["generate", "--target", "/no/such/model", "--prompt-file", str(path)]) == 2
+    assert f"{path}: and 1 more bad line\n" in capsys.readouterr().err
     assert hint.startswith("hint: a .jsonl file has one JSON object a line")
 
 
