@@ -1,6 +1,7 @@
 """The folder or GGUF file for a model's name in a recipe, which is a path, `demo:NAME`,
 `package:NAME` or a hub id. Reads no weights."""
 
+import json
 import logging
 import re
 from contextlib import suppress
@@ -178,6 +179,16 @@ def _guess(name: str) -> str:
     return f"did you mean {' or '.join(known[one] for one in near)}? " if near else ""
 
 
+def _base_of(adapter: Path) -> str:
+    """The name of the model that an adapter was trained on, or words for it."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+        base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
+        if isinstance(base, str) and base.strip():
+            return one_line(base)
+    return "the model that it was trained on"
+
+
 def _in_folder(name: str, folder: Path, file: str | None) -> Path:
     """The model in a folder: the folder itself, or a GGUF file in it."""
     if file is not None:
@@ -201,7 +212,7 @@ def _in_folder(name: str, folder: Path, file: str | None) -> Path:
     if is_adapter:
         raise SetupError(
             f"{name} is an adapter (adapter_config.json), not a model",
-            "merge it into the model that it was trained on, and give that folder",
+            f"merge it into {_base_of(folder)}, and give that folder",
         )
     if not has_config:
         hint = "is the path right? a folder with a .gguf file needs none"

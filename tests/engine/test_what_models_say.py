@@ -207,7 +207,12 @@ def test_an_adapter_is_no_model(
             (tmp_path / "training_args.bin").touch()
         with pytest.raises(SetupError, match="is an adapter") as told:
             model_place(str(tmp_path), None, None)
-        assert "merge it" in (told.value.hint or "")
+        assert "merge it into the model that it" in (told.value.hint or "")
+        (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/a"}')
+        with pytest.raises(SetupError, match="is an adapter") as told:
+            model_place(str(tmp_path), None, None)
+        assert told.value.hint == "merge it into org/a, and give that folder"
+        (tmp_path / "adapter_config.json").write_text("[")
     (tmp_path / "model.safetensors").touch()
     assert model_place(str(tmp_path), None, None) == tmp_path
     assert "beside its weights (adapter_config.json), which is not applied" in caplog.text
