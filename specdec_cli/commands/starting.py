@@ -46,6 +46,10 @@ def importing(device: str = "cpu") -> Iterator[None]:
         if driver is not None:  # not a daemon: a process must not end while its driver starts
             Thread(target=_start_driver, args=(driver, device)).start()
         begin_stage("importing torch")
+        # The work of others is measured until a quarter of a second after the process's start, and
+        # these imports without torch fill the rest of it.
+        import specdec_cli.experiment.folders.settings_file  # noqa: F401
+
         choose_spins()
         import torch  # noqa: F401
 

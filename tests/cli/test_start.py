@@ -109,6 +109,20 @@ def test_memory_is_looked_at_before_anything_heavy_is_imported(name: str) -> Non
     assert done.returncode == 0 and "torch needs" in done.stderr, done.stderr
 
 
+def test_records_are_imported_while_the_work_of_others_is_measured() -> None:
+    """Before torch this takes a quarter of a second, of which a process would else wait half."""
+    code = (
+        "import os, sys; from specdec_cli.app import main; "
+        "from specdec_cli.commands import starting; "
+        "wanted = {'numpy', 'specdec_cli.experiment.folders.records'}; "
+        "starting.choose_spins = lambda: os._exit("
+        "7 if wanted <= sys.modules.keys() and 'torch' not in sys.modules else 8); "
+        "main(sys.argv[1:])"
+    )
+    line = [command()[0], "-c", code, "generate", "demo", "--prompt", "x"]
+    assert subprocess.run(line, env=environment(), check=False).returncode == 7
+
+
 def test_ranks_share_nearly_everything_that_they_import() -> None:
     """A rank is a fork of its agent, so that what the agent has not imported each rank imports."""
     code = (
