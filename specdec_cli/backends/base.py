@@ -98,7 +98,7 @@ class Prepared:
     device: an object with a `type`. device_name: the device's type, or a GPU's name. random_roles:
     the models with random weights. remark, readings: notes for readers of the results, about the
     acceptance rule and the draft. reads_hidden: whether the draft takes the target's hidden states.
-    generation_config: the content of the target's file of that name, or empty. stages: the stages
+    generation_config: what `generation_config` reads of the target. stages: the stages
     of opening a session. fingerprint: gives, for a role, a hash that tells models of one name
     apart; None for a role without a model. own: data of the backend itself. few_threads: the notice
     that the backend runs on fewer threads than it could.

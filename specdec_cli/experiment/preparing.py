@@ -9,7 +9,7 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment.generation import Job, Output
 from specdec_cli.experiment.load.arrivals import process_of
 from specdec_cli.experiment.statistics.stats import FEWEST
-from specdec_cli.models.generation_config import in_words, recommended, unsupported
+from specdec_cli.models.generation_config import file_of, in_words, recommended, unsupported
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import digest
 
@@ -115,7 +115,7 @@ def other_sampling(plan: Prepared) -> list[Notice]:
     if others:
         parts.append(f"asks for {in_words(others)}, which is not supported and has no effect")
     evidence = {"recommended": asked, "used": used, "unsupported": others}
-    said = f"the target's generation_config.json {'; it '.join(parts)}"
+    said = f"the target's {file_of(stored)} {'; it '.join(parts)}"
     return [Notice("generation_config", said, evidence)]
 
 

@@ -1,4 +1,5 @@
-"""The sampling that a model's generation_config.json asks for, in keys of a recipe."""
+"""The sampling that a model's generation_config.json asks for, or an old model's config.json, in
+keys of a recipe."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from specdec_cli.models.resolve import model_place
 from specdec_cli.recipe import Recipe, SamplingSection
 from specdec_cli.text import of_many, shown
 
-FILE = "generation_config.json"
+FILE, CONFIG = "generation_config.json", "config.json"
 # The defaults of transformers' `generate` for keys that the file lacks. `_DRAW` applies only if the
 # file has `do_sample`.
 _PROCESSING: dict[str, Any] = {
@@ -51,10 +52,26 @@ _UNSUPPORTED: dict[str, Any] = {
 }
 
 
+_KEYS = {"do_sample", *_PROCESSING, *_DRAW, *_UNSUPPORTED, *_UNSUPPORTED_DRAW}
+_FROM = "_read_from"  # the file that the values are from, if it is another
+
+
 def generation_config(place: Path) -> dict[str, Any]:
-    """The content of generation_config.json in a model's folder; empty without the file."""
-    file = place / FILE
-    return json_object(file, str(file)) if file.is_file() else {}
+    """The content of generation_config.json in a model's folder. Without that file `generate` takes
+    the same keys of config.json, as old checkpoints have them: they are returned, if there are any.
+    """
+    file, older = place / FILE, place / CONFIG
+    if file.is_file():
+        return json_object(file, str(file))
+    config = json_object(older, str(older)) if older.is_file() else {}
+    parts = [one for one in (config.get("text_config"), config) if isinstance(one, dict)]
+    found = {key: one[key] for one in parts for key in _KEYS if one.get(key) is not None}
+    return found and {**found, _FROM: CONFIG}
+
+
+def file_of(stored: Mapping[str, Any]) -> str:
+    """The name of the file that the values are from."""
+    return str(stored.get(_FROM, FILE))
 
 
 def recommended(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +103,7 @@ def with_sampling(recipe: Recipe) -> Recipe:
         raise UsageError(f"sampling.from is model, and {target.model} has no {FILE}")
     if others := unsupported(stored):
         raise UsageError(
-            f"sampling.from is model, and {FILE} of {target.model} asks for what is not "
+            f"sampling.from is model, and {file_of(stored)} of {target.model} asks for what is not "
             f"supported: {in_words(others)}",
             "leave sampling.from out, and give the values that you want",
         )
@@ -96,7 +113,7 @@ def with_sampling(recipe: Recipe) -> Recipe:
         checked = SamplingSection.model_validate(taken)
     except ValidationError as error:
         keys = of_many([str(found["loc"][0]) for found in error.errors()], "value")
-        raise SetupError(f"{FILE} of {target.model}: cannot be used: {keys}") from None
+        raise SetupError(f"{file_of(stored)} of {target.model}: cannot be used: {keys}") from None
     values = {key: getattr(checked, key) for key in taken}
     given = {key: getattr(asked, key) for key in taken if key in asked.model_fields_set}
     if differing := {key: value for key, value in given.items() if value != values[key]}:

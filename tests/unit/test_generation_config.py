@@ -16,6 +16,7 @@ from specdec_cli.experiment.preparing import other_sampling
 from specdec_cli.models.generation_config import (
     _UNSUPPORTED,
     _UNSUPPORTED_DRAW,
+    generation_config,
     recommended,
     unsupported,
     with_sampling,
@@ -81,6 +82,37 @@ def test_refusals(
 ) -> None:
     with pytest.raises(SpecdecError, match=re.escape(words)):
         with_sampling(recipe(tmp_path, stored, **given))
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("stored", [QWEN, CODER, {**QWEN, **CODER, "min_length": 4}, {}])
+def test_old_models_have_the_keys_in_their_config(
+    tmp_path: Path, stored: dict[str, Any], inner: bool
+) -> None:
+    """Without generation_config.json, as transformers' `generate` reads them."""
+    whole = recipe(tmp_path, None)
+    config = {"model_type": "llama", "vocab_size": 9, "top_k": None}
+    config |= {"text_config": stored, "model_type": "gemma3"} if inner else stored
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = generation_config(tmp_path)
+    theirs = GenerationConfig.from_model_config(config)
+    for key in ("do_sample", *recommended({**found, "do_sample": True}), *unsupported(found)):
+        want = getattr(theirs, key)
+        assert stored.get(key) == want and found.get(key) == want, key
+    assert bool(found) == bool(stored)
+    if not stored or "min_length" in stored:
+        words = "has no generation_config" if not stored else "config.json of .* min_length 4"
+        with pytest.raises(SpecdecError, match=words):
+            with_sampling(whole)
+        return
+    sampling = with_sampling(whole).sampling
+    assert sampling.top_k == (20 if stored is QWEN else 0)
+    assert sampling.repetition_penalty == (1.1 if stored is CODER else 1.0)
+    plan = SimpleNamespace(generation_config=found, params=SamplingParams())
+    (told,) = other_sampling(cast(Prepared, plan))
+    assert told.message.startswith("the target's config.json recommends ")
+    (tmp_path / "generation_config.json").write_text("{}")  # then config.json is not read for them
+    assert generation_config(tmp_path) == {}
 
 
 def test_a_value_that_is_the_models_too_is_no_contradiction(tmp_path: Path) -> None:
