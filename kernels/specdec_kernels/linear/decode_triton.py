@@ -9,9 +9,9 @@ import triton.language as tl
 
 from specdec_kernels.launch_triton import INTERPRETED
 
-# e4m3 and e2m1 have the exponents of a bf16 with another bias: their bits are moved into place, and
-# a product with a power of two corrects the bias, even for numbers below the least normal one.
-# Numbers of e4m3 stay smaller by 2^-120, and sums of their products are corrected in fp32.
+# An e4m3 has the exponent of a bf16 with another bias, even below the least normal number: its bits
+# are moved into place. The numbers stay smaller by 2^-120, and sums of their products are corrected
+# in fp32.
 _FP8 = tl.constexpr(
     """{ .reg .b32 a, b;
     prmt.b32 a, $2, 0, 0x9180; prmt.b32 b, $2, 0, 0xb3a2;  // with 8 more: a byte of its sign
@@ -31,19 +31,21 @@ _INT4_FP8 = tl.constexpr(
     "and.b32 $0, $2, 0x0f0f0f0f; shr.b32 $1, $2, 4; and.b32 $1, $1, 0x0f0f0f0f;"
 )
 CODE = tl.constexpr(2.0**-9)
+# The numbers of e2m1 come from tables of the high and the low bytes of bf16: prmt reads a table of
+# eight bytes by the low three bits of four codes at a time. Signs are the fourth bits.
 _FP4 = tl.constexpr(
-    """{ .reg .b32 a, b, c, m, s; .reg .b32 r<4>; mov.b32 c, 0x7e807e80;
-    and.b32 a, $4, 0x0f0f0f0f; shr.b32 b, $4, 4; and.b32 b, b, 0x0f0f0f0f;
-    prmt.b32 r0, a, 0, 0x1404; prmt.b32 r1, a, 0, 0x3424;
-    prmt.b32 r2, b, 0, 0x1404; prmt.b32 r3, b, 0, 0x3424;
-    and.b32 s, r0, 0x08000800; and.b32 m, r0, 0x07000700; shl.b32 s, s, 4; shr.b32 m, m, 2;
-    or.b32 m, m, s; mul.bf16x2 $0, m, c;
-    and.b32 s, r1, 0x08000800; and.b32 m, r1, 0x07000700; shl.b32 s, s, 4; shr.b32 m, m, 2;
-    or.b32 m, m, s; mul.bf16x2 $1, m, c;
-    and.b32 s, r2, 0x08000800; and.b32 m, r2, 0x07000700; shl.b32 s, s, 4; shr.b32 m, m, 2;
-    or.b32 m, m, s; mul.bf16x2 $2, m, c;
-    and.b32 s, r3, 0x08000800; and.b32 m, r3, 0x07000700; shl.b32 s, s, 4; shr.b32 m, m, 2;
-    or.b32 m, m, s; mul.bf16x2 $3, m, c; }"""
+    """{ .reg .b32 a, b, p, q; .reg .b32 h<2>; .reg .b32 l<2>; .reg .b32 s<2>;
+    and.b32 a, $4, 0x77777777; shr.b32 b, a, 16;
+    mov.b32 p, 0x3f3f3f00; mov.b32 q, 0x40404040;
+    prmt.b32 h0, p, q, a; prmt.b32 h1, p, q, b;
+    mov.b32 p, 0xc0800000; mov.b32 q, 0xc0804000;
+    prmt.b32 l0, p, q, a; prmt.b32 l1, p, q, b;
+    prmt.b32 $0, l0, h0, 0x6240; prmt.b32 $1, l1, h1, 0x6240;
+    prmt.b32 $2, l0, h0, 0x7351; prmt.b32 $3, l1, h1, 0x7351;
+    prmt.b32 s0, $4, 0, 0x1404; prmt.b32 s1, $4, 0, 0x3424;
+    lop3.b32 $2, $2, s0, 0x80008000, 0xf8; lop3.b32 $3, $3, s1, 0x80008000, 0xf8;
+    shl.b32 s0, s0, 4; shl.b32 s1, s1, 4;
+    lop3.b32 $0, $0, s0, 0x80008000, 0xf8; lop3.b32 $1, $1, s1, 0x80008000, 0xf8; }"""
 )
 
 
@@ -85,7 +87,7 @@ def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
     if dtype == tl.bfloat16 and not INTERPRETED:
         low, high = tl.inline_asm_elementwise(
             _INT4 if FORM.kind == "int4" else _FP4,
-            "=r,=r,=r,=r,r",
+            "=&r,=&r,=&r,=&r,r",
             [codes],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
