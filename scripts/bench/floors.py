@@ -12,6 +12,7 @@ from specdec_cli.engine.plan import Plan
 from specdec_cli.models.description import Description
 from specdec_cli.models.heads.base import HEAD
 from specdec_cli.models.heads.mtp.draft import MtpDraft
+from specdec_cli.models.held import held_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +84,18 @@ def distinct_experts(num_experts: int, num_chosen: int, tokens: int) -> float:
 def bytes_read(module: Any, tokens: int, read: float | None = None) -> float:
     """Bytes that a pass over `tokens` reads: no untied input embedding, and only chosen experts.
 
-    module: a transformers model, which needs no weights. Experts are the stacked parameters of
-    submodules named "experts"; others count whole. read: the counted experts that were read in a
-    layer; None for those of uniform choices.
+    module: a transformers model, which needs no weights. Stored weights count as stored. Experts
+    are the stacked parameters of submodules named "experts"; others count whole. read: the counted
+    experts that were read in a layer; None for those of uniform choices.
     """
     table = module.get_input_embeddings().weight
     head = module.get_output_embeddings().weight
-    total = sum(p.numel() * p.element_size() for p in module.parameters())
-    total -= 0 if table is head else table.numel() * table.element_size()
+    total = sum(map(held_bytes, module.parameters()))
+    total -= 0 if table is head else held_bytes(table)
     for name, parameter in module.named_parameters():
         if ".experts." not in name:
             continue
-        count, size = len(parameter), parameter.numel() * parameter.element_size()
+        count, size = len(parameter), held_bytes(parameter)
         chosen = distinct_experts(count, chosen_of(module), tokens) if read is None else read
         total -= size * (1 - chosen / count)
     return float(total)

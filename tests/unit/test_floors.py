@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from specdec_kernels.linear.stored import Storage
 from transformers import AutoModelForCausalLM
 
 from scripts.bench.floors import (
@@ -19,6 +20,7 @@ from scripts.bench.floors import (
 )
 from scripts.bench.rates import product_rate, read_rate
 from specdec_cli.engine.plan import plan
+from specdec_cli.models.held import StoredParameter
 from specdec_cli.recipe import load_recipe
 from tests.support import tiny_config
 
@@ -53,6 +55,23 @@ def test_bytes_that_are_read(family: str) -> None:
     if family in ("llama", "qwen3_moe"):
         assert products(module) == pytest.approx(matrices + experts / 4 / 2)
     assert chosen_of(module) == (0 if family == "llama" else 2)
+
+
+def test_stored_weights_are_read_as_stored() -> None:
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(tiny_config("gpt_oss"))
+    plain, layer = bytes_read(module, 1), module.model.layers[0]
+    storage = Storage("mxfp4", (1, 32), scales=torch.uint8)
+    saved = 0.0
+    for owner, name, share in (
+        (layer.mlp.experts, "gate_up_proj", 1 / 2),  # 2 of 4 are chosen
+        (layer.self_attn.q_proj, "weight", 1.0),
+    ):
+        parameter = getattr(owner, name)
+        held = StoredParameter.like(parameter, storage, is_transposed=parameter.dim() == 3)
+        setattr(owner, name, held)
+        saved += share * (parameter.numel() * 4 - storage.num_bytes(held.shape_written))
+    assert bytes_read(module, 1) == pytest.approx(plain - saved)
 
 
 class Clock:

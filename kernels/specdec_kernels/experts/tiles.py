@@ -33,7 +33,8 @@ H200 = (
 # Tiles for stored weights, which are the left operand for any number of tokens. Up to 16 tokens use
 # them, even if each expert has some tokens. `STORED_GROUPS` was not measured for so few.
 STORED = (
-    Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 4)), (8,)),
+    Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 4)), (2,)),
+    Case((ExpertTiles(8, 16, 256, 4, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 8, 2, 4, 4)), (8,)),
     Case((ExpertTiles(16, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(16, 16, 256, 4, 8, 2, 4, 4)), (16,)),
 )
 PARTIAL_SUMS = max(down.splits for (_, down), *_ in H200)
@@ -90,7 +91,7 @@ H200_GROUPS = (
 )
 
 STORED_GROUPS = (
-    Case((GroupTiles(16, 16, 512, 4, 3, 4), GroupTiles(16, 16, 512, 4, 3, 4)), (6,)),
+    Case((GroupTiles(16, 32, 256, 4, 3, 4), GroupTiles(16, 32, 256, 4, 3, 4)), (6,)),
     Case((GroupTiles(32, 16, 256, 4, 3, 4), GroupTiles(32, 16, 256, 4, 3, 4)), (24,)),
 )
 
