@@ -43,7 +43,8 @@ def resolve_device(wanted: str) -> torch.device:
         index = local_rank() if device.index is None else device.index
         if index >= torch.cuda.device_count():
             raise SetupError(
-                f"no device cuda:{index}: this machine has {torch.cuda.device_count()} GPUs"
+                f"no device cuda:{index}: this machine has {torch.cuda.device_count()} GPUs",
+                "they count from 0, and CUDA_VISIBLE_DEVICES may hide some",
             )
         return torch.device("cuda", index)
     return device

@@ -53,6 +53,7 @@ _UNSUPPORTED: dict[str, Any] = {
 
 
 _KEYS = {"do_sample", *_PROCESSING, *_DRAW, *_UNSUPPORTED, *_UNSUPPORTED_DRAW}
+_GIVE = "leave sampling.from out, and give the values that you want"
 _FROM = "_read_from"  # the file that the values are from, if it is another
 
 
@@ -105,7 +106,7 @@ def with_sampling(recipe: Recipe) -> Recipe:
         raise UsageError(
             f"sampling.from is model, and {file_of(stored)} of {target.model} asks for what is not "
             f"supported: {in_words(others)}",
-            "leave sampling.from out, and give the values that you want",
+            _GIVE,
         )
     draw = _DRAW if stored.get("do_sample") else {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
     taken = {**_PROCESSING, **draw, **recommended(stored)}
@@ -113,7 +114,8 @@ def with_sampling(recipe: Recipe) -> Recipe:
         checked = SamplingSection.model_validate(taken)
     except ValidationError as error:
         keys = of_many([str(found["loc"][0]) for found in error.errors()], "value")
-        raise SetupError(f"{file_of(stored)} of {target.model}: cannot be used: {keys}") from None
+        told = f"{file_of(stored)} of {target.model}: cannot be used: {keys}"
+        raise SetupError(told, _GIVE) from None
     values = {key: getattr(checked, key) for key in taken}
     given = {key: getattr(asked, key) for key in taken if key in asked.model_fields_set}
     if differing := {key: value for key, value in given.items() if value != values[key]}:

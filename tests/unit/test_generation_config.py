@@ -80,8 +80,10 @@ def test_defaults_are_those_of_generate() -> None:
 def test_refusals(
     tmp_path: Path, stored: dict[str, Any] | None, given: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(SpecdecError, match=re.escape(words)):
+    with pytest.raises(SpecdecError, match=re.escape(words)) as told:
         with_sampling(recipe(tmp_path, stored, **given))
+    is_files_fault = stored is not None and not given
+    assert not is_files_fault or "leave sampling.from out" in str(told.value.hint)
 
 
 @pytest.mark.parametrize("inner", [False, True])
