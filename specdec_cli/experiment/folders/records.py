@@ -292,9 +292,8 @@ class Stretch(Record):
     num_requests: the number of measured requests. num_answered: the number of answers in the
     window, including those to requests that are not measured. num_unmeasured: the number of other
     requests that were due. max_in_flight: the largest number of requests that were due and not yet
-    answered. widening: the factor by which intervals over blocks are too narrow for an objective
-    that nearly all requests meet. autocorrelated: whether requests wait for each other too long for
-    an interval. shard: the number of the shard, in merged folders."""
+    answered. crowding: the number of requests that an interval of goodput needs, over that of the
+    window. shard: the number of the shard, in merged folders."""
 
     draft: Name | None
     batch_size: Slots
@@ -306,8 +305,7 @@ class Stretch(Record):
     num_unmeasured: Count
     max_in_flight: Count
     overloaded: bool
-    widening: Time = 1.0
-    autocorrelated: bool = False
+    crowding: Time = 0.0
     shard: Count = 0
 
 

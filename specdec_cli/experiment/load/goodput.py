@@ -12,11 +12,14 @@ import numpy as np
 from specdec_cli.experiment.statistics.stats import student
 
 FEWEST = 16  # fewest requests for an interval
-WIDEST = 2.3  # largest widening with which an interval is given
 _FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
 _LONG = 200  # a larger block is split into more blocks
 _MOST_LIKENESS = 0.8
 _FEW = 10  # with fewer good or fewer bad requests, blocks show too little
+# Chosen on simulated servers; `scripts/proofs/load.py` shows the coverage on these and on others.
+_INDEPENDENT = 2  # blocks of independent requests that are added to those of the window
+_MISSED = 6.0  # bad requests that the shortest windows may lack, over their requests
+_UPPER = 0.92  # of Student's t at the upper end, since the lower end rarely misses
 
 
 def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]) -> bool:
@@ -67,12 +70,8 @@ def _reach(means: Sequence[float]) -> float:
         return 0.0
     likeness = float(away[1:] @ away[:-1]) / spread + 1 / count
     likeness = min(max(likeness, 0.0), _MOST_LIKENESS)
-    return _student_reach(means) * float(np.sqrt((1 + likeness) / (1 - likeness)))
-
-
-def _student_reach(means: Sequence[float]) -> float:
-    """Half the width of Student's 95 % interval over blocks that are independent of each other."""
-    return float(student(len(means) - 1) * np.std(means, ddof=1) / len(means) ** 0.5)
+    error = float(np.std(means, ddof=1) * np.sqrt((1 + likeness) / (1 - likeness) / count))
+    return student(count - 1) * error
 
 
 def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] | None:
@@ -86,29 +85,32 @@ def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] 
     return [upper / lower / reach, upper / lower * reach]
 
 
-def share_interval(met: Sequence[bool], widening: float = 1.0) -> list[float] | None:
-    """The 95 % interval of a share of requests, within 0 and 1; None for too few requests.
-    widening: that of `Crowding`.
+def share_interval(met: Sequence[bool], crowding: float = 0.0) -> list[float] | None:
+    """The 95 % interval of a share of requests, within 0 and 1. It is None for too few requests,
+    and if the window is too short against its queue. crowding: that of
+    `experiment.load.measuring.crowding`.
 
-    The more requests are good, the more the interval is widened: few bad requests come together
-    when the server is crowded. If few requests are good, or few are bad, blocks may be alike by
-    chance. Then the interval reaches at least as far as for independent requests.
-    `scripts/proofs/load.py` shows the coverage on simulated servers.
+    The ends are those of Wilson's interval (1927), with Student's t and the variance over blocks.
+    Few bad requests come together when the server is crowded, so a short window may be calm by
+    chance. Therefore the lower end counts bad requests that the window may lack.
     """
-    if not (means := block_means([float(one) for one in met])):
+    means = block_means([float(one) for one in met])
+    if not means or crowding > 1:
         return None
-    middle = float(np.mean(met))
-    reach = _student_reach(means) * (1 + (widening - 1) * middle)
-    low, high = max(0.0, middle - reach), min(1.0, middle + reach)
-    if min(sum(met), len(met) - sum(met)) < _FEW:
-        ends = _of_independent(sum(met), len(met))
-        low, high = min(low, ends[0]), max(high, ends[1])
-    return [low, high]
+    count, share, freedom = len(met), float(np.mean(met)), len(means) - 1 + _INDEPENDENT
+    alone = share * (1 - share) / count  # the variance for independent requests
+    variance = (float(np.var(means)) + _INDEPENDENT * alone) / freedom
+    if min(sum(met), count - sum(met)) < _FEW:
+        variance = max(variance, alone)
+    size = count * alone / variance if alone else float(count)
+    reach = student(freedom)
+    low, _ = _wilson(share / (1 + _MISSED * crowding**2), size, reach)
+    return [low, _wilson(share, size, _UPPER * reach)[1]]
 
 
-def _of_independent(good: int, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of independent requests (Wilson 1927)."""
-    share, rare = good / count, student(1 << 30) ** 2 / count
+def _wilson(share: float, size: float, reach: float) -> tuple[float, float]:
+    """Wilson's interval of a share of `size` independent requests. reach: in standard errors."""
+    rare = reach**2 / size
     middle = (share + rare / 2) / (1 + rare)
-    reach = (rare * (share * (1 - share) + rare / 4)) ** 0.5 / (1 + rare)
-    return max(0.0, middle - reach), min(1.0, middle + reach)
+    half = (rare * (share * (1 - share) + rare / 4)) ** 0.5 / (1 + rare)
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -2,14 +2,11 @@
 
 Requests arrive before, during and after the measured window, and the measured ones become samples.
 The window also shows whether arrivals outran the server, so that its queue grew and answers fell
-behind, and how long the window is against the memory of its queue.
-
-The memory is the time, in arrivals, for which the number of requests under way resembles itself. It
-spoils an interval only as far as a request's time depends on that number.
+behind, and how long the window is against its queue.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
@@ -29,66 +26,35 @@ from specdec_cli.experiment.load.arrivals import (
     gaps,
     process_of,
 )
-from specdec_cli.experiment.load.goodput import FEWEST, WIDEST
+from specdec_cli.experiment.load.goodput import FEWEST
 from specdec_cli.experiment.measure import sample_of
 
-_LEAST_SHARED = 0.1  # added to the correlation of latencies with the number under way
-_NARROW = 130.0  # growth of an interval's width with the memory of the queue over the window
+# Requests that an interval of goodput needs for each request under way. The second number is for
+# latencies that follow the number under way.
+_NEEDED, _FOLLOWING = 8.0, 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Crowding:
-    """The crowding of requests by each other. widening: the factor by which intervals over blocks
-    are too narrow for an objective that nearly all requests meet. With the constants above,
-    `scripts/proofs/load.py` finds honest intervals."""
+def crowding(latencies: Iterable[Sequence[float | None]], under_way: Sequence[int]) -> float:
+    """The number of requests that an interval of goodput needs, over that of the window. Above 1
+    the window is too short.
 
-    widening: float = 1.0
+    latencies: those of each request, for every objective; None if a request has none. under_way:
+    the number of requests under way at each request's arrival, itself included.
 
-    @property
-    def is_lasting(self) -> bool:
-        """True if a queue lasts too long for an interval over this window."""
-        return self.widening > WIDEST
-
-
-def crowding(latencies: Sequence[float], under_way: Sequence[int]) -> Crowding:
-    """The crowding of a window, from its requests in order.
-
-    latencies: the seconds of each request. under_way: the number of requests under way at its
-    arrival, itself included.
-
-    The square of their correlation, raised by a margin, is the share of latencies' variance that
-    lasts for the memory of the queue. The widening grows with the share of that part in the
-    variance of their mean, and with the memory over the window.
-
-    A window that is calm by chance shows too short a memory. So the memory is the geometric mean of
-    the autocorrelation time and of that of requests that do not disturb each other, whose times are
-    exponentially distributed. The latter is twice the mean number under way.
+    By Little's law the mean number under way is the number of arrivals in the time of a request. A
+    queue lasts longer. Good requests depend on it as far as latencies follow the number under way.
     """
-    took, beside = np.asarray(latencies, float), np.asarray(under_way, float)
-    count = len(took)
-    if not count or not (spread := float(beside.var() * took.var()) ** 0.5):
-        return Crowding()
-    shared = float(np.mean((took - took.mean()) * (beside - beside.mean()))) / spread
-    lasting = min(1.0, max(0.0, shared) + _LEAST_SHARED) ** 2
-    memory = max(1.0, (autocorrelation_time(beside) * 2 * float(beside.mean())) ** 0.5)
-    part = lasting * memory / (1 - lasting + lasting * memory)
-    return Crowding(widening=1 + _NARROW * part * memory / count)
+    beside = np.asarray(under_way, float)
+    follows = max([0.0, *(_correlation(np.array(one, float), beside) for one in latencies)])
+    return float(beside.mean()) * (_NEEDED + _FOLLOWING * follows**2) / len(beside)
 
 
-def autocorrelation_time(values: npt.NDArray[np.float64]) -> float:
-    """The integrated autocorrelation time of values that are not all equal: 1 if they are
-    independent, and otherwise the number of values that show the mean as well as one independent
-    value. It is at least 1.
-
-    Correlations are added up in pairs while a pair is above 0 (Geyer 1992).
-    """
-    away, size = values - values.mean(), 1 << (2 * len(values)).bit_length()
-    power = np.abs(np.fft.rfft(away, size)) ** 2
-    found = np.fft.irfft(power, size)[: (len(values) - 1) // 2 * 2] / float(away @ away)
-    pairs = found.reshape(-1, 2).sum(1)
-    is_over = pairs <= 0
-    used = pairs[: int(is_over.argmax())] if is_over.any() else pairs
-    return max(1.0, 2 * float(used.sum()) - 1)
+def _correlation(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
+    """The correlation of values where both are known; 0 if either is constant."""
+    known = np.isfinite(one)
+    one, other = one[known], other[known]
+    spread = float(one.std() * other.std()) if len(one) else 0.0
+    return float(np.mean((one - one.mean()) * (other - other.mean()))) / spread if spread else 0.0
 
 
 _ERRORS, _GROWTH, _REQUESTS = 2.0, 1.2, 2.0
@@ -97,11 +63,16 @@ _BLOCKS = 4  # blocks in each third of the arrivals
 
 
 def stretch_of(
-    key: Key, num_measured: int, due: Mapping[int, float], done: Mapping[int, float]
+    key: Key,
+    num_measured: int,
+    due: Mapping[int, float],
+    done: Mapping[int, float],
+    latencies: Iterable[Sequence[float | None]] = (),
 ) -> Stretch:
     """The record of a window. due, done: the times at which requests were due and were answered, by
     the number of the request, in seconds on one clock. The measured requests have the first
-    numbers. Requests that are due after the last answer to a measured request were not sent."""
+    numbers. Requests that are due after the last answer to a measured request were not sent.
+    latencies: those of the measured requests, for every objective."""
     measured = [due[number] for number in range(num_measured)]
     begin, span = measured[0], measured[-1] - measured[0]
     end = max(done[number] for number in range(num_measured))
@@ -113,9 +84,7 @@ def stretch_of(
     arrived = [due[number] for number in sorted(due, key=due.__getitem__)]
     ends = [done.get(number, float("inf")) for number in due]
     under_way = in_flight(arrived, ends, measured)
-    took = [done[number] - due[number] for number in range(num_measured)]
-    order = sorted(range(num_measured), key=measured.__getitem__)
-    crowd = crowding([took[i] for i in order], [under_way[i] for i in order])
+    at_rate = key.request_rate != "inf"
     return Stretch(
         **key.as_dict(),
         window_seconds=window,
@@ -123,9 +92,8 @@ def stretch_of(
         num_answered=num_answered,
         num_unmeasured=len(due) - num_measured,
         max_in_flight=max(in_flight(arrived, ends, arrived)),
-        overloaded=key.request_rate != "inf" and is_overloaded(under_way, num_answered),
-        widening=crowd.widening,
-        autocorrelated=crowd.is_lasting,
+        overloaded=at_rate and is_overloaded(under_way, num_answered),
+        crowding=crowding(latencies, under_way) if at_rate else 0.0,
     )
 
 
@@ -277,7 +245,8 @@ def measure_at_rate(
     last = next((n for n in reversed(range(len(samples))) if samples[n].could_run), None)
     if last is not None:
         samples[last] = _with_common(samples[last], list(found.values()))
-    stretch = stretch_of(key, stream.num_measured, due, stream.done)
+    latencies = [[next(iter(getattr(s, name)), None) for s in samples] for name in offered.slo]
+    stretch = stretch_of(key, stream.num_measured, due, stream.done, latencies)
     return samples, stretch, sum(one.seconds for one in found.values())
 
 

@@ -20,7 +20,6 @@ from specdec_cli.experiment.folders.samples import Samples, baseline_key, withou
 from specdec_cli.experiment.load.arrivals import Offered
 from specdec_cli.experiment.load.goodput import (
     FEWEST,
-    WIDEST,
     block_means,
     blocks,
     mean_interval,
@@ -74,8 +73,8 @@ def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: O
     is_shown = bool(offered.slo) and not overloaded
     met = is_met(ordered, offered.slo) if is_shown else []
     share, ends = float(np.mean(met)) if is_shown else None, None
-    if is_shown and not any(one.autocorrelated for one in stretches):
-        ends = share_interval(met, max(one.widening for one in stretches))
+    if is_shown:
+        ends = share_interval(met, max(one.crowding for one in stretches))
     rate = None if key.request_rate == "inf" else count / window
     good, good_ends = None, None
     if rate is not None and share is not None:
@@ -141,8 +140,7 @@ def load_warnings(
             found.append(Notice("overloaded", told, evidence))
         lacks = load.slo_attainment is not None and load.slo_attainment_ci is None
         if lacks and load.num_requests >= FEWEST:
-            widening = max(one.widening for one in stretches[Key.of(point)].values())
-            factor = (widening - 1) / (WIDEST - 1)  # a longer window has as much less widening
+            factor = max(one.crowding for one in stretches[Key.of(point)].values())
             seconds = math.ceil(load.window_seconds * max(factor, _LONGER))
             told = (
                 f"{where}: the queue lasts too long for an interval of goodput: raise --duration "
