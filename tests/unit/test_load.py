@@ -388,7 +388,7 @@ def test_a_window_that_is_short_against_its_queue_has_no_interval() -> None:
     windows = {Key.of(one): {0: stretch(one.k, 2.7)} for one in found}
     (told,) = load_warnings(found, windows)
     assert told.code == "autocorrelated" and "k = 2" in told.message
-    assert told.message.endswith("raise --duration to 108 or more"), "2.7 times 40 s"
+    assert told.message.endswith("raise --duration to 432 or more"), "4 x 2.7 x 40 s"
     assert told.evidence["draft"] == "d"
     (told,) = load_warnings(points_of({0: wave(100.0)}, {}, overloaded=(0,))[0], {})
     assert told.code == "overloaded" and told.evidence["draft"] is None

@@ -29,7 +29,7 @@ from specdec_cli.experiment.load.goodput import (
 )
 from specdec_cli.experiment.points import Failure, measured
 
-_LONGER = 2.0  # least factor by which a longer window is recommended
+_LONGER = 4.0  # windows recommended, in the shortest that has an interval
 _LATE = 0.05  # least reported delay of sending, in mean gaps
 _NO_LATENCIES = {name: Spread.of([]) for name in ("ttft_ms", "tpot_ms", "e2el_ms")}
 
@@ -140,8 +140,8 @@ def load_warnings(
             found.append(Notice("overloaded", told, evidence))
         lacks = load.slo_attainment is not None and load.slo_attainment_ci is None
         if lacks and load.num_requests >= FEWEST:
-            factor = max(one.crowding for one in stretches[Key.of(point)].values())
-            seconds = math.ceil(load.window_seconds * max(factor, _LONGER))
+            factor = _LONGER * max(one.crowding for one in stretches[Key.of(point)].values())
+            seconds = math.ceil(load.window_seconds * factor)
             told = (
                 f"{where}: the queue lasts too long for an interval of goodput: raise --duration "
                 f"to {seconds} or more"
