@@ -1,5 +1,5 @@
-"""`python -m specdec_cli` is `specdec`. A signal during the imports ends the process like a later
-signal."""
+"""`python -m specdec_cli` runs `specdec`. A signal during the imports is handled like a later
+one."""
 
 import json
 import os

@@ -51,7 +51,7 @@ app = typer.Typer(
     help="Speculative decoding experiments: which draft, how many proposed tokens, how many GPUs.",
     epilog=_EPILOG,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich's tables cut the names of options on a terminal of 80 columns
+    rich_markup_mode=None,  # rich's tables truncate option names on an 80-column terminal
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command("generate", cls=help_page.OneSource)(generate.generate)
@@ -120,8 +120,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if as_json and (outcome.failed or is_mute):
             document = json.dumps({"error": outcome.document()}) + "\n" if outcome.is_said else ""
         _report(outcome, verbose)
-        # A user who types the name alone wants to see the commands; a shell that completes does
-        # not.
+        # Show the commands to a user who types only the name, but not to a completing shell.
         if not arguments and isinstance(outcome.error, UsageError):
             command = typer.main.get_command(app)
             context = command.make_context("specdec", [], resilient_parsing=True)
@@ -132,7 +131,7 @@ def _main(argv: Sequence[str] | None) -> int:
             if outcome.failed:
                 place.rank.exit(outcome.code)
             if place.rank.seat.folder is not None:
-                return 0  # the report has the exit code; any code but 0 means a failed rank
+                return 0  # the report has the exit code; a nonzero code here means a failed rank
     return outcome.code
 
 
@@ -153,10 +152,10 @@ def _place(program: Sequence[str], verbose: bool, outcome: "_Outcome") -> Place:
 
 
 def _end_rank(rank: Rank, outcome: "_Outcome", asked: Sequence[signal.Signals] = ()) -> None:
-    """Report this rank's end. If the error has to be shown, adopt the root cause, which may be
-    another rank's.
+    """Report this rank's end. If the error must be shown, adopt the root cause, which may be
+    another rank's error.
 
-    asked: the signals that have asked for an end.
+    asked: the signals received so far.
     """
     end = how_it_ended(outcome.error, outcome.code, failed=outcome.failed)
     if end is End.STOPPED and asked:
@@ -188,7 +187,7 @@ class _Outcome:
     trace: str = ""
     failed: bool = False
     error: BaseException | None = None
-    is_said: bool = True  # false in ranks whose error the parent or rank 0 reports
+    is_said: bool = True  # false if the parent or rank 0 reports this rank's error
 
     def fail(self, code: int, message: str | None, hint: str | None = None) -> None:
         """Record a failure; without a message nothing is written to stderr."""
@@ -206,7 +205,7 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
         command = typer.main.get_command(app)
         code = command.main(args=arguments, prog_name="specdec", standalone_mode=False, obj=place)
         outcome.code = code if isinstance(code, int) else int(ExitCode.OK)
-        if code == ExitCode.SIGINT:  # typer turns KeyboardInterrupt into this exit
+        if code == ExitCode.SIGINT:  # typer's exit code for KeyboardInterrupt
             outcome.fail(ExitCode.SIGINT, "interrupted")
     except (KeyboardInterrupt, typer.Abort):
         outcome.fail(ExitCode.SIGINT, "interrupted")
@@ -219,8 +218,8 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
 
 
 def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
-    """Attribute unforeseen errors after a signal to the signal: transformers wraps the exception
-    that ends an import."""
+    """Treat an unforeseen error after a signal as the signal, because transformers wraps an
+    exception raised during an import."""
     is_foreseen = outcome.error is None or isinstance(outcome.error, (SpecdecError, OSError))
     if asked and not is_foreseen:
         if asked[-1] == signal.SIGINT:
@@ -265,7 +264,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
             "is the installation complete, and is there memory left (ulimit -v)?",
         )
     elif isinstance(error, OSError) and (error.filename or error.errno in _MACHINE_ERRNOS):
-        said = f"cannot write the result: {error.strerror}"  # errors about our own files name them
+        said = f"cannot write the result: {error.strerror}"  # about an own file if it has a name
         if error.filename:
             said = f"{error.strerror}: {error.filename}"
         outcome.fail(ExitCode.ENVIRONMENT, said)
@@ -279,8 +278,8 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
 
 # A shell gives this code to a process that SIGPIPE ended: the reader closed the pipe.
 _PIPE_CLOSED = 128 + signal.SIGPIPE
-# A full disk, and other refusals of the machine that are not the run's fault. Streams that cannot
-# be written to raise the last two.
+# A full disk and other failures of the machine rather than of the run. The last two come from
+# streams that cannot be written.
 _MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
     | {errno.EBADF, errno.EIO}
@@ -305,7 +304,7 @@ def _report(outcome: _Outcome, verbose: bool) -> None:
 
 
 def _deliver(document: str, outcome: _Outcome) -> None:
-    """Write the held-back document and flush; a full disk or a closed pipe shows only here."""
+    """Write the held-back document and flush; a full disk or a closed pipe raises only here."""
     if sys.stdout is None:  # started with stdout closed (>&-)
         return
     try:
@@ -319,7 +318,7 @@ def _deliver(document: str, outcome: _Outcome) -> None:
             outcome.fail(_PIPE_CLOSED, None)
         elif isinstance(error, OSError):
             outcome.fail(ExitCode.ENVIRONMENT, f"cannot write the result: {error.strerror}")
-        else:  # interrupted while a pager was reading
+        else:  # interrupted while a pager reads the output
             is_interrupt = isinstance(error, KeyboardInterrupt)
             outcome.fail(ExitCode.SIGINT if is_interrupt else ExitCode.SIGTERM, None)
         _report(outcome, verbose=False)
@@ -336,9 +335,9 @@ def _discard_stdout() -> None:
 def _leave(code: int) -> None:
     """End a process with torch at once: freeing its million objects one by one takes a second.
 
-    With CUDA the process ends in the ordinary way, since profilers write their records then. After
-    an interrupt it ends at once even so: Python may remember the interrupt and end by a signal
-    instead of `code`.
+    With CUDA the process exits normally, because profilers write their records at exit. After an
+    interrupt it ends at once in any case: otherwise Python may end by the pending signal instead of
+    with `code`.
     """
     cuda = sys.modules.get("torch.cuda")
     if code != ExitCode.SIGINT and (cuda is None or cuda.is_initialized()):
@@ -361,7 +360,7 @@ def _forget_no_size() -> None:
 def _streams() -> Iterator[None]:
     """Escape characters that stdout cannot encode; restore streams that a command replaced."""
     stdout, stderr = sys.stdout, sys.stderr
-    closed = []  # a command may be started with stdout or stderr closed (>&-)
+    closed = []  # None if the command was started with the stream closed (>&-)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             closed.append(open(os.devnull, "w"))

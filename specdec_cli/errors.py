@@ -25,7 +25,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A warning beside results.
+    """A warning that accompanies results.
 
     code: a name for scripts, such as few_prompts. message: one line. evidence: the figures behind
     the warning.
@@ -40,7 +40,7 @@ class Notice:
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> Self:
-        """The warning that a document holds as `found`."""
+        """Read a warning from its record in a document."""
         evidence = found.get("evidence")
         return cls(
             str(found.get("code", "recorded")),
@@ -74,8 +74,8 @@ class UsageError(SpecdecError):
 
 
 class OtherSettings(UsageError):
-    """A folder was begun with other settings. about: makes the error anew, about those of some keys
-    first, which the user has typed."""
+    """The folder's run has different settings. about: makes the same error with the given keys
+    first, which are those that the user typed."""
 
     def __init__(
         self, message: str, hint: str, about: Callable[[Collection[str]], UsageError]
@@ -85,13 +85,14 @@ class OtherSettings(UsageError):
 
 
 class SetupError(SpecdecError):
-    """The machine or a model lacks something: exit code 5."""
+    """The machine or a model cannot support the run: exit code 5."""
 
     code = ExitCode.ENVIRONMENT
 
 
 class NoRoomError(SetupError):
-    """The smallest cache does not fit. All ranks know each other's memory, and agree on this."""
+    """The smallest possible cache does not fit. All ranks know each other's memory, so all raise
+    this."""
 
     is_common = True
 
@@ -111,15 +112,15 @@ class RunError(SpecdecError):
 def is_out_of_memory(error: Exception) -> bool:
     """True if memory of the host or of a device ran out.
 
-    Also true if the lack of memory caused another error: leaving a CUDA graph's capture then fails
-    too.
+    Also true for an error that followed from lack of memory, such as the failed end of a CUDA graph
+    capture.
     """
     if isinstance(error, MemoryError):
         return True
     earlier = error.__context__
     if isinstance(earlier, Exception) and is_out_of_memory(earlier):
         return True
-    # Torch is not imported here. Its CUDA error has this class name; the error of its CPU allocator
-    # has another.
+    # Compare names, because importing torch here would be slow. CUDA's error is an
+    # `OutOfMemoryError`; the CPU allocator raises a RuntimeError with this message.
     is_torch = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
     return is_torch or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

@@ -1,7 +1,7 @@
-"""Wrappers with which a plugin's proposer, rule and policy stand in for built-in ones.
+"""Wrappers that let a plugin's proposer, rule or policy take the place of a built-in one.
 
-They add defaults and checks. A plugin's class may define a single method. Its mistakes end the run
-with one line that names the plugin.
+They add defaults and checks. A plugin's class may define as little as one method. A mistake in it
+ends the run with a one-line error that names the plugin.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ from specdec_cli.text import one_line
 @contextmanager
 def blamed(who: str, doing: str, about_none: str = "") -> Iterator[None]:
     """Turn the plugin's own errors, but not the project's, into a `UsageError` of one line.
-    about_none: a hint for an error over a None."""
+    about_none: a hint for an error about None."""
     try:
         yield
     except (SpecdecError, NoForecast, torch.OutOfMemoryError):
@@ -68,7 +68,7 @@ class WatchedOptions(dict[str, Any]):
                 names = ", ".join(sorted(self.asked)) or "none"
                 raise UsageError(
                     f"speculation.options.{one_line(key)}: no plugin reads this key",
-                    f"those that they read: {names}",
+                    f"keys that plugins read: {names}",
                 )
 
 
@@ -87,8 +87,8 @@ def _word(dtype: torch.dtype) -> str:
 
 
 class PluggedMethod:
-    """A proposer around a plugin's object `made`, which has `propose`. Everything that `made` lacks
-    comes from `methods.base.Proposer`, without inheritance."""
+    """A proposer that wraps a plugin's object `made`, which has `propose`. Members that `made`
+    lacks come from `methods.base.Proposer`, without inheritance."""
 
     def __init__(self, name: str, made: type[Any], parts: MethodParts) -> None:
         self.who = f"method {name}"
@@ -100,7 +100,7 @@ class PluggedMethod:
             self.feature_layers = tuple(self.inner.feature_layers)
 
     def __getattr__(self, name: str) -> Any:
-        """The plugin's own value or method of this name, whose errors name the plugin."""
+        """The plugin's own attribute of this name. Errors in its methods name the plugin."""
         found = getattr(self.inner, name)
         if not callable(found):
             return found
@@ -112,7 +112,7 @@ class PluggedMethod:
         return call
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Invalid ids end their sequence's proposals, and `check` reports them."""
+        """Propose tokens. An invalid id ends its sequence's proposals, and `check` reports it."""
         hint = "" if self.inner.needs_text else "state.texts is None without needs_text = True"
         with blamed(self.who, "propose", hint):
             found = self.inner.propose(state, draft)
@@ -124,7 +124,7 @@ class PluggedMethod:
         place = torch.arange(draft.k, device=found.lens.device)
         lens = torch.minimum(found.lens.clamp(min=0), draft.caps)
         ids = found.token_ids
-        # A draw from logits that are not finite gives -1, which verification reports.
+        # -1 is a draw from logits that are not finite, which verification reports.
         invalid = ((ids < -1) | (ids >= self.vocab_size)) & (place < lens[:, None])
         if self._num_invalid is None or self._num_invalid.device != ids.device:
             self._num_invalid = torch.zeros(2, dtype=torch.int64, device=ids.device)
@@ -151,9 +151,9 @@ class PluggedMethod:
 
 
 class PluggedRule(AcceptanceRule):
-    """A rule around `inner`, which has `decide` and may have the other members of
-    `acceptance.base.AcceptanceRule`. Without `is_lossless` it counts as lossy, and all its numbers
-    are labelled.
+    """A rule that wraps `inner`, which has `decide` and optionally other members of
+    `acceptance.base.AcceptanceRule`. Without `is_lossless` it counts as lossy, and all its results
+    are labelled so.
     """
 
     def __init__(self, name: str, inner: Any) -> None:
@@ -162,7 +162,7 @@ class PluggedRule(AcceptanceRule):
         self.is_lossless: bool = getattr(inner, "is_lossless", False)
         self.looks_ahead: bool = getattr(inner, "looks_ahead", False)
         self.draws_when_greedy: bool = getattr(inner, "draws_when_greedy", not self.is_lossless)
-        lossy = None if self.is_lossless else "the text may not be distributed as the target's"
+        lossy = None if self.is_lossless else "the text may not follow the target's distribution"
         self.remark: str | None = getattr(inner, "remark", lossy)
 
     def decide(
@@ -188,7 +188,7 @@ class PluggedRule(AcceptanceRule):
 
 
 class PluggedPolicy:
-    """A policy around `inner`, which may have any member of `lengths.base.LengthPolicy`."""
+    """A policy that wraps `inner`, which may have any member of `lengths.base.LengthPolicy`."""
 
     is_fixed = False
 
@@ -204,7 +204,7 @@ class PluggedPolicy:
         with blamed(self.who, "lengths"):
             found = tuple(sorted(set(self.inner.lengths(k))))
         if not found or not all(type(n) is int and 0 <= n <= k for n in found):
-            raise UsageError(f"{self.who}: lengths should be numbers of 0..{k}, are {list(found)}")
+            raise UsageError(f"{self.who}: lengths should be integers in 0..{k}, are {list(found)}")
         return found
 
     def next_k(

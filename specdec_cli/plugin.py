@@ -1,6 +1,6 @@
-"""Methods, acceptance rules and length policies of one's own, in a file that `--plugin` runs.
+"""A user's own methods, acceptance rules and length policies, in a file that `--plugin` runs.
 
-A class is registered under a name, which recipes then may use:
+A decorator registers a class under a name that recipes can use:
 
     @method("echo")     # made of `methods.base.MethodParts`
     @rule("lenient")    # made of the recipe's `speculation`
@@ -34,7 +34,7 @@ LOADED: dict[Path, str] = {}  # plugin files and their SHA-256, for the record o
 def method(name: str, *, weights_from: WeightsFrom = "none") -> Callable[[Made], Made]:
     """Register a proposer.
 
-    weights_from: `draft` loads the recipe's draft; `target` stands for tensors in the target's own
+    weights_from: `draft` loads the recipe's draft; `target` means tensors in the target's own
     files, which the class's `describe` finds. A class with `describe` makes its own kind of draft
     from a `models.description.DraftPlace`. Raises ValueError for `target` without `describe`.
     """
@@ -85,14 +85,14 @@ def policy(name: str) -> Callable[[Made], Made]:
 
 
 def _words(made: type[Any]) -> str:
-    """A few words on a class for lists: the first line of its docstring, and its file."""
+    """A short description of a class for lists: the first line of its docstring, and its file."""
     file = Path(getattr(sys.modules.get(made.__module__), "__file__", None) or made.__module__)
     own = " ".join((made.__doc__ or "").strip().partition("\n")[0].split())
-    return f"{one_line(own)} ({file.name})" if own else f"of the plugin {file.name}"
+    return f"{one_line(own)} ({file.name})" if own else f"from the plugin {file.name}"
 
 
 def load(file: str) -> None:
-    """Run a plugin, once in a process. Raises `UsageError` with the error in one line."""
+    """Run a plugin, once per process. Raises `UsageError` with the error in one line."""
     path = Path(file).resolve()
     if path in LOADED:
         return
@@ -123,7 +123,7 @@ def load(file: str) -> None:
 
 
 def _line(problem: BaseException, path: Path) -> str:
-    """The line of the plugin that an error is about, as `:12`."""
+    """The plugin's line in which an error occurred, as `:12`."""
     if isinstance(problem, SyntaxError) and problem.lineno is not None:
         return f":{problem.lineno}"
     lines = [

@@ -12,7 +12,7 @@ from specdec_cli.errors import ExitCode
 # group.
 _SAME_REQUEST_S = 5.0
 
-# Python's default handlers. Handlers that nohup or a caller has set stay.
+# Python's default handlers. Handlers set by nohup or a caller are kept.
 _USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
@@ -22,12 +22,13 @@ _USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.
 
 @contextlib.contextmanager
 def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
-    """End the command on SIGINT, SIGTERM and SIGHUP like an exception does, so that clean-up runs.
+    """During the block, end the command on SIGINT, SIGTERM and SIGHUP by an exception, so that
+    clean-up runs.
 
-    A signal soon after another is ignored, since it would break off the clean-up. A later signal
-    counts: clean-up may hang, and an exception in a `__del__` is lost. is_last: whether the process
-    ends after this block; if it does, signals after the first do not disturb its end. Yields the
-    list of signals that have asked for an end.
+    A signal soon after another is ignored, because it would interrupt the clean-up. A later signal
+    counts, because the clean-up may hang and an exception in a `__del__` is lost. is_last: whether
+    the process ends after this block; if so, signals after the first are ignored at the end. Yields
+    the list of signals received so far.
     """
     taken: list[signal.Signals] = []
     asked: list[signal.Signals] = []

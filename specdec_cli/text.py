@@ -30,7 +30,7 @@ def inert_json(document: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """A name, such as a key, in a form that fits into a message: visible characters, at most 80."""
+    """A name, such as a key, for a message: only visible characters, at most 80."""
     shown = "".join(char if char.isprintable() else _escape(char) for char in text[:80])
     return shown if len(text) <= 80 else f"{shown}…"
 
@@ -60,7 +60,7 @@ def shown(value: object) -> str:
 
 
 def in_lines(told: list[str], what: str, where: str = "") -> str:
-    """Up to five of these problems, one per line, and the number of further ones. what: the noun
+    """Up to five of the problems, one per line, and the number of further problems. what: the noun
     for the problems. where: the file that has them, if it is a single one.
     """
     shown, more = told[:_MAX_LINES], len(told) - _MAX_LINES
@@ -74,7 +74,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def of_many(told: list[str], what: str) -> str:
-    """The number of bad items, and the first of them."""
+    """The number of bad items, and the first one."""
     if len(told) == 1:
         return f"1 bad {what}: {told[0]}"
     return f"{len(told)} bad {what}s, the first of them: {told[0]}"
@@ -83,8 +83,7 @@ def of_many(told: list[str], what: str) -> str:
 def parse_bytes(text: str) -> int:
     """Parse `80GiB`, `141G` or a number of bytes; GB and the like are powers of 1000.
 
-    Raises `ValueError` with a message in words. If the size is improbable, a hint follows after a
-    semicolon.
+    Raises `ValueError` whose message has a hint after a semicolon if the size is improbable.
     """
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(i?b)?\s*", text, re.I)
     if match is None or not (number := float(match[1])):
@@ -100,13 +99,13 @@ def digest(value: Any) -> str:
 
     Run folders hold such hashes, so the computation must not change.
     """
-    import hashlib  # imported here, since help alone does not need it
+    import hashlib  # imported here, because --help does not need it
 
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def is_unicode(text: str) -> bool:
-    """True if a text can be encoded, which half a surrogate pair prevents."""
+    """True if a text can be encoded as UTF-8: it contains no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
 """`specdec compare-tp`: should the draft run on 1, 2, ... or all of the target's ranks?
 
-Parses, prepares, runs and shows; the work is done elsewhere.
+Parses the command line and shows the results; `experiment.compare` does the work.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ def compare_tp(
                 own_prompts=plan.own_prompts,
             )
             warnings += unsaid(settings_file.read_warnings(output), warnings)
-            if not records.is_open(plan.to_run):  # all pairs are recorded already
+            if not records.is_open(plan.to_run):  # nothing left to run
                 where = settings_file.earlier_environment(output, where)
         else:
             folder = RunFolder(Path(scratch.enter_context(tempfile.TemporaryDirectory())))
@@ -183,7 +183,7 @@ def compare_tp_ranks(
 def degrees_of(
     target_tp: str | None, draft_tp: str | None, recipe_tp: int
 ) -> tuple[list[int], list[int]]:
-    """The target's and the draft's degrees to compare, each in ascending order."""
+    """The target TP degrees and draft TP degrees to compare, each in ascending order."""
     targets = sorted(options.parse_counts(target_tp, "--target-tp") or [recipe_tp])
     drafts = sorted(options.parse_counts(draft_tp, "--draft-tp"))
     divisors = {d for t in targets for d in range(1, t + 1) if t % d == 0}
@@ -191,6 +191,6 @@ def degrees_of(
 
 
 def ranks_program(asked: Asked) -> list[str]:
-    """The module and the arguments of a rank, which starts in the same way as this process."""
+    """The module and arguments that start a rank in the same way as this process."""
     flags = ["-q"] * asked.quiet + ["-v"] * asked.verbose
     return [asked.place.program[0], RANKS_COMMAND, *flags]

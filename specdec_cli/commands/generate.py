@@ -24,7 +24,7 @@ from specdec_cli.commands.status import waiting
 from specdec_cli.errors import UsageError
 from specdec_cli.stages import begin_stage
 
-_NEXT = "Write a .jsonl file of the conversations' next turns, after the answers to these."
+_NEXT = "Write a .jsonl file of the conversations with these answers and each user's next turn."
 NextTurns = Annotated[Path | None, option("--next-turns", "FILE", _NEXT, parser=Path)]
 
 
@@ -59,8 +59,8 @@ def generate(
         k, urls = asked.given["num_speculative_tokens"], None if server is None else [server]
         named = servers.named(urls, None, None, None if k is None else [k], earlier)
     if named is not None and check_lossless:
-        told = "--check-lossless needs the target's logits, which a server does not give"
-        raise UsageError(told, "leave it out, or compare texts with sweep-k --server")
+        told = "--check-lossless needs the target's logits, which a server does not return"
+        raise UsageError(told, "leave it out, or use sweep-k --server, which compares texts")
     begin_stage("reading the prompts")
     flags = {"skip_bad": source.skip_bad, "check_lossless": check_lossless, "strict": strict}
     with (
@@ -99,10 +99,13 @@ def generate(
 
 
 def _check_turns(prompts: "list[specdec_cli.prompts.Prompt]", file: Path) -> None:
-    """Raise `UsageError` if the answers cannot give a file of next turns."""
+    """Raise `UsageError` if --next-turns would have nothing to write, or its file exists."""
     if not any(prompt.later for prompt in prompts):
-        raise UsageError("--next-turns: no prompt has a further turn", "the data need turns")
+        raise UsageError(
+            "--next-turns: no conversation has a further turn",
+            "use data with several turns per conversation",
+        )
     if any(prompt.later and prompt.messages is None for prompt in prompts):
         raise UsageError("--next-turns needs conversations", "pass --chat")
     if os.path.exists(file):
-        raise UsageError(f"--next-turns: {file} is there already", "name a new file")
+        raise UsageError(f"--next-turns: {file} already exists", "name a new file")

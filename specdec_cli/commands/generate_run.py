@@ -1,4 +1,4 @@
-"""The run of `specdec generate` and its results. Imports torch, so other modules import it inside
+"""Runs `specdec generate` and shows its results. Imports torch, so other modules import it inside
 functions."""
 
 import sys
@@ -81,14 +81,14 @@ class Ready:
 
     @property
     def left(self) -> Job:
-        """The job with the prompts that are not done yet."""
+        """The job, with only the prompts that are not done yet."""
         return self.job.only(lambda index: index not in self.kept.done)
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
     """The command's own options. is_single: whether the only prompt is on the command line; the run
-    fails if that prompt cannot run. checks: whether to compare texts with texts of the target
+    fails if that prompt cannot run. checks: whether to compare the texts with those of the target
     alone. strict: whether disturbed times make a run partial."""
 
     resume: bool
@@ -122,7 +122,7 @@ def get_ready(
     if (path := asked.output) is not None:
         if world.is_first:
             kept = open_folder(path, resolved, job, where, notices, found.own, resume=own.resume)
-        # Every rank has to skip the prompts that the folder holds.
+        # Every rank must skip the prompts whose outputs are in the folder.
         shared = world.once(lambda: replace(kept, folder=None))
         kept = kept if world.is_first else shared
         notices += unsaid(kept.notices, notices)
@@ -142,7 +142,7 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
     outputs, metrics, samples = _run(world, ready, asked, watch)
     if own.is_single and outputs[0].error is not None:
         if ready.folder is not None:
-            # Nothing was run, so the folder stays free for the next run.
+            # Nothing ran, so leave the folder free for the next run.
             ready.folder.forget(SAMPLES)
         hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
@@ -188,16 +188,16 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
 
 def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
     """Compare the texts of a few prompts with texts of the target alone. A greedy run's own texts
-    are compared; otherwise greedy texts are written anew."""
+    are compared; for a sampled run, greedy texts are generated first."""
     job, session = ready.job.part(0, PROMPTS), ready.session
-    assert session is not None, "a checked run has a session"
+    assert session is not None, "a run with a check has a session"
     plan = job.plan
     ran = world.once(lambda: {o.index: o.token_ids for o in outputs if o.error is None})
     written = ran if plan.params.is_greedy else greedy_texts(session, job, plan.k, world)
     plain = greedy_texts(session, job, 0, world)
     check = LosslessCheck(plan.dtype_name, plan.params)
     check.compare(session, key_of(job), texts_of(job, written, plain))
-    return world.once(lambda: check.result)  # logits of other ranks have no meaning
+    return world.once(lambda: check.result)  # only rank 0's logits are valid
 
 
 def _run(
@@ -205,8 +205,8 @@ def _run(
 ) -> tuple[list[Output], Metrics, dict[int, Sample]]:
     """Run the prompts that are left; each output is shown and written to disk as soon as it comes.
 
-    The metrics of a resumed run, and of a run on a server, cover all of its samples. These samples
-    are returned too.
+    For a resumed run and a run on a server, the metrics cover all samples in the folder, which are
+    returned too.
     """
     job, sinks, done = ready.job, [], ready.kept.done
     if world.is_first:
@@ -237,8 +237,8 @@ def _run(
         if ready.session is not None:
             plan = job.plan
             left = ready.left
-            # A server's answers come all at once at a run's end, so runs are short: a kill loses
-            # only one run.
+            # A server's answers arrive together at the end of a batch. Small batches limit what a
+            # kill loses.
             units = [left] if job.backend.is_native else units_of(left, plan.recipe.run.batch_size)
             metrics = None
             for unit in units:
@@ -291,7 +291,7 @@ def _summarise(
 
 
 def _remarks(job: Job) -> list[str]:
-    """Remarks that a reader needs to judge the text and the acceptance."""
+    """Remarks on how far the text and the acceptance can be trusted."""
     plan = job.plan
     rule = plan.recipe.speculation.acceptance
     found = [f"{rule} acceptance: {plan.remark}"] if plan.remark is not None else []

@@ -1,5 +1,5 @@
-"""Commands with help that is readable at 80 columns and with a check for prompts that are given
-twice, and hints for command lines that the parser refuses.
+"""Command classes: help that fits 80 columns, a check against two prompt files, and hints for
+command lines that the parser refuses.
 
 Imports nothing heavy, since `specdec --help` imports this module.
 """
@@ -24,7 +24,7 @@ class Command(TyperCommand):
     """A command whose help lists options by panel, and shows whole names in every terminal."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as typer does. Each error knows its command, which hints name."""
+        """Parse as typer does. Attach the command to each error, so that hints can name it."""
         try:
             return super().parse_args(ctx, args)
         except ParserError as problem:
@@ -56,11 +56,11 @@ class Commands(TyperGroup):
 
 
 class OneSource(Command):
-    """A command that refuses a second file of prompts, which would replace the first silently."""
+    """A command that refuses a second prompt file instead of silently dropping the first."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as typer does; raises `UsageError` for a second file."""
-        with suppress(ParserError):  # which the parser below raises too
+        with suppress(ParserError):  # the parser below raises these errors again
             _, _, given = self.make_parser(ctx).parse_args(args=list(args))
             self._refuse_second(given)
         return super().parse_args(ctx, args)
@@ -77,7 +77,7 @@ class OneSource(Command):
 
 _MOST_GUESSES = 3
 
-# Our names, each with other names that people try, without dashes.
+# Each of our option names, with the names that other tools use for it, without dashes.
 _OTHER_NAMES: Final = {
     "--target": "checkpoint model",
     "--dataset FILE::COLUMN": "column",
@@ -98,7 +98,7 @@ _OTHER_NAMES: Final = {
 
 
 def explained(error: Any) -> tuple[str, str]:
-    """Message and hint for an error of typer's parser."""
+    """The message and the hint for an error of typer's parser."""
     message: str = getattr(error, "format_message", error.__str__)()
     context = getattr(error, "ctx", None)
     hint = f"see `{context.command_path if context else 'specdec'} --help`"
@@ -106,7 +106,9 @@ def explained(error: Any) -> tuple[str, str]:
         return message, hint
     parameters = context.command.params
     names = getattr(context.command, "commands", {})
-    wrong: Any = getattr(error.__cause__, "errors", None)  # errors of pydantic, which reads numbers
+    wrong: Any = getattr(
+        error.__cause__, "errors", None
+    )  # errors of pydantic, which parses numbers
     if wrong is not None:
         from specdec_cli.recipe.problems import describe
 
@@ -130,8 +132,8 @@ def explained(error: Any) -> tuple[str, str]:
 
 
 def _guess(given: str, known: Sequence[str]) -> str:
-    """A question such as `did you mean --target? `, or "" if no name is similar. Names that begin
-    with what was given come before a recipe's keys, and these before names spelled like it."""
+    """A question such as `did you mean --target? `, or "" if no name is similar. Names that start
+    with the given text are preferred, then recipe keys, then names spelled like it."""
     name = given.replace("_", "-")
     tried = name.lstrip("-")
     other = next((ours for ours, others in _OTHER_NAMES.items() if tried in others.split()), "")
@@ -145,8 +147,8 @@ def _guess(given: str, known: Sequence[str]) -> str:
 
 
 def _key(option: str, known: Sequence[str]) -> str:
-    """Words on the recipe's key with an option's name, for commands with --set; "" if there is no
-    such key."""
+    """For commands with --set, a sentence that names the recipe key spelled like the option; "" if
+    there is none."""
     if "--set" not in known:
         return ""
     from specdec_cli.recipe.schema import key_fields

@@ -1,4 +1,4 @@
-"""`specdec merge`: joins the shards of a sweep. Measures nothing and loads no model."""
+"""`specdec merge`: joins the shards of a sweep, without measuring or loading a model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,9 +27,9 @@ def merge(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Join the shards of a sweep into the folder that a whole sweep would have written.
+    """Join the shards of a sweep into one folder, as if a single sweep had written it.
 
-    Points, intervals and the recommendation are computed anew from all samples.
+    Points, intervals and the recommendation are recomputed from all samples.
     """
     place: Place = ctx.obj
     if not place.is_first:

@@ -1,6 +1,6 @@
 """`specdec methods`: the methods, rules, policies and bundled models that a command line may name.
 
-Loads nothing heavy.
+Imports nothing heavy.
 """
 
 import json
@@ -59,7 +59,7 @@ def methods(
 
 
 def _draft(name: str) -> dict[str, str] | None:
-    """The row of a bundled draft: name, method and target; None for a target."""
+    """The row for a bundled draft, with its name, method and target; None for a target."""
     from specdec_cli.recipe.choices.registry import fitting_forms
 
     if name == "target":

@@ -39,8 +39,8 @@ _MAX_COUNT, _MAX_BATCH = 2**31 - 1, 2**16
 def option(
     flags: str, metavar: str | None, help: str, panel: str | None = None, **more: Any
 ) -> Any:
-    """An option for `Annotated`. flags: its spellings, separated by spaces. metavar: the name of
-    its value; None for a flag.
+    """A typer option for `Annotated`. flags: its spellings, separated by spaces. metavar: the name
+    of its value; None for a flag.
 
     more: further arguments of `typer.Option`.
     """
@@ -48,14 +48,15 @@ def option(
 
 
 def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
-    """Bundled recipes whose names begin with this text. The shell itself completes files."""
+    """The bundled recipes whose names begin with this text. The shell completes file names
+    itself."""
     from specdec_cli.recipe import bundled_recipes
 
     return [(r.name, r.description) for r in bundled_recipes() if r.name.startswith(incomplete)]
 
 
 def complete_set(incomplete: str) -> list[str]:
-    """`KEY=` for each key of a recipe that begins with this text, for the shell."""
+    """`KEY=` for each recipe key that begins with this text, for the shell's completion."""
     from specdec_cli.recipe.schema import key_fields
 
     return [f"{key}=" for key in key_fields() if f"{key}=".startswith(incomplete)]
@@ -82,7 +83,7 @@ Json = Annotated[
 
 
 def folder(text: str) -> Path:
-    """The folder of this name. An empty name, as from `-o "$UNSET"`, is an error."""
+    """Parse a folder's name. An empty name, as from `-o "$UNSET"`, is an error."""
     if not text.strip():
         raise typer.BadParameter("the name is empty")
     if len(text.splitlines()) > 1:
@@ -95,8 +96,8 @@ def folder(text: str) -> Path:
 
 _PROMPT_FILE = "File of prompts: .txt (one a line), .jsonl, .json, .csv, .tsv or .parquet."
 _DATASET = "Prompts that replace the recipe's data."
-_SAMPLE = "Draw the prompts of --limit by the seed: random, or stratified, evenly over categories."
-_SKIP_BAD = "Skip lines that hold no valid prompt, and report how many."
+_SAMPLE = "Draw the --limit prompts by seed: random, or stratified to balance categories."
+_SKIP_BAD = "Skip lines without a valid prompt, and report their number."
 _CHAT = "Render prompts with the target's chat template. Default: only lines with messages."
 _TEMPLATE = "Set a switch of the chat template, such as enable_thinking=false; implies --chat."
 _CHAT_TEMPLATE = (
@@ -107,7 +108,7 @@ _SYSTEM = "System message of every conversation; implies --chat."
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The options that say where prompts are. Every command that reads prompts has them."""
+    """The options for the source of prompts, shared by every command that reads prompts."""
 
     prompt: Annotated[
         list[str] | None, option("--prompt", "TEXT", "Text of a prompt; may be repeated.", _PROMPTS)
@@ -141,26 +142,25 @@ Output = Annotated[
     option("-o --output", "DIR", "Keep the results in this run folder.", _OUTPUT, parser=folder),
 ]
 Resume = Annotated[
-    bool, option("--resume", None, "Go on in the folder of -o, with its recipe and options.")
+    bool,
+    option("--resume", None, "Continue the run in the -o folder, with its recipe and options."),
 ]
 CheckLossless = Annotated[
     bool,
     option(
-        "--check-lossless", None, "Compare greedy text with k = 0 of the target alone.", _OUTPUT
+        "--check-lossless", None, "Check that greedy text equals the target's own (k = 0).", _OUTPUT
     ),
 ]
 Quiet = Annotated[bool, option("-q --quiet", None, "No progress; warnings stay.", _OUTPUT)]
 Repeats = Annotated[
     int | None,
-    option("--repeats", "N", "Measure every point N times.", _RUN, min=1, max=_MAX_COUNT),
+    option("--repeats", "N", "Measure each point N times.", _RUN, min=1, max=_MAX_COUNT),
 ]
-_STRICT = "End with 3 if something disturbed the times."
+_STRICT = "Exit with code 3 if something disturbed the times."
 Strict = Annotated[bool, option("--strict", None, _STRICT, _OUTPUT)]
 Verbose = Annotated[bool, option("-v --verbose", None, "Log more, and show tracebacks.", _OUTPUT)]
 
-_SERVER = (
-    "Take answers from a server that is up: vLLM's, SGLang's or another OpenAI-compatible one."
-)
+_SERVER = "Get answers from a running server: vLLM, SGLang or another OpenAI-compatible one."
 Servers = Annotated[list[str] | None, option("--server", "URL", f"{_SERVER} May be repeated.")]
 Server = Annotated[str | None, option("--server", "URL", _SERVER)]
 
@@ -169,7 +169,7 @@ _PLUGIN = (
 )
 Plugins = Annotated[list[str] | None, option("--plugin", "FILE.py", _PLUGIN, _MODELS)]
 
-# Recipe keys by the name of the parameter that sets them; `*` stands for both models.
+# Each parameter's name with the recipe key that it sets; `*` stands for both models.
 _OF_SECTIONS: Final = {
     "speculation": ("method", _K, *(f"synthetic_acceptance_{of}" for of in ("rates", "length"))),
     "sampling": ("temperature", "top_k", "top_p", "max_new_tokens", "ignore_eos"),
@@ -197,13 +197,13 @@ OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     for name, key in _KEYS.items()
 }
 
-# The options that set a key of the recipe, in all commands with a recipe, by panel of the help.
-# Each row has the parameter, the type and the name of the value, and the help.
+# The options that set a recipe key, shared by all commands with a recipe, grouped by help panel.
+# Each row has the parameter, its type, the name of its value, and its help.
 _KEY_OPTIONS: Final = {
     _MODELS: (
         ("target", str, "MODEL", "Target model."),
         ("draft", str, "MODEL", "Draft model."),
-        ("method", str, "NAME", "Method that proposes; an unknown name lists them."),
+        ("method", str, "NAME", "Method that proposes tokens; an unknown name lists all."),
         ("target_tp", int, "N", "Ranks of the target."),
         ("draft_tp", int, "N", "Ranks of the draft; must divide the target's."),
         ("dtype", str, "TYPE", "Data type of both models: auto, float32, bfloat16 or float16."),
@@ -212,7 +212,7 @@ _KEY_OPTIONS: Final = {
         ("device", str, "DEVICE", "auto, cpu, cuda or cuda:N."),
         ("batch_size", int, "N", "Prompts decoded together."),
         ("seed", int, "N", "Seed of all random numbers."),
-        ("num_blocks", int, "N", "KV cache blocks, else what fits."),
+        ("num_blocks", int, "N", "Number of KV cache blocks. Default: what fits."),
         ("block_size", int, "N", "Tokens per block."),
     ),
     _DECODING: (
@@ -220,7 +220,7 @@ _KEY_OPTIONS: Final = {
         ("temperature", float, "T", "Sampling temperature; 0 is greedy."),
         ("top_k", int, "N", "Keep the N likeliest tokens; 0 is all."),
         ("top_p", float, "P", "Keep the smallest set of tokens with probability P; 1 is all."),
-        ("max_new_tokens", int, "N", "Most tokens per prompt."),
+        ("max_new_tokens", int, "N", "Maximum new tokens per prompt."),
         ("ignore_eos", bool, None, "Continue past the end-of-text token."),
     ),
 }
@@ -243,8 +243,7 @@ def _key_parameters() -> Iterator[inspect.Parameter]:
 class Asked:
     """A command line: the options that all commands with a recipe share.
 
-    place: the way in which this process was started. given: the shared options that set a key of
-    the recipe.
+    place: how this process was started. given: the shared options that set recipe keys.
     """
 
     place: Place
@@ -253,14 +252,19 @@ class Asked:
     sets: Set = None
     trust_remote_code: Annotated[
         bool,
-        option("--trust-remote-code", None, "Run Python code from a model's repository.", _MODELS),
+        option(
+            "--trust-remote-code",
+            None,
+            "Allow Python code from a model's repository to run.",
+            _MODELS,
+        ),
     ] = False
     allow_pickle: Annotated[
-        bool, option("--allow-pickle", None, "Load pickled weights, which can run code.", _MODELS)
+        bool, option("--allow-pickle", None, "Allow pickled weights, which can run code.", _MODELS)
     ] = False
     threads: Annotated[
         int | None,
-        option("--threads", "N", "Threads of each process on a CPU.", _RUN, min=1, max=_MAX_BATCH),
+        option("--threads", "N", "CPU threads per process.", _RUN, min=1, max=_MAX_BATCH),
     ] = None
     plugin: Plugins = None
     as_json: Json = False
@@ -270,8 +274,8 @@ class Asked:
 
     @property
     def is_heard(self) -> bool:
-        """True if this process writes to the user: the parent writes for the ranks that it
-        started."""
+        """True if this process writes to the user. The parent writes for the ranks that it
+        starts."""
         return self.place.rank is None or self.place.rank.tells_user
 
     def permissions(self) -> Permissions:
@@ -296,7 +300,7 @@ class Asked:
         if found.load.request_rate is not None and "request_rate" not in own:
             told = "load.request_rate: only sweep-k sends requests at a rate"
             raise UsageError(told, "pass --set load.request_rate=null")
-        # An option overrides the recipe, and so does the method of a draft that an option names.
+        # An option overrides the recipe. A draft named by an option also brings its method.
         is_free = options.get("draft") is not None
         names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None
         return with_sampling(with_method(found, is_free=is_free and not names_method))
@@ -320,7 +324,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
     A command that reads prompts receives `Prompts` as its second argument. An option that the
     command declares itself takes the place of the shared option of that name. without: shared
-    options that the command does not have.
+    options to leave out.
     """
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
@@ -341,7 +345,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
             if asked.threads is not None:
                 use_threads(asked.threads)
             begin_stage("reading the recipe")
-            load_plugins(asked.plugin)  # before the recipe, which may name methods of plugins
+            load_plugins(asked.plugin)  # before the recipe, which may name the plugins' methods
             try:
                 run(asked, *([Prompts(**where)] if reads_prompts else []), **theirs)
             except OtherSettings as problem:
@@ -396,8 +400,8 @@ def resolve(
 
 
 def _typed(ctx: typer.Context, asked: Asked, where: Collection[str]) -> set[str]:
-    """The keys of a run's settings that the command line sets. where: the parameters that say which
-    prompts are read."""
+    """The keys of the run's settings that the command line sets. where: the parameters for the
+    source of prompts."""
     keys = set(parse_sets(asked.sets or ()))
     for name in ctx.params:
         if (source := ctx.get_parameter_source(name)) is None or source.name != "COMMANDLINE":
@@ -408,7 +412,7 @@ def _typed(ctx: typer.Context, asked: Asked, where: Collection[str]) -> set[str]
 
 
 def load_plugins(files: Sequence[str] | None) -> None:
-    """Run the files of `--plugin`. Raises `UsageError` for a bad file."""
+    """Run the `--plugin` files. Raises `UsageError` for a bad file."""
     if files:
         from specdec_cli.plugin import load
 
@@ -432,13 +436,13 @@ def parse_sets(sets: Sequence[str], option: str = "--set") -> dict[str, object]:
 
 
 def parse_counts(text: str | None, option: str) -> list[int]:
-    """Parse `1,8` into distinct numbers; an option that was not given has none."""
+    """Parse `1,8` into distinct numbers; an empty result if the option was not given."""
     if text is None:
         return []
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,6}", part) and 0 < int(part) <= _MAX_BATCH for part in parts):
         raise UsageError(
             f"{option}: expected numbers such as 1,8, got {text!r}",
-            f"numbers are from 1 to {_MAX_BATCH}",
+            f"each must be from 1 to {_MAX_BATCH}",
         )
     return list(dict.fromkeys(map(int, parts)))

@@ -1,6 +1,6 @@
 """`specdec profile-blocks`: how many KV blocks fit on each rank beside both models?
 
-Parses, measures or estimates, and shows; the work is done elsewhere.
+Parses the command line and shows the results; `experiment.memory` does the work.
 """
 
 import itertools
@@ -26,10 +26,11 @@ _ESTIMATE = "Estimate from configs: no weights, no ranks; options may be lists."
 Estimate = Annotated[bool, option("--estimate", None, _ESTIMATE)]
 _DEVICE_MEMORY = "With --estimate: memory of each GPU, such as 80GiB or 24GiB,80GiB."
 DeviceMemory = Annotated[str | None, option("--device-memory", "LIST", _DEVICE_MEMORY)]
-_MEMORY = "With --estimate: memory of each GPU, or of a CPU's host for all that is held."
+_MEMORY = "With --estimate: memory of each GPU, or of the host if the device is a CPU."
 Memory = Annotated[str | None, option("--memory", "SIZE", _MEMORY)]
 _CONTEXT = (
-    "Tokens per sequence, output included. Default: the longest prompt, else what models hold."
+    "Tokens per sequence, output included. Default: what the longest prompt needs, else the "
+    "models' limit."
 )
 Context = Annotated[int | None, option("--context", "N", _CONTEXT, min=1)]
 _DRAFT_TPS = "Ranks of the draft, such as 1,2,4."
@@ -81,7 +82,7 @@ def profile_blocks(
     has_draft = asked.given["draft"] is not None
     if estimate:
         if not asked.place.is_first:
-            return  # all processes would find the same, and only one may write it
+            return  # every process would compute the same estimate, and only one may write it
         rooms = _rooms(device_memory, memory)
         with waiting("estimating", quiet=asked.quiet), _naming_shapes():
             resolved, document = _estimated(asked, source, lists, rooms, context)
@@ -107,7 +108,8 @@ def _measured(
     context: int | None,
     asked: Asked,
 ) -> dict[str, object]:
-    """The document on rank 0. Rank 0 creates the run folder before the measurement."""
+    """Measure on all ranks, and return the document on rank 0. Rank 0 creates the run folder
+    first."""
     with waiting("getting ready", quiet=asked.quiet) as stages:
         with importing(world.device):
             from specdec_cli.backends import native
@@ -120,8 +122,8 @@ def _measured(
             where = native.environment(native.prepared(planned))
             RunFolder.create(asked.output, resolved, where).close()
         profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
-        # This has to come before the timeouts of `ready` begin: the document describes the draft at
-        # other degrees.
+        # Make the document before `ready` starts its timeouts: estimating the draft at other
+        # degrees takes a while.
         found = document(resolved, profile) if world.is_first else {}
     world.ready()
     return found
@@ -167,7 +169,7 @@ def _estimated(
         prompts = _prompts(source, resolved, asked, context)
         try:
             profile = estimator.estimate(resolved, prompts, room)
-        except SetupError as error:  # the draft may still split over the other degrees
+        except SetupError as error:  # the draft may still fit the other degrees
             if len(lists["draft_tp"]) == 1:
                 raise
             skipped = {"status": "skipped", "reason": error.message}
@@ -190,8 +192,8 @@ def _estimated(
 
 
 def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int, bool] | None]:
-    """Each size of memory to estimate for, in bytes, and whether only a GPU can have this memory.
-    None stands for this machine's memory."""
+    """The memory sizes to estimate for, in bytes, each with whether it applies to GPUs only. None
+    stands for this machine's memory."""
     if device_memory is not None and memory is not None:
         raise UsageError("--memory and --device-memory exclude each other", "leave one out")
     flag, text = ("--memory", memory) if memory is not None else ("--device-memory", device_memory)
@@ -207,8 +209,8 @@ def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int,
 
 @contextmanager
 def _naming_shapes() -> Iterator[None]:
-    """Add the bundled recipes of mere shapes, which need no hub, to the hint about a missing
-    model."""
+    """Extend the hint about a missing model by the bundled recipes with configs only, which need no
+    hub."""
     try:
         yield
     except SetupError as problem:
@@ -216,7 +218,7 @@ def _naming_shapes() -> Iterator[None]:
             from specdec_cli.recipe import bundled_recipes
 
             names = ", ".join(r.name for r in bundled_recipes() if r.name.startswith("bench-"))
-            problem.hint = f"{problem.hint}; recipes of shapes alone: {names}"
+            problem.hint = f"{problem.hint}; bundled recipes that need no download: {names}"
         raise
 
 
@@ -249,7 +251,8 @@ def _prompts(
     asked: Asked,
     context: int | None,
 ) -> "list[specdec_cli.prompts.Prompt]":
-    """The prompts, if nothing else determines the length of sequences."""
+    """The prompts, read only if nothing else determines the sequence length; otherwise an empty
+    list."""
     from specdec_cli.commands.reading import find_prompts
 
     is_given = bool(source.prompt) or source.prompt_file is not None or source.dataset is not None
@@ -261,7 +264,8 @@ def _prompts(
 
 
 def _points(lists: Mapping[str, Sequence[object]], devices: int = 1) -> Iterator[dict[str, object]]:
-    """All combinations of the lists' values. devices: the number of devices for each estimate."""
+    """All combinations of the lists' values. devices: the number of memory sizes to estimate each
+    for."""
     count = math.prod(map(len, lists.values())) * devices
     if count > _MOST_POINTS:
         raise UsageError(f"the lists make {count} combinations; at most {_MOST_POINTS} are taken")
@@ -270,7 +274,7 @@ def _points(lists: Mapping[str, Sequence[object]], devices: int = 1) -> Iterator
 
 
 def listed(text: str | None, flag: str, convert: Callable[[str], T]) -> Sequence[T | None]:
-    """Parse `1,2,4` into distinct numbers; a single None stands for an option not given."""
+    """Parse `1,2,4` into distinct numbers; [None] if the option was not given."""
     if text is None:
         return [None]
     try:

@@ -34,12 +34,12 @@ from specdec_cli.recipe.sections import ABOUT_ROWS
 from specdec_cli.text import is_unicode
 
 _SAMPLES = ("random", "stratified")
-_OF_CHAT = ("template", "chat_template")  # options that mean nothing without a chat template
+_OF_CHAT = ("template", "chat_template")  # options that have no effect without a chat template
 _TEMPLATE_CHARACTERS = 1 << 20
 
 
 def recipe_options(source: options.Prompts) -> dict[str, object]:
-    """The options of `source` that set keys of a recipe, by their names in `OPTION_KEYS`.
+    """The options of `source` that set recipe keys, by their names in `OPTION_KEYS`.
 
     Raises `UsageError` for options that exclude each other.
     """
@@ -111,7 +111,9 @@ def _loose(
         skip_bad=source.skip_bad,
     )
     if not is_given and not found and asked.is_heard and resolved.data is not None:
-        told = "warning: the pipe is empty, so the recipe's prompts run (</dev/null asks for them)"
+        told = (
+            "warning: the pipe is empty, so the recipe's prompts run (silence this with </dev/null)"
+        )
         typer.echo(told, err=True)
     return found if is_given or found else None
 
@@ -119,12 +121,12 @@ def _loose(
 def _from_data(
     source: options.Prompts, resolved: Recipe, data: DataSection, asked: Asked
 ) -> tuple[DataSection, LoadedPrompts]:
-    """The data section with the options applied, and its prompts. A local file gets its full
-    path."""
+    """Apply the options to the data section, and read its prompts. A local file's path is made
+    absolute."""
     sets = options.parse_sets(asked.sets or ())
     own = {name for name, value in recipe_options(source).items() if value is not None}
     if own:
-        # The recipe's settings for its own prompts do not apply: only options describe this file.
+        # The recipe's settings describe its own prompts. This file is described by options only.
         given = {options.OPTION_KEYS[name][1] for name in own} | sets.keys()
         stale = [key for key in ABOUT_ROWS if not {"data", f"data.{key}"} & given]
         data = data.model_copy(update={k: DataSection.model_fields[k].default for k in stale})
@@ -138,7 +140,7 @@ def _from_data(
     )
     if own and os.path.exists(path := data.path or ""):
         data = data.model_copy(update={"path": os.path.abspath(path)})
-    # The bundled recipes take a few of the bundled prompts, so that they run in seconds.
+    # Use only a few of the bundled prompts, so that a bundled recipe runs in seconds.
     is_chosen = source.limit is not None or {"data", "data.limit"} & sets.keys()
     if str(data.path).startswith(PREFIX) and not is_chosen:
         loaded = LoadedPrompts(loaded.prompts)
@@ -165,8 +167,9 @@ def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, st
 def _template_of(
     source: options.Prompts, data: DataSection | None, output: Path | None
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """The keys of `data` about the chat template, with the options applied, and the values for a
-    template: its switches, another template if one is named, and the date that it may write."""
+    """The keys of `data` about the chat template, with the options applied, and the template's
+    inputs: its switches, the replacement template if one is named, and the date that it may
+    insert."""
     switches: dict[str, Any] = dict(data.template) if data is not None else {}
     switches |= options.parse_sets(source.template or (), "--template")
     named = source.chat_template or (data.chat_template if data is not None else None)
@@ -192,13 +195,13 @@ def _template_file(path: str) -> str:
     except (OSError, ValueError) as problem:
         raise UsageError(f"{path}: cannot be read as a chat template: {problem}") from None
     if "\0" in text or len(text) > _TEMPLATE_CHARACTERS:
-        raise UsageError(f"{path}: is not a chat template", "a chat template is a text in Jinja")
+        raise UsageError(f"{path}: is not a chat template", "a chat template is a Jinja file")
     return text
 
 
 def _kept_date(output: Path | None) -> str | None:
-    """The date in the prompts of the run that this folder holds, if any."""
-    with suppress(SpecdecError, OSError):  # opening the folder reports its errors
+    """The date in the prompts of the run in this folder, if any."""
+    with suppress(SpecdecError, OSError):  # opening the folder later reports its errors
         if output is not None and (output / "recipe.yaml").is_file():
             kept = load_recipe(str(output / "recipe.yaml")).data
             return kept.date if kept is not None else None
@@ -206,7 +209,7 @@ def _kept_date(output: Path | None) -> str | None:
 
 
 def _is_piped() -> bool:
-    """True if standard input is a pipe or a file, not closed, a terminal or /dev/null."""
+    """True if standard input is a pipe or a file, rather than closed, a terminal or /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):

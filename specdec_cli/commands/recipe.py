@@ -1,6 +1,6 @@
-"""`specdec recipe`: lists, shows and checks recipes without loading anything.
+"""`specdec recipe`: lists, shows and checks recipes without loading models.
 
-Knows nothing of models and devices, so it cannot tell whether a recipe can run here.
+It does not look at models and devices, so it cannot tell whether a recipe can run here.
 """
 
 import json
@@ -94,7 +94,7 @@ def validate_recipes(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Check recipes and report every problem of each."""
+    """Check recipes, and report every problem in each."""
     load_plugins(plugin)
     problems: list[str] = []
     hint: str | None = None
@@ -115,7 +115,7 @@ def validate_recipes(
 
 @app.command("schema", cls=Command)
 def print_schema(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
-    """List every key with its default and meaning; with --json print a JSON Schema."""
+    """List every key with its default and meaning; with --json, print a JSON Schema."""
     from specdec_cli.recipe import Recipe
     from specdec_cli.recipe.schema import key_fields
 

@@ -1,6 +1,6 @@
 """`specdec report`: turns run folders into a page, plots and tables.
 
-Parses and shows; the work is done in `specdec_cli.report`. Needs no torch.
+Parses the command line; `specdec_cli.report` does the work. Needs no torch.
 """
 
 import json
@@ -23,12 +23,12 @@ Folders = Annotated[
     typer.Argument(
         metavar="DIR...",
         parser=options.folder,
-        help="Run folders of sweep-k or compare-tp, finished or not; several are compared.",
+        help="Run folders of sweep-k or compare-tp, finished or not; several folders are compared.",
     ),
 ]
 _OUTPUT = (
-    "Folder for the files. Default: the run folder; of several, none. NAME.html writes only that "
-    "page."
+    "Folder for the files. Default: the run folder, or none for several. NAME.html writes only "
+    "that page."
 )
 Output = Annotated[
     Path | None, options.option("-o --output", "DIR", _OUTPUT, parser=options.folder)
@@ -52,8 +52,7 @@ def report(
     """Turn a run folder into a page, plots, tables and a config for vLLM.
 
     report.html is self-contained. Prints the answer, then the names of the files. Several folders
-    are shown side by side: they are paired on the prompts that they share, and their other
-    differences are listed.
+    are compared on the prompts that they share, and their other differences are listed.
     """
     place: Place = ctx.obj
     if not place.is_first:
@@ -69,15 +68,15 @@ def report(
     is_page = output is not None and output.suffix.lower() in (".html", ".htm")
     if is_page and formats is not None and set(chosen) != {"html"}:
         raise UsageError(
-            f"-o {output} is one page, and --format asks for {formats}",
+            f"-o {output} is a single page, but --format asks for {formats}",
             "name a folder with -o, or leave --format out",
         )
     set_up_logging(verbose=verbose)
     if len(folders) > 1:
         if is_page or (formats is not None and "vllm" in chosen):
             raise UsageError(
-                "several run folders have no single page and no config for vLLM",
-                "name a folder with -o, and choose of html, png, svg, pdf, csv, tex and md",
+                "one page (-o NAME.html) and a vLLM config need exactly one run folder",
+                "name a folder with -o, and choose from html, png, svg, pdf, csv, tex and md",
             )
         _report_runs(folders, output, chosen, as_json=as_json)
         return
@@ -129,19 +128,23 @@ def _report_runs(
 
 
 def _in_short(notices: Sequence[Notice]) -> list[str]:
-    """The report's own warnings, and the codes of those that the run itself printed."""
+    """The report's own warnings, and one line with the codes of the warnings that the run
+    printed."""
     own = [one.message for one in notices if one.code in ("report", "damaged")]
     codes = [one.code for one in notices if one.code not in ("report", "damaged")]
     if not codes:
         return own
     names = ", ".join(dict.fromkeys(codes))
-    return [*own, f"{counted(len(codes), 'warning')} of the run (--json has the words): {names}"]
+    return [
+        *own,
+        f"{counted(len(codes), 'warning')} from the run (--json has the messages): {names}",
+    ]
 
 
 def _tell(
     document: dict[str, Any], lines: Sequence[str], warnings: Sequence[str], *, as_json: bool
 ) -> None:
-    """Print the document as JSON, or else `lines`, the names of the files, and `warnings`."""
+    """Print the document as JSON; or, as text, `lines`, the names of the files, and `warnings`."""
     if as_json:
         typer.echo(inert_json(json.dumps(document, ensure_ascii=False)))
         return

@@ -1,4 +1,4 @@
-"""Resumed runs: the settings that the run folder keeps and the command line leaves out, and the
+"""Resuming: takes settings that the command line leaves out from the run folder, and shows the
 command that resumes an interrupted run."""
 
 import json
@@ -22,8 +22,8 @@ from specdec_cli.text import counted, inert
 def resumed(
     asked: Asked, kind: "type[specdec_cli.experiment.folders.settings_file.RunSettings]"
 ) -> tuple[Asked, dict[str, Any]]:
-    """The command line with --resume, and the settings of the run that it resumes; {} if the folder
-    holds none yet.
+    """The completed command line, and with --resume the settings of the run to resume; {} if the
+    folder has none yet.
 
     A command line without a recipe gets the folder's recipe. kind: the class of the command's
     settings. Raises `UsageError` for --resume without a folder, and for a new folder if no model is
@@ -44,15 +44,15 @@ def resumed(
     names_models = (asked.recipe, asked.given.get("target"), asked.sets) != (None, None, None)
     if is_new and not names_models:
         raise UsageError(
-            f"--resume: {folder} holds no {kind.kind}",
+            f"--resume: {folder} contains no {kind.kind}",
             "check the path; a new run needs a recipe or --target, for example the recipe demo",
         )
     return asked, kept
 
 
 def _use_threads_of(folder: Path) -> None:
-    """Use as many threads as the run began with, on a CPU with the same number of processors. With
-    another number of threads, the run's times would come from two environments."""
+    """Use the run's original number of threads if the machine has the same number of processors. A
+    different number would mix times from two environments."""
     from specdec_cli.experiment.folders.settings_file import read_json
 
     where = read_json(folder / "environment.json")
@@ -63,8 +63,8 @@ def _use_threads_of(folder: Path) -> None:
 
 
 def folder_of_servers(asked: Asked, kept: Mapping[str, Any]) -> Path | None:
-    """The folder of the resumed run, if its samples come from servers that the run did not
-    start."""
+    """The folder of the resumed run if its samples come from servers that the user started;
+    otherwise None."""
     is_theirs = kept and kept["device"].startswith("server") and "engine" not in kept["recipe"]
     return asked.output if is_theirs else None
 
@@ -75,17 +75,17 @@ def names_of_drafts(asked: Asked, kept: Mapping[str, Any]) -> list[str | None]:
 
 
 def with_draft(asked: Asked, kept: Mapping[str, Any], name: str | None = None) -> Asked:
-    """The command line with the draft under the name that it has in the folder's records, since the
-    folder's recipe has the draft's whole path. The draft of another recipe keeps its name. name:
-    the name of an arm of a sweep."""
+    """Replace the draft's path in the command line by the name in the folder's records, because the
+    folder's recipe has the whole path. The draft of another recipe keeps its name. name: the name
+    of an arm of a sweep."""
     if not kept or not _has_its_recipe(asked):
         return asked
     recipe = kept["recipe"]
     names, sections = kept.get("drafts", [name]), recipe.get("drafts", [recipe.get("draft")])
-    # A method that needs no draft model is also named by --draft.
+    # --draft also names methods without a draft model.
     section = dict(zip(names, sections, strict=True)).get(name) or ({"model": name} if name else {})
     keys = {"speculation.method" if k == "method" else f"draft.{k}": v for k, v in section.items()}
-    if "draft.weights" in keys:  # in records, a fingerprint
+    if "draft.weights" in keys:  # records keep a fingerprint here
         keys["draft.weights"] = keys.pop("draft.weights_as", "auto")
     found = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     return replace(asked, sets=[*found, *(asked.sets or ())])
@@ -102,7 +102,7 @@ def saying_what_is_kept(
 ) -> Iterator[None]:
     """Report what the folder keeps if the run is interrupted or its ranks fail.
 
-    noun: the word for a line of samples.jsonl, in the singular. own: as for `say_kept`.
+    noun: what one line of samples.jsonl is called, in the singular. own: as for `say_kept`.
     """
     try:
         yield
@@ -112,7 +112,7 @@ def saying_what_is_kept(
         if isinstance(end, RunError) and end.code == ExitCode.USAGE:
             raise
         if isinstance(end, SystemExit) and end.code != ExitCode.SIGTERM:
-            raise  # stdout's reader is gone, and nothing is left to measure
+            raise  # stdout's reader is gone: the run itself is complete
         path = asked.output / "samples.jsonl" if asked.output is not None else None
         if is_told and asked.is_heard and path is not None and path.exists():
             kept = path.read_bytes().count(b"\n")
@@ -121,8 +121,8 @@ def saying_what_is_kept(
 
 
 def say_kept(what: str, asked: Asked, command: str, **own: object) -> None:
-    """Name the samples that the folder of an interrupted run keeps, and the command that resumes
-    the run. own: options of the command that no folder keeps, by the names of their parameters.
+    """Tell the user how many samples the interrupted run's folder has, and the command that resumes
+    the run. own: options that the folder does not record, by parameter name.
     """
     given = {name: getattr(asked, name) for name in ("trust_remote_code", "allow_pickle")}
     given |= {"plugin": asked.plugin, **own}
@@ -133,4 +133,4 @@ def say_kept(what: str, asked: Asked, command: str, **own: object) -> None:
             if one is not None and one is not False:
                 words += [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
     typer.echo(f"{asked.output} keeps {what}", err=True)
-    typer.echo(inert(f"go on with: specdec {shlex.join(words)}"), err=True)
+    typer.echo(inert(f"resume with: specdec {shlex.join(words)}"), err=True)

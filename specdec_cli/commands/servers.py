@@ -1,5 +1,5 @@
-"""The servers that a command line names, and the proposal lengths to measure. Functions import this
-module when they need it."""
+"""The servers that a command line names, and the proposal lengths to measure. Other modules import
+it inside functions."""
 
 import os
 import shlex
@@ -20,7 +20,7 @@ from specdec_cli.experiment.folders.settings_file import read_json
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import inert
 
-_FILE = "servers.json"  # in the folder of a run
+_FILE = "servers.json"  # in a run folder
 
 
 class Named(Record):
@@ -59,7 +59,7 @@ def named(
         servers = _as_before(servers, earlier)
     needing = {"--baseline-server": servers.plain_url, "--baseline": servers.baseline}
     if not servers.urls and (found := next((n for n, value in needing.items() if value), None)):
-        raise UsageError(f"{found} needs --server", "name the servers to measure with --server URL")
+        raise UsageError(f"{found} needs --server", "name each server to measure with --server URL")
     return servers
 
 
@@ -69,27 +69,27 @@ def keep(folder: RunFolder, servers: Named) -> None:
 
 
 def _as_before(servers: Named, folder: Path) -> Named:
-    """The servers, completed with the ones that the folder names."""
+    """Fill in the servers that the command line leaves out from the folder."""
     kept = checked(read_json(folder / _FILE), Named)
     if isinstance(kept, Named):
-        if not servers.urls:  # tell where prompts and the key are sent
-            typer.echo(inert(f"servers that {folder} names: {', '.join(kept.urls)}"), err=True)
+        if not servers.urls:  # show where prompts and the API key will be sent
+            typer.echo(inert(f"servers from {folder}: {', '.join(kept.urls)}"), err=True)
         urls, ks = servers.urls or kept.urls, kept.ks if servers.ks is None else servers.ks
         of_plain = kept if servers.plain_url is None and servers.baseline is None else servers
         plain_url, baseline = of_plain.plain_url, of_plain.baseline
         servers = Named(urls=urls, plain_url=plain_url, baseline=baseline, ks=ks)
     if not servers.urls:
-        raise UsageError(f"servers wrote the samples in {folder}", "name them with --server")
+        raise UsageError(f"the samples in {folder} come from servers", "name them with --server")
     return servers
 
 
 def look_at_all(backend: ServerBackend, recipe: Recipe, servers: Named) -> list[int]:
-    """Enter the servers into `backend`, by k; return the ks to measure, in order."""
+    """Register the servers with `backend`, by k. Return the ks to measure, in ascending order."""
     asked, brings_plain = servers.ks, servers.baseline is not None
     if (plain := servers.plain_url) is not None:
         facts = backend.look(plain, recipe)
         if facts.k:
-            raise UsageError(f"--baseline-server: {plain} speculates: its k is {facts.k}")
+            raise UsageError(f"--baseline-server: {plain} uses speculation with k = {facts.k}")
         backend.servers[0] = facts
     for url in servers.urls:
         _enter(backend, backend.look(url, recipe), asked)
@@ -112,7 +112,7 @@ def _enter(backend: ServerBackend, facts: ServerFacts, asked: list[int] | None) 
         if asked is None or len(asked) != 1:
             raise UsageError(
                 f"the server at {facts.url} does not report its k",
-                "pass its k, such as --k 3, or --k 0 for one without speculation",
+                "pass its k, such as --k 3, or --k 0 without speculation",
             )
         k = asked[0]
     if (other := backend.servers.get(k)) is not None:
@@ -121,7 +121,7 @@ def _enter(backend: ServerBackend, facts: ServerFacts, asked: list[int] | None) 
 
 
 def with_args(recipe: Recipe, words: str | None) -> Recipe:
-    """The recipe with further words for its servers."""
+    """The recipe with further command-line arguments for its servers."""
     try:
         args = tuple(shlex.split(words or ""))
     except ValueError as problem:
@@ -133,8 +133,8 @@ def with_args(recipe: Recipe, words: str | None) -> Recipe:
 
 
 def logs_in(output: Path | None, until_end: ExitStack) -> Path:
-    """The folder for servers' logs: in the run folder, or a temporary one that ends with the
-    command."""
+    """The folder for the servers' logs: in the run folder, or a temporary one that the command
+    deletes at its end."""
     if output is not None:
         return output / "servers"
     return Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="specdec-servers-")))

@@ -21,20 +21,21 @@ from specdec_cli.stages import begin_stage
 
 T = TypeVar("T")
 
-# Memory that imports map. Measured: 120 MiB for numpy, and 470 MiB for everything after torch.
+# Address space that imports need. Measured: 120 MiB for numpy, and 470 MiB for everything after
+# torch.
 NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 
 
 @contextmanager
 def importing(device: str = "cpu") -> Iterator[None]:
-    """Wraps imports of the engine, which load torch and transformers.
+    """Wrap the imports of the engine, which load torch and transformers.
 
-    device: `run.device`, or "cpu" if no GPU is to be used yet. Meanwhile, threads do other slow
-    work that a GPU needs before it computes, if this work lets other threads run Python. The
-    imports create a million objects that live to the end. The garbage collector is off during the
-    imports and leaves these objects out later, since it would traverse them again and again.
+    device: `run.device`, or "cpu" if no GPU is to be used yet. Meanwhile, threads start the GPU
+    driver and hash Triton, which does not hold the GIL. The imports create a million objects that
+    live until the process ends. The garbage collector is off during the imports and skips these
+    objects later, because it would traverse them again and again.
 
-    Raises `SetupError` where a limit of memory leaves too little for the imports.
+    Raises `SetupError` if a memory limit leaves too little for the imports.
     """
     if "transformers" in sys.modules or not gc.isenabled():
         yield
@@ -46,8 +47,8 @@ def importing(device: str = "cpu") -> Iterator[None]:
         if driver is not None:  # not a daemon: a process must not end while its driver starts
             Thread(target=_start_driver, args=(driver, device)).start()
         begin_stage("importing torch")
-        # The work of others is measured until a quarter of a second after the process's start, and
-        # these imports without torch fill the rest of it.
+        # The load from other processes is measured for the first quarter of a second. Imports
+        # without torch fill the rest of that time.
         import specdec_cli.experiment.folders.settings_file  # noqa: F401
 
         choose_spins()
@@ -64,7 +65,8 @@ def importing(device: str = "cpu") -> Iterator[None]:
 
 
 def _driver() -> Any:
-    """CUDA's driver; None without one, or under a limit of memory, which a context would use up."""
+    """CUDA's driver; None without one, or under a memory limit, which a CUDA context would
+    exceed."""
     import ctypes
 
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
@@ -75,23 +77,23 @@ def _driver() -> Any:
 
 
 def _start_driver(driver: Any, device: str) -> None:
-    """Start the driver, the context in which torch will use a GPU, and NVML. Without a GPU nothing
-    happens; code that needs a GPU reports that later."""
+    """Start the driver, the CUDA context that torch will use, and NVML. Without a GPU this does
+    nothing; code that needs a GPU reports its absence later."""
     import ctypes
 
     index, handle, context = int(device.partition(":")[2] or 0), ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), index):
         return
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
-    with suppress(Exception):  # without NVML the watch over the machine leaves the GPU out
+    with suppress(Exception):  # without NVML, the monitor skips the GPU
         import pynvml
 
-        pynvml.nvmlInit()  # the watch's own start then finds NVML started
+        pynvml.nvmlInit()  # the monitor then finds NVML started
 
 
 def _begin_hashing() -> None:
-    """Hash Triton's library of 500 MB in a thread. The names of compiled kernels contain this hash,
-    which Triton remembers."""
+    """Hash Triton's 500 MB library in a thread. Triton needs the hash for the names of compiled
+    kernels, and caches it."""
     with suppress(ImportError):
         from triton.runtime.cache import triton_key
 
@@ -99,10 +101,10 @@ def _begin_hashing() -> None:
 
 
 def check_room(package: str, mebibytes: int) -> None:
-    """Raise `SetupError` if a limit of memory (ulimit -v) leaves too little to import a package.
+    """Raise `SetupError` if a memory limit (ulimit -v) leaves too little to import a package.
 
-    Without memory torch and numpy's OpenBLAS end the process. The OpenBLAS of scipy, which
-    transformers imports, asks for memory again and again without end.
+    Without enough memory, torch and numpy's OpenBLAS abort the process, and scipy's OpenBLAS, which
+    transformers imports, retries the allocation forever.
     """
     limit, statm = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm")
     if limit == resource.RLIM_INFINITY or not statm.exists():
@@ -110,14 +112,14 @@ def check_room(package: str, mebibytes: int) -> None:
     left = limit - int(statm.read_text().split()[0]) * resource.getpagesize()
     if left < mebibytes << 20:
         raise SetupError(
-            f"{package} needs {mebibytes} MiB of memory, and a limit of {limit >> 20} MiB leaves "
+            f"{package} needs {mebibytes} MiB of memory, but the limit of {limit >> 20} MiB leaves "
             f"{max(0, left) >> 20}",
             "raise the limit (ulimit -v)",
         )
 
 
 def _torch_mib() -> int:
-    """The size of torch's libraries; torch maps them all."""
+    """The size of torch's libraries in MiB. The import maps all of them."""
     found = importlib.util.find_spec("torch")
     folder = Path(found.origin or "").parent / "lib" if found is not None else Path()
     return sum(file.stat().st_size for file in folder.glob("*.so*")) >> 20
@@ -131,12 +133,12 @@ def joined(
     *,
     computes: bool = True,
 ) -> Iterator[tuple[World, T]]:
-    """The world of the recipes' ranks and the inputs that `read` finds, during the block.
+    """For the block, provide the world of the recipes' ranks and the inputs that `read` returns.
 
-    computes: whether models run here, on their ranks. A client of servers needs one process only.
+    computes: whether models run here, on ranks. A client of servers needs only one process.
 
-    If this process has to start the ranks, it only checks the recipes, waits for the ranks and
-    leaves the command with their exit code. recipes: all of them need the same number of ranks.
+    If this process must start the ranks, it checks the recipes, waits for the ranks and exits with
+    their exit code. recipes: all of them need the same number of ranks.
     """
     from specdec_cli.models.ahead import check_ahead
 

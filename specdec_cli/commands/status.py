@@ -1,4 +1,4 @@
-"""Messages and the log on stderr beside a command's results, and pictures in its run folder.
+"""A command's messages and log on stderr, and the plots in its run folder.
 
 Imports nothing heavy.
 """
@@ -28,7 +28,7 @@ def warn(warnings: Iterable[str | Notice]) -> None:
 def show(
     document: Mapping[str, Any], print_results: Callable[[Any], None], *, as_json: bool
 ) -> None:
-    """Write a document, as JSON or in words, and the error if nothing was measured."""
+    """Print a document as JSON or as text, or the error if nothing was measured."""
     from specdec_cli.experiment.folders.record_lines import to_json
 
     if as_json:
@@ -41,7 +41,7 @@ def show(
 
 
 def strictly(code: ExitCode, warnings: Iterable[Notice], *, strict: bool) -> ExitCode:
-    """The exit code of a run. With --strict, disturbed times make the run partial."""
+    """The exit code of a run. With --strict, a run with disturbed times is partial (3)."""
     from specdec_cli.experiment.statistics.noise import disturbances
 
     is_bad = strict and code == ExitCode.OK and disturbances(warnings)
@@ -62,8 +62,8 @@ def write_pictures(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Stages:
-    """The stages of getting ready. show: shows a stage, its number and the total; None without a
-    terminal."""
+    """The stages of a command's preparation. show: shows a stage, its number and the total; None
+    without a terminal."""
 
     show: Callable[[str, int, int], None] | None
     _done: int = -1
@@ -83,7 +83,8 @@ class Stages:
 
 @contextmanager
 def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
-    """During the block, show `what` and then stages with a bar, if stderr is a terminal."""
+    """During the block, show `what` and then a progress bar with stages, if stderr is a
+    terminal."""
     if quiet or not sys.stderr.isatty():
         yield Stages(None)
         return
@@ -95,7 +96,7 @@ def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
         TextColumn("{task.description}", style="dim", markup=False),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
-        # stdout is left alone: rich would redirect it to stderr.
+        # Leave stdout alone: rich would redirect it to stderr.
         console=Console(file=sys.stderr),
         transient=True,
         redirect_stdout=False,
@@ -105,7 +106,7 @@ def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
     def show(stage: str, done: int, total: int) -> None:
         progress.update(task, description=stage, completed=done, total=total or None)
 
-    try:  # the start is inside: an interrupt there would leave the cursor hidden
+    try:  # start inside the block: an interrupt would otherwise leave the cursor hidden
         progress.start()
         yield Stages(show)
     finally:
@@ -120,8 +121,8 @@ class _InertFormatter(logging.Formatter):
 
 
 class _Kept(logging.Filter):
-    """Keeps warnings for the command's document, and logs each only once: plans of several ranks or
-    drafts repeat warnings."""
+    """Keeps warnings for the command's document and logs each only once, because the plans for
+    several ranks or drafts repeat them."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno == logging.WARNING:
@@ -132,10 +133,12 @@ class _Kept(logging.Filter):
 
 
 def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
-    """A log record of any library, escaped and shortened: it may hold names of files and
-    tensors."""
+    """Make a log record of any library, escaped and shortened, because it may contain names of
+    files and tensors."""
     record = logging.LogRecord(*fields, **more)
-    with contextlib.suppress(TypeError, ValueError):  # the message does not fit its arguments
+    with contextlib.suppress(
+        TypeError, ValueError
+    ):  # the arguments do not match the message's format
         record.msg, record.args = inert(shortened(record.getMessage())), ()
     return record
 
@@ -143,7 +146,7 @@ def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
 def set_up_logging(*, verbose: bool) -> None:
     """Send the package's logger to stderr: warnings, and everything with -v.
 
-    Warnings are kept for the command's document too.
+    Warnings also go into the command's document.
     """
     handler = logging.StreamHandler()
     handler.setLevel(logging.DEBUG)

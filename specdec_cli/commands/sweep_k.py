@@ -1,6 +1,6 @@
 """`specdec sweep-k`: which proposal length is fastest on this dataset, and by how much?
 
-Parses, prepares, runs and shows; the work is done elsewhere.
+Parses the command line and shows the results; `experiment.sweep` does the work.
 """
 
 import os
@@ -46,17 +46,17 @@ _PREDICT = "Measure k = 0 and the largest k, and predict the others."
 PredictOnly = Annotated[bool, option("--predict-only", None, _PREDICT)]
 _RATES = "Accept proposals at these rates by position, such as 0.8,0.6,0.5."
 Rates = Annotated[str | None, option("--synthetic-acceptance-rates", "LIST", _RATES)]
-_LENGTH = "Accept proposals so that a round at the recipe's k has L tokens on average."
+_LENGTH = "Accept proposals so that rounds at the recipe's k average L tokens."
 Length = Annotated[float | None, option("--synthetic-acceptance-length", "L", _LENGTH)]
 _SHARD = "Take prompts I, I + N, I + 2N ... (I from 0). Default in a Slurm array: by task."
 Shard = Annotated[str | None, option("--shard", "I/N", _SHARD)]
 DryRun = Annotated[bool, option("--dry-run", None, "Show what would be measured; load no weights.")]
-_BASELINE_SERVER = "Take k = 0 from this server."
+_BASELINE_SERVER = "Measure k = 0 on this server."
 BaselineServer = Annotated[str | None, option("--baseline-server", "URL", _BASELINE_SERVER)]
-_BASELINE = "Take k = 0 from this run folder of the same prompts."
+_BASELINE = "Take k = 0 from this run folder, measured on the same prompts."
 Baseline = Annotated[Path | None, option("--baseline", "DIR", _BASELINE, parser=options.folder)]
 
-_SERVE = "Start a server of vllm or sglang for each k and draft, and measure it."
+_SERVE = "Start a vllm or sglang server for each k and draft, and measure it."
 Serve = Annotated[str | None, option("--serve", "ENGINE", _SERVE)]
 _SERVE_ARGS = "Further arguments for the servers that --serve starts."
 ServeArgs = Annotated[str | None, option("--serve-args", "WORDS", _SERVE_ARGS)]
@@ -64,9 +64,9 @@ ServeArgs = Annotated[str | None, option("--serve-args", "WORDS", _SERVE_ARGS)]
 _LOAD = "Requests that arrive"
 _RATE = "Requests a second, such as 1,4,16,inf, each measured; inf is all at once."
 RequestRate = Annotated[str | None, option("--request-rate", "LIST", _RATE, _LOAD)]
-_ARRIVALS = "poisson (the default), constant, gamma:SHAPE or a file of due times."
+_ARRIVALS = "poisson (the default), constant, gamma:SHAPE or a file of send times."
 Arrivals = Annotated[str | None, option("--arrivals", "KIND", _ARRIVALS, _LOAD, show_default=False)]
-_CONCURRENCY = "Most requests under way. Default: the batch size, or no limit for servers."
+_CONCURRENCY = "Maximum concurrent requests. Default: the batch size, or no limit for servers."
 Concurrency = Annotated[
     int | None,
     option(
@@ -74,9 +74,9 @@ Concurrency = Annotated[
         **{"min": 1, "max": 2**16, "show_default": False},
     ),
 ]
-_DURATION = "Measure arrivals over S seconds, if the prompts and repeats are fewer."
+_DURATION = "Repeat prompts until arrivals cover S seconds."
 Duration = Annotated[float | None, option("--duration", "S", _DURATION, _LOAD)]
-_SLO = "Objective of a latency, ttft, tpot or e2el, such as ttft:500ms; may be repeated."
+_SLO = "Latency objective for ttft, tpot or e2el, such as ttft:500ms; may be repeated."
 Slo = Annotated[list[str] | None, option("--slo", "NAME:VALUE", _SLO, _LOAD)]
 
 _ENGINES = ("vllm", "sglang")
@@ -85,7 +85,7 @@ Minutes = Annotated[float | None, option("--minutes", "M", _MINUTES, min=0.1)]
 _PAIRS = "Compare arms by category of prompt too."
 Pairs = Annotated[bool, option("--pairs", None, _PAIRS)]
 _DEFAULT_KS = "0-8"
-_ALL = 1024  # prompts: more than the bundled file has
+_ALL = 1024  # more prompts than the bundled file has
 
 
 @shared("num_speculative_tokens")
@@ -120,12 +120,12 @@ def sweep_k(
     """Find the fastest proposal length, and the best draft, on a dataset, with error bars.
 
     Every prompt is decoded at every k and with every draft, and compared with k = 0 on the same
-    prompts. Without a recipe the bundled demo pair runs. With --server it is servers that decode.
+    prompts. Without a recipe the bundled demo pair runs. With --server, servers decode.
     """
     from specdec_cli.commands.reading import find_prompts, recipe_options
 
     if resume and minutes is not None:
-        told = "--minutes chooses anew, and --resume goes on with what was chosen"
+        told = "--minutes chooses settings for a new run, and --resume keeps those of an old one"
         raise UsageError(told, "leave --minutes out")
     kept: dict[str, Any] = {}
     if resume:
@@ -152,11 +152,12 @@ def sweep_k(
             synthetic_acceptance_length=synthetic_acceptance_length,
         )
         if draft is not None and len(draft) > 1:
-            raise UsageError("--draft: a server has one draft", "run a sweep for each draft")
+            raise UsageError("--draft: a server has only one draft", "run a sweep for each draft")
     part = shard_of(shard, os.environ)
     if part is not None and shard is None and not asked.quiet and asked.is_heard:
         typer.echo(
-            f"shard {part[0]}/{part[1]}, from the Slurm array's task; --shard 0/1 takes all",
+            f"shard {part[0]}/{part[1]}, from the Slurm array's task; --shard 0/1 takes all "
+            "prompts",
             err=True,
         )
     own, sets = recipe_options(source) | {"repeats": repeats, "serve": serve}, list[str]()
@@ -280,7 +281,7 @@ def sweep_k(
                     found = world.once(lambda: find_prompts(fewer, recipes[0], asked))
                 plan = planned()
         if minutes is not None and asked.is_heard:
-            fit = replace(fit, seconds=sweep_seconds(plan))  # of the prompts that were drawn
+            fit = replace(fit, seconds=sweep_seconds(plan))  # for the drawn prompts
             typer.echo(f"chosen for {minutes:g} min: {fit.text}", err=True)
         code = _sweep(
             *(world, plan, asked, named, starter),
@@ -304,10 +305,10 @@ def _sweep(
     strict: bool,
     pairs: bool,
 ) -> ExitCode:
-    """Measure; rank 0 keeps and shows the results. Returns the exit code.
+    """Measure all points, and return the exit code. Rank 0 stores and shows the results.
 
-    named: the servers to measure; None unless the user started them. starter: starts servers; None
-    if the sweep starts none.
+    named: the servers to measure; None if the user started none. starter: starts servers; None if
+    the sweep starts none.
     """
     from specdec_cli.experiment.folders.record_lines import to_json
     from specdec_cli.experiment.folders.records import Key, Sample
@@ -336,7 +337,7 @@ def _sweep(
                     from specdec_cli.commands import servers
 
                     servers.keep(folder, named)
-            # Every rank has to skip the samples that the folder holds.
+            # Every rank must skip the samples that the folder already has.
             found = world.once(lambda: replace(records, folder=None))
             records = records if world.is_first else found
         if not dry_run:

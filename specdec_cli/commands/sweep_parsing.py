@@ -12,7 +12,7 @@ _LARGEST = 1024
 
 
 def parse_ks(text: str) -> list[int]:
-    """Parse `0-8`, `0,1,2,4` or a mixture into ascending numbers, 0 included."""
+    """Parse `0-8`, `0,1,2,4` or a mixture into ascending numbers, and add 0."""
     return sorted({0, *listed_ks(text)})
 
 
@@ -50,17 +50,17 @@ def parse_slo(given: Sequence[str] | None) -> dict[str, str] | None:
     for one in given or ():
         name, _, time = (part.strip() for part in one.partition(":"))
         if name in found:
-            raise UsageError(f"--slo {one}: {name} is there twice")
+            raise UsageError(f"--slo {one}: {name} is given twice")
         found[name] = time
     return found or None
 
 
 def refuse_beside(option: str, **unfit: object) -> None:
-    """Raise `UsageError` for options that do not go with `option`, such as --server."""
+    """Raise `UsageError` for options that exclude `option`, such as --server."""
     for name, value in unfit.items():
         if value:
             flag = f"--{name.replace('_', '-')}"
-            hint = "limit requests under way with --max-concurrency"
+            hint = "limit concurrent requests with --max-concurrency"
             hint = hint if name == "batch_size" else f"leave {flag} out"
             raise UsageError(f"{flag} and {option} exclude each other", hint)
 

@@ -1,4 +1,4 @@
-"""Data types that the engine's modules share, on the host. Knows no text."""
+"""Data types that the engine's modules share, on the host: token ids and settings, but no text."""
 
 from array import array
 from collections.abc import Callable, Iterator

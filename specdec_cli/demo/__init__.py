@@ -1,4 +1,4 @@
-"""The bundled models, prompts and licences. The only code here knows their names.
+"""The bundled models, prompts and licences. The only code here maps names to files.
 
 Recipes name the demo pair `demo:target`, `demo:draft`, `demo:draft-distilled`, `demo:eagle3` and
 `demo:prompts`; `demo:dflash`, `demo:dspark`, `demo:mtp` and `demo:peagle` are further heads of its
@@ -18,7 +18,7 @@ def models() -> list[str]:
 
 
 def demo_path(name: str) -> Path:
-    """The place of `demo:NAME`: a model's folder, or a file of prompts."""
+    """The path of `demo:NAME`: a model's folder, or a file of prompts."""
     bare = name.removeprefix(PREFIX)
     prompts = FOLDER / f"{bare}.jsonl"
     return prompts if prompts.is_file() else FOLDER / bare

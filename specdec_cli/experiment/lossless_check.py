@@ -129,7 +129,7 @@ def greedy_texts(session: Session, job: Job, k: int, world: World) -> dict[int, 
 def texts_of(
     job: Job, written: Mapping[int, Sequence[int]], plain: Mapping[int, Sequence[int]]
 ) -> dict[int, TextPair]:
-    """The pairs of texts, by prompt, of all prompts that both `written` and `plain` have."""
+    """For each prompt in both `written` and `plain`, its pair of texts."""
     ids = {prompt.index: ids for prompt, ids in zip(job.prompts, job.token_ids, strict=True)}
     return {i: TextPair(ids[i], written[i], plain[i]) for i in ids if i in written and i in plain}
 

@@ -41,8 +41,8 @@ class LengthPolicy(Protocol):
         return None
 
     def lengths(self, k: int) -> tuple[int, ...]:
-        """Every K that rounds may have if the longest proposal is k, in ascending order. Each is
-        captured."""
+        """Every K that rounds may have if the longest proposal is k, in ascending order. A CUDA
+        graph is captured for each."""
         return (k,)
 
     def next_k(

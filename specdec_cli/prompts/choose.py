@@ -91,7 +91,7 @@ def uneven(
     if len(first) < len(data):
         named = _listed(first)
         which = f"first {size} prompts are" if size > 1 else "first prompt is"
-        told = f"the {which} of {len(first)} of {len(data)} categories ({named})"
+        told = f"the {which} from {len(first)} of {len(data)} categories ({named})"
     else:
         most = max(data, key=lambda c: first[c] / size - data[c] / total)
         told = (

@@ -15,7 +15,7 @@ from specdec_cli.prompts.turns import LATER_KEY
 from specdec_cli.prompts.types import BadRow, Source
 from specdec_cli.text import first_line, is_unicode, one_line
 
-NEEDS_DATASETS = "`pip install datasets` brings it"
+NEEDS_DATASETS = "install it with `pip install datasets`"
 
 _BATCH_ROWS = 1024
 

@@ -1,6 +1,6 @@
-"""Recipes: the settings of a run, as a checked and frozen value.
+"""Recipes: the validated, immutable settings of a run.
 
-Knows nothing of models, devices or the command line: names of models are text here.
+This package does not look at models, devices or the command line; models are only names here.
 """
 
 from specdec_cli.recipe.resolve import PROMPTS, bundled_recipes, dump_recipe, load_recipe

@@ -24,8 +24,8 @@ _EXPONENTIAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
 def _switch_word(value: object) -> object:
-    """Turn booleans back into on/off, since YAML 1.1 tools write these as booleans. Yes is on, no
-    is off."""
+    """Turn booleans back into on/off, which YAML 1.1 tools write as booleans. Yes means on, no
+    means off."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return {"yes": "on", "no": "off"}.get(value, value) if isinstance(value, str) else value
@@ -38,8 +38,8 @@ def _yes_or_no(value: object) -> object:
 
 
 def _number(value: object) -> object:
-    """Refuse text and booleans as numbers. Text like 1e-6, which YAML 1.1 takes for text, is
-    allowed."""
+    """Refuse text and booleans as numbers, except numbers such as 1e-6, which YAML 1.1 reads as
+    text."""
     if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENTIAL.fullmatch(value)):
         raise PydanticCustomError("float_type", "Input should be a valid number")
     return value
@@ -56,7 +56,7 @@ def _byte_count(value: object) -> object:
 
 
 def _refusing(is_wrong: Callable[[str], bool], told: str) -> AfterValidator:
-    """A check that refuses some texts."""
+    """A validator that refuses texts for which `is_wrong` is true."""
 
     def check(value: str) -> str:
         if is_wrong(value):
@@ -66,7 +66,7 @@ def _refusing(is_wrong: Callable[[str], bool], told: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-# Text that no file can hold, and text that no file system accepts as a path.
+# Text that cannot be encoded, and text that no file system accepts as a path.
 _ENCODED = _refusing(lambda text: not is_unicode(text), "should be valid Unicode text")
 _NO_NUL = _refusing(lambda text: "\0" in text, "should not contain a NUL character")
 _NOT_BLANK = _refusing(lambda text: not text.strip(), "should be more than white space")
@@ -77,11 +77,11 @@ _GGUF = _refusing(
     "should name a .gguf file in the model's folder",
 )
 
-# Counts stay far below what a tensor index or a file size can hold.
+# Limits keep counts far below the range of a tensor index or a file size.
 MAX_COUNT = 2**31 - 1
-MAX_BATCH = 2**16  # far more than any device decodes together
+MAX_BATCH = 2**16  # far more sequences than any device decodes at once
 MAX_BYTES = 2**63 - 1
-# torch counts a timeout's nanoseconds in 64 bits: ten times as many seconds overflow.
+# torch stores a timeout as nanoseconds in 64 bits, which ten times this limit overflows.
 MAX_SECONDS = 1e9
 MAX_RATE = 1e6
 
@@ -96,12 +96,12 @@ ByteCount = Annotated[_Bytes, BeforeValidator(_byte_count, json_schema_input_typ
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)]
 Truth = Annotated[StrictBool, BeforeValidator(_yes_or_no)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_word)]
-NUMBER = BeforeValidator(_number)  # after the limits, so that JSON Schema names them
+NUMBER = BeforeValidator(_number)  # after the limits, so that the JSON Schema includes them
 Probability = Annotated[float, Field(ge=0.0, le=1.0), NUMBER]
 Part = Annotated[float, Field(gt=0.0, le=1.0), NUMBER]
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_SECONDS), NUMBER]
 BatchSize = Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)]
-Tokens = Annotated[StrictInt, Field(ge=0, le=1024)]  # proposals of one round
+Tokens = Annotated[StrictInt, Field(ge=0, le=1024)]  # proposed tokens per round
 
 
 def _rates(value: object) -> object:
@@ -133,13 +133,13 @@ Rates = Annotated[
 
 
 def entry(default: object, description: str, **more: Any) -> Any:
-    """A key's default and its meaning, as `pydantic.Field` takes them. more: further arguments of
+    """A key's default and description, as a `pydantic.Field`. more: further arguments of
     `pydantic.Field`."""
     return Field(default=default, description=description, **more)
 
 
 class Section(BaseModel):
-    """A section of a recipe: only known keys, and values that never change."""
+    """A section of a recipe, which forbids unknown keys and is immutable."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True

@@ -1,5 +1,5 @@
-"""Messages for errors in a recipe, with a guess at the intended key. Knows the schema and
-pydantic's error records, but not the origin of a value.
+"""Messages for errors in a recipe, with a guess at the intended key. This module reads the schema
+and pydantic's error records; it does not know where a value came from.
 """
 
 import re
@@ -12,7 +12,7 @@ from specdec_cli.recipe.schema import key_fields, keys_of, section_models
 from specdec_cli.recipe.source import KeyPath, dotted
 from specdec_cli.text import one_line, shown
 
-# Other tools' names for keys, and names of our own options.
+# Names of keys in other tools, and names of our own options.
 _OTHER_NAMES = {
     "k": "num_speculative_tokens",
     "tp": "tensor_parallel_size",
@@ -20,13 +20,13 @@ _OTHER_NAMES = {
     "temp": "temperature",
     "name": "model",
 }
-# Keys whose values plugins add to.
+# Keys to whose values plugins add.
 _OF_PLUGINS = ("speculation.method", "speculation.acceptance", "speculation.length.policy")
 _NOTHING = ("none", "no", "off", "false")
 
 
 def place(error: ErrorDetails) -> KeyPath:
-    """The path of the key that an error is about."""
+    """The path of the key in which an error occurred."""
     path: KeyPath = error["loc"]
     if error["type"] == "missing" and len(path) == 1:
         return (*path, "model")  # `target` is the only required section
@@ -35,7 +35,7 @@ def place(error: ErrorDetails) -> KeyPath:
 
 
 def describe(error: ErrorDetails) -> str:
-    """Describe the error in the words of a recipe rather than of pydantic."""
+    """Describe the error in terms of the recipe instead of pydantic's."""
     path, value = error["loc"], error["input"]
     match error["type"]:
         case "missing":
@@ -59,7 +59,7 @@ def describe(error: ErrorDetails) -> str:
         case "bool_type":
             return f"should be true or false, not {shown(value)}"
         case "string_type":
-            # Read as numbers, revisions such as 1.0 and 012 would become other texts.
+            # Revisions such as 1.0 and 012 would change if they were read as numbers.
             quote = " (put it in quotes)" if isinstance(value, int | float) else ""
             return f"should be text, not {shown(value)}{quote}"
         case "string_unicode":

@@ -1,7 +1,7 @@
 """Makes one checked `Recipe` from a recipe's name and overrides, and writes it back as YAML.
 
-Knows precedence, the origin of each value, and the bundled recipes. Knows neither the names of
-options (callers name the origins) nor the existing models and devices.
+This module handles precedence, the origin of each value, and the bundled recipes. It does not know
+the names of options (callers name the origins) or which models and devices exist.
 """
 
 import os
@@ -29,18 +29,18 @@ from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
 from specdec_cli.text import inert, one_line, shown
 
 DEMO_RECIPE = "demo"
-PROMPTS = "prompts.jsonl"  # in a run folder: the prompts, if no file of the user holds them
-EVERY_DTYPE = "*.dtype"  # an override: the dtype of every model that the recipe has
+PROMPTS = "prompts.jsonl"  # in a run folder: prompts that are in no file of the user
+EVERY_DTYPE = "*.dtype"  # an override that sets the dtype of every model in the recipe
 
 _MODEL_KEYS = ("target.model", "draft.model")
 _SHAPES = "shapes/"  # model folders with configs only, beside the bundled recipes
 _MAX_SHOWN = 50
-_HINT = "`specdec recipe schema` lists the keys and what they may hold"
+_HINT = "`specdec recipe schema` lists the keys and their allowed values"
 
 
 @dataclass(frozen=True, slots=True)
 class BundledRecipe:
-    """A recipe that comes with specdec. description: the first comment line of its file."""
+    """A recipe shipped with specdec. description: the first comment line of its file."""
 
     name: str
     path: Path
@@ -48,15 +48,15 @@ class BundledRecipe:
 
 
 def bundled_folder() -> Path:
-    """The recipes' folder: inside the package in a wheel, beside the package in a checkout."""
+    """The folder of bundled recipes: inside an installed package, beside the package in a
+    checkout."""
     package = Path(specdec_cli.__file__).parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
 def bundled_recipes() -> list[BundledRecipe]:
-    """All bundled recipes by name. Recipes of the demo come first, recipes with random weights
-    last."""
+    """All bundled recipes by name. Demo recipes come first, recipes with random weights last."""
     return [
         BundledRecipe(path.stem, path, _first_comment(path))
         for path in sorted(
@@ -67,7 +67,7 @@ def bundled_recipes() -> list[BundledRecipe]:
 
 
 def _rank(name: str) -> int:
-    """The place of a recipe's kind in lists."""
+    """The sort key of a recipe's kind in lists."""
     return 0 if name.startswith("demo") else 2 if name.startswith("bench-") else 1
 
 
@@ -88,12 +88,13 @@ def load_recipe(
     origins: Mapping[str, str] | None = None,
     overridden: Mapping[str, object] | None = None,
 ) -> Recipe:
-    """A recipe file or bundled recipe, changed by `overrides` (dotted key to value) and checked.
+    """Load a recipe file or bundled recipe, apply `overrides` (dotted key to value), and check the
+    result.
 
     Without a source the recipe is the demo pair, or only defaults if the overrides name a target.
     origins: the source of each override (`--temperature`), for messages. overridden: values of
-    `--set` that options replace. Replaced values, including values of the file, are checked too.
-    One `UsageError` reports all problems, one per line.
+    `--set` that options replace. Replaced values, including those in the file, are checked too. One
+    `UsageError` reports all problems, one per line.
     """
     overrides = dict(overrides or {})
     if source is None and not _names_target(overrides):
@@ -132,7 +133,7 @@ def load_recipe(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A problem that is not yet put into words: only the first `_MAX_SHOWN` are shown."""
+    """A problem whose message is not made yet, because only the first `_MAX_SHOWN` are shown."""
 
     line: int
     where: str
@@ -173,7 +174,7 @@ def read_source(source: str) -> Document:
 
 
 def _own_prompts(value: object, recipe: Path) -> str | None:
-    """The present path of a run folder's own prompts; None for other prompts."""
+    """The current path of the prompts in a run folder; None for other prompts."""
     own = recipe.parent / PROMPTS
     is_run = recipe.name == "recipe.yaml" and (recipe.parent / "environment.json").is_file()
     return os.path.abspath(own) if is_run and value == PROMPTS and own.is_file() else None
@@ -229,7 +230,7 @@ class _Merge:
         self._replaced: set[KeyPath] = set()
 
     def apply(self, overrides: Mapping[str, object]) -> None:
-        # Whole sections come first, so `draft=null` and `draft.model=x` work in either order.
+        # Apply whole sections first, so that `draft=null` and `draft.model=x` work in either order.
         for key in sorted(overrides, key=lambda key: key.count(".")):
             if key != EVERY_DTYPE:
                 self._set(key, overrides[key], self._names.get(key, "override"))
@@ -291,7 +292,7 @@ class _Merge:
         self._replaced.add(path)
 
     def check(self, key: str, value: object, line: int, where: str) -> None:
-        """Enter a problem for a replaced value that its key cannot have."""
+        """Record a problem if a replaced value is not valid for its key."""
         fields = key_fields()
         if key not in fields:
             is_known = key in {**section_models(), **INNER_SECTIONS}
@@ -317,7 +318,8 @@ def _names_target(overrides: Mapping[str, object]) -> bool:
 
 
 def _located(value: object, folders: Sequence[Path]) -> object:
-    """Make a relative path absolute if it exists only beside the recipe, or is a bundled shape."""
+    """Make a relative path absolute if it exists only beside the recipe, or in the folder of
+    bundled shapes."""
     if not isinstance(value, str) or not value:
         return value
     if value.startswith(_SHAPES):

@@ -1,6 +1,6 @@
-"""The recipe: its sections, conditions between them, and the table of all keys.
+"""The recipe: its sections, the constraints between them, and the table of all keys.
 
-Knows nothing of YAML, files, positions or options: `source` reads, `resolve` merges, this checks.
+This module only checks values; `source` reads YAML and `resolve` merges overrides.
 """
 
 from typing import Any, Self, get_args
@@ -26,7 +26,7 @@ from specdec_cli.recipe.sections import (
 
 
 class Recipe(Section):
-    """Everything a run depends on, apart from the machine."""
+    """Everything that a run depends on, except the machine."""
 
     # Order matters: a field's validator sees the fields above it.
     target: ModelSection
@@ -40,7 +40,7 @@ class Recipe(Section):
     data: DataSection | None = None
 
     def changed(self, section: str, **values: object) -> Self:
-        """The recipe with other values for some keys of one of its sections."""
+        """A copy of the recipe with some keys of one section changed."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     @model_validator(mode="before")
@@ -85,9 +85,8 @@ class Recipe(Section):
         elif ours != theirs and "lm_head" in value.share:
             key = "share"
             told = (
-                "lm_head cannot be borrowed: the target's is split over "
-                f"target.tensor_parallel_size ({theirs}) ranks, and "
-                f"draft.tensor_parallel_size is {ours}"
+                f"lm_head cannot be borrowed: the target's is split over {theirs} ranks "
+                f"(target.tensor_parallel_size), but draft.tensor_parallel_size is {ours}"
             )
         else:
             return value
@@ -101,7 +100,7 @@ class Recipe(Section):
         if lacks_draft and is_needed:
             raise PydanticCustomError(
                 "draft",
-                "{method} needs a draft section, and draft is null",
+                "{method} needs a draft section, but draft is null",
                 {"key": "method", "method": value.method},
             )
         return value

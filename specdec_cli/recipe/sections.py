@@ -1,7 +1,6 @@
 """The sections of a recipe: their keys, defaults and valid values.
 
-Knows nothing of YAML, files, positions or options. Keys of one method or rule are in its file in
-`choices`.
+Keys that belong to one method or rule are in its module in `choices`.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,33 +54,33 @@ from specdec_cli.recipe.objectives import objective
 
 
 class ModelSection(Section):
-    """A model, how it is loaded, and over how many ranks."""
+    """A model, how to load it, and its number of ranks."""
 
     model: Place = Field(
         description="folder or .gguf file, Hugging Face id, package:NAME (the model that an "
         "installed package ships), or demo:target / demo:draft"
     )
     revision: Name | None = entry(None, "branch, tag or commit of a Hugging Face id")
-    file: GgufName | None = entry(None, "NAME.gguf, where model has several such files")
+    file: GgufName | None = entry(None, "NAME.gguf, if model has several GGUF files")
     tensor_parallel_size: Count = entry(1, "ranks that share the model's weights")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = entry(
-        "auto", "auto is the checkpoint's on CUDA and float32 on CPU"
+        "auto", "auto is the checkpoint's dtype on CUDA and float32 on CPU"
     )
     load_format: Literal["auto", "dummy"] = entry(
         "auto", "dummy draws random weights of the model's shape (for timing)"
     )
     weights: Literal["auto", "stored", "dequantise", "fp8"] = entry(
         "auto",
-        "for quantised checkpoints: stored (auto on CUDA) keeps codes, dequantise (auto "
-        "on CPU) makes plain ones; fp8 quantises plain weights while loading",
+        "for quantised checkpoints: stored (auto on CUDA) keeps the codes, dequantise (auto on "
+        "CPU) expands them; fp8 quantises plain weights while loading",
     )
 
 
 class DraftSection(ModelSection):
-    """The model that proposes tokens, on the first ranks of the target's."""
+    """The model that proposes tokens. It runs on the first of the target's ranks."""
 
     share: tuple[Literal["embeddings", "lm_head"], ...] = entry(
-        (), "weights that the draft borrows; by default those that its checkpoint lacks"
+        (), "weights that the draft borrows; default: those missing from its checkpoint"
     )
 
 
@@ -125,7 +124,7 @@ class LengthKeys(Section):
 
 
 class LengthSection(PolicyKeys, LengthKeys):
-    """The number of proposed tokens of each round, k at most."""
+    """How many tokens each round proposes, at most k."""
 
 
 class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
@@ -143,93 +142,102 @@ class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
         if self.options and all(choice.code is None for choice in chosen):
             raise PydanticCustomError(
                 "options",
-                "are for plugins, and the method, the rule and the policy are built in",
+                "are for plugins, but the method, the rule and the policy are built in",
                 {"key": "options"},
             )
         return self
 
 
 class SamplingSection(Section):
-    """The way tokens are drawn, and the ends of texts."""
+    """How tokens are sampled, and when an output ends."""
 
     source: Literal["recipe", "model"] = entry(
         "recipe",
-        "model takes the target's generation_config.json in place of the keys below, "
-        "but for max_new_tokens, ignore_eos and stop",
+        "model takes the keys below from the target's generation_config.json, except "
+        "max_new_tokens, ignore_eos and stop",
         alias="from",
     )
     temperature: Annotated[float, Field(ge=0.0), NUMBER] = entry(0.0, "0 is greedy")
     top_k: CountOrZero = entry(0, "keep the k most likely tokens; 0 keeps all")
     top_p: Part = entry(1.0, "keep the smallest set with this probability; 1 keeps all")
     repetition_penalty: Annotated[float, Field(gt=0.0, le=1000.0), NUMBER] = entry(
-        1.0, "divides logits of tokens of the text, multiplies negative ones; 1 is off"
+        1.0,
+        "divides positive logits of tokens in the text, multiplies negative ones; 1 is off",
     )
     suppress_tokens: tuple[CountOrZero, ...] = entry((), "token ids that are never drawn")
-    min_new_tokens: CountOrZero = entry(0, "tokens before which no end-of-text token is drawn")
-    max_new_tokens: Count = entry(256, "most tokens written after a prompt")
-    ignore_eos: Truth = entry(False, "write on past the end-of-text token")
-    stop: tuple[Words, ...] = entry((), "texts that end an output")
+    min_new_tokens: CountOrZero = entry(
+        0, "number of tokens before an end-of-text token may be drawn"
+    )
+    max_new_tokens: Count = entry(256, "maximum number of tokens generated after a prompt")
+    ignore_eos: Truth = entry(False, "continue past the end-of-text token")
+    stop: tuple[Words, ...] = entry((), "stop strings: texts that end an output")
 
 
 class CacheSection(Section):
-    """The KV cache that both models' blocks come from."""
+    """The KV cache, whose blocks both models share."""
 
     block_size: Count = entry(16, "tokens a block")
     dtype: Literal["auto", "fp8"] = entry(
-        "auto", "dtype of keys and values; auto is the models', and fp8 (e4m3) changes the text"
+        "auto",
+        "dtype of keys and values; auto is the model's own dtype, and fp8 (e4m3) changes the text",
     )
-    gpu_memory_utilization: Part = entry(0.9, "share of the device's memory that the run may use")
+    gpu_memory_utilization: Part = entry(
+        0.9, "fraction of the device's memory that the run may use"
+    )
     num_blocks: Annotated[StrictInt, Field(ge=2, le=MAX_COUNT)] | None = entry(
-        None, "blocks; null takes all that fit and can be used; the first block holds nothing"
+        None,
+        "number of blocks; null takes what fits and can be used; the first holds only padding",
     )
     max_model_len: Count | None = entry(
-        None, "longest prompt plus output, at most the model's own limit, which null is"
+        None,
+        "maximum length of prompt plus output; null is the model's own limit, the most allowed",
     )
     cpu_bytes: ByteCount | None = entry(
-        None, "cache memory of a host on CPU, such as 8GiB, divided by its ranks"
+        None, "on CPU: cache memory per host, such as 8GiB, divided among its ranks"
     )
 
 
 class RunSection(Section):
-    """The device, size and repeats of a measurement."""
+    """The device, batch size and repeats of a measurement."""
 
     batch_size: BatchSize = entry(1, "prompts decoded together")
     device: Annotated[StrictStr, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = entry(
         "auto", "auto, cpu, cuda or cuda:N"
     )
     seed: Annotated[StrictInt, Field(ge=0, le=MAX_BYTES)] = entry(
-        0, "with the prompt's index, the key of every random number"
+        0, "seed of every random number, together with the prompt's index"
     )
     compile: Switch = entry("auto", "compile the models' forward passes")
     cuda_graphs: Switch = entry("auto", "replay rounds as CUDA graphs")
     warmup: CountOrZero = entry(1, "unmeasured repeats before the measured ones")
     repeats: Count = entry(3, "measured repeats of each point")
     prefill_chunk: Count = entry(2048, "most prompt tokens in one forward pass")
-    timeout_s: Seconds = entry(120.0, "seconds after which a silent rank counts as lost")
+    timeout_s: Seconds = entry(120.0, "seconds of silence after which a rank counts as lost")
 
 
 class EngineSection(Section):
-    """The engine: our own, or servers, that are up (`--server`) or started (`kind`, `--serve`)."""
+    """The engine: our own, servers that already run (`--server`), or servers to start (`kind`,
+    `--serve`)."""
 
     kind: Literal["native", "vllm", "sglang"] = entry(
-        "native", "native is our own engine; of others, a sweep starts servers"
+        "native", "native is our own engine; for the others, a sweep starts servers"
     )
     launch: tuple[Words, ...] | None = entry(
         None,
-        "words that take the place of `vllm serve {model}` or `python -m "
-        "sglang.launch_server`; {model}, {host}, {port} and {k} are replaced, flags follow",
+        "command to run instead of `vllm serve {model}` or `python -m sglang.launch_server`; "
+        "{model}, {host}, {port} and {k} are filled in, and flags are appended",
     )
-    args: tuple[Words, ...] = entry((), "further words for the server")
-    env: dict[Name, StrictStr] = entry({}, "its environment, beside ours")
+    args: tuple[Words, ...] = entry((), "further command-line arguments for the server")
+    env: dict[Name, StrictStr] = entry({}, "environment variables to add for the server")
     served_model: Name | None = entry(
-        None, "the server's name of the model; null takes the only one"
+        None, "the model's name on the server; null takes its only model"
     )
-    start_timeout_s: Seconds = entry(900.0, "seconds in which a server has to become healthy")
+    start_timeout_s: Seconds = entry(900.0, "seconds for a server to become healthy")
     stop_timeout_s: Seconds = entry(
-        30.0, "seconds from SIGTERM to SIGKILL of a server that was started"
+        30.0, "seconds between SIGTERM and SIGKILL for a started server"
     )
-    request_timeout_s: Seconds = entry(600.0, "seconds in which a request has to be answered")
-    retries: CountOrZero = entry(2, "further attempts at a request after a temporary failure")
+    request_timeout_s: Seconds = entry(600.0, "seconds for a request to be answered")
+    retries: CountOrZero = entry(2, "retries of a request after a temporary failure")
 
 
 class LoadSection(Section):
@@ -237,20 +245,20 @@ class LoadSection(Section):
 
     request_rate: Rates | None = entry(
         None,
-        "requests a second, each rate a point of its own, and inf for all at once; "
-        "null measures a closed batch",
+        "requests a second; each rate is a point, and inf sends all at once; null measures a "
+        "closed batch",
     )
     arrivals: Place = entry(
-        "poisson", "poisson, constant, gamma:SHAPE or a file of due times, in seconds, one a line"
+        "poisson", "poisson, constant, gamma:SHAPE or a file of send times in seconds, one per line"
     )
     max_concurrency: BatchSize | None = entry(
-        None, "most requests under way; null is run.batch_size, or no limit for servers"
+        None, "maximum concurrent requests; null is run.batch_size, or no limit for servers"
     )
     duration_s: Seconds | None = entry(
-        None, "seconds over which arrivals are measured, if prompts are too few"
+        None, "repeat prompts until arrivals cover this many seconds"
     )
     slo: dict[Name, StrictStr] = entry(
-        {}, "objectives: ttft, tpot or e2el, each with a time such as 500ms"
+        {}, "latency objectives: ttft, tpot or e2el, each with a time such as 500ms"
     )
 
     @field_validator("slo", mode="before")
@@ -273,7 +281,7 @@ class LoadSection(Section):
         return self
 
 
-# Keys of `data` that describe the rows at its path.
+# Keys of `data` that describe the rows in its file or dataset.
 ABOUT_ROWS = {"split", "subset", "column", "limit", "sample", "turn", "categories"}
 
 
@@ -283,26 +291,26 @@ class DataSection(Section):
     path: Place | None = entry(
         None,
         "file (.txt, .jsonl, .json, .csv, .tsv, .parquet), Hugging Face dataset id, or "
-        "demo:prompts; may be left out where only the chat template is described",
+        "demo:prompts; may be left out if only the chat template is set",
     )
     split: Name | None = entry(None, "split of a dataset id, or a slice such as train[:100]")
     subset: Name | None = entry(None, "configuration of a dataset id")
     column: Name | None = entry(
         None,
-        "column with the prompt; null takes the first there is of prompt, text, "
-        "question, instruction, turns (the first turn), messages, prompt_token_ids and "
-        "conversations (ShareGPT's)",
+        "column with the prompt; null takes the first that exists of prompt, text, question, "
+        "instruction, turns (the first turn), messages, prompt_token_ids and conversations "
+        "(ShareGPT's)",
     )
     limit: Count | None = entry(None, "use only the first N prompts")
     sample: Literal["random", "stratified"] | None = entry(
         None,
-        "draw the limit's prompts by run.seed, stratified evenly over categories; null "
-        "takes the first",
+        "draw the limited prompts by run.seed: random, or stratified to balance categories; null "
+        "takes the first ones",
     )
     turn: Count = entry(
         1,
-        "the user's turn of a ShareGPT conversation that is the prompt; shorter "
-        "conversations are left out",
+        "which user turn of a ShareGPT conversation is the prompt; shorter conversations are left "
+        "out",
     )
     categories: Literal["own", "spec_bench"] = entry(
         "own", "spec_bench merges Spec-Bench's 13 categories into its six subtasks"
@@ -311,7 +319,7 @@ class DataSection(Section):
         "auto", "use the target's chat template: auto for messages, on for every prompt"
     )
     system: Text | None = entry(
-        None, "opens conversations without a system message; auto becomes on"
+        None, "system message for conversations without one; turns chat: auto into on"
     )
 
     template: dict[str, JsonValue] = entry(
@@ -322,8 +330,8 @@ class DataSection(Section):
     )
     date: Name | None = entry(
         None,
-        "date, or date and time, that chat templates write, such as 2026-01-31; null "
-        "takes the run's start, and the run folder keeps it",
+        "date, or date and time, for chat templates that insert it, such as 2026-01-31; null "
+        "takes the run's start, which the run folder records",
     )
 
     @model_validator(mode="before")
@@ -348,5 +356,5 @@ class DataSection(Section):
     @classmethod
     def _system_needs_chat(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("chat") == "off":
-            raise PydanticCustomError("chat", "needs the chat template, and data.chat is off")
+            raise PydanticCustomError("chat", "needs the chat template, but data.chat is off")
         return value

@@ -1,7 +1,7 @@
 """Reads YAML text into plain data, with the line of every key.
 
-Knows nothing of a recipe's keys. Scalars follow YAML 1.2's core schema: `on`, `no` and `12:30` are
-words, `012` is twelve, `1e-3` is a number.
+Scalars follow YAML 1.2's core schema: `on`, `no` and `12:30` are words, `012` is twelve, `1e-3` is
+a number.
 """
 
 import re
@@ -16,14 +16,14 @@ from specdec_cli.text import is_unicode
 
 MAX_BYTES = 1_000_000
 MAX_NODES = 20_000  # keys and values
-MAX_EXPANDED = 100_000  # after aliases are expanded
+MAX_EXPANDED = 100_000  # after alias expansion
 
 KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem at a line. key: the dotted key that it concerns, or empty."""
+    """A problem at a line. key: the dotted key with the problem, or empty."""
 
     line: int
     key: str
@@ -40,7 +40,7 @@ class Document:
     problems: tuple[Problem, ...] = ()
 
     def line_of(self, path: KeyPath) -> int:
-        """The line of the key, or else of the nearest section around it."""
+        """The line of the key, or else of the innermost section around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -64,7 +64,8 @@ def _add_core_scalars(target: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> 
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes only, so that no tag can run code. `_Walk` turns nodes into data."""
+    """A YAML loader that only composes nodes, so that no tag can run code. `_Walk` turns nodes into
+    data."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -80,16 +81,17 @@ class _Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes text so that YAML 1.1 readers and this module both read it back as text."""
+    """A YAML dumper that quotes text so that both YAML 1.1 readers and this module read it back as
+    text."""
 
 
-_Loader.yaml_implicit_resolvers = {}  # without the resolvers of YAML 1.1
+_Loader.yaml_implicit_resolvers = {}  # without YAML 1.1's implicit types
 _add_core_scalars(_Loader)
 _add_core_scalars(Dumper)
 
 
 class _Walk:
-    """One pass over the node tree."""
+    """One pass over the node tree, which builds the data."""
 
     def __init__(self) -> None:
         self.lines: dict[KeyPath, int] = {}
@@ -105,7 +107,7 @@ class _Walk:
         if self._seen > MAX_EXPANDED:
             raise _Refused(line, "too large once its aliases are expanded")
         if id(node) in self._open:
-            raise _Refused(line, "an alias refers to what contains it")
+            raise _Refused(line, "an alias refers to a node that contains it")
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
@@ -201,10 +203,10 @@ def parse(text: str, name: str) -> Document:
 
 
 def _in_words(error: yaml.MarkedYAMLError) -> str:
-    """The parser's error, reworded if its own words say too little."""
+    """The parser's error, reworded if the original is unclear."""
     context, problem = error.context or "", error.problem or "not valid"
     if "'\\t' that cannot start any token" in problem:
-        return "a tab where only spaces may stand"
+        return "a tab where only spaces are allowed"
     if context.startswith("found duplicate anchor"):
         return context.partition(";")[0]
     return problem

@@ -26,9 +26,10 @@ from specdec_cli.text import counted
 class Content:
     """The content of a report on a run, complete or not.
 
-    answers: the answer for each batch size. reasons: the run's own words for decided answers.
-    lossless: the result of checking the promise. tables: the tables by name; a table without rows
-    is not shown. category_point, shown: the point of the category table, in words and as a record.
+    answers: the answer for each batch size. reasons: why each decided answer was chosen, as the run
+    recorded it. lossless: the result of the lossless check. tables: the tables by name; a table
+    without rows is not shown. category_point, shown: the point of the category table, in words and
+    as a record.
     """
 
     def __init__(self, run: ReportedRun) -> None:
@@ -71,8 +72,8 @@ class Content:
 
 
 def _point_for_categories(run: ReportedRun, bests: list[Finding]) -> Point | None:
-    """The point of the category table: the best one, or the fastest with proposals if no
-    speculation is best."""
+    """The point that the category table shows: the best one, or the fastest with proposals if the
+    best has none."""
     for best in bests:
         if best.point is not None and best.point.is_ok and not best.point.is_baseline:
             return best.point

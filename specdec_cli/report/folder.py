@@ -57,7 +57,7 @@ class ReportedRun:
 
     @property
     def comparisons(self) -> Sequence[Comparison]:
-        """The comparisons of arms, in sweeps that came to their end."""
+        """The comparisons of arms, which only completed sweeps have."""
         return self.summary.comparisons
 
     def method_of(self, draft: str | None) -> Any:

@@ -80,8 +80,8 @@ def drawing(
 # Each plot's content in words, and the function that draws it.
 _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
     "speedup": (
-        "Speed-up over plain decoding by {axis}, with 95 % intervals; a ring marks "
-        "the recommended point, a square the fastest if it is another.",
+        "Speed-up over plain decoding by {axis}, with 95 % intervals; a ring marks the "
+        "recommended point, a square the fastest if different.",
         lambda f, c: draw_speedup(f, c.run, c.bests),
     ),
     "load": (

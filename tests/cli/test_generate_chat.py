@@ -365,5 +365,5 @@ def test_later_turns_follow_the_targets_answers(run: Run, model: Path, tmp_path:
     answer = first.outputs[0]["text"].strip()
     (second,) = run("--target", model, "--prompt-file", later, *FEW).outputs
     assert second["category"] == "stem" and f"{answer}\n<|user|>\nb?" in second["prompt"]
-    assert "is there already" in run(*asks, "--chat", *FEW).err
-    assert "no prompt has a further turn" in run("--prompt", "x", *asks[-2:], *FEW).err
+    assert "already exists" in run(*asks, "--chat", *FEW).err
+    assert "no conversation has a further turn" in run("--prompt", "x", *asks[-2:], *FEW).err

@@ -276,7 +276,7 @@ def test_signals_keep_what_is_done(number: signal.Signals, code: int, tmp_path: 
         out, err = told.read(), said.read()
     done = samples(folder)
     told = f"{folder} keeps {len(done)} prompts\n"
-    told += f"go on with: specdec generate --resume -o {folder}\n"
+    told += f"resume with: specdec generate --resume -o {folder}\n"
     assert re.fullmatch(re.escape(told) + "error: (interrupted|terminated)\n", err)
     assert 3 <= len(done) < 200 and all(sample["token_ids"] for sample in done)
     assert not (folder / "summary.json").exists()

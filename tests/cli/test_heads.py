@@ -191,7 +191,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "no draft": (
         ["--set", "speculation.method=eagle3", "--set", "draft=null"],
-        "speculation.method: eagle3 needs a draft section, and draft is null",
+        "speculation.method: eagle3 needs a draft section, but draft is null",
     ),
     "shared": (
         ["--draft", "HEAD", "--set", "draft.share=[lm_head]"],

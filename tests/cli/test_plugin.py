@@ -98,9 +98,9 @@ def test_plugins_are_listed_and_their_recipes_are_checked(
     lists = {part.partition("\n")[0]: part for part in shown.out.split("\n\n")}
     for title, name, words in (
         ("methods", "echo", "Says it again. (echo.py)"),
-        ("methods", "block_of_text", "of the plugin block.py"),
-        ("acceptance rules", "likely", "of the plugin likely.py"),
-        ("length policies", "heuristic", "of the plugin heuristic.py"),
+        ("methods", "block_of_text", "from the plugin block.py"),
+        ("acceptance rules", "likely", "from the plugin likely.py"),
+        ("length policies", "heuristic", "from the plugin heuristic.py"),
     ):
         part = next(text for head, text in lists.items() if head.startswith(title))
         assert re.search(rf"^  {name} +{re.escape(words)}$", part, re.MULTILINE)
@@ -176,7 +176,7 @@ def test_options_that_no_plugin_reads_are_refused(
     error = json.loads(found.out)["error"]
     assert found.code == 2
     assert error["message"] == f"speculation.options.{key}: no plugin reads this key"
-    assert error["hint"] == "those that they read: most"
+    assert error["hint"] == "keys that plugins read: most"
     both = ("--plugin", page["likely"], "--set", "speculation.acceptance=likely")
     found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", page["echo"], *options, *both)
     assert found.code == (0 if key == "count" else 2)

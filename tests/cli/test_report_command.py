@@ -73,7 +73,7 @@ def test_formats_and_places(folder: Path, tmp_path: Path, capsys: Capture) -> No
     for arguments, words in [
         (["--format", "gif"], "--format: 'gif' is none of html, png"),
         (["--format", ""], "--format: '' is none of"),
-        (["-o", "x.html", "--format", "csv"], "-o x.html is one page"),
+        (["-o", "x.html", "--format", "csv"], "-o x.html is a single page"),
     ]:
         assert main(["report", str(folder), *arguments]) == 2
         assert words in capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_warnings_of_the_run_are_named_and_not_printed_again(
     assert main(["report", *folders, "-o", str(folder / "page"), "--format", "md"]) == 0
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2 * count and "Acceptance was given, not measured" in told[0]
-    said = "3 warnings of the run (--json has the words): few_prompts, cpu_load"
+    said = "3 warnings from the run (--json has the messages): few_prompts, cpu_load"
     assert told[1].startswith("warning: ") and told[1].endswith(said)
     page = (folder / "page" / "report.md").read_text()
     assert page.count("it was loud again") == count

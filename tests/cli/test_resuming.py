@@ -19,7 +19,7 @@ def test_what_no_folder_keeps_is_said_again(capsys: pytest.CaptureFixture[str]) 
     say_kept("3 samples", asked, "sweep-k", next_turns=Path("b"), strict=True)
     told = "sweep-k --resume -o runs/a --plugin a.py --plugin 'b c.py'"
     told += " --next-turns b --strict --quiet"
-    assert f"runs/a keeps 3 samples\ngo on with: specdec {told}\n" == capsys.readouterr().err
+    assert f"runs/a keeps 3 samples\nresume with: specdec {told}\n" == capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("lines", "told"), [(0, "0 prompts"), (1, "1 prompt"), (2, "2 prompts")])
@@ -30,7 +30,7 @@ def test_prompts_are_counted(
     asked = Asked(Place(("specdec_cli", "generate"), None, None), {}, output=tmp_path)
     with pytest.raises(KeyboardInterrupt), saying_what_is_kept(asked, "generate", "prompt"):
         raise KeyboardInterrupt
-    assert capsys.readouterr().err.startswith(f"{tmp_path} keeps {told}\ngo on with: ")
+    assert capsys.readouterr().err.startswith(f"{tmp_path} keeps {told}\nresume with: ")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_folder_without_a_run_is_refused(
     for folder in (tmp_path / "none", tmp_path):
         assert main([command, "--resume", "-o", str(folder), "--device", "cpu"]) == 2
         told = capsys.readouterr().err
-        assert told.startswith(f"error: --resume: {folder} holds no {noun}\n"), told
+        assert told.startswith(f"error: --resume: {folder} contains no {noun}\n"), told
         assert "a new run needs a recipe" in told
     assert not list(tmp_path.iterdir())
 

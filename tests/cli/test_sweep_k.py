@@ -197,7 +197,7 @@ def test_json_and_table(capsys: Capture) -> None:
     chance = re.compile("is impossible|other work took the processor|were ready to run on")
     told = [line for line in result.err.splitlines() if not chance.search(line)]
     assert told == [
-        "warning: the first 2 prompts are of 1 of 4 categories (data): pass --sample stratified",
+        "warning: the first 2 prompts are from 1 of 4 categories (data): pass --sample stratified",
         "warning: 2 prompts are too few for intervals (--limit, --dataset)",
     ]
 

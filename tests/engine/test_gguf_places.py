@@ -352,7 +352,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"tokenizer.ggml.tokens": None}, "there is none in the GGUF file"),
     "twice": ({"tokenizer.ggml.tokens": ["a"] * 97}, "a token twice"),
     "numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "there is none in the GGUF file"),
-    "kinds": ({"tokenizer.ggml.token_type": [1]}, "another number of token_type"),
+    "kinds": ({"tokenizer.ggml.token_type": [1]}, "token_type is not a list of"),
     "eos": ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id is 999"),
     "kind": ({"tokenizer.ggml.model": "nonesuch"}, 'its kind is "nonesuch"'),
     "merges": ({"tokenizer.ggml.merges": ["a"]}, "cannot load the tokenizer"),

@@ -157,5 +157,5 @@ def test_a_mean_length_is_that_of_the_recipes_own_k() -> None:
     )
     rates = found.model_copy(update={"synthetic_acceptance_rates": (0.5, 0.25)})
     assert for_k(rates, 2).synthetic_acceptance_rates == (0.5, 0.25)
-    with pytest.raises(UsageError, match="2 are given, and --k goes to 3"):
+    with pytest.raises(UsageError, match="2 are given, but --k goes up to 3"):
         for_k(rates, 3)

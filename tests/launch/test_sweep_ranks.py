@@ -62,7 +62,7 @@ def test_two_ranks_measure_what_one_measures(
     assert ended.code == 130 and kept.count("\n") < 8
     assert f"{folder} keeps {kept.count(chr(10))} sample" in ended.err
     go_on = ["sweep-k", "--resume", "-o", str(folder), "--quiet"]
-    assert f"go on with: specdec {shlex.join(go_on)}\n" in ended.err
+    assert f"resume with: specdec {shlex.join(go_on)}\n" in ended.err
     assert ended.err.count("error: ") == 1
 
     if launcher:

@@ -289,7 +289,7 @@ def test_shards_of_a_load_are_merged(capsys: pytest.CaptureFixture[str], tmp_pat
             "--slo: load.slo.ttft: expected a time with",
         ),
         (["--request-rate", "1", "--slo", "itl:5ms"], "got 'itl'"),
-        (["--request-rate", "1", "--slo", "ttft:5ms", "--slo", "ttft:6ms"], "ttft is there twice"),
+        (["--request-rate", "1", "--slo", "ttft:5ms", "--slo", "ttft:6ms"], "ttft is given twice"),
         (["--request-rate", "1", "--arrivals", "uniform"], "--arrivals: expected poisson, const"),
         (["--request-rate", "1", "--arrivals", "gamma:-1"], "--arrivals: the shape of gamma"),
         (["--request-rate", "1", "--max-concurrency", "4", "--batch-size", "4"], "--batch-size"),

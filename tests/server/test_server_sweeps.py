@@ -366,8 +366,8 @@ def test_generate_with_a_server(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         _cut(tmp_path, 1)
         again = specdec(capsys, "generate", "--resume", "-o", str(tmp_path), "--json")
         assert again.code == 0, again.err
-        assert f"servers that {tmp_path} names: {server.url}\n" in again.err  # prompts go there
-        assert "servers that" not in found.err
+        assert f"servers from {tmp_path}: {server.url}\n" in again.err  # prompts go there
+        assert "servers from" not in found.err
         texts = [[o["text"] for o in d["outputs"]] for d in (document, json.loads(again.out))]
         assert texts[0] == texts[1] and len(server.written) == 3  # one of the two again
 

@@ -236,7 +236,7 @@ def test_shapes_without_a_tokenizer() -> None:
             assert float(command.env["SGLANG_SIMULATE_ACC_LEN"]) == pytest.approx(2.952)
             assert value(found, "--speculative-draft-load-format") == "dummy"
             assert not command_of(kind, recipe, 0, Permissions()).env
-    with pytest.raises(UsageError, match="8 are given, and --k goes to 9"):
+    with pytest.raises(UsageError, match="8 are given, but --k goes up to 9"):
         command_of("vllm", recipe, 9, Permissions())
 
 

@@ -83,7 +83,7 @@ def test_a_random_sample_has_every_prompt_alike(rows: Path) -> None:
 def test_first_prompts_of_few_categories_are_told(rows: Path) -> None:
     (notice,) = read(rows, limit=42).notices
     assert notice.code == "limit_by_category"
-    assert "the first 42 prompts are of 2 of 4 categories (math, qa)" in notice.message
+    assert "the first 42 prompts are from 2 of 4 categories (math, qa)" in notice.message
     assert notice.evidence["categories"]["(none)"] == {"taken": 0, "data": 7}
     assert notice.evidence["categories"]["math"] == {"taken": 40, "data": 40}
     assert (notice.evidence["rows"], notice.evidence["is_whole"]) == (60, True)

@@ -116,4 +116,4 @@ def test_the_command_prints_and_writes_tables(
     printed = capsys.readouterr().out
     assert document["answer"] in printed and "Side by side:" in printed
     assert main(["report", *folders, "--format", "vllm"]) == 2
-    assert "no config for vLLM" in capsys.readouterr().err
+    assert "a vLLM config need exactly one" in capsys.readouterr().err

@@ -84,9 +84,9 @@ def joined(
             value_at, mask=stored[:, None] & (dim_v < FORM.value_dim)[None, :], other=0.0
         )
         value = value.to(query.dtype)
-        # Padding queries count as context, but their keys and values are in the trash block. The
-        # values in their places may be NaN, which a weight of 0 would not hide from earlier
-        # queries.
+        # Padding queries count as context, but their keys and values are written to the trash
+        # block, so the cache may hold NaN in their places. A weight of 0 times NaN would still be
+        # NaN in earlier queries' output.
         value = tl.where((position < num_old)[:, None] | (value == value), value, 0.0)
     else:
         if FORM.dim == TILES.block_dk:

@@ -143,7 +143,7 @@ def first_seen(old, FORM: tl.constexpr, CUT: tl.constexpr):
 def cached_tile(
     cache,  # of a key head: pointers to keys and values, and the block table
     start,
-    seen,  # range of the positions that some query sees; the queries' positions [M] for a window
+    seen,  # (low, high, query positions [M]): some query sees low to high - 1
     FORM: tl.constexpr,
     CUT: tl.constexpr,
 ):

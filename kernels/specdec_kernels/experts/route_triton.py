@@ -138,7 +138,8 @@ def load_choice_bias(choice_bias_ptr, num_experts, BLOCK_ALL: tl.constexpr):
 
 @triton.jit
 def load_routes(logits_ptr, choice_bias, row, num_rows, num_experts, ROUTING: tl.constexpr):
-    """`weights_of` the tokens `row` [M], from all programs' logits."""
+    """Return `weights_of` for the token rows `row` [M], from the logits that all programs
+    stored."""
     column = tl.arange(0, choice_bias.shape[0])
     known = (column < num_experts)[None, :]
     # Rows past the last one repeat it, so that no row divides by zero.

@@ -138,7 +138,7 @@ def ones_beside(numbers):
 
 @triton.jit
 def scale_of(stored):
-    """fp32 scales; bytes are the exponents of powers of two."""
+    """Convert scales to fp32. A uint8 scale is the biased exponent of a power of two."""
     if stored.dtype == tl.uint8:
         scale = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:

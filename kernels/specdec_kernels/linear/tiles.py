@@ -19,24 +19,24 @@ from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
 from specdec_kernels.linear.tile_tables import FINE, STORED, TABLES, TERMS, Tiles
 from specdec_kernels.tiles import first_fit, table_for
 
-FEW_ROWS = 64  # every table has tiles for 1 to this many rows; their norms are part of the products
+FEW_ROWS = 64  # up to this many rows, every table has tiles and matmuls include the norm
 WASTE = 1.25  # a partial last wave matters if ceil(waves) is at least this times waves
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 
 # Products of one row.
-NARROW = 7168  # products of a residual stream with fewer bytes are small enough
+NARROW = 7168  # one-row kernels are for residual streams of fewer bytes a row
 LANE = 16  # bytes of one load of a thread
 LOADED = 256  # bytes of the weight that a thread holds in registers
 GATE = 4096  # least bytes of each half that a program of a gate loads
 MOST = 16  # most features of a program
 CHUNK = 2048  # most numbers of a row in one tile
-HEAD = 4  # products with more than this many features for each number read are the logits
+HEAD = 4  # more output features than this for each input feature mark the LM head
 
 # Products with stored weights.
 LEAST = 512  # numbers of a row in each split of a sum
 SPLITS = 8  # most splits
 FEW = 8  # rows up to which codes in registers are faster than terms of x
-SLICE = 16  # least bytes of a slice, a product of tensor cores
+SLICE = 16  # least bytes of a slice, the K of one tensor-core instruction
 
 
 def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:

@@ -1,4 +1,4 @@
-"""Draws from rows of logits: a Triton kernel.
+"""Triton kernel that samples tokens from rows of logits.
 
 Rows are cut into the parts of `logit_rows_triton`. Probabilities are never stored.
 """

@@ -182,7 +182,7 @@ def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
 
 
 def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    """Bytes of the method's own buffers, and of the buffers for changes of logits."""
+    """Bytes of the method's own buffers and of the buffers for logits processing."""
     changed = _changes_bytes(plan, need)
     if not plan.k:
         return changed

@@ -152,8 +152,8 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
             raise SetupError(f"no pair can run here: {legal[0]}", "pass smaller --target-tp")
         raise UsageError(
             f"no legal pair: {(legal or illegal)[0]}",
-            "the draft's degree has to divide the target's (--target-tp 4 --draft-tp 1,2,4); "
-            "where draft.share has lm_head, it has to be the target's",
+            "the draft's degree must divide the target's (--target-tp 4 --draft-tp 1,2,4), and "
+            "must equal it if draft.share has lm_head",
         )
     return found
 

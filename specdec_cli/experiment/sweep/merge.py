@@ -160,7 +160,8 @@ def _add(
 def _add_stretches(
     records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
 ) -> None:
-    """Add the complete points at rates. Each shard's requests follow those of the shards before."""
+    """Add the complete load points of one shard. Its requests are numbered after those of earlier
+    shards."""
     own = SweepRecords()
     for record in (*_read(path, Sample, settings, whole), *_read(path, Stretch, settings, whole)):
         own.enter(record)

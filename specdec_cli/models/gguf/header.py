@@ -210,12 +210,12 @@ class _HeaderReader:
 
 
 def block_bytes(kind: int) -> int:
-    """Bytes of a block of a type."""
+    """The size of one block of a GGML type, in bytes."""
     return _block(kind, name_of(kind))[1]
 
 
 def _block(kind: int, name: str) -> tuple[int, int]:
-    """The numbers and the bytes of a block of a type."""
+    """The number of values in one block of a GGML type, and the block's size in bytes."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:

@@ -83,7 +83,7 @@ def _vocabulary(header: Header) -> dict[str, Any]:
         raise ValueError(f"its vocabulary has tokens of {longest} characters")
     for key in ("scores", "token_type"):
         if key in found and (not isinstance(found[key], list) or len(found[key]) != len(tokens)):
-            raise ValueError(f"it has {len(tokens)} tokens, and another number of {key}")
+            raise ValueError(f"{key} is not a list of {len(tokens)} entries, one per token")
     return found
 
 

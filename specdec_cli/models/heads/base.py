@@ -35,8 +35,8 @@ class HeadWeights:
 
 
 class Other(NamedTuple):
-    """A reading of a config, the tools that read it otherwise, and the fields that differ in their
-    reading."""
+    """How some tools interpret a config differently: their interpretation in words, and the fields
+    that it changes."""
 
     told: str
     changes: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Facts about a method, a rule or a policy that are known before anything heavy is imported.
+"""Descriptions of methods, rules and policies that need no heavy imports.
 
 The code of a choice is in the module of its name in `methods`, `acceptance` or `lengths`. A
 plugin's code is in the choice itself.
@@ -13,7 +13,7 @@ from specdec_cli.recipe.choices.forms import DraftForm
 WeightsFrom = Literal["none", "draft", "target"]
 
 Setting = Callable[[str, str], Any]  # a recipe's value by section and key; None if it is not set
-# Gives SGLang's values for k, by the names of its flags without --speculative-.
+# Returns SGLang's settings for k, by flag name without the prefix --speculative-.
 SglangValues = Callable[[int], dict[str, str | int]]
 
 
@@ -30,8 +30,8 @@ VllmMaker = Callable[[Setting, str | None], VllmConfig]
 
 
 def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
-    """The config of a vLLM method with a draft, and notes that hold for all such methods. noun: the
-    word for the draft in a note. notes, more: notes and keys of the method itself.
+    """Make the `VllmMaker` of a method with a draft, with the notes common to all such methods.
+    noun: the word for the draft in a note. notes, more: notes and config keys of this method.
     """
 
     def config_of(setting: Setting, draft: str | None) -> VllmConfig:
@@ -40,8 +40,8 @@ def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
             config["draft_sample_method"] = "probabilistic"
             found.append(
                 f"Measured with proposals sampled from the {noun}. vLLM drafts greedily by "
-                "default, and accepts less so at this temperature; draft_sample_method asks for "
-                "the same as here (leave it out where a version does not know it)."
+                "default, which lowers acceptance at this temperature. draft_sample_method "
+                "selects sampling as here (leave it out if your version does not support it)."
             )
         return VllmConfig(config | more, tuple(found))
 
@@ -49,22 +49,22 @@ def drafted(method: str, noun: str, *notes: str, **more: object) -> VllmMaker:
 
 
 def sglang_block(algorithm: str) -> SglangValues:
-    """SGLang's values for a method that drafts k tokens at once."""
+    """SGLang's settings for a method that drafts k tokens at once."""
     return lambda k: {"algorithm": algorithm, "num-draft-tokens": k + 1}
 
 
 def sglang_steps(algorithm: str) -> SglangValues:
-    """SGLang's values for a method that takes k steps of one token each."""
+    """SGLang's settings for a method that takes k steps of one token each."""
     return lambda k: sglang_block(algorithm)(k) | {"num-steps": k, "eagle-topk": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """A method. what: a few words for the recipe's reference. weights_from: the place of the
+    """A method. what: a short description for the recipe reference. weights_from: the place of the
     method's weights: the draft that the recipe names, or the target's own files. to_vllm: makes
-    vLLM's config; None if vLLM has no such method. to_sglang: gives SGLang's values; None if SGLang
-    has no such method. form: the form of the method's drafts; None for models that transformers
-    knows. code: a plugin's `methods.Method`."""
+    vLLM's config; None if vLLM has no such method. to_sglang: returns SGLang's settings; None if
+    SGLang has no such method. form: how to recognise the method's drafts; None for models of
+    transformers' own classes. code: a plugin's `methods.Method`."""
 
     what: str = ""
     weights_from: WeightsFrom = "none"
@@ -77,19 +77,19 @@ class MethodChoice:
 def sglang_flags(
     choice: MethodChoice, k: int, draft: str | None, weights: tuple[str | None, str | None]
 ) -> list[tuple[str, str]]:
-    """SGLang's flags for a method that SGLang has. draft: the place of the method's own weights.
-    weights: the recipe's `target.weights` and `draft.weights`."""
+    """SGLang's flags for a method that SGLang supports. draft: the place of the method's own
+    weights. weights: the recipe's `target.weights` and `draft.weights`."""
     assert choice.to_sglang is not None
     found = choice.to_sglang(k)
     if choice.weights_from == "draft" and draft is not None:
         found["draft-model-path"] = draft
-        if "fp8" in weights:  # without the flag SGLang takes the target's form
+        if "fp8" in weights:  # without the flag, SGLang quantises the draft like the target
             found["draft-model-quantization"] = "fp8" if weights[1] == "fp8" else "unquant"
     return [(f"--speculative-{name}", str(value)) for name, value in found.items()]
 
 
 def fp8_flags(weights: object, cache: object) -> list[tuple[str, str]]:
-    """Flags of vLLM and SGLang for what the recipe has in fp8. weights: its `target.weights`.
+    """The flags of vLLM and SGLang for fp8 weights and an fp8 cache. weights: its `target.weights`.
     cache: its `cache.dtype`."""
     flags = [("--quantization", "fp8", weights), ("--kv-cache-dtype", "fp8_e4m3", cache)]
     return [(flag, value) for flag, value, form in flags if form == "fp8"]
@@ -97,7 +97,7 @@ def fp8_flags(weights: object, cache: object) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class RuleChoice:
-    """An acceptance rule. what: a few words for the recipe's reference. is_given: whether the
+    """An acceptance rule. what: a short description for the recipe reference. is_given: whether the
     recipe, not the target, decides what is accepted. check: raises `PydanticCustomError` if this
     rule's keys contradict each other or k. code: a plugin's `acceptance.Rule`."""
 
@@ -109,8 +109,8 @@ class RuleChoice:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """A length policy. what: a few words for the recipe's reference. code: makes a plugin's policy
-    from the recipe's `speculation`.
+    """A length policy. what: a short description for the recipe reference. code: makes a plugin's
+    policy from the recipe's `speculation`.
     """
 
     what: str = ""

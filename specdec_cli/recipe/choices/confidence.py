@@ -4,7 +4,7 @@ from specdec_cli.recipe.fields import Probability, Section, entry
 
 
 class ConfidenceKeys(Section):
-    """The keys of the policies that stop an unsure draft."""
+    """The keys of the policies that stop a draft of low confidence."""
 
     threshold: Probability = entry(
         0.4,

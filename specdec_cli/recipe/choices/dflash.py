@@ -1,4 +1,4 @@
-"""Drafters of a whole block in one pass, DFlash and DSpark, in a recipe and in vLLM's config."""
+"""The block drafters DFlash and DSpark, in a recipe and in vLLM's config."""
 
 from typing import Literal
 
@@ -9,22 +9,23 @@ from specdec_cli.recipe.fields import Section, entry
 
 
 class BlockKeys(Section):
-    """The keys of drafters that draft a block."""
+    """The keys of block drafters."""
 
     block_width: Literal["k", "trained"] = entry(
         "k",
-        "rows of a DFlash or DSpark drafter's pass: as many as k asks for (z-lab, "
-        "vLLM), or always block_size (transformers), so that one run predicts every k",
+        "rows in a pass of a DFlash or DSpark drafter: what k needs (as z-lab and vLLM do), or "
+        "always block_size (as transformers does; then one run predicts every k)",
     )
 
 
 def _dspark_to_sglang(k: int) -> dict[str, str | int]:
-    """SGLang refuses a k that differs from the drafter's `block_size`, unless two flags give it."""
+    """SGLang's settings. SGLang accepts a k that differs from the drafter's `block_size` only if
+    two flags give it."""
     return sglang_block("DSPARK")(k) | {"dspark-block-size": k}
 
 
 DFLASH = MethodChoice(
-    "a drafter of a whole block in one pass",
+    "drafts a whole block in one pass",
     weights_from="draft",
     to_vllm=drafted("dflash", "drafter"),
     to_sglang=sglang_block("DFLASH"),
@@ -35,10 +36,10 @@ DFLASH = MethodChoice(
     ),
 )
 DSPARK = MethodChoice(
-    "the same with a head that reads the previously drawn token",
+    "drafts a block, with a head that reads the token drawn before",
     weights_from="draft",
     to_vllm=drafted(
-        *("dspark", "drafter", "vLLM runs DSpark drafters with vanilla Markov heads alone.")
+        *("dspark", "drafter", "vLLM runs DSpark drafters only with vanilla Markov heads.")
     ),
     to_sglang=_dspark_to_sglang,
     form=DraftForm(

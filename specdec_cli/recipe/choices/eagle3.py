@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in a recipe, and in vLLM's config. A head is identified by its config alone."""
+"""An EAGLE-3 head in a recipe, and in vLLM's config. A head is recognised by its config alone."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -17,17 +17,17 @@ Dialect = Literal["flat", "model-optimizer", "speculators", "deepspec"]
 
 
 class Eagle3Keys(Section):
-    """The keys that override conventions of a checkpoint, which tools read differently."""
+    """The keys that override a checkpoint's conventions, which tools interpret differently."""
 
     eagle3_layers: tuple[CountOrZero, ...] | None = entry(
         None,
-        "hidden states that an EAGLE-3 head reads, as transformers counts them (i is "
-        "the input of layer i); null: by the head's config",
+        "hidden states that an EAGLE-3 head reads, in transformers' numbering (i is the input of "
+        "layer i); null takes them from the head's config",
     )
     eagle3_counting: Counting | None = entry(
         None,
-        "whether layer ids in an EAGLE-3 head's config mean inputs or outputs of "
-        "layers; null: by the config's form",
+        "whether layer ids in an EAGLE-3 head's config mean inputs or outputs of layers; null "
+        "decides by the config's form",
     )
 
     @field_validator("eagle3_layers")
@@ -77,7 +77,7 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
     if any(setting("speculation", key) for key in ("eagle3_layers", "eagle3_counting")):
         notes.append(
             "Measured with layers that the recipe chose (speculation.eagle3_layers, "
-            "eagle3_counting). vLLM takes them from the head's config.json: change them there."
+            "eagle3_counting). vLLM reads them from the head's config.json, so change them there."
         )
     return drafted("eagle3", "head", *notes)(setting, draft)
 

@@ -1,4 +1,5 @@
-"""Kinds of drafts, distinguished by config.json alone: keys that a kind must and must not have."""
+"""Kinds of drafts, recognised by config.json alone, from the keys that each kind must or must not
+have."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,8 +13,8 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A key of a config that shows a kind of draft. key: dotted if it is nested. counts: whether
-    the key's value is a sign."""
+    """A config key that identifies a kind of draft. key: dotted if it is nested. counts: whether
+    the key's value is such a sign."""
 
     key: str
     counts: Callable[[Any], bool] = lambda value: value is not None
@@ -30,7 +31,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class DraftForm:
-    """A kind of drafts other than ordinary models.
+    """A kind of draft other than an ordinary model.
 
     noun: its name in messages, with an article. must: groups of signs; a config of the kind has a
     sign of each group. must_not: groups of signs of other kinds; a config of the kind has none of
@@ -55,8 +56,8 @@ def first_seen(signs: tuple[Sign, ...], config: Mapping[str, Any]) -> str | None
 
 
 def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
-    """Signs of a config by the library speculators whose kind is one of `names`, or with `others`
-    is another kind."""
+    """Signs of a config from the speculators library whose kind is one of `names`, or, with
+    `others`, none of them."""
 
     def counts(value: Any) -> bool:
         return value is not None and (value in names) != others
@@ -67,7 +68,7 @@ def speculator(*names: str, others: bool = False) -> tuple[Sign, ...]:
 
 
 def named(pattern: str) -> Sign:
-    """Sign of a class in `architectures` whose name, in lower case, holds the pattern."""
+    """The sign of a class in `architectures` whose lower-case name contains the pattern."""
 
     def counts(value: Any) -> bool:
         names = [str(name).lower() for name in value] if isinstance(value, list) else []
@@ -77,7 +78,7 @@ def named(pattern: str) -> Sign:
 
 
 def valued(key: str, *values: str, others: bool = False) -> Sign:
-    """Sign of a key with one of these values, or with `others` with another value."""
+    """The sign of a key with one of these values, or, with `others`, any other value."""
     return Sign(key, lambda value: value is not None and (value in values) != others)
 
 
@@ -91,7 +92,7 @@ EAGLE3 = (
     Sign("eagle_config", lambda value: isinstance(value, Mapping)),
     Sign("draft_vocab_size", lambda _: True),
 )
-# EAGLE-1, EAGLE-2 and HASS. Their own configs describe a llama of one layer.
+# EAGLE-1, EAGLE-2 and HASS. Their own configs describe a one-layer Llama.
 EAGLE = (*speculator("eagle"), valued("model_type", "eagle"), named("(?<!p)eagle(?!3)"))
 PEAGLE = (*speculator("peagle"), named("peagle"))
 DSPARK = (
@@ -111,7 +112,7 @@ BEYOND_DFLASH = (
     named(r"dflash\d|domino"),
     valued("dflash_config.projector_type", "dflash", "dspark", others=True),
 )
-# Keys that hold the id of the mask token: all proposals come from one pass.
+# Keys with the mask token's id, which drafts that propose all tokens in one pass have.
 MASK = tuple(map(Sign, ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")))
 PARD2 = (valued("spd_type", "pard2"), Sign("pard2_target_layers"))
 BEYOND_PARD = (*PARD2, valued("spd_type", "pard", others=True))

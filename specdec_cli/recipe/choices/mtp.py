@@ -1,4 +1,5 @@
-"""Multi-token prediction by modules in the target's checkpoint: in a recipe, and for vLLM."""
+"""Multi-token prediction by modules in the target's checkpoint, in a recipe and in vLLM's
+config."""
 
 from typing import Literal
 
@@ -8,7 +9,7 @@ from specdec_cli.recipe.fields import Section, entry
 
 
 class MtpKeys(Section):
-    """The keys that override conventions of a checkpoint, which tools read differently."""
+    """The keys that override a checkpoint's conventions, which tools interpret differently."""
 
     mtp_fed_back: Literal["normed", "raw"] = entry(
         "normed",
@@ -16,12 +17,12 @@ class MtpKeys(Section):
         "norm or before it (vLLM: raw for glm4_moe)",
     )
     mtp_first_embedding: Literal["used", "zeroed"] = entry(
-        "used", "whether an MTP module reads the embedding in its first row (vLLM: zeroed)"
+        "used", "whether an MTP module uses the embedding in its first row (vLLM zeroes it)"
     )
     mtp_copies: Literal["ignored", "used"] = entry(
         "ignored",
-        "whether an MTP module uses its own embedding and head, where it has them, in "
-        "place of the target's (vLLM: used)",
+        "whether an MTP module uses its own embedding and head, if it has them, instead of the "
+        "target's (vLLM: used)",
     )
 
 
@@ -37,7 +38,7 @@ MTP = MethodChoice(
     to_sglang=sglang_steps("NEXTN"),
 )
 MTP_MODULE = MethodChoice(
-    "such a module in its own folder",
+    "an MTP module in its own folder",
     weights_from="draft",
     to_vllm=_to_vllm,
     form=DraftForm("an MTP module", (speculator("mtp"),)),

@@ -1,6 +1,6 @@
-"""The methods, acceptance rules and length policies that a recipe may name, with those of plugins.
-A new choice has a line here, its code in a module of its name, and its keys and the form of its
-drafts, if there are any, in a module beside this one. Imports nothing heavy.
+"""The methods, acceptance rules and length policies that a recipe may name, including those of
+plugins. A new choice needs a line here and its code in a module of its name. Its keys and the form
+of its drafts, if any, go into a module beside this one. Imports nothing heavy.
 """
 
 from collections.abc import Mapping
@@ -39,14 +39,16 @@ METHODS: dict[str, MethodChoice] = {
 }
 RULES: dict[str, RuleChoice] = {
     "rejection": RuleChoice("lossless"),
-    "block": RuleChoice("lossless, judges proposals jointly"),
+    "block": RuleChoice("lossless, accepts or rejects proposals jointly"),
     "typical": RuleChoice("lossy, accepts likely proposals"),
     "synthetic": SYNTHETIC,
 }
 POLICIES: dict[str, PolicyChoice] = {
     "fixed": PolicyChoice("k every round"),
     "confidence": PolicyChoice("a draft stops after an unlikely token"),
-    "head": PolicyChoice("a draft stops before a token that its confidence head doubts"),
+    "head": PolicyChoice(
+        "a draft stops before a token to which its confidence head gives a low score"
+    ),
     "adaptive": PolicyChoice("chooses k by its measured gain"),
 }
 
@@ -60,15 +62,14 @@ class PolicyKeys(AdaptiveKeys, ConfidenceKeys):
 
 
 def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
-    """Let recipes name `choice`. Raises ValueError if the name is taken."""
+    """Register `choice`, so that recipes can name it. Raises ValueError if the name is taken."""
     if name in choices:
         raise ValueError(f"{name!r} is registered already")
     choices[name] = choice
 
 
 class Fitting(NamedTuple):
-    """A form of a config, the sign that shows it, and the method that runs it; None if no method
-    does."""
+    """A draft form that a config fits, the sign of it, and the method that runs it, or None."""
 
     form: DraftForm
     seen: str
@@ -84,7 +85,7 @@ def fitting_forms(config: Mapping[str, Any]) -> list[Fitting]:
 
 
 def weights_from(method: object) -> WeightsFrom:
-    """The place of the weights of the method of this name; `none` for an unknown name."""
+    """Where the weights of the method of this name come from; `none` for an unknown name."""
     return METHODS[method].weights_from if isinstance(method, str) and method in METHODS else "none"
 
 

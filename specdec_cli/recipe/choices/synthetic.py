@@ -12,10 +12,10 @@ from specdec_cli.recipe.fields import NUMBER, Probability, Section, entry
 
 
 class SyntheticKeys(Section):
-    """The keys of synthetic acceptance. A recipe with that rule needs one of these keys."""
+    """The keys of synthetic acceptance. A recipe with this rule needs one of these keys."""
 
     synthetic_acceptance_rates: tuple[Probability, ...] | None = entry(
-        None, "chance that position i is accepted, at least k of them, falling"
+        None, "marginal chance that position i is accepted; at least k rates, in descending order"
     )
     synthetic_acceptance_length: Annotated[float, Field(ge=1.0), NUMBER] | None = entry(
         None, "mean tokens a round, bonus token included (1 to k + 1)"
@@ -56,7 +56,8 @@ def _check(keys: SyntheticKeys, k: int) -> None:
 
 
 def even_rate(length: float, k: int) -> float:
-    """The rate for each of k places that gives a round `length` tokens on average.
+    """The acceptance rate, equal for all k positions, at which a round has `length` tokens on
+    average.
 
     Solves (1 - a^(k+1)) / (1 - a) = length for a (Leviathan et al., equation 1).
     """
@@ -68,9 +69,9 @@ def even_rate(length: float, k: int) -> float:
 
 
 def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]:
-    """The shares of drafts that are accepted up to each place, for at least k places. own_k: the
-    recipe's k. A mean length holds at this k, and the rate that gives it is used for every k.
-    Raises `UsageError` if fewer rates than k are given.
+    """The marginal acceptance rate of each position, for at least k positions. own_k: the recipe's
+    k. A mean length holds at this k, and the rate that gives it is used for every k. Raises
+    `UsageError` if fewer rates than k are given.
     """
     rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length
     if rates is None:
@@ -78,7 +79,7 @@ def marginal_rates(keys: SyntheticKeys, own_k: int, k: int) -> tuple[float, ...]
         return tuple(even_rate(length, own_k or k) ** place for place in range(1, k + 1))
     if len(rates) < k:
         raise UsageError(
-            f"synthetic_acceptance_rates: {len(rates)} are given, and --k goes to {k}",
+            f"synthetic_acceptance_rates: {len(rates)} are given, but --k goes up to {k}",
             "give a rate for every position, or synthetic_acceptance_length",
         )
     return rates

@@ -7,8 +7,8 @@ class TypicalKeys(Section):
     """The keys of typical acceptance."""
 
     typical_threshold: Probability = entry(
-        0.09, "typical: proposals of higher probability are always accepted"
+        0.09, "typical: proposals above this probability are always accepted"
     )
     typical_alpha: Probability = entry(
-        0.3, "typical: share of exp(-entropy) above which a proposal is accepted"
+        0.3, "typical: proposals above this multiple of exp(-entropy) are accepted"
     )

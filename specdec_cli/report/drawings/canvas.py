@@ -15,7 +15,7 @@ from specdec_cli.text import inert, one_line
 
 # Okabe and Ito's colours for colour-blind readers: those that are visible on black and on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-# There is one marker more than colours, so that pairs repeat as late as possible.
+# One marker more than colours makes the combinations of both repeat as late as possible.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _INK = "#1b1e24"  # replaced by the page's own colour in SVG
 FAINT = "#8a8f98"

@@ -102,8 +102,9 @@ class DFlashHead(LayeredHead):
         self.hidden_norm = tensors["hidden_norm.weight"]
         is_plain = not config.markov_rank and not config.confidence_width
         self.markov = None if is_plain else MarkovHead(config, tensors)
-        # The layers' products over the context are rows of their merged products. A CPU packs
-        # these, so they cannot be cut.
+        # The context's key and value projection is the last rows of each layer's merged QKV weight.
+        # On a CPU the merged weight is packed and has no rows to slice, so the projection is packed
+        # again from the separate weights.
         self.key_values: list[tuple[ops.Weight, Tensor | None]] = []
         for names, layer in zip(config.key_values(), self.stack.layers, strict=True):
             parts, whole = [tensors[name] for name in names], layer.qkv
