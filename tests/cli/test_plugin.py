@@ -337,7 +337,7 @@ def test_bad_rules_get_one_line(
 
 
 BAD_POLICIES = {
-    "def lengths(self, k): return [k + 1]": "length policy mine: lengths should be numbers of "
+    "def lengths(self, k): return [k + 1]": "length policy mine: lengths should be integers in "
     "0..4, are [5]",
     "def lengths(self, k): return [0, k]\n    def next_k(self, *a): return 3": (
         "length policy mine: next_k should be one of [0, 4], is 3"
