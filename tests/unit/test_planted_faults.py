@@ -48,3 +48,14 @@ def test_lines_that_changed_are_told() -> None:
     for text in ("xx = 1\n", "x = 1\nx = 1\n"):
         with pytest.raises(ValueError, match=r"a\.py:1"):
             fault.planted(text)
+
+
+def test_results_are_kept_until_code_changes(tmp_path: Path) -> None:
+    keys = []
+    for number, text in enumerate(('"""One."""\na = 1  # one\n', "a = 1\n", "a = 2\n")):
+        root = tmp_path / str(number)
+        root.mkdir()
+        (root / "a.py").write_text(text)
+        (root / "test_a.py").write_text('def test_one() -> None:\n    """Said."""\n')
+        keys.append(Fault("a", "a.py", "a\n", "b\n", ("test_a.py::test_one",)).key(root))
+    assert keys[0] == keys[1] != keys[2]

@@ -11,9 +11,11 @@ removed:
 Knows nothing of how tests run.
 """
 
+import ast
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -46,10 +48,25 @@ class Fault:
         return "".join(signed + [f"\n    +{line}" for line in self.new.splitlines()])
 
     def key(self, root: Path) -> str:
-        """A digest of the fault, the code that it is planted into, and its tests."""
+        """A digest of the fault, the code that it is planted into, and its tests. Comments and
+        docstrings do not count."""
         files = [self.file, *(test.partition("::")[0] for test in self.tests)]
-        said = [self.old, self.new, *self.tests, *((root / f).read_text() for f in files)]
+        said = [self.old, self.new, *self.tests, *(code_of(root / f) for f in files)]
         return sha256("\0".join(said).encode()).hexdigest()[:16]
+
+
+@cache
+def code_of(file: Path) -> str:
+    """The code of a Python file, without comments and docstrings; the text of any other."""
+    text = file.read_text()
+    if file.suffix != ".py":
+        return text
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+    return ast.dump(tree)
 
 
 def all_faults() -> list[Fault]:
