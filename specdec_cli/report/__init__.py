@@ -1,1 +1,1 @@
-"""Reports on run folders: HTML, plots, tables, and a config to deploy."""
+"""Reports on run folders: HTML, plots, tables, and a config for deployment."""

@@ -51,9 +51,9 @@ def card(
 
 
 def _memory(run: ReportedRun, point: Point) -> list[str]:
-    """The memory that a point's draft takes, if the run recorded it."""
+    """How much memory a point's draft takes, if the run recorded it."""
     if run.setting("engine", "kind") not in (None, "native"):
-        return ["the servers' own, which they do not report"]
+        return ["not reported by the servers"]
     costs = run.summary.memory
     place = point.draft, point.target_tp, point.draft_tp
     cost = next((one for one in costs if (one.draft, one.target_tp, one.draft_tp) == place), None)
@@ -72,12 +72,12 @@ def _memory(run: ReportedRun, point: Point) -> list[str]:
 
 
 def _sequences(cost: MemoryCost) -> str:
-    """The number of sequences that the draft's memory costs, in words."""
+    """How many sequences fewer fit because of the draft's memory, in words."""
     length = cost.longest_tokens
     plain = cost.target_token_bytes * length
     if cost.device_bytes is None:
         lost = cost.draft_weight_bytes / max(plain, 1.0)
-        return f"its weights take the room of {lost:,.0f} sequences of {length:,} tokens"
+        return f"its weights take as much memory as {lost:,.0f} sequences of {length:,} tokens"
     left = cost.device_bytes - cost.target_weight_bytes
     both = (cost.target_token_bytes + cost.draft_token_bytes) * length
     before, after = left / plain, (left - cost.draft_weight_bytes) / both
@@ -102,7 +102,7 @@ def _would_change(best: Finding, shown: Point | None) -> list[str]:
     level = f"batch size than {best.at.batch_size}"
     if best.at.request_rate is not None:
         level = f"load than {best.at.level_in_words}"
-    return [*found, f"another {level}: a round's cost grows with it"]
+    return [*found, f"a different {level}, since a round's cost grows with it"]
 
 
 def _needed_acceptance(shown: Point | None) -> str | None:
@@ -113,7 +113,7 @@ def _needed_acceptance(shown: Point | None) -> str | None:
         return None
     needs = even.draft_acceptance_rate
     if needs is None:
-        return "a cheaper round: here no acceptance would make up for what it costs"
+        return "a cheaper round: no acceptance rate would make up for its cost here"
     if needs < 0.005:  # it pays at any acceptance
         return None
     way = "fewer" if rate > needs else "more"

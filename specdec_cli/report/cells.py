@@ -1,5 +1,5 @@
-"""Cells, which show figures of points to people, and tables of cells. Heading, unit and value are
-defined once for terminals and reports. CSV files name fields instead; see `export`."""
+"""Cells: the figures of points in tables for people. Each heading, unit and value is defined once
+for terminals and reports. CSV files use field names instead; see `export`."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +25,10 @@ Figures = Point | CategoryMetrics
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A figure of a row's object, such as a point. title, unit: the title and unit of a report's
-    column. digits: the number of digits after the decimal point; None for text and whole numbers.
-    heading, places: the title and digits on a terminal, where the heading includes the unit.
-    interval: gives the figure's 95 % interval, or None."""
+    """A figure of a row's object, for example a point. title, unit: the title and unit of a
+    report's column. digits: the number of digits after the decimal point; None for text and whole
+    numbers. heading, places: the title and digits on a terminal, where the heading includes the
+    unit. interval: gives the figure's 95 % interval, or None."""
 
     title: str
     of: Callable[[Any], Value]
@@ -49,8 +49,8 @@ class Cell:
 
 
 def span_after(ends: Sequence[float] | None) -> str:
-    """An interval to follow a value: ` (1.20–1.31)`; empty if there is no interval or it has no
-    width."""
+    """An interval as a suffix of a value: ` (1.20–1.31)`; empty if there is no interval or it has
+    no width."""
     return "" if ends is None or ends[0] == ends[1] else f" ({ends[0]:.2f}–{ends[1]:.2f})"
 
 
@@ -72,7 +72,7 @@ def span(ends: Sequence[float] | None) -> str | None:
 
 
 def span_of(found: Figures, ends: Sequence[float] | None) -> str | None:
-    """An interval, or the reason why a figure over few prompts has none."""
+    """An interval, or a note that there are too few prompts for one."""
     if ends is None and found.is_ok and (found.number("num_prompts") or FEWEST) < FEWEST:
         return "too few prompts"
     return span(ends)
@@ -136,7 +136,7 @@ LATENCIES = [
 
 
 def columns_of(cells: Sequence[Cell], rows: Sequence[Any]) -> dict[str, list[str]]:
-    """The columns of a terminal's table, by heading."""
+    """The columns of a terminal table, by heading."""
     return {c.heading or c.title: [c.text(row) for row in rows] for c in cells}
 
 
@@ -153,7 +153,7 @@ class Column:
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table. name: the name of its file. note: the text below the title. strong: the rows to
-    mark."""
+    emphasise."""
 
     name: str
     title: str
@@ -218,7 +218,7 @@ def by_point(
     cells: Sequence[Cell],
     strong: frozenset[int] = frozenset(),
 ) -> Table:
-    """A table with a row for each point. Its first cells name the point."""
+    """A table with a row for each point. The first cells name the point."""
     draft = Cell("draft", lambda p: run.labels[p.draft])
     setting = (TARGET_TP, DRAFT_TP) if run.is_comparison else (draft,)
     rate = (RATE,) if any(p.request_rate is not None for p in run.points) else ()

@@ -1,5 +1,5 @@
-"""The content of a report, the same for every format, with the conclusions of its sections. The
-conclusions stand at the head of sections and in captions of plots. Knows no drawing."""
+"""The content of a report, the same for every format, with a conclusion for each section.
+Conclusions appear at the top of sections and in plot captions. Drawing is elsewhere."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -111,8 +111,8 @@ def speedup(content: Content) -> str:
 
 
 def break_even(content: Content) -> str:
-    """A sentence about the point that is farthest above its break-even; if none is above, about the
-    closest."""
+    """A sentence about the point farthest above its break-even, or the closest one if none is
+    above."""
     run = content.run
     found = [
         (length / needed, point, even)
@@ -131,7 +131,7 @@ def break_even(content: Content) -> str:
     needs = even.draft_acceptance_rate
     of = ""
     if needs is not None and rate is not None:
-        of = f": it needs {100 * needs:.0f} % of its proposals accepted, and has {100 * rate:.0f} %"
+        of = f": it needs {100 * needs:.0f} % of its proposals accepted, and {100 * rate:.0f} % are"
     return f" The point with the largest margin is {name}{of}."
 
 
@@ -150,8 +150,8 @@ def comparisons(content: Content) -> str:
 
 
 def acceptance(content: Content) -> str:
-    """The acceptance rates at the first and the last position of each draft's longest proposal,
-    which the plot shows."""
+    """The acceptance rates that the plot shows, at the first and the last position of each draft's
+    longest proposal."""
     told = []
     for point in longest_proposals(content.run).values():
         rates = (point.metrics.acceptance_rate_per_pos if point.metrics else None) or []
@@ -163,7 +163,7 @@ def acceptance(content: Content) -> str:
 
 
 def latencies(content: Content) -> str:
-    """The median latencies at the point of the category table, and those of plain decoding."""
+    """The median latencies of plain decoding and of the point in the category table."""
     point = content.shown
     plain = baseline_of(content.run.points, point) if point is not None else None
     if point is None or plain is None:
@@ -180,7 +180,7 @@ def latencies(content: Content) -> str:
 
 
 def rounds(content: Content) -> str:
-    """The largest stage of a round at the point of the category table."""
+    """The longest stage of a round, for the point in the category table."""
     point = content.shown
     whole = point.number("round_ms") if point is not None else None
     if point is None or not whole:
@@ -192,9 +192,10 @@ def rounds(content: Content) -> str:
 
 
 def experts(content: Content) -> str:
-    """A sentence on the growth of read experts and of scoring's time up to the widest pass."""
+    """A sentence on how the number of experts read and the verify time grow up to the widest
+    pass."""
     is_random = content.run.setting("target", "load_format") == "dummy"
-    remark = " The weights are random and choose evenly, which trained routers do not."
+    remark = " The weights are random, so experts are chosen evenly, unlike with trained routers."
     known = [p for p in content.run.points if p.number("distinct_experts")]
     plain = [p for p in known if p.is_baseline]
     if not plain or len(known) == len(plain):
@@ -204,14 +205,13 @@ def experts(content: Content) -> str:
     names = ("distinct_experts", "verify_ms")
     grown = [(widest.number(n) or 0.0) / (plain[0].number(n) or 1.0) for n in names]
     return (
-        f" At batch size {size} scoring {widest.k + 1} tokens reads {times(grown[0])} the experts "
-        f"of one token, and takes {times(grown[1])} the time."
-        f"{remark if is_random else ''}"
+        f" At batch size {size} scoring {widest.k + 1} tokens reads {times(grown[0])} as many "
+        f"experts as scoring one, and takes {times(grown[1])} as long.{remark if is_random else ''}"
     )
 
 
 def categories(content: Content) -> str:
-    """The fastest and the slowest category, and whether their intervals tell them apart."""
+    """The fastest and the slowest category, and whether the difference is significant."""
     point = content.shown
     rows = point.per_category.items() if point is not None else ()
     known = sorted((row.speedup, name, row.speedup_ci) for name, row in rows if row.speedup)

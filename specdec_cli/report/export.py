@@ -1,5 +1,5 @@
-"""A report for other programs: CSV tables with full names and figures as recorded, LaTeX tables,
-and markdown for notes and pull requests."""
+"""Reports in formats for other programs: CSV tables with field names and unrounded figures, LaTeX
+tables, and markdown for notes and pull requests."""
 
 import csv
 import io
@@ -39,7 +39,7 @@ def _setting(point: Point) -> dict[str, Value]:
 
 
 def _ends(of: str, found: object, prefix: str = "") -> dict[str, Value]:
-    """The ends of an interval, by column. of: the figure's name."""
+    """The interval's ends, as two columns. of: the figure's name."""
     ends = getattr(found, f"{of}_ci", None) or (None, None)
     return {f"{prefix}{of}_{end}": value for end, value in zip(("lo", "hi"), ends, strict=True)}
 
@@ -168,7 +168,7 @@ def latex_tables(content: Content) -> dict[str, str]:
 
 
 def latex_of(table: Table) -> str:
-    """A table as a `tabular`."""
+    """A table as a LaTeX `tabular`."""
     sides = ["l" if is_text(table, place) else "r" for place in range(len(table.columns))]
     rows = [" & ".join(map(_tex, table.shown(row))) for row in table.rows]
     head = " & ".join(map(_tex, table.titles))
@@ -202,7 +202,8 @@ def csv_of(table: Table) -> str:
 
 
 def _cell(value: Value) -> str:
-    """A cell as text. An apostrophe precedes text that a spreadsheet would run as a formula."""
+    """A cell as text. Text that a spreadsheet would run as a formula gets an apostrophe in
+    front."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -221,7 +222,7 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     lines.append("")
     for title, told in content.card:
         is_command = title in ("vLLM", "SGLang") and "`" not in told and told.isprintable()
-        shown = f"`{told}`" if is_command else _plain(told)  # unchanged, so that it can be copied
+        shown = f"`{told}`" if is_command else _plain(told)  # not escaped, so that it can be copied
         lines.append(f"- {title}: {shown}")
     if content.lossless is not None:
         lines += ["", _plain(content.lossless)]
@@ -282,7 +283,7 @@ def _markdown_table(table: Table) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text escaped for markdown, on one line, with nothing invisible in it."""
+    """Text escaped for markdown, on one line, without invisible characters."""
     line = "".join(one_line(text[i : i + 80]) for i in range(0, len(text), 80))
     return _MARKUP.sub(r"\\\1", line)
 

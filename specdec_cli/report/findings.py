@@ -16,19 +16,19 @@ from specdec_cli.experiment.sweep.recommend import in_words
 from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
 
-# Recorded warnings for which a report has its own words.
+# Recorded warnings that a report words differently.
 _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding at one batch size or request rate, which is that of the point `at`.
+    """The finding at the batch size or request rate of the point `at`.
 
-    point: the best point, whose k is 0 for no speculation; None if nothing could be measured.
-    recorded: the run's own record of the best point; without a record the best point is the fastest
-    of the existing points. tied: other points that do not differ statistically from the fastest, in
-    words. is_disturbed: whether the run says that times were disturbed. fastest: the fastest point,
-    with which a recommended point is tied; None without a record.
+    point: the best point, with k = 0 for no speculation; None if nothing could be measured.
+    recorded: the run's own record of the best point; without one, the best point is the fastest of
+    those measured. tied: other points that do not differ statistically from the fastest, in words.
+    is_disturbed: whether the run warned of disturbed times. fastest: the fastest point, with which
+    the recommended point is tied; None without a record.
     """
 
     at: Point
@@ -44,24 +44,24 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """The run's own verdict. It is "inconclusive" without a record, and "none" if there was
-        nothing to judge, as at overload."""
+        """The run's own verdict: "inconclusive" without a record, and "none" if there was nothing
+        to judge, for example under overload."""
         return "inconclusive" if self.recorded is None else self.recorded.verdict or "none"
 
     @property
     def is_open(self) -> bool:
-        """True if the run's evidence decides nothing, so that its best point is not advice."""
+        """True if the evidence is inconclusive, so that the best point is not a recommendation."""
         return self.recorded is not None and self.verdict == "inconclusive"
 
     @property
     def by_category(self) -> Mapping[str, Best]:
-        """The run's own records of the best for each category's prompts."""
+        """The run's own recommendation for each category."""
         return self.recorded.per_category if isinstance(self.recorded, Best) else {}
 
 
 def longest_proposals(run: ReportedRun) -> dict[str, Point]:
     """For each draft, the point with the largest k, at the smallest batch size with that k. Points
-    without a known acceptance are left out, since some servers do not report it. A comparison has a
+    with unknown acceptance, which some servers do not report, are left out. A comparison has a
     single point, under the key `all`."""
     longest: dict[str, Point] = {}
     for point in run.points:
@@ -123,7 +123,9 @@ def _recorded(run: ReportedRun, every: Sequence[Point], best: Best | BestPair) -
     chosen = next((p for p in points if _is_named(p, best)), None)
     if chosen is None:
         return None
-    if isinstance(best, BestPair):  # which is the fastest pair, even if no pair gains anything
+    if isinstance(
+        best, BestPair
+    ):  # the fastest pair, even if no pair is faster than plain decoding
         plain = max((p for p in points if p.is_baseline), key=_speed, default=chosen)
         is_slower = best.verdict is None and _speed(plain) > _speed(chosen)
         chosen = plain if best.verdict == "none" or is_slower else chosen
@@ -239,7 +241,7 @@ def answer(run: ReportedRun, best: Finding) -> str:
 
 
 def _against_fastest(run: ReportedRun, best: Finding) -> str:
-    """The fastest point in words, the reason why another one is recommended, and the other tied
+    """Name the fastest point, the reason if another one is recommended, and the other tied
     points."""
     point, leader = best.point, best.fastest
     own = {f"k = {leader.k}", _named(leader.k, leader.draft)} if leader is not None else ()
@@ -261,8 +263,9 @@ def _against_fastest(run: ReportedRun, best: Finding) -> str:
 def fastest_with_proposals(
     run: ReportedRun, best: Finding, gain: Callable[[Point], float | None] = _gain
 ) -> Point | None:
-    """The fastest point with proposals at the finding's batch size or rate, by `gain`. A comparison
-    has speed-ups of several baselines, so its fastest point is that of the most tokens/s."""
+    """The fastest point with proposals at the finding's batch size or rate, by `gain`. The
+    speed-ups of a comparison have several baselines, so there the point with the most tokens/s
+    counts."""
     points = [p for p in run.points if p.level == best.at.level and not p.is_baseline]
     by = _speed if run.is_comparison else gain
     return max(filter(gain, points), key=lambda p: by(p) or 0.0, default=None)
@@ -273,7 +276,7 @@ def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
     point, plain = fastest_with_proposals(run, best, _measured), best.point
     if point is None or plain is None or best.recorded is None:
         return False
-    if run.is_comparison:  # a speed-up is that over the same target TP
+    if run.is_comparison:  # speed-ups are relative to the same target TP
         return _speed(point) > _speed(plain)
     return (point.speedup or 0.0) > 1
 
@@ -317,8 +320,8 @@ def warnings(run: ReportedRun) -> list[Notice]:
     told = []
     if run.is_partial:
         told.append(
-            "This run did not come to its end: there is no summary. The report was computed from "
-            "the points that were finished."
+            "This run is incomplete: there is no summary. The report is based on the finished "
+            "points."
         )
         if not run.is_comparison and run.has_samples:
             told[-1] += f" `specdec merge {run.path} -o NEW` makes points of all its samples."
@@ -326,8 +329,7 @@ def warnings(run: ReportedRun) -> list[Notice]:
         told.append("Acceptance was given, not measured: the text is not the target's.")
     if "dummy" in (run.setting("target", "load_format"), run.setting("draft", "load_format")):
         told.append(
-            "Random weights of a model's shape were run: times are real, but no real pair has this "
-            "acceptance."
+            "The weights are random: times are real, but acceptance is not that of a real pair."
         )
     return [
         *(Notice("report", one) for one in told),

@@ -1,7 +1,6 @@
-"""Reads a run folder of sweep-k or compare-tp, whole or cut short by a crash.
+"""Reads a run folder of sweep-k or compare-tp, complete or cut short by a crash.
 
-Damaged records and files are left out, each with a line in `notes`. Knows nothing of how a run is
-shown.
+Damaged records and files are left out, each with a line in `notes`.
 """
 
 import os
@@ -34,8 +33,8 @@ class ReportedRun:
     """A run as read from its folder.
 
     points: the run's points, each with a speed-up if there is a baseline. labels: a short name for
-    each draft. has_samples: whether any prompt is finished. is_partial: whether the run did not
-    come to its end, so that its summary is empty.
+    each draft. has_samples: whether any prompt is finished. is_partial: whether the run is
+    incomplete, so that its summary is empty.
     """
 
     path: Path
@@ -72,10 +71,10 @@ class ReportedRun:
 
 
 def read_folder(path: Path) -> ReportedRun:
-    """The run in a folder.
+    """Read the run in a folder.
 
-    Raises `UsageError` if it holds no run that a report can show, and `SetupError` for files that
-    cannot be read safely.
+    Raises `UsageError` if the folder has no run that a report can show, and `SetupError` for files
+    that cannot be read safely.
     """
     if not os.path.isdir(path):  # a name may be too long
         what = "is a file" if os.path.exists(path) else "no such folder"
@@ -123,7 +122,7 @@ def read_folder(path: Path) -> ReportedRun:
 def _intact(
     found: dict[str, Any], kind: type[SweepSummary | ComparisonSummary], notes: list[str]
 ) -> SweepSummary | ComparisonSummary:
-    """The summary in a document, without its damaged parts. Each damaged part gets a note."""
+    """The summary in a document, without damaged parts. A note is added for each damaged part."""
     while True:
         try:
             return kind.model_validate(found)
@@ -168,8 +167,8 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
 
 
 def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
-    """The point with its speed-up, which is computed from decoding speeds if the run ended before
-    that."""
+    """The point with its speed-up, computed from decoding speeds if the run ended before recording
+    it."""
     is_known = point.speedup is not None or point.impossible_speedup is not None
     if is_known or point.load is not None or point.metrics is None:
         return point
@@ -224,8 +223,8 @@ def _document(
 
 
 def intact_records(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
-    """The intact records of a .jsonl file. Every other line gets a note, such as a last line that a
-    crash has torn."""
+    """The intact records of a .jsonl file. A note is added for every other line, such as a last
+    line that a crash left incomplete."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -241,7 +240,9 @@ def intact_records(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
         elif record is not None:
             yield record
     if lines[-1].strip():
-        notes.append(f"{path.name}, line {len(lines)} is torn, as a crash leaves it: left out")
+        notes.append(
+            f"{path.name}, line {len(lines)} is incomplete, probably after a crash: left out"
+        )
 
 
 def _yaml_of(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""The picture of a memory profile: a stacked bar for each rank."""
+"""The plot of a memory profile: a stacked bar for each rank."""
 
 import io
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _GIB = 2**30
 def write_memory_picture(document: Mapping[str, Any], file: Path) -> None:
     """Write a document of `profile-blocks --json` as PNG.
 
-    Raises `ImportError` without matplotlib, `SetupError` if writing fails.
+    Raises `ImportError` without matplotlib, `SetupError` if the file cannot be written.
     """
     without_display()
     from matplotlib.figure import Figure

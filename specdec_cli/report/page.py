@@ -1,6 +1,7 @@
 """A report as one self-contained HTML page: no scripts, no links, plots inside.
 
-The template engine escapes everything from the folder. Only our own plots are not escaped.
+The template engine escapes everything from the folder; only the plots, which the report draws, are
+inserted as they are.
 """
 
 import json
@@ -14,7 +15,7 @@ from specdec_cli.report.content import Content, conclusion
 from specdec_cli.report.plots import Plot
 from specdec_cli.text import inert
 
-_MOST_ROWS = 12  # most rows of a table that is not folded
+_MOST_ROWS = 12  # a table with more rows is folded
 # The sections in order: the heading, plot and table of each.
 SECTIONS = (
     ("The best draft TP", "speeds", "degrees"),
@@ -36,7 +37,7 @@ SECTIONS = (
 @dataclass(frozen=True, slots=True)
 class Part:
     """A section of a page. picture: the name of its plot. conclusion: what the section shows, in a
-    sentence. is_folded: whether the table is folded, because it is long or its plot says enough."""
+    sentence. is_folded: whether the table is folded, because it is long or its plot is enough."""
 
     title: str
     picture: str
@@ -72,7 +73,7 @@ def parts(content: Content, plots: Sequence[Plot]) -> list[Part]:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A template of this folder, filled in."""
+    """Fill in a template of this folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -40,7 +40,7 @@ class Plot:
 
     @property
     def caption(self) -> str:
-        """The plot's content and conclusion, which are also the alternative text."""
+        """The plot's content and conclusion, also used as the image's alternative text."""
         return f"{self.about} {self.conclusion}".rstrip()
 
 
@@ -85,8 +85,8 @@ _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
         lambda f, c: draw_speedup(f, c.run, c.bests),
     ),
     "load": (
-        "Goodput, mean time of a request from the time at which it is due, and the recommended "
-        "k, by rate of requests; overloaded points are left out.",
+        "Goodput, mean request time from the due time on, and the recommended k, by request rate; "
+        "overloaded points are left out.",
         lambda f, c: draw_load(f, c.run, c.bests),
     ),
     "speeds": (
@@ -95,9 +95,9 @@ _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
         lambda f, c: draw_speeds(f, c.run),
     ),
     "break_even": (
-        "Tokens a round over all rounds (solid), and those at which the measured costs give "
-        "the speed of plain decoding (dashed), with 95 % intervals. Where solid is above "
-        "dashed, speculation pays.",
+        "Tokens a round over all rounds (solid), and the break-even at the measured costs "
+        "(dashed), with 95 % intervals. Speculation pays if the solid line is above the dashed "
+        "one.",
         lambda f, c: draw_break_even(f, c.run),
     ),
     "comparisons": (
@@ -136,8 +136,8 @@ _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
 def plots(
     content: Content, pictures: Collection[str] = ("png",), *, svg: bool = True
 ) -> list[Plot]:
-    """All plots for which the run has figures. Raises `SetupError` without matplotlib. pictures:
-    the formats of files. svg: whether to draw for a page too."""
+    """All plots for which the run has data. Raises `SetupError` without matplotlib. pictures: the
+    formats of files. svg: whether to draw for a page too."""
     names = {"axis": axis_of(content.run), "point": content.category_point}
     found = [
         drawing(

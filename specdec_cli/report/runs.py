@@ -22,15 +22,15 @@ from specdec_cli.report.cells import Cell, Column, Table, rows_of, span, table_o
 from specdec_cli.report.findings import interval_in_words, setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 
-Prompt = tuple[tuple[int, ...], int]  # token ids, and the number among prompts with these ids
+Prompt = tuple[tuple[int, ...], int]  # token ids, and the index among prompts with the same ids
 _SEED = 0
 _SETTING = ("draft", "target_tp", "draft_tp", "k")
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A point of a run that is shown: an arm's fastest point, or plain decoding. samples: the
-    point's samples, by prompt. is_best: whether it is the run's fastest point at its batch size."""
+    """A point of a run to show: an arm's fastest point, or plain decoding. samples: the point's
+    samples, by prompt. is_best: whether it is the run's fastest point at its batch size."""
 
     run: str
     arm: str
@@ -41,8 +41,8 @@ class Shown:
 
 
 class Ratio(SpeedRatio):
-    """One point's speed divided by another's, on the prompts that both have. num_diverging: the
-    number of texts that differ."""
+    """One point's speed divided by another's, on their common prompts. num_diverging: the number of
+    texts that differ."""
 
     num_diverging: int
 
@@ -62,8 +62,8 @@ class SideBySide:
     """Runs side by side. names: the names of the runs. shown: their points. pairs: the fastest
     points of each pair of runs at one batch size, the faster one first, with the ratio of their
     speeds. differences: the keys of recipe and environment that differ, with a value for each run.
-    by_engine: the points that several runs have at one k and batch size, if some are of servers,
-    each with its ratio to the first of them."""
+    by_engine: points at the same k and batch size from several runs, if any is from a server, each
+    with its ratio to the first of them."""
 
     names: Sequence[str]
     runs: Sequence[ReportedRun]
@@ -111,7 +111,7 @@ class SideBySide:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """The document's `runs`, `points`, `comparisons` and `differences`."""
+        """The JSON document's `runs`, `points`, `comparisons` and `differences`."""
         points = [
             {
                 "run": one.run,
@@ -161,7 +161,7 @@ class SideBySide:
 
 
 def side_by_side(folders: Sequence[Path]) -> SideBySide:
-    """The runs in some folders. Raises the errors of `read_folder`."""
+    """Read and compare the runs in several folders. Raises the errors of `read_folder`."""
     runs = [read_folder(folder) for folder in folders]
     names = _names(folders)
     shown = [one for name, run in zip(names, runs, strict=True) for one in _shown(name, run)]
@@ -177,9 +177,9 @@ def side_by_side(folders: Sequence[Path]) -> SideBySide:
 def _by_engine(
     names: Sequence[str], runs: Sequence[ReportedRun]
 ) -> list[tuple[Shown, Ratio | None]]:
-    """The points of each k and batch size that several runs have, if one of these runs is a
-    server's. Each point has only its samples of the prompts that all of the group have, and its
-    ratio to the first point."""
+    """Points at the same k and batch size from several runs, if one of the runs is from a server.
+    Each point is restricted to the prompts common to its group, and has its ratio to the group's
+    first point."""
     found: dict[tuple[tuple[float, int], int], list[Shown]] = defaultdict(list)
     for name, run in zip(names, runs, strict=True):
         samples = _samples(run)
@@ -199,7 +199,7 @@ def _by_engine(
 
 
 def warnings_of(whole: SideBySide) -> list[str]:
-    """Warnings of the runs, each with the run's name."""
+    """The warnings of all runs, each prefixed with the run's name."""
     return [
         f"{name}: {notice.message}"
         for name, run in zip(whole.names, whole.runs, strict=True)
@@ -215,7 +215,7 @@ def ratio_of(one: Shown, other: Shown) -> Ratio | None:
     ours, theirs = ([of[p] for p in common] for of in (one.samples, other.samples))
     found = stats.measured_speed(ours).over(stats.measured_speed(theirs))
     pairs = zip(ours, theirs, strict=True)
-    # Texts are compared as far as both go, since runs may have different limits.
+    # Compare texts up to the shorter length, since runs may have different limits.
     parted = (any(map(ne, a.token_ids, b.token_ids)) for a, b in pairs)
     return Ratio(num_prompts=len(common), **figures_of(found, _SEED), num_diverging=sum(parted))
 
@@ -249,7 +249,7 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
 
 
 def _is_valid(point: Point) -> bool:
-    """Whether a point was measured, at times that its speed-up does not show to be wrong."""
+    """Whether a point was measured and its speed-up is possible."""
     return point.is_ok and point.impossible_speedup is None
 
 
@@ -274,7 +274,7 @@ def _speed(point: Point) -> float:
 
 
 def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
-    """The samples of a run's prompts that could run, by point and prompt."""
+    """The samples without errors, by point and prompt."""
     found: dict[tuple[Any, ...], dict[Prompt, Sample]] = defaultdict(dict)
     counts: dict[tuple[Any, ...], dict[tuple[int, ...], set[int]]] = defaultdict(
         lambda: defaultdict(set)
@@ -321,8 +321,8 @@ def _side_by_side(whole: SideBySide) -> Table:
     note = (
         "Plain decoding, and each arm at its fastest point. Speed-up is over the run's own plain "
         f"decoding; the ratio over {whole.names[0]} is over the same prompts, paired. Runs were "
-        "measured at different times: intervals are over prompts, and leave out that the "
-        "machine may have been slower in one run."
+        "measured at different times: intervals are over prompts, and do not cover differences in "
+        "the machine's speed between runs."
     )
     strong = frozenset(i for i, one in enumerate(whole.shown) if one.is_best)
     return table_of(("runs", "Side by side", note), rows, cells, strong)
@@ -357,8 +357,7 @@ def _engines(whole: SideBySide) -> Table:
     ]
     note = (
         "The same k and batch size on several engines. Tokens a round are those within the texts, "
-        "as specdec counts, over the prompts that all of them have; times of a server are its "
-        "client's."
+        "as specdec counts, over common prompts; times of servers are measured by the client."
     )
     return table_of(("engines", "Engines", note), whole.by_engine, cells)
 

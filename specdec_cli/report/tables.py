@@ -54,7 +54,7 @@ def load(run: ReportedRun, bests: Sequence[Finding]) -> Table:
     strong = frozenset(i for i, p in enumerate(points) if id(p) in best)
     note = (
         "Latencies run from the time at which a request is due. Good: the share of requests that "
-        "meet every objective. An overloaded point has no latencies: they grow as long as it lasts."
+        "meet every objective. An overloaded point has no latencies, because they keep growing."
     )
     return by_point(("load", "Under load", note), run, points, cell.LOAD, strong)
 
@@ -75,11 +75,11 @@ def break_even(run: ReportedRun) -> Table:
     note = (
         "Breaks even at: tokens a round, over all rounds, at which the costs measured here give "
         "the speed of plain decoding: the cost of a round over that of a round at k = 0. Needs: "
-        "the share of proposals that has to be accepted for it, and the chance of each proposal if "
-        "all have the same (geometric model)."
+        "the share of proposals that must be accepted for it, and the acceptance chance of each "
+        "proposal if all are equal (geometric model)."
     )
     if any(even_of(p).is_predicted for p in points):
-        note += " Costs of points that were not measured are those of the time curve."
+        note += " The costs of points that were not measured come from the time curve."
     return by_point(("break_even", "Break-even", note), run, points, cells)
 
 
@@ -93,8 +93,8 @@ def _needed(rate: float | None) -> Value:
 
 
 def tokens_over_all_rounds(point: Point) -> float | None:
-    """The measured tokens per round over all rounds, or else those that the predicted speed-up
-    implies."""
+    """The measured tokens per round over all rounds, or else the tokens implied by the predicted
+    speed-up."""
     found = point.number("tokens_per_round")
     if found is not None or point.break_even is None or point.predicted_speedup is None:
         return found
@@ -102,7 +102,7 @@ def tokens_over_all_rounds(point: Point) -> float | None:
 
 
 def degrees(run: ReportedRun) -> Table:
-    """The best draft TP for each target TP, as the run recorded it, with the stage that decided."""
+    """The best draft TP for each target TP, as the run recorded it, with the deciding stage."""
     rows = [
         (target, size, best)
         for target, row in run.summary.best_by_target_tp.items()
@@ -150,7 +150,7 @@ def latencies(run: ReportedRun) -> Table:
 
 
 def predictions(run: ReportedRun) -> Table:
-    """The predicted speed-up beside the measured one."""
+    """The predicted and the measured speed-ups."""
     points = [p for p in run.points if not p.is_baseline and p.predicted_speedup is not None]
     cells = [
         replace(
@@ -173,11 +173,11 @@ def _method(points: Sequence[Point]) -> str:
         return ""
     if all(are_exact):
         return (
-            " by replaying rounds over the recorded matches, which gives the rounds exactly, not "
-            "their times"
+            " by replaying rounds over the recorded matches, which gives exact rounds but not "
+            "exact times"
         )
     return (
-        " by replaying rounds over the chance of each proposal to stand, given the text: in other "
+        " by replaying rounds with the acceptance chance of each proposal in this text; for other "
         "texts it may differ"
     )
 
@@ -221,8 +221,7 @@ def _of_category(one: Cell) -> list[Cell]:
 
 
 def _advice(run: ReportedRun, one: Best | None) -> str | None:
-    """The recommendation for a category, which is "inconclusive" for few prompts or disturbed
-    times."""
+    """The recommendation for a category, or "inconclusive" with few prompts or disturbed times."""
     is_open = one is not None and one.verdict == "inconclusive"
     return "inconclusive" if is_open else _named(run, one)
 
@@ -252,7 +251,7 @@ def category_pairs(run: ReportedRun) -> Table:
 
 
 def _pairs_of_drafts(run: ReportedRun) -> Sequence[Comparison]:
-    """The comparisons of a run, if it has several drafts."""
+    """The comparisons of a run with several drafts."""
     drafts = {side.draft for one in run.comparisons for side in (one.arm, one.against)} - {None}
     return run.comparisons if len(drafts) > 1 else ()
 
@@ -284,14 +283,14 @@ def arm_in_words(run: ReportedRun, arm: Arm) -> str:
 
 
 _NOTE = (
-    "Means over prompts. The queue is the wait for a slot, which the time to the first token does "
-    "not contain. Prefill counts all passes that a prompt waits for, other prompts' too. The first "
-    "round is the rest. In plain decoding prefill decides the first token, and no round is needed."
+    "Means over prompts. Queue: the wait for a slot, not part of the time to the first token. "
+    "Prefill: all passes that a prompt waits for, including those of other prompts. First round: "
+    "the rest; in plain decoding, prefill gives the first token and no round is needed."
 )
 
 
 def first_tokens(run: ReportedRun) -> Table:
-    """The parts of the time to the first token, for points whose prompts have them."""
+    """The parts of the time to the first token, for points that recorded them."""
     points = [p for p in run.points if p.metrics is not None and p.metrics.ttft_parts_ms]
     cells = [
         Cell("first token", number("ttft_ms", "mean"), "ms", 1),

@@ -1,7 +1,7 @@
 """The recommendation for deployment: vLLM's `speculative_config`, its restrictions, and SGLang's
 command.
 
-Names are those of vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). Runs nothing.
+The names follow vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). This module runs nothing.
 """
 
 import json
@@ -24,11 +24,11 @@ class Deployment:
     """The recommendation for vLLM.
 
     speculative_config: the value of vLLM's option; None for no speculation. rehearsal: the config
-    with the measured acceptance made synthetic, to time vLLM by itself. command: the command that
+    with synthetic acceptance at the measured rates, to time vLLM itself. command: the command that
     starts a vLLM server. recommendation: the report's answer for each batch size, with the
     recommended point, the fastest point and tied points. sglang_command: the command that starts an
-    SGLang server; None if SGLang lacks the method. places: notes on models that servers do not find
-    by these names; `notes` has them too.
+    SGLang server; None if SGLang lacks the method. places: notes on models that servers cannot find
+    by these names, also included in `notes`.
     """
 
     speculative_config: dict[str, Any] | None
@@ -56,13 +56,14 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
             )
         elif name.startswith(demo.PREFIX):
             notes.append(
-                f"{name} is bundled: put its folder in its place; `specdec methods --json` has it "
+                f"{name} is bundled: replace it by its folder; `specdec methods --json` has it "
                 'as "path".'
             )
         elif name.endswith(".gguf"):
             notes.append(
-                f"{name} is a GGUF file: servers read few of them. Put the original's id in its "
-                f"place, or a folder in bf16, which {writes} writes in a checkout of specdec."
+                f"{name} is a GGUF file: servers read few of them. Replace it by the original "
+                f"model's id, or by a folder in bf16, which {writes} writes in a checkout of "
+                "specdec."
             )
     return notes
 
@@ -103,11 +104,10 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
             "speculative config."
         )
         if undecided:
-            note = f"Nothing is advised: {' '.join(undecided)}"
+            note = f"No recommendation: {' '.join(undecided)}"
         plain = next((b.point for b in decided), None)
         return deployed(None, plain, [note], sglang=_sglang(run, target, plain))
-    # vLLM runs one draft. The draft of the smallest batch is chosen, since speculation pays most
-    # there.
+    # vLLM runs only one draft. Choose that of the smallest batch size, where speculation pays most.
     chosen = speculating[0]
     largest = max((p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k)
     config, notes = _config(run, largest)
@@ -125,11 +125,11 @@ def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
     if largest.is_predicted:
         notes.append("This k was predicted and not measured: sweep it before relying on it.")
     if not all(best.recorded is not None for best in decided):
-        notes.append("The run did not come to its end: this is the fastest of what was measured.")
+        notes.append("The run is incomplete: this is the fastest point measured so far.")
     if len({p.draft for p in speculating}) > 1:
         notes.append(
-            "Another draft is best at other batch sizes; vLLM runs one. This is the draft of the "
-            "smallest batch."
+            "Another draft is best at other batch sizes; vLLM runs only one. This is the draft "
+            "for the smallest batch."
         )
     sglang = _sglang(run, target, largest)
     return deployed(config, largest, notes, rehearsal=rehearsal, sglang=sglang)
@@ -162,14 +162,14 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
             notes.append(
                 f"Measured with draft TP {draft_tp} under target TP {target_tp}. vLLM refuses a "
                 "draft model whose degree differs from the target's, so the config says "
-                f"{target_tp}: the draft's time, and with it the best k, will not be the one "
+                f"{target_tp}: the draft's time, and so the best k, will differ from what was "
                 "measured."
             )
     notes += found.notes
     if is_given(run.setting("speculation", "acceptance")):
-        notes.append("Acceptance was given in this run, so k is the best only if it holds.")
+        notes.append("Acceptance was given in this run, so k is the best only if it is real.")
     notes.append(
-        "Times are this engine's. vLLM's draft step may cost more, which moves the best k down: "
+        "Times are this engine's. vLLM's draft step may cost more, which lowers the best k: "
         "rehearse with the acceptance measured here before believing a speed-up."
     )
     return config, notes
@@ -212,7 +212,7 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
 
 
 def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:
-    """The flags for several GPUs, and for weights and a cache in fp8. size: the name of the flag
+    """The flags for tensor parallelism, fp8 weights and an fp8 cache. size: the name of the flag
     for several GPUs."""
     tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
     flags = [size, str(tp)] if isinstance(tp, int) and tp > 1 else []

@@ -1,4 +1,4 @@
-"""Writing the files of a report atomically."""
+"""Writes the files of a report atomically."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -88,7 +88,7 @@ def _written(folder: Path, files: Mapping[str, str], drawn: Sequence[Plot]) -> l
 
 
 def write_page(content: Content, file: Path) -> Path:
-    """Write only the HTML page, to any file."""
+    """Write only the HTML page, to the given file."""
     write_file(file, _encoded(page(content, plots(content, ()))))
     return file
 

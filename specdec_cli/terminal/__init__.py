@@ -1,1 +1,1 @@
-"""Output on terminals: text, tables, progress. Computes nothing."""
+"""Output on terminals: text, tables and progress."""

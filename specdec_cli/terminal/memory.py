@@ -1,4 +1,4 @@
-"""A memory profile on the terminal: a table by rank, bars, and answers in words.
+"""Shows a memory profile on the terminal: a table by rank, bars, and conclusions.
 
 Reads the document of `profile-blocks --json` and computes only the parts of bars.
 """
@@ -15,8 +15,8 @@ from specdec_cli.text import inert
 
 Document = Mapping[str, Any]
 
-# The parts of a rank's memory: the name, the letter on terminals without colours, the colour (Okabe
-# and Ito's), and the name of the part's bytes in a rank's record.
+# The parts of a rank's memory: the name, the letter for terminals without colours, the colour
+# (Okabe and Ito's), and the name of the part's bytes in a rank's record.
 PARTS = (
     ("target weights", "T", "#0072b2", "target_weight_bytes"),
     ("draft weights", "D", "#e69f00", "draft_weight_bytes"),
@@ -40,8 +40,8 @@ def parts(rank: Document, num_blocks: int) -> dict[str, int]:
 
 
 def cells(sizes: Mapping[str, int], width: int) -> dict[str, int]:
-    """The number of cells of a bar for each part, in proportion to its size. A part that would fill
-    a tenth of a cell gets a whole one."""
+    """The number of cells of a bar for each part, in proportion to its size. A part of at least a
+    tenth of a cell gets one whole cell."""
     total = sum(sizes.values())
     found = {
         name: max(round(width * size / total), int(10 * width * size >= total))
@@ -88,7 +88,7 @@ def print_profile(document: Document) -> None:
 
 
 def answers(document: Document) -> list[str]:
-    """The meaning of the numbers, in a sentence for each."""
+    """The conclusions from the profile, one sentence each."""
     fit, context = document["fit"], document["context"]
     found = [
         f"{document['num_blocks']:,} blocks of {document['block_size']} tokens fit "
@@ -116,8 +116,8 @@ def answers(document: Document) -> list[str]:
         for row in cost["by_draft_tp"]:
             if row["status"] == "ok":
                 found.append(
-                    f"With the draft on {_ranks(row['draft_tp'])} it is {row['max_tokens']:,} "
-                    f"({100 * row['lost_share']:.1f} % less)."
+                    f"With the draft on {_ranks(row['draft_tp'])}, it would hold "
+                    f"{row['max_tokens']:,} ({100 * row['lost_share']:.1f} % less)."
                 )
             else:
                 found.append(f"The draft on {_ranks(row['draft_tp'])}: {row['reason']}.")
@@ -125,7 +125,7 @@ def answers(document: Document) -> list[str]:
 
 
 def size(count: int) -> str:
-    """Bytes in a readable unit."""
+    """A number of bytes in a readable unit."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:,.2f} {unit}"
@@ -153,7 +153,7 @@ def _table(document: Document) -> Table:
     rows["total"] = [size(rank["total_bytes"]) for rank in ranks]
     table.add_column("", style="bold", no_wrap=True, min_width=max(map(len, rows)))
     for place, rank in enumerate(ranks):
-        # Cells of many ranks are folded, never cut.
+        # With many ranks, cells are wrapped instead of cut.
         least = max(len(word) for row in rows.values() for word in row[place].split())
         name = f"rank {rank['rank']} {inert(rank['device'])}"
         table.add_column(name, justify="right", min_width=least)

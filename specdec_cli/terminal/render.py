@@ -1,7 +1,7 @@
 """Rendering for terminals: text on stdout, tables and progress on stderr.
 
-Text of prompts and models is never interpreted as markup, and its control characters are made
-visible, so that nothing a model writes can control the terminal.
+Text of prompts and models is never interpreted as markup, and control characters are escaped, so
+that a model's output cannot control the terminal.
 """
 
 import sys
@@ -31,7 +31,7 @@ ACCEPTED, PROMPT, HEADING = Style(color="green"), Style(dim=True), Style(bold=Tr
 
 
 def console(stream: TextIO) -> Console:
-    """A console that adds nothing: no markup, no highlighting, no emoji."""
+    """A console without markup, highlighting or emoji."""
     return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
@@ -51,7 +51,7 @@ def table_within(
     names: Sequence[str] = (),
     long: Sequence[str] = (),
 ) -> Table:
-    """A table of columns, which are given by heading.
+    """A table of the given columns, by heading.
 
     spare: columns that may be left out to stay within `width`, in this order. names: columns that
     are left-aligned and folded instead of cut. long: columns whose cells may take several lines.
@@ -94,13 +94,14 @@ def least_width(columns: Mapping[str, Sequence[str]], wrapped: Collection[str]) 
 
 
 def table_width(table: Table) -> Measurement:
-    """The width of a table: the minimum with all cells folded, and the maximum with none folded."""
+    """The width of a table: the minimum, with all cells folded, and the maximum, with none
+    folded."""
     out = console(sys.stdout)
     return Measurement.get(out, out.options.update(width=_NO_LIMIT), table)
 
 
 def has_colour(stream: TextIO) -> bool:
-    """True if `stream` shows colours. It shows none under NO_COLOR."""
+    """True if `stream` shows colours. NO_COLOR turns colours off."""
     out = console(stream)
     return out.color_system is not None and not out.no_color
 
@@ -121,7 +122,7 @@ def progress_bar() -> Progress:
 
 
 def live_view(render: Callable[[], RenderableType]) -> Live:
-    """A live display of `render` on stderr, redrawn twice a second."""
+    """Show what `render` returns on stderr during the block, redrawn twice a second."""
     return Live(
         console=console(sys.stderr),
         transient=True,
@@ -211,12 +212,12 @@ def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
 
 
 def verdict_line(metrics: Metrics, baseline: Metrics) -> str:
-    """The verdict on speculation in a line."""
+    """One line on whether speculation pays."""
     speedup = metrics.decode_tokens_per_second / baseline.decode_tokens_per_second
     if speedup < 1.0:
         return (
             f"Speculation is slower here: {speedup:.2f}x the speed of k = 0. Proposing costs more "
-            "than the accepted tokens save; try a smaller k or another draft."
+            "than the accepted tokens save; try a smaller k or a different draft."
         )
     return f"Speculation is {speedup:.2f}x as fast as k = 0 here."
 
@@ -243,7 +244,7 @@ _LOOK_S = 1.0
 
 
 class Ticker:
-    """Prints `text()` from a thread after each half minute of silence, until `close`."""
+    """Prints `text()` from a thread after every half minute without output, until `close`."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         self._text = text
@@ -252,7 +253,7 @@ class Ticker:
         threading.Thread(target=self._run, daemon=True).start()
 
     def say(self, line: str) -> None:
-        """Print a line, after which the next silence begins."""
+        """Print a line, and restart the half minute."""
         self._last = time.monotonic()
         say(line)
 

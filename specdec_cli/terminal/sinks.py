@@ -1,6 +1,6 @@
 """Sinks of outputs: the terminal, plain text, a progress bar, a run folder.
 
-All have the same methods. Computes nothing.
+All sinks have the same methods.
 """
 
 import sys
@@ -21,7 +21,7 @@ from specdec_cli.text import inert
 
 
 class Sink:
-    """Receives tokens as they come, then each answer and its output. A method may do nothing."""
+    """Receives tokens as they arrive, then each answer and its output. Every method is optional."""
 
     def tokens(self, written: Written, *, is_last: bool) -> None:
         """Receive some of a prompt's tokens; none if the prompt could not run."""
@@ -34,20 +34,20 @@ class Sink:
 
 
 class LiveText(Sink):
-    """Prints dimmed prompts and completions as they arrive, with accepted draft tokens tinted. It
-    is for a terminal and one sequence at a time. Lines are not wrapped, and tabs stay.
+    """Prints dimmed prompts and completions as they arrive, with accepted draft tokens tinted. For
+    a terminal and one sequence at a time. Lines are not wrapped, and tabs are kept.
     """
 
     def __init__(self, job: Job) -> None:
         self._tokenizer = job.plan.tokenizer
         self._several = len(job.prompts) > 1
-        # Characters that are held back, since they may begin a stop string.
+        # Characters to hold back, because they may be the start of a stop string.
         self._hold = max((len(s) for s in job.plan.params.stop), default=1) - 1
         self._console = console(sys.stdout)
         self._pending: list[tuple[str, bool]] = []  # characters, each with whether it was proposed
         self._streams: dict[int, TextStream] = {}
         self._written: dict[int, str] = {}
-        self._is_open = False  # whether a completion has begun and not ended
+        self._is_open = False  # whether a completion is in progress
         self._prompts = {
             p.index: (p.text, ids) for p, ids in zip(job.prompts, job.token_ids, strict=True)
         }
@@ -72,7 +72,7 @@ class LiveText(Sink):
             self._written[index] += piece
             self._pending += ((character, place < written.num_accepted) for character in piece)
         if not is_last:
-            # The last token may extend past a stop string: `output` cuts it.
+            # The last token may extend past a stop string; `output` cuts it.
             self._flush(len(self._pending) - self._hold)
 
     def output(self, output: Output) -> None:
@@ -80,7 +80,7 @@ class LiveText(Sink):
             return  # nothing was printed: there is no text, or an earlier run wrote it
         whole = self._tokenizer.decode(output.token_ids)
         if whole.startswith(written := self._written[output.index]):
-            # These are the bytes of an incomplete character.
+            # Only bytes of an incomplete character are left.
             self._pending += ((character, False) for character in whole[len(written) :])
         self._end(num_cut=len(whole) - len(output.text))
 
@@ -104,12 +104,12 @@ class LiveText(Sink):
         )
 
     def _write(self, segments: Iterable[Segment]) -> None:
-        # Segments are used, because rich turns tabs of a `Text` into spaces.
+        # Use segments, because rich turns tabs in a `Text` into spaces.
         self._console.print(Segments(segments), end="")
 
 
 class PlainText(Sink):
-    """Prints completions in the order of their prompts, with headings if there are several.
+    """Prints completions in prompt order, with headings if there are several.
 
     bar: the progress bar to hide while text is written to its terminal.
     """
@@ -140,7 +140,7 @@ class PromptProgress(Sink):
         self._task = self._bar.add_task("prompts", total=len(job.prompts))
 
     def tokens(self, written: Written, *, is_last: bool) -> None:
-        # The bar starts only here, since from here on `close` is certain to restore the cursor.
+        # Start the bar only now: from here on, `close` is certain to restore the cursor.
         self._bar.start()
 
     def output(self, output: Output) -> None:
@@ -160,7 +160,7 @@ class PromptProgress(Sink):
 
 
 class PromptLines(Sink):
-    """Prints the progress of a run now and then on a stderr that is no terminal."""
+    """Prints a run's progress at intervals if stderr is not a terminal."""
 
     def __init__(self, job: Job) -> None:
         self._total, self._done, self._tokens = len(job.prompts), 0, 0
@@ -180,7 +180,7 @@ class PromptLines(Sink):
 
 
 class SampleFile(Sink):
-    """Writes samples.jsonl: each finished prompt is on disk before the next round."""
+    """Writes samples.jsonl: each finished prompt is written to disk before the next round."""
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._key = key_of(job)
@@ -208,7 +208,7 @@ def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool)
     sinks: list[Sink] = []
     is_live = not as_json and shows_live_text(job)
     bar = PromptProgress(job) if len(job.prompts) > 1 and not quiet and not is_live else None
-    if folder is not None:  # comes first, so that outputs are on disk even if a pipe is closed
+    if folder is not None:  # first, so that outputs reach the disk even if a pipe is closed
         sinks.append(SampleFile(job, folder))
     if not as_json:
         sinks.append(LiveText(job) if is_live else PlainText(job, bar))
@@ -224,7 +224,7 @@ def collector(
 ) -> tuple[OnRound, Callable[[], list[Output]]]:
     """A callback for `Session.run`, and a function that returns all outputs after the run.
 
-    An answer becomes an output as soon as it comes. earlier: outputs that the sinks receive at
+    Each answer becomes an output as soon as it arrives. earlier: outputs that the sinks receive at
     once.
     """
     prompts = {p.index: p for p in job.prompts}

@@ -36,12 +36,12 @@ from specdec_cli.terminal.render import Ticker
 from specdec_cli.text import inert, one_line
 
 _MARK = ""
-# The columns that are shown if the terminal is too narrow for all columns.
+# The columns to show if the terminal is too narrow for all.
 _DECIDING = {"draft", "requests/s", "batch", "k", "tokens a round", "tokens/s", "x k = 0", _MARK}
 _MANY = "so many comparisons at 95 % each: one in twenty differs by chance"
 _NO_DRAFT = "–"
 _NO_SPECULATION = "no speculation"
-_LINE_EVERY = 0.1  # share of the samples between two lines, without a terminal
+_LINE_EVERY = 0.1  # without a terminal: share of the samples between two lines of progress
 
 
 class _Progress(Watcher):
@@ -62,7 +62,7 @@ class _Progress(Watcher):
 
 class SweepLines(_Progress):
     """Prints each point on stderr, the time left after every tenth of the samples, and a line after
-    each half minute of silence."""
+    every half minute without output."""
 
     def __init__(self, total: int, unseen: Callable[[], Iterable[Sample]] = tuple) -> None:
         super().__init__(total, unseen)
@@ -144,7 +144,7 @@ class SweepTable(_Progress):
                 sum(getattr(s, name) for s in own.values())
                 for name in ("num_drafts", "num_accepted")
             )
-            # The speed-up so far is over the prompts that k = 0 has decoded too.
+            # The speed-up so far covers only prompts that k = 0 has also decoded.
             gain = speedup(own, plain.get(Pair.of(key), {}))
             ratio = gain.value if gain is not None else math.nan
             is_result = math.isfinite(ratio) and not is_impossible(ratio, most_speedup(own))
@@ -235,7 +235,7 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
 
 
 def load_table(points: Sequence[Point], width: int) -> Table | None:
-    """The table of points at request rates; None if there are none."""
+    """The table of points at request rates; None if there are no such points."""
     shown = [p for p in points if p.load is not None]
     if not shown:
         return None
@@ -255,8 +255,8 @@ def _judged(best: Best) -> str:
 def _first_token_line(
     points: Sequence[Point], batch_size: int, best: Best, *, with_draft: bool
 ) -> str | None:
-    """The mean time to the first token by its parts, at k = 0 and at the recommended or else the
-    fastest point; None if the parts are unknown."""
+    """The mean time to the first token by its parts, at k = 0 and at the recommended (or else the
+    fastest) point; None if the parts are unknown."""
     arm = best if best.k else best.fastest or best
     shown = []
     for p in points:
@@ -289,7 +289,7 @@ def results_table(
     columns = cell.columns_of(cells, points)
     if not any(columns["proposing"]):
         del columns["proposing"], columns["all rounds"]
-    if not any(columns[_EVEN.title]):  # plain decoding alone has no break-even
+    if not any(columns[_EVEN.title]):  # leave this column out if only plain decoding was measured
         del columns[_EVEN.title]
     wrapped = {"names": ["draft"], "long": ["tokens/s"]}
     needed = render.least_width(columns, ("draft", "tokens/s"))
@@ -319,7 +319,7 @@ def _length(point: Point) -> Value:
 
 
 def _speed(point: Point) -> Value:
-    """The speed of decoding, or the reason why there is none."""
+    """The decoding speed, or the reason why there is none."""
     if point.metrics is not None:
         return point.metrics.decode_tokens_per_second
     why = "" if point.status == "skipped" else f": {inert(point.reason or '')[:60]}"
@@ -328,7 +328,7 @@ def _speed(point: Point) -> Value:
 
 _DRAFT = Cell("draft", lambda p: one_line(p.draft or _NO_DRAFT))
 _LENGTH, _SPEED = replace(cell.LENGTH, of=_length), replace(cell.SPEED, of=_speed)
-# Only points that were not measured have their interval here: others would make the table too wide.
+# Show the interval only for points that were not measured: with all, the table would be too wide.
 _PREDICTED = replace(
     cell.PREDICTED,
     interval=lambda p: p.prediction.speedup_ci if not p.metrics and p.prediction else None,
@@ -420,7 +420,7 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
 
 
 def _advice(best: Best, *, with_draft: bool) -> str:
-    """The recommendation for a category's prompts, or the reason why there is none."""
+    """The recommendation for a category, or the reason why there is none."""
     if best.verdict == "inconclusive" or best.k is None:
         return "inconclusive"
     if best.k == 0:
@@ -438,8 +438,7 @@ def _fastest_here(fastest: Fastest | None, *, with_draft: bool) -> str:
 
 
 def _tied(best: Best, *, with_draft: bool) -> str:
-    """The other points that are tied with the fastest, in words, without those that the reason
-    names."""
+    """The other points tied with the fastest, in words, except those named in the reason."""
     named = {(one.k, one.draft) for one in (best, best.fastest) if one is not None}
     if with_draft:
         others = [p for p in best.tied_points if (p.k, p.draft) not in named]

@@ -93,7 +93,7 @@ def test_json(folder: Path, tmp_path: Path, capsys: Capture) -> None:
 def test_a_partial_run_is_warned_of(folder: Path, capsys: Capture) -> None:
     (folder / "summary.json").unlink()
     assert main(["report", str(folder), "--format", "csv"]) == 0
-    assert "warning: This run did not come to its end" in capsys.readouterr().err
+    assert "warning: This run is incomplete" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -55,7 +55,9 @@ def test_a_card_of_what_pays(tmp_path: Path) -> None:
     assert card["Recommended"] == "k = 3 with draft-1b, batch size 1"
     assert card["Gain"].startswith("1.") and "95 % interval" in card["Gain"]
     told = "2,048 MiB of weights (12 % of the target's), and 25 % more cache for each token"
-    assert card["Memory"] == f"{told}; its weights take the room of 16 sequences of 1,024 tokens"
+    assert (
+        card["Memory"] == f"{told}; its weights take as much memory as 16 sequences of 1,024 tokens"
+    )
     assert card["vLLM"].startswith("vllm serve org/target-8b --speculative-config")
     sglang = shlex.split(card["SGLang"])
     assert sglang[sglang.index("--speculative-algorithm") + 1] == "STANDALONE"
@@ -95,7 +97,7 @@ def test_inconclusive_runs_advise_nothing(tmp_path: Path) -> None:
     )
     found = content.deployment
     assert found is not None and found.speculative_config is None is found.rehearsal
-    assert found.notes[0].startswith("Nothing is advised: ")
+    assert found.notes[0].startswith("No recommendation: ")
     assert found.recommendation == [content.headline]
 
 
@@ -134,7 +136,7 @@ def test_what_to_put_in_place_of_a_model(target: str, told: str | None, tmp_path
         (0.004, None),
         (0.05, "prompts or a draft with fewer than 5 % of proposals accepted"),
         (0.97, "prompts or a draft with more than 97 % of proposals accepted"),
-        (None, "a cheaper round: here no acceptance would make up for what it costs"),
+        (None, "a cheaper round: no acceptance rate would make up for its cost here"),
     ],
 )
 def test_the_acceptance_that_would_change_a_verdict(
@@ -150,7 +152,7 @@ def test_the_acceptance_that_would_change_a_verdict(
     run = replace(content.run, points=tuple(points))
     found = card(run, best_by_batch_size(run), None)
     said = [text for title, text in found if title == "Would change it"]
-    assert said[-1].startswith("another batch size than 1")
+    assert said[-1].startswith("a different batch size than 1")
     assert [text.startswith(told or "?") for text in said[:-1]] == ([True] if told else [])
 
 
@@ -279,7 +281,7 @@ def test_servers_do_not_tell_their_memory(tmp_path: Path) -> None:
     folder = content_of(tmp_path, "use").run.path
     recipe = (folder / "recipe.yaml").read_text()
     (folder / "recipe.yaml").write_text(recipe + "\nengine: {kind: vllm}\n")
-    assert dict(Content(read_folder(folder)).card)["Memory"].startswith("the servers' own")
+    assert dict(Content(read_folder(folder)).card)["Memory"].startswith("not reported by the servers")
 
 
 def test_a_sweep_that_compared_nothing_is_no_verdict_against_speculation(tmp_path: Path) -> None:
@@ -289,7 +291,7 @@ def test_a_sweep_that_compared_nothing_is_no_verdict_against_speculation(tmp_pat
     assert content.headline == f"Inconclusive at batch size 1: {why}."
     found = content.deployment
     assert found is not None and found.speculative_config is None
-    assert found.notes == [f"Nothing is advised: {why}."]
+    assert found.notes == [f"No recommendation: {why}."]
     assert why in page(content, [])
 
 

@@ -279,7 +279,7 @@ def test_synthetic_and_dummy_are_said(tmp_path: Path) -> None:
     recipe["draft"]["load_format"] = "dummy"
     content = read(write_folder(tmp_path, sweep_points(batch_sizes=(1,)), recipe=recipe))
     assert "Acceptance was given, not measured" in content.warnings[0]
-    assert "Random weights" in content.warnings[1]
+    assert "The weights are random" in content.warnings[1]
 
 
 # Folders cut short
@@ -301,8 +301,8 @@ def test_a_killed_sweep(tmp_path: Path) -> None:
     )
     content = read(folder)
     assert content.run.is_partial
-    assert "did not come to its end" in content.warnings[0]
-    assert "points.jsonl, line 7 is torn" in content.warnings[1]
+    assert "This run is incomplete" in content.warnings[0]
+    assert "points.jsonl, line 7 is incomplete" in content.warnings[1]
     assert "samples.jsonl, line 4 is not a record (k is damaged)" in content.warnings[2]
     best = max(points, key=lambda p: p["metrics"]["decode_tokens_per_second"])
     gain = best["metrics"]["decode_tokens_per_second"] / plain
@@ -493,7 +493,7 @@ def test_experts_are_drawn_where_they_were_counted(tmp_path: Path) -> None:
     random = RECIPE | {"target": RECIPE["target"] | {"load_format": "dummy"}}
     content = read(write_folder(tmp_path, points, recipe=random))
     named = {plot.name: plot for plot in plots(content, (), svg=False)}
-    assert "The weights are random and choose evenly" in named["experts"].caption
+    assert "The weights are random, so experts are chosen evenly" in named["experts"].caption
     figure = pytest.importorskip("matplotlib.figure").Figure()
     assert draw_experts(figure, content.run)
     times, _, _, counts = figure.axes
@@ -810,9 +810,9 @@ def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
     assert found.rehearsal["synthetic_acceptance_length"] == 2.5
     assert any("predicted and not measured" in note for note in found.notes)
     assert content.category_point.startswith("k = ")  # of one that was measured
-    assert "recorded matches, which gives the rounds exactly, not their times" in html(content)
+    assert "recorded matches, which gives exact rounds but not exact times" in html(content)
     point["prediction"]["is_exact"] = False
-    assert "given the text" in html(read(write_folder(tmp_path / "sampled", points)))
+    assert "in this text" in html(read(write_folder(tmp_path / "sampled", points)))
 
 
 def test_what_is_faster_by_chance_is_not_called_slower(tmp_path: Path) -> None:
@@ -866,7 +866,7 @@ def test_an_unfinished_run_says_what_to_do(tmp_path: Path) -> None:
     content = read(partial)
     assert "specdec merge" in content.warnings[0]
     assert content.deployment is not None
-    assert any("did not come to its end" in note for note in content.deployment.notes)
+    assert any("The run is incomplete" in note for note in content.deployment.notes)
 
 
 def test_latencies_are_those_of_their_titles(sweep: Content) -> None:

@@ -1,6 +1,6 @@
 """The parts that drawings share: colours, a grid of axes, labels, and figures as PNG or SVG.
 
-Text in them is plain, never markup, and colours are readable on light and on dark paper.
+Text in drawings is plain, never markup, and colours are readable on light and dark backgrounds.
 """
 
 import io
@@ -13,11 +13,11 @@ from typing import Any
 
 from specdec_cli.text import inert, one_line
 
-# Okabe and Ito's colours for colour-blind readers: those that are visible on black and on white.
+# Okabe and Ito's colours for colour-blind readers: the ones visible on both black and white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 # One marker more than colours makes the combinations of both repeat as late as possible.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_INK = "#1b1e24"  # replaced by the page's own colour in SVG
+_INK = "#1b1e24"  # SVG uses the page's own text colour instead
 FAINT = "#8a8f98"
 _WIDTHS = {1: 6.4, 2: 8.2, 3: 9.6}  # inches, by the number of panels side by side
 STYLE = {
@@ -60,7 +60,7 @@ def without_talk() -> Iterator[None]:
         logger.setLevel(level)
 
 
-# Metadata that would make a picture's bytes depend on more than its content.
+# Metadata to leave out, so that a picture's bytes depend only on its content.
 _METADATA: Mapping[str, Mapping[str, None]] = {
     "png": {"Software": None},
     "pdf": dict.fromkeys(("Creator", "CreationDate")),
@@ -82,7 +82,7 @@ def svg_of(figure: Any, name: str) -> str:
     """The figure as an SVG element for a page, with the page's background and ink."""
     text = picture_of(figure, "svg", name, transparent=True).decode()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    # Ids must differ between the plots of a page.
+    # Ids must be unique across the plots of a page.
     return (
         text.replace(' id="', f' id="{name}-')
         .replace('"#', f'"#{name}-')
@@ -114,7 +114,7 @@ def label_axes(axes: Sequence[Any], x: str, y: str) -> None:
 
 
 def add_legend(figure: Any, axes: Sequence[Any]) -> None:
-    """Add one legend below all panels, with as many entries in a row as fit."""
+    """Add one legend below all panels, with as many entries per row as fit."""
     entries: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -143,7 +143,7 @@ def reach(value: float, ends: Sequence[float]) -> list[list[float]]:
 def draw_row(
     axis: Any, place: int, value: float, ends: Sequence[float] | None, **look: Any
 ) -> None:
-    """Draw a value in a row of its own, with its interval if it has one."""
+    """Draw a value in its own row, with its interval if it has one."""
     if ends is not None:
         arms = reach(value, ends)
         axis.errorbar(value, place, xerr=arms, color=look["color"], capsize=3, linewidth=1.2)
@@ -151,7 +151,7 @@ def draw_row(
 
 
 def name_rows(axis: Any, names: Sequence[str]) -> None:
-    """Write the names of rows, the first at the top."""
+    """Label the rows, the first at the top."""
     axis.set_yticks(range(len(names)), [safe(name) for name in names])
     axis.set_ylim(len(names) - 0.4, -0.6)
 
@@ -162,7 +162,7 @@ def line_at_one(axis: Any) -> None:
 
 
 def dodged(index: int, count: int) -> float:
-    """The shift along x of one of several lines, so that their intervals stand side by side."""
+    """The x offset of one of several lines, so that their intervals do not overlap."""
     return (index - (count - 1) / 2) * min(0.14, 0.5 / max(1, count))
 
 

@@ -1,4 +1,4 @@
-"""Goodput and latency of each k over the rate of requests, and the recommended k at each rate."""
+"""Goodput and latency of each k by request rate, and the recommended k at each rate."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from specdec_cli.report.folder import ReportedRun
 
 
 def draw_load(figure: Any, run: ReportedRun, bests: Sequence[Finding]) -> bool:
-    """Draw goodput, latency and the recommended k by request rate, without the rate inf. Returns
-    whether there are any rates."""
+    """Draw goodput, latency and the recommended k by request rate, except for the rate inf. Returns
+    whether there are any finite rates."""
     points = [p for p in run.points if p.load is not None and p.request_rate != "inf"]
     if not points:
         return False

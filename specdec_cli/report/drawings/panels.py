@@ -14,8 +14,8 @@ Panels = Mapping[str, dict[str, dict[int, Point]]]  # points by panel, line and 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a panel. points: the points by x. shift: the offset along x, so that intervals
-    stand side by side. is_log: whether x is on a logarithmic scale."""
+    """A line of a panel. points: the points by x. shift: the x offset that keeps intervals from
+    overlapping. is_log: whether x is on a logarithmic scale."""
 
     axis: Any
     name: str
@@ -33,7 +33,7 @@ class Line:
         ends: Callable[[Point], Sequence[float] | None],
         **look: Any,
     ) -> None:
-        """Plot a figure of the points, with its intervals."""
+        """Plot one figure of each point, with its interval."""
         points = self.points.values()
         canvas.plot_with_intervals(
             self.axis, list(map(self.place, self.points)), [of(p) or 0.0 for p in points],
@@ -50,7 +50,7 @@ def x_label(run: ReportedRun) -> str:
 
 
 def placed(run: ReportedRun, keep: Callable[[Point], object] = lambda p: p.is_ok) -> Panels:
-    """The points with proposals that `keep` accepts, by panel, line and x."""
+    """The points with proposals for which `keep` is true, by panel, line and x."""
     found: dict[str, dict[str, dict[int, Point]]] = {}
     for point in run.points:
         if point.is_baseline or not keep(point) or (run.is_comparison and point.draft_tp is None):
@@ -79,7 +79,7 @@ def draw_panels(
     panels = dict(list(panels.items())[:MOST_PANELS])
     if not panels:
         return []
-    # Lines are sorted, so that each has the same colour in every drawing.
+    # Sort the lines, so that each has the same colour in every drawing.
     names = sorted({name for lines in panels.values() for name in lines})
     if run.is_comparison:
         names.sort(key=first_number)

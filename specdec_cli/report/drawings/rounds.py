@@ -1,5 +1,5 @@
-"""Drawings of a round: its time by stage, acceptance by position in the proposal, and the time and
-distinct experts of scoring by the number of scored tokens."""
+"""Drawings of a round: its time by stage, acceptance by position in the proposal, and, by the
+number of scored tokens, the verify time and the distinct experts read."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
     if not groups:
         return False
     groups = dict(list(groups.items())[:MOST_PANELS])
-    # One row for each panel of the speed-up plot, if its lines fit side by side.
+    # Use a row for each panel of the speed-up plot, if no panel has more than 3 lines.
     widest = max((len(lines) for lines in placed(run).values()), default=1)
     axes = make_axes(figure, len(groups), 2.7, widest if 1 < widest <= 3 else 3)
     for axis, (title, group) in zip(axes, groups.items(), strict=True):
@@ -147,8 +147,8 @@ def draw_experts(figure: Any, run: ReportedRun) -> bool:
 
 
 def _panels(run: ReportedRun) -> dict[str, dict[str, list[Point]]]:
-    """The points with a count of experts, by batch size and draft. Each list is in the order of k
-    and begins with plain decoding."""
+    """The points with a count of experts, by batch size and draft. Each list is sorted by k and
+    starts with plain decoding."""
     found: dict[str, dict[str, list[Point]]] = {}
     for panel, lines in list(placed(run).items())[:MOST_PANELS]:
         for name, line in lines.items():

@@ -1,4 +1,4 @@
-"""Drawings of values in rows with their intervals: categories of prompts at one point, pairs of
+"""Drawings with a value and its interval in each row: categories of prompts at one point, pairs of
 arms, and points of several runs relative to those of the first."""
 
 from collections.abc import Sequence
@@ -98,7 +98,7 @@ _MOST_ROWS = 40
 
 
 def draw_runs(figure: Any, whole: SideBySide) -> bool:
-    """Draw a row for each point that the first run has too. Returns whether there are any."""
+    """Draw a row for each point that the first run also has. Returns whether there are any."""
     rows = [(one, r) for one in whole.shown if (r := whole.against_first(one)) is not None]
     rows = rows[:_MOST_ROWS]
     if not rows:
