@@ -1,1 +1,1 @@
-"""Measuring, keeping and concluding: sweeps, comparisons, memory profiles. Knows no terminal."""
+"""Measurements, their records and conclusions: sweeps, comparisons and memory profiles."""

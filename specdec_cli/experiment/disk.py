@@ -1,5 +1,5 @@
-"""Writing files so that a crash leaves them complete, and telling users about errors of the disk.
-Imports no torch."""
+"""Writes files so that a crash leaves them complete, and turns disk errors into messages. Imports
+no torch."""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ MAX_FILE_BYTES = 2**30
 
 @contextmanager
 def or_setup_error(what: str, hint: str | None = None) -> Iterator[None]:
-    """Turn the system's errors during the block into `SetupError`s. what: the work that failed."""
+    """Turn each OSError in the block into a `SetupError`. what: the action, for the message."""
     try:
         yield
     except OSError as problem:
@@ -23,10 +23,10 @@ def or_setup_error(what: str, hint: str | None = None) -> Iterator[None]:
 def refuse_special_files(folder: Path) -> None:
     """Raise `SetupError` for pipes, devices, broken links and huge files in a run folder.
 
-    Reading a pipe may never end. Devices and huge files fill the memory.
+    Reading a pipe may never end, and devices and huge files would fill the memory.
     """
     if not os.path.isdir(folder):
-        return  # code that looks for files in this folder reports that
+        return  # the code that reads this folder's files reports that
     with or_setup_error(f"cannot read {folder}"), os.scandir(folder) as entries:
         for entry in entries:
             is_file = os.path.isfile(entry.path)
@@ -38,7 +38,7 @@ def refuse_special_files(folder: Path) -> None:
             if is_read and entry.stat().st_size > MAX_FILE_BYTES:
                 raise SetupError(
                     f"{folder / entry.name} is larger than {MAX_FILE_BYTES >> 30} GiB",
-                    "the file was damaged or edited, or is of several runs",
+                    "the file was damaged or edited, or belongs to several runs",
                 )
 
 

@@ -1,4 +1,4 @@
-"""An estimate of the time of a sweep or a comparison before anything is loaded.
+"""Estimates the duration of a sweep or a comparison before anything is loaded.
 
 A pass reads the weights once, multiplies each token with them, and starts the work of each layer.
 The speeds of reading and multiplying are measured on this device now; the time to start a layer is
@@ -22,16 +22,17 @@ from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.held import held_bytes
 
-# Seconds that a layer takes beyond its reading and its products: in a captured round (measured on
-# an H200 with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and on a CPU.
+# Seconds that a layer takes in addition to reading weights and computing matmuls: in a captured
+# round (measured on an H200 with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and
+# on a CPU.
 _LAYER_CAPTURED, _LAYER_LAUNCHED, _LAYER_CPU = 11e-6, 250e-6, 250e-6
-# Seconds of one sum over ranks; each layer has two: on GPUs (docs/performance.md), and between
+# Seconds of one all-reduce, of which each layer has two: on GPUs (docs/performance.md), and between
 # processes over gloo on one host (0.3 to 0.8 milliseconds on two busy cores).
 _SUM_CUDA, _SUM_CPU = 6e-6, 400e-6
 # The chance that a proposal is accepted if all proposals before it are: for drafts and for n-grams.
 _ACCEPTED, _ACCEPTED_WITHOUT_DRAFT = 0.7, 0.55
 _START_CPU, _START_CUDA = 3.0, 30.0  # seconds until the first pass, without reading weights
-_LOAD = 1e9  # bytes of weights that are loaded per second
+_LOAD = 1e9  # bytes of weights loaded per second
 _PROBE_BYTES, _PROBE_SIDE, _PROBES = 64 * 2**20, 512, 3
 # The usual factor between an estimate and a run; the runs are in `docs/sweep.md` and
 # `docs/compare-tp.md`.
@@ -40,23 +41,22 @@ _OFTEN_OFF_BY = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The speeds of a device, per second: bytes that it reads, and operations of its matrix
-    products."""
+    """The speeds of a device, per second: bytes read, and floating-point operations in matmuls."""
 
     bytes: float
     operations: float
 
 
 def own_plan(job: Job) -> Plan:
-    """The plan of a job for our own engine, whose models' sizes are known."""
+    """The plan of a job, which must be for our own engine, where model sizes are known."""
     assert isinstance(job.plan.own, Plan), "other engines have no estimate"
     return job.plan.own
 
 
 @cache
 def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
-    """The speeds of `device` in this dtype, measured once in a process, which takes some hundredths
-    of a second. So all estimates of a command agree."""
+    """The speeds of `device` in this dtype, measured once per process in some hundredths of a
+    second, so that all estimates of a command agree."""
     many = _PROBE_BYTES // 4 * (16 if device.type == "cuda" else 1)
     numbers = torch.ones(many // 1024, 1024, dtype=torch.float32, device=device)
     vector = torch.ones(1024, dtype=torch.float32, device=device)
@@ -67,7 +67,7 @@ def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """The shortest time of a few calls of `run`, in seconds."""
+    """The shortest time of several calls of `run`, in seconds."""
     times = []
     for _ in range(1 + _PROBES):  # the first call warms up
         started = time.perf_counter()
@@ -82,7 +82,7 @@ def _fastest(run: Callable[[], object], device: torch.device) -> float:
 class _Shape:
     """The sizes of a model. always: the bytes that each pass reads. experts: the bytes of all
     experts. share: the share of the experts that a token chooses. parameters: the number of
-    parameters that a token is multiplied with."""
+    parameters used for each token."""
 
     always: float
     experts: float
@@ -99,7 +99,7 @@ class DurationEstimate:
     """Times of one job's runs, in seconds.
 
     degrees: the numbers of ranks over which the target and the draft are split, if the job's plan
-    has whole models. If the plan has only the parts of one rank, they are (1, 1).
+    describes whole models; (1, 1) if it describes the parts on one rank.
     """
 
     job: Job
@@ -114,7 +114,7 @@ class DurationEstimate:
         products = 2 * shape.parameters * tokens / self.speeds.operations
         work = shape.bytes_read(tokens) / self.speeds.bytes + products
         degree = self.degrees[0 if role == "target" else 1]
-        # Ranks on CPUs share the measured speeds; each GPU has these speeds.
+        # CPU ranks share the measured speeds; each GPU rank has them in full.
         shared = 1 if self._is_cuda else self.degrees[0]
         sums = 2 * (_SUM_CUDA if self._is_cuda else _SUM_CPU) if degree > 1 else 0.0
         layer = _LAYER_CAPTURED if self._plan.no_cuda_graphs is None else _LAYER_LAUNCHED
@@ -139,7 +139,8 @@ class DurationEstimate:
         return found
 
     def tokens_a_round(self, k: int) -> float:
-        """The tokens of a round: by the given acceptance if there is one, otherwise a guess."""
+        """The tokens per round, from the given acceptance if there is one, otherwise from a
+        guess."""
         speculation = self._plan.recipe.speculation
         if (rates := speculation.synthetic_acceptance_rates) is not None:
             return 1 + sum(rates[:k])
@@ -175,7 +176,7 @@ def _shape_of(model: Draft) -> _Shape:
         return _Shape(size, 0.0, 1.0, size / model.dtype.itemsize, layers)
     config, weights = module.config, dict(module.named_parameters())
     if not getattr(config, "tie_word_embeddings", False):
-        embedding = module.get_input_embeddings().weight  # a pass reads a few rows of it
+        embedding = module.get_input_embeddings().weight  # a pass reads only a few of its rows
         size -= held_bytes(embedding)
         weights = {name: p for name, p in weights.items() if p is not embedding}
     a_number = sum(map(held_bytes, weights.values())) / sum(p.numel() for p in weights.values())
@@ -195,8 +196,9 @@ def total_seconds(
     has_curve: bool = False,
     most_warm_up: int | None = None,
 ) -> float:
-    """The time of measuring points. Each pair of degrees has its own ranks, which load both models.
-    has_curve: whether a time curve is measured too. most_warm_up: as for `point_seconds`."""
+    """The seconds that measuring all points takes. Each pair of degrees has its own ranks, which
+    load both models. has_curve: whether a time curve is measured too. most_warm_up: as for
+    `point_seconds`."""
     plans = [own_plan(job) for job in jobs.values()]
     speeds = speeds_of(plans[0].device, plans[0].target.dtype)
     # The time until the first pass: each model is loaded once.
@@ -214,8 +216,8 @@ def total_seconds(
 
 
 def estimated(jobs: Mapping[Key, Job], **more: Any) -> tuple[str, dict[str, Any]]:
-    """A dry run's line about the time that the run takes, and the fields of the document with this
-    time. more: arguments of `total_seconds`."""
+    """A dry run's line about the run's duration, and the document's fields for it. more: arguments
+    of `total_seconds`."""
     seconds = total_seconds(jobs, **more)
     line = (
         f"time: about {in_words(seconds)}, usually right within a factor of {_OFTEN_OFF_BY:g}; "

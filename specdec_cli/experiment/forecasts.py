@@ -1,12 +1,12 @@
 """Predictions of points: the rounds of replayed texts, at the costs of the time curve.
 
-Rounds of other proposal lengths are predicted over a text that is already written, from the records
-of each prompt. For lossless decoding the argument is this. For any k the text follows the target's
-distribution. Given the text, a token x at a proposed position was an accepted proposal with
-probability min(1, q(x) / p(x)), independently of where rounds began. (Proposal d ~ q is accepted as
-x with probability min(p(x), q(x)), and x is written with probability p(x).) So one text with these
-probabilities gives the expected rounds for every k. In greedy decoding the probabilities are 0 or
-1, and the replay gives exactly the rounds of a run.
+Rounds of other proposal lengths are predicted on texts that already exist, from the records of each
+prompt. For lossless decoding this is valid for the following reason. For any k the text follows the
+target's distribution. Given the text, a token x at a proposed position was an accepted proposal
+with probability min(1, q(x) / p(x)), independently of where rounds began. (Proposal d ~ q is
+accepted as x with probability min(p(x), q(x)), and x is generated with probability p(x).) So one
+text with these probabilities gives the expected rounds for every k. In greedy decoding the
+probabilities are 0 or 1, and the replay gives exactly the rounds of a run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,10 +24,10 @@ from specdec_cli.experiment.statistics.stats import SumRatio, speedup
 
 
 class Text(Forecast):
-    """One prompt's output, and the acceptance of proposals for it.
+    """One prompt's output, and the acceptance probabilities of proposals for it.
 
-    limit: the largest number of output tokens of the prompt. draft_limit: the number of output
-    tokens that fit into the draft's context.
+    limit: the prompt's maximum number of output tokens. draft_limit: the number of output tokens
+    that fit into the draft's context.
     """
 
     limit: Count
@@ -45,7 +45,7 @@ class Text(Forecast):
         asked = max(0, min(k, self.limit - start - 1, self.draft_limit - start))
         if self.accept is not None or self.ahead is not None:
             known = self._known(start, asked)
-            # A round may propose fewer tokens than asked for. Probabilities past the text's end are
+            # A round may propose fewer tokens than `k`. Probabilities past the text's end are
             # unknown.
             is_cut = start + len(known) >= self.length
             return known + (0.0,) * (asked - len(known) if is_cut else 0)
@@ -114,7 +114,7 @@ def expected_rounds(texts: Iterable[Text], k: int) -> ExpectedRounds:
     """The expected rounds of proposal length `k` over `texts`, counted as in `engine.loop`."""
     found = ExpectedRounds(k)
     for text in texts:
-        begins = [0.0] * (text.length + 1)  # chance that a round begins at each token
+        begins = [0.0] * (text.length + 1)  # chance that a round starts at each token
         begins[0] = 1.0
         for start in range(text.length):
             chance = begins[start]
@@ -144,8 +144,8 @@ def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, 
     """The text of a greedy run, corrected by its own rounds, with the number of corrections.
 
     rounds: the numbers of proposed and accepted tokens of each round in order, without rounds that
-    proposed nothing. A pass over a whole text has other rounding errors than passes over single
-    tokens: in half precision near-ties may flip.
+    proposed nothing. A pass over a whole text rounds differently from passes over single tokens, so
+    near-ties may flip in half precision.
     """
     accept, ahead = list(text.accept or ()), [list(row) for row in text.ahead or ()]
     start = news = 0
@@ -173,7 +173,7 @@ def iid_length(alpha: float, k: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """The basis of predictions, for one draft and batch size.
+    """The data for predictions with one draft and batch size.
 
     texts: the outputs of the run at the largest k, by prompt. parts: for each k and part of the
     time curve, the seconds of engine time per round of one sequence. is_exact: whether replaying
@@ -218,13 +218,12 @@ class Forecasts:
         return break_even(MidRatio(costs, (1, -1)), self.all_rounds(k), seed)
 
     def other_k(self, k: int) -> int | None:
-        """The k whose proposals are used in place of those of `k`; None if proposals do not depend
-        on k."""
+        """The k whose proposals stand in for those of `k`; None if proposals do not depend on k."""
         only = {text.only_k for text in self.texts.values() if text.only_k is not None}
         return next((one for one in only if k not in (0, one)), None)
 
     def timed(self, *ks: int) -> set[int]:
-        """The parts of the time curve in which all of the given ks were timed."""
+        """The parts of the time curve that cover all of the given ks."""
         return set.intersection(*(set(self.parts.get(k, ())) for k in ks))
 
 
@@ -277,7 +276,7 @@ def prediction_of(
 
 
 def iid_alpha(samples: Iterable[Sample]) -> float:
-    """The acceptance rate of proposals whose predecessors were accepted, over all positions."""
+    """The acceptance rate over all positions, among proposals whose predecessors were accepted."""
     chosen = list(samples)
     accepted = sum(sum(s.accepted_per_round) for s in chosen)
     rejected = sum(
@@ -291,11 +290,11 @@ def iid_alpha(samples: Iterable[Sample]) -> float:
 def _judged_per_round(sample: Sample) -> list[int]:
     """The number of proposals in each round that were accepted or could have been rejected.
 
-    These are all proposals, except in a last round whose accepted proposals end the text with an
-    end-of-text token or a stop string. There the proposals after the end were not judged.
+    That is every proposal, except those after the end of the text, if accepted proposals in the
+    last round end it by an end-of-text token or a stop string.
     """
     proposed, accepted = sample.proposed_per_round, sample.accepted_per_round
-    # Every other round adds one token of the target's own, whether or not it rejects a proposal.
+    # Every other round adds one of the target's own tokens, whether or not it rejects a proposal.
     whole = sum(accepted) + len(accepted) + sample.rounds_without_proposal
     if sample.finish_reason in ("eos", "stop") and len(sample.token_ids) < whole:
         return [*proposed[:-1], *accepted[-1:]]
@@ -311,7 +310,7 @@ def break_even(cost: SumRatio | MidRatio, rounds: ExpectedRounds, seed: int) -> 
     is_predicted = isinstance(cost, MidRatio)
     ends = cost.interval() if isinstance(cost, MidRatio) else interval_of(cost, seed)
     needed, share = cost.value, rounds.drafts / rounds.total if rounds.total else 0.0
-    # Rounds without proposals write one token each; the others have to make up for them.
+    # Rounds without proposals write one token each; so the other rounds must write more.
     length = 1 + (needed - 1) / share if share else float("inf")
     asked = rounds.draft_tokens
     rate = max(0.0, length - 1) * rounds.drafts / asked if asked else float("inf")

@@ -25,7 +25,7 @@ from specdec_cli.text import digest, is_unicode
 _log = logging.getLogger("specdec")
 _ANOTHER_DAY = "2001-02-03T04:05:06"
 _BASELINE_TOKENS = 32
-_BASELINE_LEAST = 16  # fewest tokens of a run whose speed is worth comparing
+_BASELINE_LEAST = 16  # minimum number of tokens in a run for a speed comparison
 
 
 class Output(Record):
@@ -77,9 +77,9 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The number of prompts and digests of their tokens and categories, as settings hold them.
-        If the chat template writes a date, the digest is of the messages, since a run may go on
-        another day."""
+        """The number of prompts and hashes of their tokens and categories, as in the settings. If
+        the chat template writes a date, the messages are hashed instead of tokens, because a run
+        may be resumed on another day."""
         found: list[Any] = list(self.token_ids)
         if self.date is not None:
             found = [
@@ -90,11 +90,11 @@ class Job:
         return {"count": len(found), "sha256": digest(found), "categories": categories}
 
     def part(self, start: int, stop: int) -> "Job":
-        """The job with the prompts at places start to stop."""
+        """The job with only the prompts from index start to stop - 1 in its list."""
         return replace(self, prompts=self.prompts[start:stop], token_ids=self.token_ids[start:stop])
 
     def only(self, keep: Callable[[int], bool]) -> "Job":
-        """The job with the prompts whose index `keep` accepts."""
+        """The job with only the prompts for whose index `keep` is true."""
         pairs = zip(self.prompts, self.token_ids, strict=True)
         kept = [(prompt, ids) for prompt, ids in pairs if keep(prompt.index)]
         return replace(self, prompts=[p for p, _ in kept], token_ids=[ids for _, ids in kept])
@@ -104,11 +104,11 @@ class Job:
         length, most = len(self.token_ids[prompt]), self.plan.max_model_len
         if length < most:
             return None
-        return f"the prompt has {length} tokens; the model's context holds {most} with the output"
+        return f"the prompt has {length} tokens, but the model's context holds {most} with output"
 
 
 def prepare(backend: Backend, recipe: Recipe, prompts: PromptSet, permissions: Permissions) -> Job:
-    """The job that `tokenised` makes. The log has a warning if texts may outgrow the draft's
+    """The job that `tokenised` makes. A warning is logged if texts may outgrow the draft's
     context."""
     planned = backend.prepare(recipe, permissions)
     job = tokenised(backend, planned, prompts.prompts, skip_bad=prompts.skip_bad)
@@ -120,7 +120,7 @@ def prepare(backend: Backend, recipe: Recipe, prompts: PromptSet, permissions: P
 def tokenised(
     backend: Backend, planned: Prepared, prompts: list[Prompt], *, skip_bad: bool = False
 ) -> Job:
-    """The job of a checked pair of models and its prompts.
+    """Make the job for a checked pair of models and its prompts.
 
     skip_bad: whether to leave out prompts that cannot be rendered or tokenised. Such prompts have
     ids outside the vocabulary, messages without a chat template, or messages that the template
@@ -144,7 +144,7 @@ def tokenised(
 
 
 def dated(recipe: Recipe, job: Job) -> Recipe:
-    """The recipe to record, with the date that the chat template wrote into the prompts."""
+    """The recipe to record, including the date that the chat template wrote into the prompts."""
     if recipe.data is None or (date := job.date) is None:
         return recipe
     return recipe.changed("data", date=date)
@@ -153,8 +153,8 @@ def dated(recipe: Recipe, job: Job) -> Recipe:
 def draft_context_warning(planned: Prepared, token_ids: list[tuple[int, ...]]) -> str | None:
     """A warning if texts may outgrow the draft's context; None if all fit or there is no draft.
 
-    Proposals are lost (see `types.Sequence.room`) if a text may have two tokens more than the
-    context, since the last token is always the target's own.
+    Proposals are lost (see `types.Sequence.room`) if a text may exceed the context by two tokens,
+    because the last token is always the target's own.
     """
     holds, most = planned.draft_max_len, planned.max_model_len
     if holds is None:
@@ -166,13 +166,13 @@ def draft_context_warning(planned: Prepared, token_ids: list[tuple[int, ...]]) -
     if past == 0:
         return None
     return (
-        f"the draft's context holds {holds} tokens, past which it proposes nothing: "
-        f"{past} of {len(token_ids)} prompts may go past it"
+        f"the draft's context holds {holds} tokens, beyond which it proposes nothing: {past} of "
+        f"{len(token_ids)} prompts may go past it"
     )
 
 
 def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
-    """The prompt, with a text rendered from its messages if it has any."""
+    """The prompt, with its messages, if any, rendered to text."""
     if prompt.messages is None:
         return prompt
     try:
@@ -191,9 +191,8 @@ def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
 def _filled(
     tokenizer: Tokenizer, messages: tuple[Message, ...], template: Mapping[str, object]
 ) -> str:
-    """The text that the chat template makes of the messages. The parts of a message's content are
-    joined if the template takes only texts: if it refuses parts, loses them or writes them as a
-    list."""
+    """Render the messages with the chat template. If the template does not support content in parts
+    (it refuses them, loses them or writes them as a list), the parts are joined first."""
     in_parts = [m for m in messages if isinstance(m.get("content"), list)]
     if not in_parts:
         return tokenizer.render(messages, template)
@@ -222,7 +221,8 @@ def _texts(message: Message) -> list[str]:
 def _token_ids(planned: Prepared, prompt: Prompt) -> tuple[int, ...]:
     ids, vocab = prompt.token_ids, planned.vocab_size
     if ids is None:
-        # A template writes the special tokens itself; the tokenizer would add the first one again.
+        # The template already writes the special tokens; the tokenizer would add the first one
+        # again.
         is_rendered = prompt.messages is not None
         assert prompt.text is not None
         ids = tuple(planned.tokenizer.encode(prompt.text, add_special_tokens=not is_rendered))
@@ -256,11 +256,13 @@ def requests(job: Job) -> list[Request]:
 
 
 def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: float) -> Output:
-    """The output of a prompt, from its answer or from its sample in an earlier run."""
+    """Make a prompt's output from its answer, or from its sample in an earlier run."""
     accepted, proposed = answer.accepted_per_round or [], answer.proposed_per_round or []
     tokenizer, stop, shown = job.plan.tokenizer, job.plan.params.stop, prompt.text
     of_server = answer if isinstance(answer, Sample) else answer.served
-    text = of_server.text if of_server is not None else None  # known if a server sent no ids
+    text = (
+        of_server.text if of_server is not None else None
+    )  # already known if a server sent no ids
     if not text and answer.finish_reason == "stop":
         text = text_before(tokenizer, answer.token_ids, stop)
     elif not text:
@@ -283,14 +285,14 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
 
 
 def baseline(session: Session, job: Job, outputs: list[Output]) -> Metrics | None:
-    """The metrics of a few tokens of the first prompts at k = 0, to tell whether speculation pays.
-    None if the run wrote too little for a comparison, or left no memory for other rounds on its
-    only GPU. In both cases the run itself is complete."""
+    """Measure a few tokens of the first prompts at k = 0, to tell whether speculation pays. None if
+    the run generated too little for a comparison, or left too little GPU memory for rounds at k =
+    0; the run itself is complete."""
     ran = [o.index for o in outputs if o.error is None]
     params = job.plan.params
     if sum(len(o.token_ids) for o in outputs) < _BASELINE_LEAST:
         return None
-    few = min(_BASELINE_TOKENS, params.max_new_tokens)  # the cache has no room for more
+    few = min(_BASELINE_TOKENS, params.max_new_tokens)  # the cache is sized for max_new_tokens
     params = replace(params, ignore_eos=True, stop=(), max_new_tokens=few)
     first = [
         Request(index, job.token_ids[index]) for index in ran[: job.plan.recipe.run.batch_size]
@@ -299,5 +301,5 @@ def baseline(session: Session, job: Job, outputs: list[Output]) -> Metrics | Non
         return session.run(first, 0, params, lambda *_: None)
     except Exception as problem:
         if job.plan.num_ranks > 1 or not is_out_of_memory(problem):
-            raise  # the other ranks wait for this one
+            raise  # with several ranks, the others would wait for this one
         return None

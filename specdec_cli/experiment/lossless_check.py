@@ -1,8 +1,9 @@
-"""`--check-lossless`: greedy texts against those of the target alone at k = 0, token for token.
+"""`--check-lossless`: compares greedy texts with those of the target alone at k = 0, token for
+token.
 
 Where two texts differ first, the target's own logits tell whether the two tokens were nearly tied.
-Passes of other widths round differently, and in bfloat16 and float16 that is enough to reverse
-near-ties. All ranks call these functions in the same order. Knows no terminal.
+Passes of different widths round differently, which in bfloat16 and float16 is enough to reverse
+near-ties. All ranks call these functions in the same order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,9 @@ from specdec_cli.experiment.generation import Job, requests
 from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
 
-PROMPTS = 4  # prompts that are decoded for the check if the run's own texts cannot be compared
-_MOST_LOOKED_AT = 16  # divergences of a point that are examined; each takes two passes over a text
-_WIDEST = 256  # most tokens of the second pass; each has a row of logits
+PROMPTS = 4  # number of prompts to decode for the check if the run's own texts cannot be compared
+_MOST_LOOKED_AT = 16  # maximum divergences to examine per point; each takes two passes over a text
+_WIDEST = 256  # maximum tokens in the second pass; each has a row of logits
 _NEAR = 2.0  # largest gap of a near-tie, in multiples of the rounding; see docs/correctness.md
 
 
@@ -36,7 +37,7 @@ class TextPair:
 
     @property
     def parted_at(self) -> int | None:
-        """The first output token that differs; None for equal texts."""
+        """The index of the first differing output token; None for equal texts."""
         pairs = enumerate(zip(self.tokens, self.plain, strict=False))
         shorter = min(len(self.tokens), len(self.plain))
         at = next((place for place, (a, b) in pairs if a != b), shorter)
@@ -67,7 +68,7 @@ class LosslessCheck:
             if looked_at < _MOST_LOOKED_AT and at < min(len(text.tokens), len(text.plain)):
                 looked_at += 1
                 tokens = [*text.prompt, *text.plain[:at]]
-                # In plain decoding the pass over the prompt decides the first token.
+                # In plain decoding, the pass over the prompt gives the first token.
                 most = width if at else max(width, min(len(tokens), _WIDEST))
                 where = len(text.prompt), self.params
                 alone, wide = (session.logits_after(tokens, w, *where) for w in (1, most))

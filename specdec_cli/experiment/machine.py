@@ -1,6 +1,6 @@
-"""A watch over the machine while a run is measured: was the processor or the GPU shared or slowed?
+"""Monitors the machine while a run is measured: was the processor or the GPU shared or slowed?
 
-Readings that the system does not offer are left out. Knows no samples.
+Readings that the system does not provide are left out.
 """
 
 import os
@@ -15,13 +15,13 @@ from typing import Any
 
 from specdec_cli.errors import Notice
 
-_APART = 0.25  # least seconds between two readings
-_SHORTEST = 3.0  # least seconds of measuring for which shares of the time are judged
-_BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # least seconds and share to warn about shorter measuring
-_STARVED = 0.05  # share of the time in which this process was ready and did not run
+_APART = 0.25  # minimum seconds between two readings
+_SHORTEST = 3.0  # minimum seconds of measuring to judge shares of the time
+_BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # minimum seconds, and share, to warn after short measuring
+_STARVED = 0.05  # share of the time for which this process was ready but did not run
 _STARVED_HALF = 0.10  # the same share in one half of the time
 _LEAST_RUNNING = 0.8  # processor seconds per second of passes on a CPU
-_THROTTLED = 0.01  # share of the time that the control group was throttled
+_THROTTLED = 0.01  # share of the time for which the control group was throttled
 _WAITING = 0.5  # processes ready to run in excess of the processors, on average
 _ALONE = "measure while no other program runs"
 # NVML's bits for slowed clocks: hardware slowdown, software thermal, hardware thermal, power brake.
@@ -33,8 +33,8 @@ class _Reading:
     """One reading of the machine. wall, process: seconds of the clock, and of this process on
     processors. waited: the seconds for which each thread was ready and waited for a processor;
     empty if unknown. throttled: the seconds for which the control group was held back. runnable:
-    the number of processes that are ready to run. slowed: NVML's bits for slowed clocks. on_gpu:
-    the number of processes on the GPU."""
+    the number of processes that are ready to run. slowed: NVML's bits for the reasons of slowed
+    clocks. on_gpu: the number of processes on the GPU."""
 
     wall: float
     process: float
@@ -47,8 +47,8 @@ class _Reading:
 
 @dataclass(slots=True)
 class MachineWatch:
-    """Readings of the machine in stretches of measuring. device: the device of a backend's plan.
-    ranks: the number of ranks on this host, which wait for each other and may outnumber the
+    """Takes readings of the machine in stretches of measuring. device: the device of a backend's
+    plan. ranks: the number of ranks on this host, which wait for each other and may outnumber the
     processors."""
 
     device: Any
@@ -100,7 +100,7 @@ class MachineWatch:
         return []
 
     def _starved_briefly(self, spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Notice]:
-        """A warning about measuring that is so short that only a large share of the time counts."""
+        """A warning about a short measurement, for which only a large share of lost time counts."""
         share = _most_waited(spans) / max(wall, 1e-9)
         if self.ranks > 1 or wall < _BRIEF or share <= _STARVED_BRIEFLY:
             return []
@@ -167,8 +167,8 @@ def _waited(spans: list[tuple[_Reading, _Reading]]) -> float | None:
 
 
 def _most_waited(spans: list[tuple[_Reading, _Reading]]) -> float:
-    """The seconds of the thread that waited longest, since all threads of a matrix product wait for
-    it."""
+    """The seconds for which the slowest thread waited. All threads of a matmul wait for that
+    thread."""
     totals = Counter[int]()
     for a, b in spans:
         totals.update({t: s - a.waited[t] for t, s in b.waited.items() if t in a.waited})
@@ -197,7 +197,7 @@ def _waited_seconds(*, all_threads: bool) -> dict[int, float]:
 
 
 def _runnable() -> int | None:
-    """The number of the machine's processes and threads that run or are ready to run."""
+    """The number of runnable processes and threads on the machine, running ones included."""
     fields = _text("/proc/loadavg").split()
     count = fields[3].partition("/")[0] if len(fields) > 3 else ""
     return int(count) if count.isdigit() else None

@@ -1,6 +1,6 @@
 """The measuring loop of sweeps and comparisons: a warm-up, then every k over a few prompts at a
-time. A few prompts go through all points, in a balanced order, before the next prompts follow. So
-disturbances of the machine affect every point alike. Knows no folders and no terminals."""
+time. Each group of prompts goes through all points, in a balanced order, before the next group
+starts, so that disturbances of the machine affect every point alike."""
 
 import logging
 import random
@@ -20,8 +20,8 @@ from specdec_cli.experiment.points import Failure
 from specdec_cli.launch.world import World
 
 _log = logging.getLogger("specdec")
-# Batches in a unit: enough to keep the batch full most of the time, and few enough that a killed
-# job loses little.
+# Batches per unit: enough to keep the batch mostly full, but few enough that a killed job loses
+# little.
 _BATCHES_A_UNIT = 8
 Guard = Callable[[Key, Callable[[], object]], object]
 
@@ -30,10 +30,10 @@ class Watcher:
     """Receives the progress of a sweep or a comparison. This base class shows nothing."""
 
     def begin(self, what: Any) -> None:
-        """Receive the start of a sweep's stage, given by its name, or of a comparison's pair."""
+        """Handle the start of a sweep's stage or a comparison's pair, given by name."""
 
     def told(self, line: str) -> None:
-        """Receive a message while nothing is measured."""
+        """Handle a message while nothing is measured."""
 
     def sample(self, key: Key, sample: Sample) -> None: ...
 
@@ -58,11 +58,10 @@ def units_of(job: Job, batch_size: int) -> list[Job]:
 class MeasuringLoop:
     """Runs prompts at points and hands over each sample once its last repeat is done.
 
-    session_of: gives the session of each point; sessions run one at a time. keep: takes the samples
-    of a point that one round finished; called on every rank. peak_memory: gives the largest number
-    of bytes held so far. guard: runs a part of a point, and decides what a failure means for the
-    point; by default errors pass through. seconds: the time in rounds and prefill passes of
-    measured runs.
+    session_of: returns the session for a point; sessions run one at a time. keep: stores the
+    samples of a point that one round finished; called on every rank. peak_memory: returns the peak
+    number of bytes held so far. guard: runs a part of a point and handles its failure; by default
+    errors propagate. seconds: the time in rounds and prefill passes of measured runs.
     """
 
     session_of: Callable[[Key], Session]
@@ -101,7 +100,7 @@ class MeasuringLoop:
         params: SamplingParams,
         on_finished: Callable[[list[Finished]], None] = lambda _: None,
     ) -> Metrics | None:
-        """Decode the prompts of a job once, with a sign of life after each round."""
+        """Decode the prompts of a job once, with a heartbeat after each round."""
 
         def on_round(_: Sequence[Written], finished: list[Finished]) -> None:
             self.world.beat()
@@ -171,7 +170,7 @@ def sample_of(
 
 
 def _served_fields(runs: Sequence[Served]) -> dict[str, Any]:
-    """The fields of a sample that only servers have, from the answers of all repeats."""
+    """The sample fields that only servers have, from the answers of all repeats."""
     first = runs[0]
     return {
         "engine": first.engine,
@@ -193,11 +192,11 @@ T = TypeVar("T")
 def balanced(values: Sequence[T], turn: int, seed: int) -> list[T]:
     """The order of `values` at a turn, the same on every rank.
 
-    Over n turns each value comes once at every place, and once right after every other value; if n
-    is odd, twice over 2n turns. So the effects of one point on the next, such as a warm cache or a
-    hot device, are spread evenly. These are the rows of a Williams square (Williams 1949,
-    Experimental designs balanced for the estimation of residual effects), with values and rows
-    shuffled by the seed, anew for each square.
+    Over n turns each value occurs once at every position, and once directly after every other
+    value; if n is odd, this takes 2n turns and happens twice. So the effects of one point on the
+    next, such as a warm cache or a hot device, are spread evenly. These are the rows of a Williams
+    square (Williams 1949, Experimental designs balanced for the estimation of residual effects),
+    with values and rows shuffled by the seed, anew for each square.
     """
     n = len(values)
     if n < 2:

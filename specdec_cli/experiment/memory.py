@@ -38,18 +38,18 @@ from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from
 
-_MOST_UTILIZATION = 0.98  # largest share that is advised, since memory use fluctuates
+_MOST_UTILIZATION = 0.98  # largest share to recommend, since memory use fluctuates
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """The memory of every rank of one plan. context: the length, in tokens, of the sequences to
-    hold. at_degree: gives the memory at another draft TP; None if it cannot be estimated."""
+    hold. at_degree: returns the memory at a different draft TP; None if it cannot be estimated."""
 
     plan: Plan
     split: Split
     context: int
-    machine: Machine | None = None  # the estimated machine; None if measured
+    machine: Machine | None = None  # the machine of an estimate; None for a measurement
     at_degree: Callable[[int], Split] | None = None
 
     @property
@@ -58,7 +58,7 @@ class Profile:
 
     @property
     def need(self) -> CacheNeed:
-        """The size of a full batch of sequences of `context` tokens."""
+        """The cache that a full batch of sequences of `context` tokens needs."""
         return cache_need(self.plan, self.context)
 
     def capacity(self, num_blocks: int) -> dict[str, int]:
@@ -85,7 +85,7 @@ def measure_blocks(
 ) -> Profile:
     """Load both models and run the largest passes that the recipe allows. Every rank calls this.
 
-    Raises `SetupError` with the numbers if even the smallest cache does not fit.
+    Raises `SetupError` with the sizes if even the smallest cache does not fit.
     """
     tokens = _context(planned, prompts, context)
     expect(len(planned.held) + 1)
@@ -100,7 +100,7 @@ def measure_blocks(
     return Profile(planned, split, tokens)
 
 
-# The bytes of each GPU or of a CPU's host, and whether the bytes must be those of a GPU.
+# The bytes of each GPU or of a CPU's host, and whether they must belong to a GPU.
 Room = tuple[int, bool]
 
 
@@ -131,7 +131,7 @@ class Estimator:
 
 
 def _machine(recipe: Recipe, room: Room | None) -> tuple[torch.device, Machine]:
-    """The device and its memory: the given memory, or that of this machine now."""
+    """The device and its memory: the given memory, or this machine's current free memory."""
     num_ranks = recipe.target.tensor_parallel_size
     wanted = recipe.run.device
     if room is None:
@@ -143,7 +143,7 @@ def _machine(recipe: Recipe, room: Room | None) -> tuple[torch.device, Machine]:
             "--device-memory is that of a GPU, and run.device is cpu",
             "--memory is that of the host",
         )
-    # `run.device: auto` stands for the device of this machine.
+    # `run.device: auto` means this machine's device.
     has_gpu = wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available())
     if is_of_gpu or has_gpu:
         return torch.device("cuda"), empty_gpu(size_bytes, num_ranks)
@@ -196,7 +196,7 @@ def point(recipe: Recipe, profile: Profile) -> dict[str, Any]:
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings in which points of an estimate differ."""
+    """The settings that distinguish the points of an estimate."""
     return {
         "draft_tp": recipe.draft.tensor_parallel_size if recipe.draft is not None else None,
         "block_size": recipe.cache.block_size,
@@ -245,7 +245,7 @@ def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
-    """Changes of the recipe, each of which makes the batch fit."""
+    """Changes to the recipe, each enough to make the batch fit."""
     need, split = profile.need, profile.split
     asked = profile.plan.recipe.cache.num_blocks
     if need.num_blocks <= split.num_blocks:
@@ -288,8 +288,8 @@ def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
 
 def _draft_cost(profile: Profile) -> dict[str, Any] | None:
     """The draft's cost in capacity, compared with the target alone, at each degree of the draft;
-    None without a draft. For measured ranks only the bytes of the draft's weights and blocks are
-    replaced, which follow from its config."""
+    None without a draft. For measured ranks, only the bytes of the draft's weights and blocks
+    change; they follow from its config."""
     planned = profile.plan
     if planned.draft is None:
         return None
@@ -311,7 +311,7 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
             except SpecdecError as problem:
                 rows.append({"draft_tp": degree, "status": "skipped", "reason": problem.message})
                 continue
-        # The share of the target's own capacity that is lost.
+        # The lost share of the target's own capacity.
         lost = 1.0 - found.num_blocks / alone.num_blocks if alone.num_blocks else 0.0
         rows.append(
             {
@@ -327,8 +327,8 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
 
 
 def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
-    """The ranks with the weights and blocks of another draft. shares: the bytes of both on each
-    rank."""
+    """The ranks' memory with the weights and blocks of a different draft. shares: the bytes of both
+    on each rank."""
     on_gpu = profile.plan.device.type == "cuda"
     ranks = []
     for rank, (weights, block) in zip(profile.split.ranks, shares, strict=True):

@@ -1,7 +1,7 @@
 """Points from samples: metrics, intervals, predictions.
 
 Everything is computed from the records of a run folder, so that interrupted, sharded and merged
-sweeps give the same points as a whole one. Knows no engine and no terminal.
+sweeps give the same points as a single one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ from specdec_cli.experiment.served import acceptance_in, engine_fields, served_m
 from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
 
-# A round at k costs no less than one at k = 0, so no speed-up exceeds the tokens per round. If one
-# does by more than this factor, which leaves room for noise, its times are wrong.
+# A round at k costs at least as much as one at k = 0, so no speed-up exceeds the tokens per round.
+# If one does by more than this factor, which allows for noise, its times are wrong.
 _BEYOND = 1.05
 DISTURBED_BEYOND = "the times were disturbed so much that no speculation could explain the ratios"
 
@@ -123,7 +123,7 @@ def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
 
 
 def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
-    """The contract's `metrics` of one point. Times are means over the repeats.
+    """The contract's `metrics` for one point. Times are means over repeats.
 
     `num_rounds` is the sum of the sequences' shares in engine rounds, rounded.
     """
@@ -185,8 +185,8 @@ def _per_category(
 def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, Any]:
     """`speedup` and `speedup_ci`; at k = 0 they are 1 by definition.
 
-    most: the mean tokens per round. A larger speed-up is not a result, and is kept as
-    `impossible_speedup`.
+    most: the mean tokens per round. A larger speed-up is impossible and is returned as
+    `impossible_speedup` instead.
     """
     if k == 0:
         return {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
@@ -198,7 +198,7 @@ def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, 
 
 
 def is_impossible(faster: float, most: float) -> bool:
-    """Whether a speed-up is beyond what `most` tokens per round allow. NaN is not."""
+    """Whether a speed-up is beyond what `most` tokens per round allow; False for NaN."""
     return bool(faster > _BEYOND * most)
 
 
@@ -231,11 +231,11 @@ def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) ->
     """The 95 % interval of a mean length, within 1 and k + 1; None if no prompt has known rounds
     with proposals.
 
-    Prompts with identical rounds are still separate observations, in contrast to their times in one
-    batch. The interval is then the length itself. mean: the point's mean length, from which the
+    Unlike times in one batch, identical rounds are still separate observations; if all are
+    identical, the interval is the length itself. mean: the point's mean length, from which the
     samples' mean may differ by rounding.
     """
-    # The order is the same in every run, since resampling depends on it.
+    # Sort the prompts, because resampling depends on their order.
     own = [samples[index] for index in sorted(samples)]
     drafts = [s.num_drafts for s in own]
     if mean is None or not sum(drafts):

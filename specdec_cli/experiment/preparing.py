@@ -1,4 +1,4 @@
-"""Preparation that runs share: settings and warnings."""
+"""Settings and warnings common to all runs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,8 +14,12 @@ from specdec_cli.recipe import Recipe
 from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
-_USUAL_PENALTY = 1.2  # ends the loops of the demo target, which 1.1 does not
-_TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64  # of a loop: least turns, least tokens, longest turn
+_USUAL_PENALTY = 1.2  # ends the demo target's loops; 1.1 does not
+_TURNS, _LEAST_LOOP, _LONGEST_TURN = (
+    4,
+    32,
+    64,
+)  # of a loop: minimum turns, minimum tokens, longest turn
 
 
 def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:
@@ -52,9 +56,10 @@ def common_settings(
 
 
 def warnings_of_job(job: Job, chat: str) -> list[Notice]:
-    """Warnings about few threads, a cache that changes the text, the target's own sampling, a first
-    token that comes twice, a chat template that is left out without a choice, and values that a
-    template never reads. chat: the value of `data.chat`; `auto` does not count as a choice."""
+    """Warnings about few threads, a cache that changes the text, the target's own sampling, a
+    doubled first token, a chat template that is not used although nobody chose that, and values
+    that a template never reads. chat: the value of `data.chat`; `auto` does not count as a
+    choice."""
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
     if job.plan.few_threads is not None:
         found.append(job.plan.few_threads)
@@ -98,8 +103,8 @@ def warnings_of_job(job: Job, chat: str) -> list[Notice]:
 
 
 def other_sampling(plan: Prepared) -> list[Notice]:
-    """A warning if the target's generation_config.json asks for other sampling than the run's, or
-    for settings that are not supported."""
+    """A warning if the target's generation_config.json asks for sampling different from the run's,
+    or for unsupported settings."""
     stored, params = plan.generation_config, plan.params
     asked, others = recommended(stored), unsupported(stored)
     used = {key: getattr(params, key) for key in asked}
@@ -120,8 +125,8 @@ def other_sampling(plan: Prepared) -> list[Notice]:
 
 
 def unlisted_end(job: Job, outputs: Sequence[Output]) -> list[Notice]:
-    """A warning if texts ran to their longest length, and the tokenizer's end token is not among
-    the tokens that end texts."""
+    """A warning if texts reached max_new_tokens and the tokenizer's end token is not among the
+    end-of-text tokens."""
     end, plan = job.plan.tokenizer.end_token, job.plan
     long = sum(out.finish_reason == "length" for out in outputs)
     if end is None or not long or plan.params.ignore_eos or end[0] in plan.eos_ids:
@@ -158,8 +163,8 @@ def looped(job: Job, outputs: Sequence[Output]) -> list[Notice]:
 
 
 def _ends_in_loop(ids: Sequence[int]) -> bool:
-    """True if the last tokens, at least `_LEAST_LOOP` of them, repeat one run of tokens several
-    times."""
+    """True if the last tokens, at least `_LEAST_LOOP` of them, repeat one sequence of tokens
+    several times."""
     for period in range(1, min(_LONGEST_TURN, len(ids) // _TURNS) + 1):
         tail = ids[-max(_TURNS * period, _LEAST_LOOP) :]
         if len(tail) >= _LEAST_LOOP and tail[period:] == tail[:-period]:

@@ -1,4 +1,4 @@
-"""Figures of points that servers answered, from their samples. Knows no server."""
+"""Figures of server points, from their samples."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -83,9 +83,9 @@ def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
 
 
 def in_text(samples: Iterable[Sample]) -> InText | None:
-    """The acceptance within texts, as our own engine counts it; None if the rounds of a text are
-    unknown. The last token that a text may have is never proposed, and proposals beyond a text's
-    end do not count."""
+    """The acceptance within texts, as our own engine counts it; None if a text's rounds are
+    unknown. The last allowed token of a text is never proposed, and proposals beyond a text's end
+    do not count."""
     drafts = accepted = 0
     for sample in samples:
         if not sample.accepted_per_round and sample.decoded_tokens:
@@ -108,7 +108,7 @@ def in_text(samples: Iterable[Sample]) -> InText | None:
 
 
 def served_metrics(done: Sequence[Sample], key: Key) -> Metrics:
-    """The `metrics` of a point that a server answered. The client measured the times."""
+    """The `metrics` of a server point, with the client's times."""
     decode = sum(s.usual_seconds for s in done)
     whole = sum(s.usual_mean(s.seconds) for s in done)
     rounds = sum(s.usual_mean(s.round_share) for s in done)

@@ -297,7 +297,7 @@ def test_where_no_pair_can_be_measured_the_result_has_an_error(tmp_path: Path) -
         (["--target-tp", "1", "--draft-tp", "2"], 2, "draft TP 2 does not divide target TP 1"),
         (["--target-tp", "0"], 2, "--target-tp: expected numbers such as 1,8, got '0'"),
         (["--target-tp", "3"], 2, "no legal pair: "),
-        (["-k", "0"], 2, "at k = 0 the draft does nothing"),
+        (["-k", "0"], 2, "k = 0 does not use the draft"),
         (["--set", "speculation.method=ngram"], 2, "compare-tp needs a draft model"),
         (["--set", "speculation.method=ngram"], 2, "--set speculation.method=draft_model"),
         (["--device", "cuda:0"], 2, "cuda:0 is one device"),

@@ -332,7 +332,7 @@ def test_template_that_takes_no_system_message(run: Run, tmp_path: Path) -> None
 
 def test_rendered_prompt_may_be_too_long(run: Run, model: Path) -> None:
     options = ("--target", model, "--chat", "--prompt", "x", "--set", "cache.max_model_len=8")
-    refused(run, 2, r"the prompt has \d+ tokens; the model's context holds 8", *options)
+    refused(run, 2, r"the prompt has \d+ tokens, but the model's context holds 8", *options)
 
 
 def test_a_template_that_nobody_chose_is_told(run: Run, model: Path, lines: Any) -> None:

@@ -98,16 +98,16 @@ def test_what_cannot_go_on(
         ([*GIVEN, "--prompt", "another"], "prompts.count is 5 there and 6 now"),
         (
             [*prompt_options(*"abcde"), *SHORT],
-            "prompts.sha256 differs: the prompts are others than there",
+            "prompts.sha256 differs: the prompts differ from the folder's",
         ),
     ):
         result = generate(capsys, *changed, "-o", tmp_path, "--resume")
         assert result.code == 2 and result.err.count("error: ") == 1
-        assert "holds a run with other settings: " + key in result.err
+        assert "contains a run with different settings: " + key in result.err
     assert (tmp_path / "samples.jsonl").read_text() == before
     again = generate(capsys, *GIVEN, "-o", tmp_path).err
     assert "holds the results of an earlier run" in again and "(--resume)" in again
     samples = tmp_path / "samples.jsonl"
     samples.write_text(before.replace('"seconds": [', '"seconds": [1.0, ', 1))
     edited = generate(capsys, *GIVEN, "-o", tmp_path, "--resume")
-    assert edited.code == 5 and "seconds does not have 1 numbers, one a repeat" in edited.err
+    assert edited.code == 5 and "seconds does not have 1 values, one per repeat" in edited.err

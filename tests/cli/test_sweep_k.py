@@ -275,7 +275,9 @@ def test_resume_alone_takes_what_the_folder_says(
             f"drafts is {json.dumps(arms)} there and {json.dumps(arms[:1])} now",
         ),
     ):
-        refused(specdec(capsys, *go_on, *change), 2, "holds a sweep with other settings: " + key)
+        refused(
+            specdec(capsys, *go_on, *change), 2, "contains a sweep with different settings: " + key
+        )
 
 
 @pytest.mark.parametrize(
@@ -294,7 +296,7 @@ def test_what_was_typed_is_named_before_other_settings_that_differ(
 ) -> None:
     """A bare recipe differs from the folder's in much else."""
     result = specdec(capsys, "sweep-k", "demo-ngram", *change, "-o", whole[0], "--resume", "-q")
-    refused(result, 2, "holds a sweep with other settings: ")
+    refused(result, 2, "contains a sweep with different settings: ")
     found = result.err.partition("other settings: ")[2].partition("\n")[0]
     first, _, others = found.partition("; others: ")
     assert told in first and len(others.split(", ")) == 4, found
@@ -358,7 +360,7 @@ def test_resume_refuses_other_settings(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], change: list[str], key: str
 ) -> None:
     result = specdec(capsys, *SWEEP, *change, "-o", whole[0], "--resume")
-    refused(result, 2, "holds a sweep with other settings: ")
+    refused(result, 2, "contains a sweep with different settings: ")
     assert key in result.err.replace(", ", ",")
 
 
@@ -387,9 +389,9 @@ def test_samples_of_two_models_are_not_mixed(
     absolute = [*options, "--target", f"{here / 'target'}/"]
     assert specdec(capsys, *absolute, "--draft", "a draft", *run).code == 0
     result = specdec(capsys, *absolute, "--draft", here / "a draft", *run)
-    refused(result, 2, "records go by its name: pass --draft 'a draft'")
+    refused(result, 2, "records use its name: pass --draft 'a draft'")
     monkeypatch.chdir(elsewhere)
-    message = 'target.model: other weights than there ("target")'
+    message = 'target.model: different weights than in the folder ("target")'
     refused(specdec(capsys, *options, "--draft", "a draft", *run), 2, message)
     monkeypatch.chdir(here)
     alone = specdec(capsys, "sweep-k", *run)
@@ -409,7 +411,7 @@ def test_samples_of_two_models_are_not_mixed(
     refused(result, 2, "target.model: the weights differ ('target')")
     monkeypatch.chdir(here)
     changed_weights(here / "a draft")
-    message = 'draft.model: other weights than there ("a draft")'
+    message = 'draft.model: different weights than in the folder ("a draft")'
     refused(specdec(capsys, *options, "--draft", "a draft", *run), 2, message)
 
 
@@ -417,7 +419,7 @@ def test_a_draft_whose_context_ends_early_is_told(capsys: Capture, tmp_path: Pat
     short = shutil.copytree(demo_path("demo:draft"), tmp_path / "short")
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 3}))
-    said = "the draft's context holds 3 tokens, past which it proposes nothing: 4 of 4 prompts"
+    said = "the draft's context holds 3 tokens, beyond which it proposes nothing: 4 of 4 prompts"
     for command in (SWEEP, ["compare-tp", *SWEEP[1:-4], "--limit", "4"]):
         result = specdec(capsys, *command, "--draft", short, "--dry-run", "--json")
         found = [one for one in json.loads(result.out)["warnings"] if said in one["message"]]

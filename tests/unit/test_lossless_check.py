@@ -122,5 +122,5 @@ def test_a_report_says_the_promise_and_how_it_was_kept() -> None:
     told = lossless_in_words(Summary(tokens=sampled))
     assert told is not None and "was not checked" in told and "distribution" in told
     assert lossless_in_words(Summary()) is None
-    with pytest.raises(ValidationError, match="points differ, but it does not name them"):
+    with pytest.raises(ValidationError, match="it says that points differ but does not list them"):
         Tokens(compared=True, must_be_identical=True, identical=False, diverging=[])

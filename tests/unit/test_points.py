@@ -313,7 +313,7 @@ def test_samples_that_cannot_be_are_told() -> None:
     last = sample(3, [(3, 1)], 1.0)
     assert not_measured(last, 4, 1) is None
     assert not_measured(last, 3, 1) == "its index is 3, of 3 prompts"
-    assert not_measured(last, 4, 2) == "seconds does not have 2 numbers, one a repeat"
+    assert not_measured(last, 4, 2) == "seconds does not have 2 values, one per repeat"
 
 
 def test_points_are_compared_on_prompts_that_all_could_run() -> None:

@@ -133,7 +133,7 @@ def test_a_draft_whose_context_ends_early(
         assert found is None
     else:
         assert found == (
-            f"the draft's context holds {holds} tokens, past which it proposes nothing: "
+            f"the draft's context holds {holds} tokens, beyond which it proposes nothing: "
             f"{past} of {len(lengths)} prompts may go past it"
         )
     plan.draft_max_len = None

@@ -166,7 +166,7 @@ def test_a_comparison_has_a_verdict_and_its_cause() -> None:
     quiet = verdict_of(compared(0.02))["best"]
     assert (quiet.draft_tp, quiet.verdict, quiet.significant) == (1, "use", True)
     assert quiet.decided_by and quiet.decided_by.stage == "draft"
-    assert "exchanges between its ranks cost the draft more" in quiet.reason
+    assert "splitting the draft's weights saves less" in quiet.reason
     found = verdict_of(compared(0.02), NOISY)
     noisy = found["best"]
     assert (noisy.verdict, noisy.significant, noisy.decided_by) == ("inconclusive", False, None)

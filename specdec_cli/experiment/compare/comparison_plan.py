@@ -34,9 +34,9 @@ from specdec_cli.recipe.choices.registry import weights_from
 class ComparisonPlan:
     """A checked comparison.
 
-    recipe: the command line's resolved recipe, for the first pair and batch size. job: the prompts,
-    and the models as they are on one rank. skips: the pairs that are not run. notices, own_prompts:
-    as in `SweepPlan`.
+    recipe: the resolved recipe, with the first pair and batch size. job: the prompts, and the
+    models as they are on one rank. skips: the pairs that are not run. notices, own_prompts: as in
+    `SweepPlan`.
     """
 
     recipe: Recipe
@@ -71,10 +71,9 @@ def plan_comparison(
     batches: int | None,
     permissions: Permissions,
 ) -> ComparisonPlan:
-    """A checked comparison: tokenised prompts, and the pairs that can run. degrees: the degrees of
-    the target, and those of the draft. Raises `UsageError` if no pair is legal, `SetupError` if
-    every legal pair needs more GPUs than this machine has, and the errors of
-    `generation.tokenised`."""
+    """Plan a comparison: check it, tokenise the prompts and find the pairs that can run. degrees:
+    the target TPs and the draft TPs. Raises `UsageError` if no pair is legal, `SetupError` if every
+    legal pair needs more GPUs than this machine has, and the errors of `generation.tokenised`."""
     if recipe.draft is None or weights_from(recipe.speculation.method) != "draft":
         raise UsageError(
             "compare-tp needs a draft model: its degrees are compared",
@@ -82,10 +81,10 @@ def plan_comparison(
         )
     k = recipe.speculation.num_speculative_tokens
     if k == 0:
-        raise UsageError("compare-tp: at k = 0 the draft does nothing", "pass -k 1 or more")
+        raise UsageError("compare-tp: k = 0 does not use the draft", "pass -k 1 or more")
     if ":" in recipe.run.device:
         raise UsageError(
-            f"run.device: {recipe.run.device} is one device; ranks need their own",
+            f"run.device: {recipe.run.device} is a single device, but each rank needs its own",
             "use cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs",
         )
     alone = with_degrees(recipe, Pair(1, 1))
@@ -109,7 +108,7 @@ def plan_comparison(
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
     skips = skips_of(settings, job, num_gpus)
-    # The recipe in the folder must be able to run: it has the first legal pair and batch size.
+    # The recipe in the folder gets the first legal pair and batch size, so that it can run.
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     kept = dated(with_degrees(recipe, first).changed("run", batch_size=batch_sizes[0]), job)
     notices = [*prompts.notices, *warnings_of_job(job, prompts.chat)]
@@ -159,8 +158,7 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
 
 
 def _draft_at(own: Plan, part: TensorParallel) -> Draft:
-    """The draft as ranks of another degree would hold it. A borrowed head is split like its
-    target."""
+    """The draft, described at a different degree. A borrowed head is split like the target's."""
     assert own.draft is not None
     if "lm_head" in own.draft.shared:
         own = replace(own, target=describe(own.target.spec, own.device, part))
@@ -202,7 +200,7 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
 
 
 def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
-    """The document of `--dry-run`; its `text` is for people."""
+    """The document of `--dry-run`, with a readable `text`."""
     s, run = plan.settings, plan.recipe.run
     prompts = ", ".join(f"{s.num_prompts(b)} at batch size {b}" for b in s.batch_sizes)
     pairs, listed = [], []
@@ -214,7 +212,7 @@ def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str,
     text = [
         f"draft: {s.draft}, k = {s.k}",
         *listed,
-        f"prompts: {prompts}; the longest of {plan.job.longest_prompt} tokens",
+        f"prompts: {prompts}; the longest has {plan.job.longest_prompt} tokens",
         f"samples: {plan.num_samples}, k = 0 included, each measured {run.repeats} times",
     ]
     jobs = {

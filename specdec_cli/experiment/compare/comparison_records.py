@@ -1,7 +1,6 @@
-"""A comparison, which is a sweep whose points have two degrees: its settings, and points from its
-samples.
+"""The settings and records of a comparison, which is a sweep whose points have two degrees.
 
-Everything is computed from the run folder. Knows no ranks and no terminal.
+Points are computed from the run folder alone.
 """
 
 from collections import Counter
@@ -25,8 +24,8 @@ from specdec_cli.text import digest
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """The reason why a pair is not run. expected: whether no machine could run it, so that no
-    result is missing."""
+    """The reason why a pair is not run. expected: whether the pair could run on no machine, so that
+    its absence is not a failure."""
 
     reason: str
     expected: bool
@@ -58,7 +57,7 @@ class ComparisonSettings(RunSettings):
             yield from sorted(own, key=lambda p: (p.draft_tp != target_tp, p.draft_tp))
 
     def num_prompts(self, batch_size: int) -> int:
-        """The number of prompts that are decoded at a batch size, counted from the first."""
+        """How many prompts, counted from the first, to decode at a batch size."""
         count = int(self.prompts["count"])
         return count if self.batches is None else min(count, self.batches * batch_size)
 
@@ -88,9 +87,9 @@ _OF_REPEATS = (
 
 @dataclass(slots=True)
 class ComparisonRecords:
-    """The records of a comparison, and the reasons why pairs have none. skips: the pairs that are
-    not run. failures: the failures in this run of the command, by pair and batch size. points: the
-    points as last computed."""
+    """The records of a comparison, and why some pairs have none. skips: the pairs that are not run.
+    failures: the failures in this run of the command, by pair and batch size. points: the points as
+    last computed."""
 
     settings: ComparisonSettings
     skips: Mapping[Pair, Skip]
@@ -99,7 +98,7 @@ class ComparisonRecords:
     points: list[Point] = field(default_factory=list)
 
     def load(self, folder: RunFolder, of: Iterable[Pair] = ()) -> bool:
-        """Replace these records by those of a folder. Returns whether a pair in `of` is not fully
+        """Replace these records by those of a folder. Return whether a pair in `of` is not fully
         measured."""
         self.kept = SweepRecords(folder)
         self.kept.load(folder.path, self.settings)
@@ -130,7 +129,7 @@ class ComparisonRecords:
         return self.kept.samples.get(self.settings.key(pair, batch_size, k), {})
 
     def update_points(self) -> list[Point]:
-        """Compute all points anew. Points that changed are recorded and returned."""
+        """Recompute all points. Record and return those that changed."""
         self.points = self._points()
         return [point for point in self.points if self.kept.add_point(point)]
 
@@ -168,9 +167,9 @@ class ComparisonRecords:
         return point.model_copy(update=update)
 
     def _plain(self, target_tp: int, batch_size: int) -> Point | None:
-        """The point of k = 0 at a target TP. The ranks of all its pairs measure it, and count as
-        repeats."""
-        # A pair whose degrees do not divide cannot run, which is no failure of plain decoding.
+        """The point of k = 0 at a target TP. All pairs at this TP measure it, and their
+        measurements count as repeats."""
+        # A pair with an illegal draft TP does not count as a failure of plain decoding.
         pairs = [p for p in self.settings.pairs if p.target_tp == target_tp and p.divides]
         complete = [p for p in pairs if self.is_complete(p, batch_size)]
         failures = [f for p in pairs if (f := self._failure(p, batch_size)) is not None]
@@ -238,8 +237,8 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
 
 
 def _joined(ours: Any, theirs: Any) -> Any:
-    """The numbers of our repeats, then of theirs, by stage or part; None if either side did not
-    count them."""
+    """The values of our repeats followed by theirs, by stage or part; None if either side has
+    none."""
     if ours is None or theirs is None:
         return None
     if isinstance(ours, dict):

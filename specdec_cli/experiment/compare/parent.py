@@ -31,8 +31,8 @@ def run_pairs(
     program: Sequence[str],
     watcher: Watcher,
 ) -> None:
-    """Measure every pair that is not recorded yet. program: the module that a rank runs, and its
-    arguments, to which the number of ranks, the device and the timeout are appended."""
+    """Measure every pair that is not recorded yet. program: the module that a rank runs and its
+    arguments; the number of ranks, the device and the timeout are appended."""
     records.kept.folder = folder
     records.update_points()
     for pair in plan.to_run:
@@ -68,7 +68,7 @@ def run_pairs(
 
 
 def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
-    """Read the records of a pair's ranks. Killed ranks may have left a torn line.
+    """Read the records written by a pair's ranks. Killed ranks may have left an incomplete line.
 
     Raises `LostRecords` if records of earlier pairs are missing.
     """

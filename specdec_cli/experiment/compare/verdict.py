@@ -1,7 +1,7 @@
 """The conclusions of a comparison: the best pair and the reason for it, the batch sizes at which
 the best pair changes, and whether tokens are equal.
 
-Computed from points and samples alone. Knows no terminal.
+Everything is computed from points and samples.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,8 +57,8 @@ def best_of(
     batch_size: int,
     disturbed: Sequence[Notice] = (),
 ) -> BestPair:
-    """The fastest pair at a batch size among some target TPs, the pairs tied with it, and the stage
-    that decides.
+    """The fastest pair at a batch size among some target TPs, the pairs tied with it, and the
+    deciding stage.
 
     Speeds are compared on the same prompts. A pair is tied if it does not differ from the best at
     95 % over prompts; variation between starts of the ranks is not included. A deciding stage is
@@ -77,7 +77,7 @@ def best_of(
             target_tp=None, draft_tp=None, k=None, tied=[], reason=reason, verdict="inconclusive"
         )
     best = max(candidates, key=_speed_of)
-    # Speeds are over the prompts that all pairs have.
+    # Speeds cover the prompts that all pairs have.
     own = [records.of(Pair.of(p), batch_size, settings.k) for p in candidates]
     common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
     tied: list[Point] = []
@@ -131,8 +131,7 @@ def _against_plain(records: ComparisonRecords, best: Point, plain: Point | None)
 
 
 def _seconds(records: ComparisonRecords, points: Iterable[Point]) -> float:
-    """The seconds that the rounds of some pairs took, including those of k = 0 in the same
-    ranks."""
+    """The seconds spent in the rounds of some pairs, including those of k = 0 on the same ranks."""
     taken = (records.of(Pair.of(p), p.batch_size, k).values() for p in points for k in (0, p.k))
     return sum(sum(sample.decode_seconds) for samples in taken for sample in samples)
 
@@ -198,7 +197,7 @@ def _saved(best: Point, rival: Point) -> dict[str, float]:
 
 
 def _round_ms(metrics: Metrics) -> float:
-    assert metrics.round_ms is not None, "our own engine knows its rounds"
+    assert metrics.round_ms is not None, "our own engine records its rounds"
     return metrics.round_ms
 
 
@@ -223,11 +222,10 @@ def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
     )
     lengths = [m.mean_acceptance_length or 1.0 for m in (ours, theirs)]
     if abs(lengths[0] / lengths[1] - 1) > _SAME:
-        said += f", and writes {lengths[0]:.2f} tokens, not {lengths[1]:.2f}"
+        said += f", and writes {lengths[0]:.2f} tokens instead of {lengths[1]:.2f}"
     if told[:1] == ["draft"] and faster > 0:
-        why = "sharing its weights saves the draft more than exchanges between its ranks cost"
-        if (best.draft_tp or 0) < (rival.draft_tp or 0):
-            why = "exchanges between its ranks cost the draft more than sharing its weights saves"
+        which = "less" if (best.draft_tp or 0) < (rival.draft_tp or 0) else "more"
+        why = f"splitting the draft's weights saves {which} than communication between ranks costs"
         said += f": {why}"
     return said
 
@@ -300,7 +298,7 @@ def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:
 
 
 def tokens_of(records: ComparisonRecords) -> Tokens:
-    """The document's `tokens`: whether all pairs wrote the same tokens."""
+    """The document's `tokens`: whether all pairs generated the same tokens."""
     settings = records.settings
     keys = (
         settings.keys(pair, batch_size)

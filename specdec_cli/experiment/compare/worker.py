@@ -1,6 +1,6 @@
 """The ranks of one pair: they load both models and decode the prompts at every batch size.
 
-Rank 0 writes each sample as it comes, so that finished samples outlive the ranks.
+Rank 0 writes each sample as soon as it is done, so that it is kept if a rank fails.
 """
 
 import time
@@ -28,7 +28,8 @@ from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 
-# The most tokens that a warm-up writes. Its first round captures rounds and compiles kernels.
+# The maximum number of tokens in a warm-up, whose first round captures CUDA graphs and compiles
+# kernels.
 WARM_UP_TOKENS = 32
 
 
@@ -49,7 +50,7 @@ class PairTask:
 
 
 def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
-    """The recipe with the degrees of one pair. It must have a draft."""
+    """The recipe with the degrees of one pair. The recipe must have a draft."""
     of_target = recipe.changed("target", tensor_parallel_size=pair.target_tp)
     return of_target.changed("draft", tensor_parallel_size=pair.draft_tp)
 
@@ -85,7 +86,7 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     watch = MachineWatch(planned.device, local_world_size())
     for batch_size in task.batch_sizes:
         chosen = job.part(0, task.settings.num_prompts(batch_size))
-        # The new session has already captured its rounds for the largest batch.
+        # The new session has already captured its CUDA graphs for the largest batch.
         sized = session.resized(batch_size)
         samples = _measure_size(world, task, chosen, sized, folder, watch)
         warnings = _warnings(task.pair, planned.own.parallel.gather_objects(watch.notices()))
@@ -112,8 +113,8 @@ def _measure_size(
     folder: RunFolder,
     watch: MachineWatch,
 ) -> dict[Key, dict[int, Sample]]:
-    """The samples of every prompt at k = 0 and at the comparison's k, by point and prompt. Rank 0
-    also writes them."""
+    """Measure every prompt at k = 0 and at the comparison's k. Return the samples by point and
+    prompt; rank 0 also writes them."""
     keys = task.settings.keys(task.pair, session.batch_size)
     found: dict[Key, dict[int, Sample]] = {key: {} for key in keys}
 
@@ -133,8 +134,8 @@ def _measure_size(
 
 
 def _warnings(pair: Pair, by_rank: Sequence[Sequence[Notice]]) -> list[dict[str, Any]]:
-    """One warning of each kind about a pair, in the words of the first rank that has it, with all
-    the ranks that have it."""
+    """One warning of each kind about a pair, with the message of the first rank that has it and the
+    list of all ranks that have it."""
     found: dict[str, dict[str, Any]] = {}
     for rank, notices in enumerate(by_rank):
         for one in notices:
@@ -152,7 +153,7 @@ def _blocks_per_rank(planned: Plan, held: int) -> list[int]:
     if planned.device.type == "cuda":
         fits = held + max(0, room_now(planned.device, cache)) // block
     else:
-        # Caches get a share of the host's free memory, including the caches of all ranks.
+        # The budget is a share of the memory that was free before the ranks allocated their caches.
         caches = sum(planned.parallel.gather_objects(held * block))
         budget = host_budget(cache, available_memory() + caches, local_world_size())
         fits = budget // block

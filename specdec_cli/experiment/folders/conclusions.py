@@ -14,8 +14,8 @@ from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.folders.records import FEWEST, Point
 from specdec_cli.text import one_line
 
-# The version of settings.json, summary.json and all records. Raise it when a change would make old
-# code misread new folders, or new code misread old folders.
+# The version of settings.json, summary.json and all records. Increment it when old code would
+# misread new folders, or new code old folders.
 VERSION = 1
 
 
@@ -26,8 +26,8 @@ def refuse_other_version(path: Path, found: Mapping[str, Any]) -> None:
         return
     told = "has no version" if version is None else f"has version {one_line(str(version))[:20]}"
     raise UsageError(
-        f"{path.parent} is of another version of specdec: its {path.name} {told}, and this one "
-        f"reads version {VERSION}",
+        f"{path.parent} is from a different version of specdec: its {path.name} {told}, but this "
+        f"one reads version {VERSION}",
         "read it with the specdec that wrote it, or run again with another folder for -o",
     )
 
@@ -36,9 +36,9 @@ Verdict = Literal["use", "none", "inconclusive"]
 
 
 class Needed(Record):
-    """The measurement that would settle an undecided verdict. prompts: the number of prompts.
-    minutes: the time that measuring them takes; None if unknown. at_least: whether the measured
-    prompts are too few to tell how many would settle it; then `prompts` are enough to tell."""
+    """The measurement that would settle an undecided verdict. prompts: how many prompts it needs.
+    minutes: how long it takes; None if unknown. at_least: whether too few prompts were measured to
+    tell how many would settle it; then `prompts` are enough to tell."""
 
     prompts: Count
     minutes: Figure = None
@@ -64,10 +64,10 @@ class Best(Record):
     k: the recommended k; 0 for no speculation, None if nothing could be compared. draft: the
     recommended draft; None at k = 0. tied: the k of all points with this draft that are tied with
     the fastest point. tied_points: the tied points of every draft. significant: whether the point
-    is faster than k = 0 beyond chance, in a run that nothing disturbed. verdict: "use" if the point
-    is significant; "none" if it is beyond chance that no point is worth a draft; "inconclusive" if
-    neither was shown, so that k is only a guess; None if every point at a rate is overloaded or
-    failed. needed: the measurement that would settle the verdict. by: the figure that decided, if
+    is faster than k = 0 beyond chance, in an undisturbed run. verdict: "use" if the point is
+    significant; "none" if, beyond chance, no point gains enough to be worth a draft; "inconclusive"
+    if neither was shown, so that k is only a guess; None if every point at a rate is overloaded or
+    failed. needed: the measurement that would settle the verdict. by: the deciding figure, if
     requests arrive at a rate.
     """
 
@@ -112,9 +112,8 @@ class Decision(Record):
 
 
 class BestPair(Record):
-    """The fastest pair of one batch size. target_tp: the target's degree; None if no pair was
-    measured. significant, verdict, needed: as in `Best`, for the speed-up over the fastest plain
-    decoding."""
+    """The fastest pair of one batch size. target_tp: None if no pair was measured. significant,
+    verdict, needed: as in `Best`, for the speed-up over the fastest plain decoding."""
 
     target_tp: Count | None
     draft_tp: Count | None
@@ -132,9 +131,9 @@ class BestPair(Record):
 
 class MemoryCost(Record):
     """The memory of a draft beside its target, on one rank. Weights are in bytes, and caches in
-    bytes per token. longest_tokens: the most tokens that a sequence of the run may have.
-    device_bytes: the GPU memory that the recipe lets the run use; None on a CPU. target_tp,
-    draft_tp: the degrees, set in comparisons only, where `draft` is None."""
+    bytes per token. longest_tokens: the maximum length of a sequence in the run. device_bytes: the
+    GPU memory that the recipe lets the run use; None on a CPU. target_tp, draft_tp: the degrees,
+    set in comparisons only, where `draft` is None."""
 
     draft: Name | None
     target_weight_bytes: Count
@@ -181,8 +180,8 @@ class Comparison(SpeedRatio):
 
 
 class Diverging(Record):
-    """A point at which the texts of some prompts differ from those of an earlier point. first: the
-    index of the first of these prompts."""
+    """A point at which some prompts' texts differ from those at an earlier point. first: the index
+    of the first of these prompts."""
 
     target_tp: Count | None = None
     draft_tp: Count | None = None
@@ -196,7 +195,7 @@ class Diverging(Record):
 
 
 class Tokens(Record):
-    """True if all points wrote the same texts. identical: None if nothing could be compared."""
+    """Whether all points generated the same texts. identical: None if nothing could be compared."""
 
     compared: bool
     must_be_identical: bool
@@ -211,14 +210,13 @@ class Tokens(Record):
     @model_validator(mode="after")
     def _names_what_differs(self) -> Self:
         if self.identical is False and not self.diverging:
-            raise impossible("points differ, but it does not name them")
+            raise impossible("it says that points differ but does not list them")
         return self
 
 
 class CheckResult(Record):
-    """The result of `--check-lossless`; see `docs/correctness.md`. diverging: the texts that
-    differ, each with its point, its index, the position of the first difference and the gap between
-    the logits there."""
+    """The result of `--check-lossless`; see `docs/correctness.md`. diverging: each differing text
+    with its point, its index, the position of the first difference, and the logit gap there."""
 
     dtype: Name
     must_be_identical: bool
@@ -255,9 +253,9 @@ class _SweepSection(Record):
 
 
 class Summary(Record):
-    """The parts of summary.json that are read again. All runs share this record; parts that a run
-    does not have are empty. recipe: the resolved recipe. best_by_request_rate: the recommendations,
-    by the rate as text. best_by_target_tp: the best pairs, by target TP and then by batch size."""
+    """The parts of summary.json that are read back. All kinds of runs share this record; missing
+    parts are empty. recipe: the resolved recipe. best_by_request_rate: the recommendations, by the
+    rate as text. best_by_target_tp: the best pairs, by target TP and then by batch size."""
 
     recipe: dict[str, Any] = Field(default_factory=dict)
     points: list[Point] = Field(default_factory=list)
@@ -274,7 +272,7 @@ class Summary(Record):
     best_by_target_tp: dict[Name, dict[Name, BestPair]] = Field(default_factory=dict)
 
     def method_of(self, draft: str | None) -> str | None:
-        """The method in a draft's own section, in a sweep of several drafts; else None."""
+        """In a sweep of several drafts, the method in a draft's own section; otherwise None."""
         found = (one for one in self.sweep.recipe.drafts if one is not None)
         return next((one.method for one in found if one.model == draft), None)
 

@@ -36,7 +36,7 @@ class Kept:
 
 
 def key_of(job: Job) -> Key:
-    """The point to which the run's records belong."""
+    """The key of the point to which the run's records belong."""
     return Key(job.plan.proposer, job.plan.recipe.run.batch_size, job.plan.k)
 
 
@@ -50,8 +50,9 @@ def open_folder(
     *,
     resume: bool,
 ) -> Kept:
-    """The run's folder: a new one or, with `resume`, an earlier one with its samples. notices:
-    warnings to keep in a new folder. own_prompts, errors: as for `settings_file.opened`."""
+    """Open the run's folder: a new one or, with `resume`, an existing one with its samples.
+    notices: warnings to keep in a new folder. own_prompts, errors: as for
+    `settings_file.opened`."""
     settings = GenerateSettings(**common_settings(recipe, job), batch_size=recipe.run.batch_size)
     done: dict[int, Sample] = {}
     key = key_of(job)

@@ -1,6 +1,7 @@
-"""Records as JSON, one object per line: writing them and reading them again.
+"""Reads and writes records as JSON, one object per line.
 
-A file may have been damaged or edited, so everything is checked as it is read. Imports no torch.
+A file may have been damaged or edited, so every record is checked when it is read. Imports no
+torch.
 """
 
 import json
@@ -24,8 +25,8 @@ def read_records(
     """The records of a .jsonl file; none if the file is missing. An unfinished last line is left
     out.
 
-    further: a further check, which returns the error of a record, or None. Raises `SetupError` if
-    the file cannot be read, or for the first line that does not hold a valid record.
+    further: an additional check, which returns a record's error or None. Raises `SetupError` if the
+    file cannot be read, or at the first line without a valid record.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -47,7 +48,7 @@ def read_records(
 
 
 def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
-    """A function that returns the records added to a .jsonl file since the previous call."""
+    """Return a function that gives the records added to a .jsonl file since its previous call."""
     offset = 0
 
     def read() -> list[R]:
@@ -66,7 +67,7 @@ def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
 
 
 def parsed(line: bytes, kind: type[R]) -> R | str:
-    """The record in a line, or its error in words; "" if the line is not a JSON object."""
+    """The record in a line, or an error message; "" if the line is not a JSON object."""
     return checked(json_of(line), kind)
 
 
@@ -79,7 +80,7 @@ def json_of(text: bytes | str) -> Any:
 
 
 def checked(found: object, kind: type[R]) -> R | str:
-    """The record in a value read from JSON, or its error in words."""
+    """The record in a value read from JSON, or an error message."""
     if not isinstance(found, dict):
         return ""
     try:
@@ -90,8 +91,8 @@ def checked(found: object, kind: type[R]) -> R | str:
 
 
 def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | None:
-    """A description of the first field of a record whose value is not a known one; None if all are
-    known. known: the possible values of each field, by the field's name."""
+    """A message about the first field with an unknown value; None if all values are known. known:
+    the possible values of each field, by the field's name."""
     for name, values in known.items():
         if (value := getattr(record, name, None)) not in values and hasattr(record, name):
             return f"its {name} is {one_line(str(value))}"
@@ -99,7 +100,7 @@ def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | Non
 
 
 def described(error: ErrorDetails) -> str:
-    """A validation error in words."""
+    """The message for a validation error."""
     key = ".".join(one_line(part) for part in error["loc"] if isinstance(part, str))
     match error["type"]:
         case "impossible":
@@ -112,7 +113,7 @@ def described(error: ErrorDetails) -> str:
 
 
 def to_json(document: Any) -> str:
-    """One line of strict JSON, harmless on a terminal; a number that is not finite becomes null."""
+    """One line of strict JSON, escaped for terminals. A number that is not finite becomes null."""
     try:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, default=_as_dict)
     except ValueError:  # some number is not finite

@@ -28,7 +28,9 @@ from specdec_cli.core.figures import (
 )
 
 _LONGEST = 1e12  # milliseconds, about 30 years
-Time = Annotated[float, Field(ge=0, lt=_LONGEST)]  # also for shares of rounds and for mean counts
+Time = Annotated[
+    float, Field(ge=0, lt=_LONGEST)
+]  # also the limit for shares of rounds and mean counts
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,7 +47,7 @@ class Pair:
 
     @classmethod
     def of(cls, found: "Key | Point | Sample | PairFacts") -> "Pair":
-        """The pair of degrees of a record. A draft TP of 0 stands for k = 0."""
+        """The pair of degrees in a record. A draft TP of 0 means k = 0."""
         return cls(found.target_tp or 0, found.draft_tp or 0)
 
     def __str__(self) -> str:
@@ -54,7 +56,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The point that a record belongs to. batch_size: the largest number of requests at a time; 0
+    """The point that a record belongs to. batch_size: the maximum number of concurrent requests; 0
     for no limit. target_tp, draft_tp: the degrees of a pair, in comparisons only; points of k = 0
     have no draft TP. request_rate: the rate at which requests arrive; None for closed batches."""
 
@@ -71,34 +73,34 @@ class Key:
         return cls(record.draft, record.batch_size, record.k, *others)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields of the key in its records."""
+        """The key as record fields."""
         point = {"draft": self.draft, "batch_size": self.batch_size, "k": self.k}
         others = {n: getattr(self, n) for n in ("target_tp", "draft_tp", "request_rate")}
         return point | given(**others)
 
 
 class Sample(Record):
-    """One prompt at one point, a line of samples.jsonl. The contract names the fields up to
-    `seconds`; the others are further figures from which metrics are computed.
+    """One prompt at one point, a line of samples.jsonl. The contract defines the fields up to
+    `seconds`; metrics are computed from the others.
 
     target_tp, draft_tp: the degrees of a pair, in comparisons only. Each list of times has one
-    number for each repeat. The shares of all prompts add up to the engine's time, rounds and
-    stages. error: the reason why a prompt could not run, if `finish_reason` is "error".
+    value per repeat. The shares of all prompts add up to the engine's time, rounds and stages.
+    error: the reason why a prompt could not run, if `finish_reason` is "error".
     num_tokens_from_prefill: as in `Metrics`; `rounds_without_proposal` includes these tokens, but
     times and shares of rounds do not. ttft_parts_ms: the parts of `ttft_ms`, one list for each
-    part. distinct_experts: as in `Metrics`, over the prompt's own rounds, one number for each
-    repeat; None if experts are not counted.
+    part. distinct_experts: as in `Metrics`, over the prompt's own rounds, one value per repeat;
+    None if experts are not counted.
 
-    Only samples of servers have the following fields, since servers count rounds in their own way.
+    Only samples from servers have the following fields, because servers count rounds differently.
     engine: facts about the server. acceptance_histogram: the number of rounds by accepted
     proposals, if the order of rounds is unknown. counted: the sums of the server's counters over
     all requests that ran together; only one of these requests has them. num_tokens, text: the
     number of output tokens and their text, if the server sent no token ids. remarks: codes of
     warnings.
 
-    If requests arrive at a rate, each request has a sample of its own, with one number in each
-    list. request: the number of the request, from 0. due: the due time, in seconds after that of
-    the first request. send_lag_ms: how late a request was sent, for servers.
+    If requests arrive at a rate, each request has its own sample, with one value in each list.
+    request: the number of the request, from 0. due: the due time, in seconds after that of the
+    first request. send_lag_ms: how late a request was sent, for servers.
     """
 
     target_tp: Count | None = None
@@ -142,8 +144,8 @@ class Sample(Record):
 
     @property
     def place(self) -> int:
-        """The number of the sample within its point: that of the request or, without one, of the
-        prompt."""
+        """The sample's index within its point: the request's number or, without one, the prompt's
+        index."""
         return self.index if self.request is None else self.request
 
     @property
@@ -156,7 +158,7 @@ class Sample(Record):
 
     @property
     def decoded_tokens(self) -> int:
-        """The number of output tokens that rounds decided, in `decode_seconds`."""
+        """The number of output tokens from rounds, generated in `decode_seconds`."""
         return self.num_output_tokens - self.num_tokens_from_prefill
 
     @property
@@ -179,12 +181,11 @@ class Sample(Record):
 
     @property
     def usual_seconds(self) -> float:
-        """The prompt's share of the time of rounds, averaged over repeats that are not outliers."""
+        """The prompt's share of the round time, averaged over repeats that are not outliers."""
         return self.usual_mean(self.decode_seconds)
 
     def usual_mean(self, values: Sequence[float]) -> float:
-        """The mean of `values`, one for each repeat, without the repeats whose time is an
-        outlier."""
+        """The mean of `values`, one per repeat, without repeats whose time is an outlier."""
         if len(values) == len(self.decode_seconds):
             values = [values[place] for place in usual_repeats(self.decode_seconds)]
         return sum(values) / len(values) if values else 0.0
@@ -205,12 +206,12 @@ class Sample(Record):
         return self
 
 
-FEWEST = 3  # fewest prompts for an interval; with two it would span several powers of ten
+FEWEST = 3  # minimum prompts for an interval; with two it would span several powers of ten
 OUTLYING = 1.5  # a repeat is an outlier above this many times the fastest repeat's time
 
 
 def usual_repeats(seconds: Sequence[float]) -> list[int]:
-    """The places of the repeats that did not take far longer than the fastest.
+    """The indices of the repeats that did not take far longer than the fastest.
 
     Repeats do the same work, and a disturbance only adds time. So the fastest repeat is the
     reliable one, even if most repeats were disturbed.
@@ -246,13 +247,13 @@ class CategoryMetrics(Record):
 class BreakEven(Record):
     """The acceptance at which a point is as fast as plain decoding, given the costs of its rounds.
 
-    tokens_per_round: the tokens that a round must write to break even. This is the cost of a
-    sequence's round divided by the cost of a round at k = 0, which writes one token. It covers all
-    rounds, like `Metrics.tokens_per_round`. draft_acceptance_rate: the ratio of accepted to
-    proposed tokens that yields this many tokens. alpha: the chance of acceptance of each proposal
-    that yields this many tokens in the geometric model (`forecasts.iid_length`). The rate and alpha
-    are 0 if rounds cost no more than in plain decoding, and None if accepting everything would not
-    be enough. is_predicted: whether the costs come from the time curve.
+    tokens_per_round: the tokens that a round must write to break even: the cost of a sequence's
+    round divided by that of a round at k = 0, which writes one token. The ratio covers all rounds,
+    like `Metrics.tokens_per_round`. draft_acceptance_rate: the ratio of accepted to proposed tokens
+    that yields this many tokens. alpha: the chance of acceptance of each proposal that yields this
+    many tokens in the geometric model (`forecasts.iid_length`). The rate and alpha are 0 if rounds
+    cost no more than those of plain decoding, and None if accepting everything would not be enough.
+    is_predicted: whether the costs come from the time curve.
     """
 
     tokens_per_round: Figure
@@ -266,8 +267,8 @@ class Prediction(Record):
     """Predicted figures of a point, from the run at the largest k. All errors are relative.
 
     speedup_ci: the 95 % interval of the speed-up. speedup_error_ci: the 95 % interval of its error,
-    over the measured prompts. drafts_of_k: the k whose proposals were used in place of this
-    point's, if the method's proposals depend on k; otherwise absent.
+    over the measured prompts. drafts_of_k: the k whose proposals the prediction used, if the
+    method's proposals depend on k; otherwise absent.
     """
 
     method: Name
@@ -290,10 +291,10 @@ class Stretch(Record):
     complete once this line is written. window_seconds: the time from the first measured due time to
     the last, plus one mean gap; if all requests arrive at once, the time to the last answer.
     num_requests: the number of measured requests. num_answered: the number of answers in the
-    window, including those to requests that are not measured. num_unmeasured: the number of other
-    requests that were due. max_in_flight: the largest number of requests that were due and not yet
-    answered. crowding: the number of requests that an interval of goodput needs, over that of the
-    window. shard: the number of the shard, in merged folders."""
+    window, including those to requests that are not measured. num_unmeasured: the number of
+    requests that were due but not measured. max_in_flight: the largest number of requests that were
+    due and not yet answered. crowding: the number of requests that an interval of goodput needs,
+    over that of the window. shard: the number of the shard, in merged folders."""
 
     draft: Name | None
     batch_size: Slots
@@ -342,12 +343,12 @@ def rate_in_words(rate: Rate) -> str:
 class Point(Record):
     """A line of points.jsonl, and an entry of a document's `points`.
 
-    Points of sweeps have `draft`, predictions and no degrees. Points of comparisons have degrees
-    (`draft_tp` is None at k = 0) and the fields after `prediction`. request_rate, load: set only if
-    requests arrive at a rate. engine, num_retries: set only for servers. *_ci: the 95 % intervals
-    of figures of `metrics`. break_even: the acceptance needed to be as fast as plain decoding; None
-    at k = 0. impossible_speedup: a ratio of speeds that no speculation can reach; then `speedup` is
-    None.
+    Points of sweeps have `draft` and predictions, but no degrees. Points of comparisons have
+    degrees (`draft_tp` is None at k = 0) and the fields after `prediction`. request_rate, load: set
+    only if requests arrive at a rate. engine, num_retries: set only for servers. *_ci: the 95 %
+    intervals of figures of `metrics`. break_even: the acceptance needed to be as fast as plain
+    decoding; None at k = 0. impossible_speedup: a measured speed ratio beyond what speculation can
+    reach; then `speedup` is None.
     """
 
     target_tp: Count | None = None
@@ -384,8 +385,8 @@ class Point(Record):
     load: Load | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The point as it is written. At k = 0 it has no draft, whichever arm it was measured
-        with."""
+        """The point as written to the folder. At k = 0 the draft is left out, whichever arm
+        measured it."""
         found = super().as_dict()
         return found | {"draft": None} if self.k == 0 and "draft" in found else found
 
@@ -411,17 +412,17 @@ class Point(Record):
 
     @property
     def is_predicted(self) -> bool:
-        """True if the run was asked to predict this point instead of measuring it, and could."""
+        """True if the run predicted this point, as asked, instead of measuring it."""
         return self.status == "skipped" and self.predicted_speedup is not None
 
     def number(self, name: str, part: str | None = None) -> float | None:
         """A figure of the point or else of its metrics; None if it was not measured.
 
-        part: the part of a figure that is a spread, such as p50.
+        part: for a figure with percentiles, the part to return, such as p50.
         """
         of = self if name in self.model_fields_set else self.metrics
         if self.engine is not None and of is not None and name not in of.model_fields_set:
-            return None  # a server's point has no defaults: figures that it lacks are unknown
+            return None  # missing figures of a server's point are unknown, so no defaults apply
         found = getattr(of, name, None)
         value: float | None = found if part is None else getattr(found, part, None)
         return value
@@ -468,7 +469,7 @@ class PairFacts(Record):
 
 
 def blocks_in_words(blocks: Sequence[int] | None) -> str:
-    """The number of blocks on each rank: `4 x 1,024` if all ranks have equally many, else a
+    """The number of blocks on each rank: `4 x 1,024` if all ranks have the same number, otherwise a
     list."""
     if blocks and len(set(blocks)) == 1:
         return f"{len(blocks)} x {blocks[0]:,}"
@@ -476,5 +477,5 @@ def blocks_in_words(blocks: Sequence[int] | None) -> str:
 
 
 def given(**fields: Any) -> dict[str, Any]:
-    """The fields that are not None, for records that leave out fields without a value."""
+    """The fields that are not None, for records without empty fields."""
     return {name: value for name, value in fields.items() if value is not None}

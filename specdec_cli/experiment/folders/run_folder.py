@@ -1,5 +1,5 @@
-"""The run folder: a lock against other writers, and crash-safe writing of records and documents.
-Does not know the meaning of records and documents.
+"""The run folder: a lock against other writers, and crash-safe writing of records and documents,
+whatever their content.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ _RECORDS = ("samples", "points", "replay", "curve", "pairs", "load")
 
 
 class LostRecords(SetupError):
-    """Something else changed the folder while a run wrote to it. The exit code is 1."""
+    """Another program changed the folder while a run wrote to it. The exit code is 1."""
 
     code = ExitCode.RUN_FAILED
 
@@ -37,7 +37,7 @@ class LostRecords(SetupError):
 class RunFolder:
     """A folder of results. A record survives a crash once `append` has returned.
 
-    Raises `SetupError` when the folder cannot be written, and `UsageError` when it holds the
+    Raises `SetupError` when the folder cannot be written, and `UsageError` when it contains the
     results of another run.
     """
 
@@ -57,8 +57,8 @@ class RunFolder:
     def create(
         cls, path: Path, recipe: Recipe, where: dict[str, Any], own_prompts: str | None = None
     ) -> "RunFolder":
-        """A new folder with its recipe and environment. own_prompts: the text of prompts.jsonl, if
-        the folder has to keep the prompts itself."""
+        """Create a folder with its recipe and environment. own_prompts: the text of prompts.jsonl,
+        if the folder must store the prompts itself."""
         folder = cls(path)
         if own_prompts is not None:
             folder.refuse_foreign(PROMPTS)
@@ -73,7 +73,7 @@ class RunFolder:
             folder.close()
             raise UsageError(
                 f"{path} holds the results of an earlier run ({earlier[0]})",
-                "name another folder with -o, or go on with that run (--resume)",
+                "name another folder with -o, or continue that run (--resume)",
             )
         if _is_foreign(path / "recipe.yaml"):
             raise folder._not_ours("recipe.yaml")
@@ -94,7 +94,7 @@ class RunFolder:
         self.write("recipe.yaml", dump_recipe(recipe))
 
     def refuse_foreign(self, name: str) -> None:
-        """Raise `UsageError` if the folder holds a file that no run has written."""
+        """Raise `UsageError` if the folder has a file of this name that no run wrote."""
         with _or_unusable(self.path):
             is_there, is_ours = ((self.path / n).exists() for n in (name, "recipe.yaml"))
         if is_there and not is_ours:
@@ -108,7 +108,7 @@ class RunFolder:
         )
 
     def mend(self) -> None:
-        """Cut off unfinished last lines that a crash left."""
+        """Truncate incomplete last lines that a crash left behind."""
         for file in sorted(self.path.glob("*.jsonl")):
             with or_setup_error(f"cannot repair {file}"):
                 content = file.read_bytes()
@@ -140,7 +140,8 @@ class RunFolder:
         with or_setup_error(f"cannot write {self.path / name}"):
             self._check_present()
             if name not in self._files:
-                # The run goes on. If it is cut short, an old summary would contradict its records.
+                # The run continues, so remove the old summary: after a crash it would contradict
+                # the records.
                 (self.path / "summary.json").unlink(missing_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # no pipe
                 self._files[name] = os.open(self.path / name, flags, 0o644)
@@ -171,7 +172,7 @@ class RunFolder:
                 raise LostRecords(f"{self.path / name} was cut short")
 
     def forget(self, name: str) -> None:
-        """Remove a file of records that no longer count."""
+        """Remove a record file that no longer applies."""
         with or_setup_error(f"cannot remove {self.path / name}"):
             (self.path / name).unlink(missing_ok=True)
             if (descriptor := self._files.pop(name, None)) is not None:
@@ -188,7 +189,7 @@ def _or_unusable(path: Path) -> AbstractContextManager[None]:
 
 
 def found_from_anywhere(recipe: Recipe) -> Recipe:
-    """The recipe with absolute paths, so that it can be run again from any folder.
+    """The recipe with absolute paths, so that it can run from any folder.
 
     Raises `UsageError` for a path that no recipe can name.
     """

@@ -1,11 +1,11 @@
-"""Selecting among the samples of a point: those that could run, the baseline's, those of a
-category. Also a check of samples that were read from a file."""
+"""Selects samples of a point: those without errors, those of the baseline, those of a category.
+Also checks samples read from a file."""
 
 from collections.abc import Iterable, Mapping
 
 from specdec_cli.experiment.folders.records import Key, Sample
 
-Samples = Mapping[int, Sample]  # the samples of one point, by `Sample.place`
+Samples = Mapping[int, Sample]  # the samples of one point by `Sample.place`
 
 
 def without_errors(samples: Samples) -> dict[int, Sample]:
@@ -14,7 +14,7 @@ def without_errors(samples: Samples) -> dict[int, Sample]:
 
 
 def why_none(samples: Samples) -> str:
-    """The reason why a point that did not fail has no result: none of its prompts ran."""
+    """The reason why a point without a failure has no result: none of its prompts could run."""
     why = next((s.error for s in samples.values() if s.error), None)
     return f"no prompt could run: {why}" if why else "no prompt was run"
 
@@ -48,7 +48,7 @@ def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, l
 
 
 def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
-    """The reason why a run with this number of prompts and repeats cannot have the sample, or
+    """The reason why the sample cannot be from a run with this number of prompts and repeats, or
     None."""
     if sample.index >= num_prompts:
         return f"its index is {sample.index}, of {num_prompts} prompts"
@@ -56,5 +56,5 @@ def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
     for name in ("seconds", "decode_seconds", "round_share", "distinct_experts"):
         found = getattr(sample, name)
         if found is not None and len(found) != repeats:
-            return f"{name} does not have {repeats} numbers, one a repeat"
+            return f"{name} does not have {repeats} values, one per repeat"
     return None

@@ -1,4 +1,5 @@
-"""settings.json of a run folder: the settings of its records, and whether a run may resume."""
+"""settings.json of a run folder: the settings behind its records, and whether a run may resume
+there."""
 
 import copy
 import json
@@ -31,7 +32,7 @@ class RunSettings:
 
     kind: the kind of run, in words. mark: a field that only settings of this kind have. recipe: the
     resolved recipe, without the keys that other fields cover. prompts: the number of prompts, and
-    digests of their tokens and categories. device: the name of the device's kind. dtype: the
+    hashes of their tokens and categories. device: the name of the device's kind. dtype: the
     target's dtype.
     """
 
@@ -63,12 +64,12 @@ class RunSettings:
         return is_given(self.recipe["speculation"]["acceptance"])
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as they are read back from JSON, with lists in place of tuples."""
+        """The settings as read back from JSON, with lists instead of tuples."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found
 
     def in_document(self) -> dict[str, Any]:
-        """The settings as they appear in documents, with their digest."""
+        """The settings as in documents, with their hash."""
         return self.as_dict() | {"settings_hash": self.digest}
 
     def misfit_in(self, record: Record, **known: Collection[Any]) -> str | None:
@@ -91,9 +92,9 @@ def opened(
     notices: Sequence[Notice],
     own_prompts: str | None,
 ) -> RunFolder:
-    """A run's folder: a new one or, with `resume`, an earlier one with the same settings.
+    """Open a run's folder: a new one or, with `resume`, an existing one with the same settings.
 
-    load: reads an earlier folder, and returns whether something is left to measure. notices:
+    load: reads an existing folder, and returns whether anything is left to measure. notices:
     warnings to keep in a new folder. own_prompts: as for `RunFolder.create`. Raises `UsageError` if
     the folder holds a run with other settings, or of another command.
     """
@@ -150,7 +151,7 @@ def kept_settings(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
 
 
 def read_warnings(path: Path) -> list[Notice]:
-    """The warnings of the runs that wrote a folder."""
+    """The warnings recorded by the runs in a folder."""
     found = read_settings_file(path).get("warnings")
     listed = found if isinstance(found, list) else []
     return [Notice.read(one) for one in listed if isinstance(one, dict)]
@@ -183,24 +184,24 @@ def read_json(path: Path) -> Any:
 
 
 def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise `OtherSettings` if a folder was begun with other settings than ours."""
+    """Raise `OtherSettings` if a folder's settings differ from ours."""
 
     def error(typed: Collection[str]) -> OtherSettings | None:
         if (found := settings_difference(theirs, ours, typed)) is None:
             return None
         told = f"{found.key} is {to_json(found.theirs)} there and {to_json(found.ours)} now"
-        hint = "--resume -o DIR alone takes those of the folder; name another for a new run"
+        hint = "--resume -o DIR alone uses the folder's settings; name another folder for a new run"
         if found.key in _DIGESTS:
             told = f"{found.key} differs: {_DIGESTS[found.key]}"
         if found.same_name:
-            told = f"{found.key}: other weights than there ({to_json(found.theirs)})"
+            told = f"{found.key}: different weights than in the folder ({to_json(found.theirs)})"
             hint = "its samples belong to the earlier model of that name: name another with -o"
         elif found.same_model:
             names = [found.theirs] if isinstance(found.theirs, str) else found.theirs
             spelled = shlex.join(part for name in names for part in ("--draft", name))
-            hint = f"it is the same model, but records go by its name: pass {spelled}"
+            hint = f"it is the same model, but records use its name: pass {spelled}"
         others = f"; others: {', '.join(found.others)}" if found.others else ""
-        told = f"{path} holds a {what} with other settings: {told}{others}"
+        told = f"{path} contains a {what} with different settings: {told}{others}"
         return OtherSettings(told, hint, lambda typed: error(typed) or UsageError(told, hint))
 
     if (problem := error(())) is not None:
@@ -210,7 +211,8 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
 def keep_environment_warning(
     folder: RunFolder, settings: RunSettings, where: dict[str, Any]
 ) -> None:
-    """Add a warning to a folder that was begun in another environment, such as with other versions.
+    """Add a warning to a folder from a different environment, for example with other package
+    versions.
 
     Its samples are kept, but their times may differ. Later runs and merges repeat the warning.
     """
@@ -220,8 +222,8 @@ def keep_environment_warning(
     key, was, is_now = found
     told = (
         f"samples are of two environments ({key} was {to_json(was)} and is {to_json(is_now)}): "
-        "tokens/s and times are a mix of both, ratios compare the same prompts; for times of one "
-        "environment measure again into another folder"
+        "tokens/s and times mix both, while ratios compare the same prompts; for times from one "
+        "environment, measure again into another folder"
     )
     found_now = Notice("environment_changed", told, {"key": key, "was": was, "is": is_now})
     keep_warning(folder, settings, found_now)
@@ -235,14 +237,14 @@ def keep_warning(folder: RunFolder, settings: RunSettings, found: Notice) -> Non
 
 
 def unsaid(found: Iterable[Notice], said: Iterable[Notice]) -> list[Notice]:
-    """The warnings of `found` whose messages do not occur in `said`, each once."""
+    """The warnings in `found` whose messages are not in `said`, each once."""
     known = {one.message for one in said}
     return list({one.message: one for one in found if one.message not in known}.values())
 
 
 def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
-    """The environment in a folder's summary; without a summary, the one in which the run began;
-    else `where`."""
+    """The environment in a folder's summary; without a summary, the one recorded at the run's
+    start; otherwise `where`."""
     summary = read_json(path / "summary.json")
     measured = summary.get("environment") if isinstance(summary, dict) else None
     found = measured, read_json(path / "environment.json"), where
@@ -283,10 +285,10 @@ class Difference:
     others: tuple[str, ...] = field(default=(), compare=False)
 
 
-# Keys whose values say nothing to a reader.
+# Keys whose values are hashes, with a message instead.
 _DIGESTS = {
-    "prompts.sha256": "the prompts are others than there",
-    "prompts.categories": "the prompts' categories are others than there",
+    "prompts.sha256": "the prompts differ from the folder's",
+    "prompts.categories": "the prompts' categories differ from the folder's",
 }
 _MOST_OTHERS = 4
 
@@ -337,7 +339,7 @@ def settings_difference(
 
 
 def _models(there: Document, now: Document) -> Iterator[tuple[str, Document, Document]]:
-    """The key and the two sections of each model that both settings have in the same place."""
+    """For each model in both settings at the same place, its key and both sections."""
     was, is_now = there.get("recipe"), now.get("recipe")
     if not isinstance(was, dict) or not isinstance(is_now, dict):
         return

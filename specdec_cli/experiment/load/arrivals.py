@@ -1,4 +1,4 @@
-"""Due times of requests: drawn from a seed, and never rescaled to the exact rate."""
+"""Due times of requests, drawn from a seed without rescaling to the exact rate."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,9 +19,9 @@ _CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The way in which requests arrive. shape: the shape of the gamma distribution of gaps; 1 gives
-    a Poisson process. times: the due times of a file, ascending, in seconds; after the last one
-    they repeat."""
+    """An arrival process. shape: the shape of the gamma distribution of gaps; 1 gives a Poisson
+    process. times: the due times from a file, ascending, in seconds; they repeat after the last
+    one."""
 
     kind: Literal["gamma", "constant", "file"]
     shape: float = 1.0
@@ -35,7 +35,7 @@ class Process:
 
 
 def process_of(text: str) -> Process:
-    """The process that a recipe names. Raises ValueError with the reason."""
+    """Parse the arrival process of a recipe. Raises ValueError with the reason."""
     if text in ("poisson", "constant"):
         return Process("gamma" if text == "poisson" else "constant")
     name, colon, number = text.partition(":")
@@ -74,10 +74,10 @@ def _times_in(path: Path) -> tuple[float, ...]:
 
 
 def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float]:
-    """The seconds that pass before each request, without end. stream: `MEASURED` or `BEFORE`.
+    """Yield the seconds between requests, endlessly. stream: `MEASURED` or `BEFORE`.
 
-    PCG64 is keyed by seed, rate and stream. So the numbers are the same at every k and for every
-    engine, and longer sequences begin like shorter ones.
+    PCG64 is keyed by seed, rate and stream. So the gaps are the same at every k and for every
+    engine, and longer sequences start with the shorter ones.
     """
     if rate == "inf":
         yield from cycle([0.0])
@@ -98,7 +98,7 @@ def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The load of a run, as its settings hold it.
+    """The load of a run, as in its settings.
 
     rates: the request rates, ascending, with inf last. arrivals: the process of arrivals, as the
     recipe names it. slo: the objectives in milliseconds, by the name of their figure.
@@ -112,7 +112,7 @@ class Offered:
 
     @classmethod
     def of(cls, section: Mapping[str, Any], seed: int) -> "Offered":
-        """The load in the recipe's section `load`."""
+        """Make the load from the recipe's section `load`."""
         return cls(
             rates=tuple(section["request_rate"]),
             arrivals=section["arrivals"],

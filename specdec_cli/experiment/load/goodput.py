@@ -11,13 +11,13 @@ import numpy as np
 
 from specdec_cli.experiment.statistics.stats import student
 
-FEWEST = 16  # fewest requests for an interval
+FEWEST = 16  # minimum number of requests for an interval
 _FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
 _LONG = 200  # a larger block is split into more blocks
 _MOST_LIKENESS = 0.8
-_FEW = 10  # with fewer good or fewer bad requests, blocks show too little
+_FEW = 10  # with fewer good or bad requests, the variance over blocks is unreliable
 # Chosen on simulated servers; `scripts/proofs/load.py` shows the coverage on these and on others.
-_INDEPENDENT = 2  # blocks of independent requests that are added to those of the window
+_INDEPENDENT = 2  # blocks of independent requests to add to those of the window
 _MISSED = 6.0  # bad requests that the shortest windows may lack, over their requests
 _UPPER = 0.92  # of Student's t at the upper end, since the lower end rarely misses
 
@@ -26,8 +26,8 @@ def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]
     """True if an answered request meets every objective. Objectives and latencies are in
     milliseconds, by name.
 
-    A request fails an objective whose figure is missing. The exception is `tpot_ms`, which a text
-    of one token does not have.
+    A request fails an objective whose figure is missing. The exception is `tpot_ms`, which is
+    undefined for a text of one token.
     """
     return all(
         name == "tpot_ms" if (found := latencies.get(name)) is None else found <= most
@@ -54,8 +54,8 @@ def mean_interval(means: Sequence[float]) -> list[float] | None:
     """Student's 95 % interval of the mean over blocks; None without blocks.
 
     The interval is widened by the correlation of neighbouring blocks, as for an autoregressive
-    process. The estimated correlation is too low by 1 / blocks on average, so this is added to it
-    (Kendall 1954).
+    process. The estimated correlation is too low by 1 / blocks on average, so this bias is added
+    back (Kendall 1954).
     """
     if len(means) < _FEWEST_BLOCKS:
         return None
@@ -87,12 +87,12 @@ def ratio_interval(one: Sequence[float], other: Sequence[float]) -> list[float] 
 
 def share_interval(met: Sequence[bool], crowding: float = 0.0) -> list[float] | None:
     """The 95 % interval of a share of requests, within 0 and 1. It is None for too few requests,
-    and if the window is too short against its queue. crowding: that of
+    and if the window is too short for its queue. crowding: the result of
     `experiment.load.measuring.crowding`.
 
     The ends are those of Wilson's interval (1927), with Student's t and the variance over blocks.
-    Few bad requests come together when the server is crowded, so a short window may be calm by
-    chance. Therefore the lower end counts bad requests that the window may lack.
+    Bad requests cluster while the server is crowded, so a short window may miss them by chance. The
+    lower end therefore includes bad requests that the window may have missed.
     """
     means = block_means([float(one) for one in met])
     if not means or crowding > 1:
@@ -109,7 +109,8 @@ def share_interval(met: Sequence[bool], crowding: float = 0.0) -> list[float] | 
 
 
 def _wilson(share: float, size: float, reach: float) -> tuple[float, float]:
-    """Wilson's interval of a share of `size` independent requests. reach: in standard errors."""
+    """Wilson's interval for a share of `size` independent requests. reach: the half-width in
+    standard errors."""
     rare = reach**2 / size
     middle = (share + rare / 2) / (1 + rare)
     half = (rare * (share * (1 - share) + rare / 4)) ** 0.5 / (1 + rare)

@@ -1,8 +1,8 @@
-"""Measuring one point at a rate.
+"""Measures one load point: requests that arrive at a rate.
 
 Requests arrive before, during and after the measured window, and the measured ones become samples.
 The window also shows whether arrivals outran the server, so that its queue grew and answers fell
-behind, and how long the window is against its queue.
+behind, and whether the window is long enough for its queue.
 """
 
 import time
@@ -29,20 +29,21 @@ from specdec_cli.experiment.load.arrivals import (
 from specdec_cli.experiment.load.goodput import FEWEST
 from specdec_cli.experiment.measure import sample_of
 
-# Requests that an interval of goodput needs for each request under way. The second number is for
-# latencies that follow the number under way.
+# Requests needed for an interval of goodput, per request under way. The second value applies if
+# latencies correlate with the number under way.
 _NEEDED, _FOLLOWING = 8.0, 300.0
 
 
 def crowding(latencies: Iterable[Sequence[float | None]], under_way: Sequence[int]) -> float:
-    """The number of requests that an interval of goodput needs, over that of the window. Above 1
-    the window is too short.
+    """The number of requests needed for an interval of goodput, divided by the number in the
+    window. Above 1, the window is too short.
 
     latencies: those of each request, for every objective; None if a request has none. under_way:
     the number of requests under way at each request's arrival, itself included.
 
-    By Little's law the mean number under way is the number of arrivals in the time of a request. A
-    queue lasts longer. Good requests depend on it as far as latencies follow the number under way.
+    By Little's law, the mean number under way is the number of arrivals during one request. A queue
+    lasts longer than one request. It affects goodput to the extent that latencies correlate with
+    the number under way.
     """
     beside = np.asarray(under_way, float)
     follows = max([0.0, *(_correlation(np.array(one, float), beside) for one in latencies)])
@@ -50,7 +51,7 @@ def crowding(latencies: Iterable[Sequence[float | None]], under_way: Sequence[in
 
 
 def _correlation(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
-    """The correlation of values where both are known; 0 if either is constant."""
+    """The correlation over entries where both values are known; 0 if either is constant."""
     known = np.isfinite(one)
     one, other = one[known], other[known]
     spread = float(one.std() * other.std()) if len(one) else 0.0
@@ -70,9 +71,9 @@ def stretch_of(
     latencies: Iterable[Sequence[float | None]] = (),
 ) -> Stretch:
     """The record of a window. due, done: the times at which requests were due and were answered, by
-    the number of the request, in seconds on one clock. The measured requests have the first
-    numbers. Requests that are due after the last answer to a measured request were not sent.
-    latencies: those of the measured requests, for every objective."""
+    the number of the request, in seconds on one clock. The measured requests come first. Requests
+    due after the last answer to a measured request were not sent. latencies: those of the measured
+    requests, for every objective."""
     measured = [due[number] for number in range(num_measured)]
     begin, span = measured[0], measured[-1] - measured[0]
     end = max(done[number] for number in range(num_measured))
@@ -114,12 +115,12 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
     under_way: the number under way at each measured arrival, in order. num_answered: the number of
     answers within the window.
 
-    The number under way has to grow from the first third of arrivals to the last by two requests,
-    by a fifth, and by two standard errors of the means of blocks. It also has to grow from the
-    second third to the last: after a short burst of arrivals it would fall again. The standard
-    errors are too small, since a queue has a memory. So answers also have to fall behind arrivals
+    The number under way must grow from the first third of arrivals to the last by two requests, by
+    a fifth, and by two standard errors of block means. It must also grow from the second third to
+    the last, because it would fall again after a short burst. These standard errors are too small,
+    since consecutive queue lengths are correlated. Answers must therefore also fall behind arrivals
     by 5 %, and by two standard errors of the difference of two Poisson counts whose mean is the
-    number of requests under way in the first third.
+    number under way in the first third.
     """
     count = len(under_way)
     if count < FEWEST or num_answered >= _SHARE * count:
@@ -139,12 +140,13 @@ def is_overloaded(under_way: Sequence[int], num_answered: int) -> bool:
     )
 
 
-_BEFORE = 10  # at least one request before the window for this many measured ones
+_BEFORE = 10  # at least one request before the window per this many measured ones
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """The requests of a point as they arrive, with the prompts in turn; see `core.types.Arrivals`.
+    """The arriving requests of a load point, which cycle through the prompts; see
+    `core.types.Arrivals`.
 
     The measured requests have numbers from 0. Requests after them have the next numbers, and
     requests before them have the last numbers. Earlier requests arrive until those that were under
@@ -215,10 +217,10 @@ def measure_at_rate(
     peak_memory: Callable[[], int],
     on_sign: Callable[[], None],
 ) -> tuple[list[Sample], Stretch, float]:
-    """Have requests arrive at the key's rate. Every rank calls this.
+    """Measure requests that arrive at the key's rate. Every rank calls this.
 
     Returns the point's samples, the record of its window, and the seconds of rounds and prefill
-    passes. The seconds include requests that are not measured.
+    passes. The seconds also cover requests that are not measured.
     """
     assert key.request_rate is not None
     repeats, params = job.plan.recipe.run.repeats, job.plan.params
@@ -251,9 +253,9 @@ def measure_at_rate(
 
 
 def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
-    """The sample with the server's counts of all requests together, which one of the answers holds.
-    The counts include requests that are not measured. They are needed only if the rounds of single
-    requests are unknown."""
+    """Add to the sample the server's counts over all requests, which one answer carries. They
+    include requests that are not measured, and are needed only if the rounds of single requests are
+    unknown."""
     served = [one.served for one in found if one.served is not None]
     remarks = sorted({code for one in served for code in one.remarks} - {*sample.remarks})
     counted = next((one.counted for one in served if one.counted is not None), None)
@@ -264,7 +266,7 @@ def _with_common(sample: Sample, found: Sequence[Finished]) -> Sample:
 
 
 def _from_due(own: Finished) -> dict[str, object]:
-    """The latencies of a request from its due time on, so that they include its wait for a slot."""
+    """A request's latencies counted from its due time, so that they include the wait for a slot."""
     lag = own.served.send_lag_ms if own.served is not None else None
     first, last = (
         [] if at is None or own.error is not None else [(at - own.arrived_at) * 1e3]

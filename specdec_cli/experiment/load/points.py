@@ -1,5 +1,5 @@
-"""Points at a rate, computed from their samples and windows: goodput, overload and speed-ups. Also
-the recommended k at a rate, and the rates between which the recommendation changes.
+"""Computes load points from their samples and windows: goodput, overload and speed-ups. Also
+recommends a k for each rate, and finds the rates between which the recommendation changes.
 
 Points are compared on the same requests at the same due times, so that differences are paired.
 Intervals are over blocks of consecutive requests.
@@ -29,8 +29,8 @@ from specdec_cli.experiment.load.goodput import (
 )
 from specdec_cli.experiment.points import Failure, measured
 
-_LONGER = 4.0  # windows recommended, in the shortest that has an interval
-_LATE = 0.05  # least reported delay of sending, in mean gaps
+_LONGER = 4.0  # recommended duration, as a multiple of the shortest window with an interval
+_LATE = 0.05  # minimum send delay to report, in mean gaps
 _NO_LATENCIES = {name: Spread.of([]) for name in ("ttft_ms", "tpot_ms", "e2el_ms")}
 
 
@@ -53,8 +53,8 @@ def points_at_rate(
             of_plain = stretches.get(plain, {}).values()
             is_slow = load.overloaded or any(one.overloaded for one in of_plain)
             gain = _gain(own, {} if is_slow or plain in failures else samples.get(plain, {}))
-            # Latencies count from the due time. An overloaded server has none, since its latencies
-            # grow without end.
+            # Latencies count from the due time. An overloaded point has none, because they grow
+            # without bound.
             whole = {"e2el_ms": Spread.of([ms for s in own.values() for ms in s.e2el_ms])}
             latencies = _NO_LATENCIES if load.overloaded else whole
             metrics = point.metrics.model_copy(update=latencies)
@@ -64,8 +64,8 @@ def points_at_rate(
 
 
 def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: Offered) -> Load:
-    """The record of a point's load. Failed requests do not count as good. An overloaded server has
-    no goodput, since there the time of a request depends on the length of the run."""
+    """The record of a point's load. Failed requests do not count as good. An overloaded point has
+    no goodput, because its request times depend on the length of the run."""
     window = sum(one.window_seconds for one in stretches)
     count, answered = len(samples), sum(one.num_answered for one in stretches)
     ordered = [samples[number] for number in sorted(samples)]
@@ -101,7 +101,7 @@ def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: O
 
 
 def is_met(samples: Sequence[Sample], slo: Mapping[str, float]) -> list[bool]:
-    """True for each request that was answered within every objective."""
+    """For each request, whether it was answered within every objective."""
     return [
         s.could_run and meets(slo, {name: next(iter(getattr(s, name)), None) for name in slo})
         for s in samples
@@ -123,8 +123,8 @@ def _gain(own: Samples, plain: Samples) -> dict[str, Any]:
 def load_warnings(
     points: Sequence[Point], stretches: Mapping[Key, Mapping[int, Stretch]]
 ) -> list[Notice]:
-    """Warnings about servers that fell behind, queues that last too long for an interval, and a
-    client that sent requests late."""
+    """Warnings about servers that fell behind, windows too short for an interval, and late requests
+    from the client."""
     found = []
     for point in points:
         if (load := point.load) is None or point.request_rate is None:
@@ -150,8 +150,8 @@ def load_warnings(
         late, rate = load.send_lag_ms.p99, load.offered_rate
         if late is not None and rate and late > _LATE * 1e3 / rate:
             told = (
-                f"{where}: requests left late, one in a hundred by {late:.1f} ms or more; give the "
-                "client free processors, or lower --request-rate"
+                f"{where}: requests were sent late, one in a hundred by {late:.1f} ms or more; "
+                "give the client free processors, or lower --request-rate"
             )
             found.append(Notice("client_late", told, evidence))
     return found
@@ -159,7 +159,7 @@ def load_warnings(
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The results of a point on the requests that all points have. times: the milliseconds of each
+    """A point's results on the requests common to all points. times: the milliseconds of each
     request that all points answered. met: for each request, 1 if it met the objectives and 0 if
     not; empty without objectives."""
 
@@ -181,7 +181,7 @@ class Scored:
 
 
 def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scored]:
-    """The results of all points that were measured and are not overloaded."""
+    """The results of all measured points that are not overloaded."""
     chosen = [p for p in points if p.is_ok and p.load is not None and not p.load.overloaded]
     if not chosen:
         return []
@@ -203,8 +203,8 @@ def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Bes
 
     If there are objectives, goodput decides. Points that are tied with the best are then compared
     by latency, and the smallest k among those still tied is chosen. A k > 0 is recommended only if
-    one of the two figures is better than at k = 0 beyond chance, or if k = 0 has no result.
-    Overloaded points are never recommended.
+    goodput or latency is better than at k = 0 beyond chance, or if k = 0 has no result. Overloaded
+    points are never recommended.
     """
     rate = points[0].request_rate
     assert rate is not None
@@ -249,7 +249,7 @@ def _reason(
 ) -> str:
     k = chosen.point.k
     if not has_blocks:
-        return f"k = {k} at {where}: too few requests for an interval, so that nothing is shown"
+        return f"k = {k} at {where}: too few requests for an interval, so nothing is shown"
     if k == 0:
         best = leader.point.k
         told = "no k is better" if best == 0 else f"k = {best} is not better beyond chance"

@@ -1,4 +1,4 @@
-"""The verdict on a gain, and how much more has to be measured to reach one. Knows no engine."""
+"""The verdict on a gain, and how much more to measure if it is inconclusive."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from specdec_cli.experiment.statistics.stats import student
 from specdec_cli.text import counted
 
 NEGLIGIBLE = 0.03  # a gain up to this is not worth a draft, so the verdict may be "none"
-_SURE = 1.96 + 0.84  # standard errors from 1 at which four of five measurements decide
+_SURE = 1.96 + 0.84  # standard errors from 1 that decide in four of five measurements
 _ENOUGH = 8  # fewest prompts whose interval has enough degrees of freedom
 Ends = Sequence[float] | None
 
@@ -34,10 +34,10 @@ def judged(
     leader: tuple[float, Ends, int, float, int] | None,
     disturbed: Sequence[Notice],
 ) -> tuple[Verdict, Needed | None, str]:
-    """The verdict, the measurement that would settle it if it is inconclusive, and words on both to
-    append to a reason. chosen, others: as for `verdict_of`. leader: the arguments of `needed_for`
-    for the fastest point with proposals; None without such a point. disturbed: signs that something
-    disturbed the times."""
+    """The verdict, the measurement that would settle it if it is inconclusive, and a text about
+    both to append to a reason. chosen, others: as for `verdict_of`. leader: the arguments of
+    `needed_for` for the fastest point with proposals; None without such a point. disturbed: signs
+    that something disturbed the times."""
     is_disturbed = bool(disturbed)
     verdict = verdict_of(chosen, others, is_disturbed=is_disturbed)
     codes = ", ".join(dict.fromkeys(one.code for one in disturbed))
@@ -54,9 +54,9 @@ def needed_for(
 ) -> Needed:
     """The number of prompts that would settle a gain four times in five, if they scatter like the
     measured ones: they would show that it is above 1, or that it is not worth having. If only the
-    times were disturbed, the same prompts are measured again. Few prompts do not show their
-    scatter, so only the number that does is known. ends: the gain's interval over `count` prompts,
-    which took `seconds` to measure."""
+    times were disturbed, the same prompts are measured again. Too few prompts do not show their
+    scatter; then the result is the number of prompts that would. ends: the gain's interval over
+    `count` prompts, which took `seconds` to measure."""
     is_unknown = ends is None or count < _ENOUGH
     if ends is None or is_unknown:
         prompts = max(count + 1, _ENOUGH * batch_size)
@@ -73,8 +73,8 @@ def needed_for(
 
 
 def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
-    """The measurement in words: `; about 60 prompts like these would decide, in about 4 minutes`.
-    count: the number of measured prompts."""
+    """The needed measurement in words: `; about 60 prompts like these would decide, in about 4
+    minutes`. count: the number of measured prompts."""
     if needed.at_least:
         told = f"{counted(count, 'prompt')} cannot tell how many would decide: measure at least"
         return f"; {told} {needed.prompts:,}"

@@ -40,8 +40,8 @@ class MidRatio:
         """The 95 % interval; None for fewer than two observations.
 
         This is Yuen's interval for trimmed means (The two-sample trimmed t for unequal population
-        variances, Biometrika 1974), applied to the logarithm with winsorised influences and
-        Student's t. Below 8 observations nothing is trimmed, since 4 observations would leave one
+        variances, Biometrika 1974), applied to the logarithm with winsorised influence values and
+        Student's t. Below 8 observations nothing is trimmed, because trimming 4 would leave one
         degree of freedom.
         """
         n = len(self.columns)
@@ -108,8 +108,8 @@ def midmean(values: Sequence[float] | Array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The largest of several measures, by its place in their list. best: the place of the largest
-    measure. tied: the places of the measures that do not differ from it at 95 %, including its own.
+    """The ranking of several measures. best: the index of the largest one. tied: the indices of the
+    measures that do not differ from it at 95 %, itself included.
     """
 
     best: int
@@ -117,10 +117,10 @@ class Ranking:
 
 
 def choose(measures: Sequence[Measure], seed: int = 0) -> Ranking:
-    """The largest of several measures over the same observations, and those tied with it. A measure
-    is tied if the interval of its ratio to the largest contains 1. Without an interval, a measure
-    is tied only if its value is equal. A measure whose value is NaN is left out, unless all values
-    are NaN."""
+    """Find the largest of several measures over the same observations, and those tied with it. A
+    measure is tied if the interval of its ratio to the largest contains 1. Without an interval, a
+    measure is tied only if its value is equal. A measure whose value is NaN is left out, unless all
+    values are NaN."""
     values = [m.value for m in measures]
     best = max(range(len(values)), key=lambda i: -np.inf if np.isnan(values[i]) else values[i])
 

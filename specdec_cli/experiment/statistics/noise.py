@@ -1,6 +1,5 @@
-"""Signs in the samples of a run that something disturbed its times, and the outlying repeats, which
-do not count. They are computed from records alone, so that merged and resumed runs are treated like
-whole ones."""
+"""Finds signs in a run's samples that something disturbed its times, and outlying repeats, which do
+not count. Only records are used, so that merged and resumed runs are treated like any other."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -19,11 +18,11 @@ from specdec_cli.experiment.statistics.stats import SumRatio
 from specdec_cli.text import counted
 
 _DRIFT = 0.10  # least relative change of a round's time, minus its error, that is reported
-# The number of standard errors that are subtracted from a change. It is large, since the largest
-# change among many splits counts and no machine is wholly quiet: 28 quiet sweeps on two shared
+# The number of standard errors that are subtracted from a change. It is large, because the largest
+# change among many splits counts and no machine is entirely quiet: 28 quiet sweeps on two shared
 # cores had changes of at most 9 %, and 18 sweeps beside other work of at least 13 %.
 _CERTAIN = 4.5
-_FEWEST = 8  # fewest batches of prompts that can show a drift
+_FEWEST = 8  # minimum batches of prompts for a drift
 _FEWEST_AT_SEAM = 5
 _DISAGREE = 0.03  # least reported difference of two repeats, at the near end of its interval
 _OFF = 0.03  # least relative error of a prediction that is reported
@@ -47,7 +46,7 @@ def _by_run(samples: Mapping[Key, Samples]) -> Iterable[dict[Key, Samples]]:
 
 
 def seams_in(samples: Mapping[Key, Samples], earlier: Collection[int]) -> list[Notice]:
-    """Warnings if rounds are slower or faster since a run was resumed. earlier: the prompts that
+    """Warnings if rounds became slower or faster when a run was resumed. earlier: the prompts that
     were measured before the run was resumed."""
     if not earlier:
         return []
@@ -55,14 +54,14 @@ def seams_in(samples: Mapping[Key, Samples], earlier: Collection[int]) -> list[N
 
 
 def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> list[Notice]:
-    """A warning if rounds became slower or faster at some prompt and stayed so.
+    """A warning if rounds became permanently slower or faster at some prompt.
 
     earlier: the prompts before a seam, if only a change at the seam counts.
 
     Prompts are measured in the order of their indices, each at every point. So the time of a round,
-    relative to the median of its point and averaged over points, shows the machine's speed. Longer
-    texts are accounted for: their rounds read more keys, and data sets are often ordered by length.
-    Prompts that are decoded together share their rounds, so they are one observation.
+    relative to the median of its point and averaged over points, shows the machine's speed. The
+    effect of text length is removed: rounds of longer texts read more keys, and datasets are often
+    sorted by length. Prompts decoded in one batch share their rounds, so they are one observation.
     """
     common = sorted(set.intersection(*(set(of) for of in samples.values())))
     plain = min(samples, key=lambda key: key.k)
@@ -86,7 +85,7 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
     lengths = by_batch(_context(samples[plain][i]) for i in used)
     edge = max(2, count // 8)
     places = [seam] if earlier else range(edge, count - edge + 1)
-    # A single place needs no margin for a choice among many, but with few prompts its error is
+    # A fixed split needs no margin for choosing among many, but with few prompts its error is
     # uncertain.
     certain = 1.5 * stats.student(count - 3) if earlier else _CERTAIN
     splits = [(_step(speeds, lengths, split), split) for split in places]
@@ -119,7 +118,7 @@ def _step(
     together with a term proportional to `lengths`. The lengths may all be equal."""
     after = (np.arange(len(values)) >= split).astype(float)
     known = np.stack((np.ones(len(values)), lengths - lengths.mean()), axis=1)
-    # What the mean and the lengths leave unexplained of the values, and of the step itself.
+    # The residuals of the values and of the step after fitting the mean and the lengths.
     rest, own = (v - known @ np.linalg.lstsq(known, v, rcond=None)[0] for v in (values, after))
     weight = max(float(own @ own), 1e-9)
     change = float(own @ rest) / weight
@@ -136,7 +135,7 @@ def _context(sample: Sample) -> float:
 def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
     """A warning if outlying repeats cast doubt on those that count.
 
-    A single outlier that lost no more than a slice of time casts no doubt: the prompt's figure is
+    A single outlier that lost no more than a time slice is harmless, because the prompt's figure is
     the mean of its other repeats.
     """
     outliers = Outliers.of(samples)
@@ -220,7 +219,7 @@ def predictions_off(points: Iterable[Point]) -> list[Notice]:
 
 def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
     """A warning about predictions from the proposals of the largest k, if a smaller k would propose
-    other tokens."""
+    different tokens."""
     found = [p for p in points if p.prediction is not None and p.prediction.drafts_of_k is not None]
     if not found:
         return []
@@ -245,13 +244,12 @@ def _name(key: Key) -> str:
     return f"k = {key.k}{with_draft}, batch size {key.batch_size}"
 
 
-# The seconds that a system at rest occasionally takes from a process. In recorded quiet sweeps on a
+# The seconds that an idle system occasionally takes from a process. In recorded quiet sweeps on a
 # virtual machine of two processors the longest outlier lost 0.19 s.
 _SLICE = 0.25
 _WEIGHT = 0.01  # an outlier is not long if it lost less than this share of its point's time
-# Share of the repeats that are outliers on a system at rest: 0 to 1.4 % in the same sweeps. If
-# outliers were independent, two repeats of one prompt would both be outliers in 4 of 10,000
-# prompts.
+# Share of repeats that are outliers on an idle system: 0 to 1.4 % in the same sweeps. If outliers
+# were independent, two repeats of one prompt would both be outliers in 4 of 10,000 prompts.
 _SELDOM = 0.02
 _CHANCE = 0.001  # outliers are too many if their number is less likely than this at rest
 
@@ -260,7 +258,7 @@ _CHANCE = 0.001  # outliers are too many if their number is less likely than thi
 class Outlier:
     """A repeat that took far longer than the fastest one of its prompt.
 
-    lost: the seconds that the disturbance took from all prompts that are decoded together.
+    lost: the seconds that the disturbance cost the whole batch.
     """
 
     lost: float
@@ -310,7 +308,7 @@ class Outliers:
 
     @property
     def are_many(self) -> bool:
-        """True if there are more outliers than on a system at rest, so that all repeats of a prompt
+        """True if there are more outliers than on an idle system, so that all repeats of a prompt
         may be disturbed.
 
         This uses the bound of Chernoff and Hoeffding on the tail of a binomial distribution. If
@@ -326,7 +324,7 @@ class Outliers:
         return self.chances * divergence > -math.log(_CHANCE)
 
 
-# Codes of warnings that keep a recommendation from being called significant.
+# Codes of warnings that rule out a significant recommendation.
 DISTURBED = frozenset(
     {
         *("baseline_drift", "outlying_repeats", "repeats_disagree"),
@@ -353,5 +351,5 @@ def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
 
 
 def disturbances(warnings: Iterable[Notice]) -> list[Notice]:
-    """The warnings that keep any result from being called significant."""
+    """The warnings that rule out a significant result."""
     return [one for one in warnings if one.code in DISTURBED]

@@ -1,4 +1,4 @@
-"""The promise of lossless decoding, and the result of checking it, in words. Imports no torch."""
+"""The guarantee of lossless decoding, and the result of checking it, in words. Imports no torch."""
 
 from collections.abc import Mapping
 

@@ -2,7 +2,7 @@
 
 Every measure of a sweep is a product of sums over prompts, some of them in the denominator. Mean
 acceptance length is (accepted + drafts) / drafts. A speed-up is tokens / time over the same ratio
-at k = 0. Prompts are resampled, since rounds of one prompt resemble each other.
+at k = 0. The bootstrap resamples prompts, because rounds of one prompt are correlated.
 """
 
 import functools
@@ -30,8 +30,8 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 # interval.
 _LEAST_ERROR = 0.25
 _NORMAL = NormalDist().inv_cdf(0.975)
-_FEW_WITHOUT = 0.1  # least share of rounds without proposals that is mentioned
-_CHUNK = 2_000_000  # numbers in memory at a time
+_FEW_WITHOUT = 0.1  # minimum share of rounds without proposals to mention
+_CHUNK = 2_000_000  # values in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def proposing_rate(metrics: Metrics) -> float | None:
     """The share of a run's rounds that proposed anything; None if it is nearly 1, or unknown.
 
     `mean_acceptance_length` is over these rounds only. A draft model proposes in every round except
-    a text's last; the n-gram method may find nothing to propose in most rounds.
+    a text's last, but n-grams may find no proposal in most rounds.
     """
     drafts, without = metrics.num_drafts or 0, metrics.num_rounds_without_proposal
     is_telling = drafts > 0 and without > _FEW_WITHOUT * (drafts + without)
@@ -81,8 +81,7 @@ def proposing_rate(metrics: Metrics) -> float | None:
 
 
 def among_rounds(metrics: Metrics) -> str:
-    """A suffix that says which rounds an acceptance length is over; "" if these are nearly all
-    rounds."""
+    """A suffix that says which rounds an acceptance length covers; "" if nearly all."""
     rate = proposing_rate(metrics)
     return "" if rate is None else f" in the {100 * rate:.0f}% that proposed"
 
@@ -149,8 +148,8 @@ def linear_interval(measure: SumRatio) -> list[float] | None:
     """The 95 % interval of `measure` from its linearised standard error and Student's t, or None as
     for `interval`.
 
-    It is for figures that decide nothing, such as those of a plot. It is quick, but too narrow for
-    few and skewed prompts.
+    It is fast, but too narrow for few and skewed prompts, so use it only for figures that decide
+    nothing, such as those in plots.
     """
     x = measure.columns
     if len(x) < FEWEST or not np.isfinite(value := measure.value):

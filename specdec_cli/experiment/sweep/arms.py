@@ -1,5 +1,5 @@
 """The sessions of a sweep's arms. All arms share one target, or are loaded one at a time if memory
-is short. All ranks call this in the same order. Knows no samples."""
+is short. All ranks make the same calls in the same order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class Arms:
         return {name: self._sessions[name] for name in names if name in self._sessions}
 
     def alone(self, job: Job) -> Session | None:
-        """The session of one arm, in place of the one before; None if it cannot be loaded."""
+        """The session of one arm, which replaces the previous one; None if it cannot be loaded."""
         self._forget()
         name = job.plan.proposer
         if name not in self.failures:
@@ -57,8 +57,8 @@ class Arms:
         return self._sessions.get(name)
 
     def _load(self, job: Job, first: Session | None = None) -> None:
-        """Load an arm, beside a first one if there is one. Its session or its failure is kept. If
-        it does not fit beside the first one, neither is kept.
+        """Load an arm, beside `first` if given, and store its session or its failure. If it does
+        not fit beside `first`, store neither.
 
         Raises if it is the only arm, and with several ranks: a rank with a part of the draft may
         fail while the others do not.

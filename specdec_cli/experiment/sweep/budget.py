@@ -1,4 +1,5 @@
-"""The prompts, tokens and repeats of a sweep that fit into a given time. Loads no weights."""
+"""Chooses the prompts, tokens and repeats of a sweep that fit into a given time. Loads no
+weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import counted
 
-_AIM = 0.7  # share of the minutes to plan with: an estimate is often too low
+_AIM = 0.7  # share of the minutes to plan for, because estimates are often too low
 _FEWEST_PROMPTS, _FEWEST_TOKENS, _USUAL_TOKENS = 8, 16, 64
 
 

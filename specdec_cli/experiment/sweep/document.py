@@ -1,6 +1,6 @@
 """The document of a sweep, from its records.
 
-Everything is computed from the run folder. Knows no engine.
+Everything is computed from the run folder.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -43,8 +43,8 @@ def points_at(
     failures: Mapping[Key, Failure],
     rate: Rate | None = None,
 ) -> list[Point]:
-    """The points of one level, from the records. A point that several arms share comes once, and
-    first."""
+    """The points of one level, from the records. A point shared by several arms occurs once, at the
+    start."""
     if (offered := settings.offered) is not None:
         keys = settings.keys(batch_size, settings.ks, rate)
         return points_at_rate(offered, records.samples, records.stretches, keys, failures)
@@ -67,7 +67,7 @@ def forecasts_of(
 ) -> Forecasts:
     """The basis of an arm's predictions at a batch size."""
     largest = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
-    # Synthetic acceptance writes another text at each k; only the texts' length may be the same.
+    # Synthetic acceptance gives a different text at each k; at best the lengths agree.
     is_exact = settings.is_greedy and not settings.has_given_acceptance
     if settings.has_given_acceptance:
         ends = {sample.finish_reason for sample in largest.values()}
@@ -184,7 +184,7 @@ def _of_batches(
 def _at_rates(
     settings: SweepSettings, records: SweepRecords, points: Sequence[Point], _: object
 ) -> dict[str, Any]:
-    """The conclusions from points at rates."""
+    """The conclusions from load points."""
     best = {
         rate: best_at_rate([p for p in points if p.request_rate == rate], records.samples)
         for _, rate in settings.levels

@@ -28,8 +28,8 @@ class Gains:
 
     points: the points that can be compared. measured, predicted: the measures of the points; only
     one of the two is set. prompts: the prompts that are compared. num_parts: the number of parts of
-    the time curve, for predictions. seconds: the time that measuring these prompts at these points
-    took. why_none: the reason why there are no points.
+    the time curve, for predictions. seconds: how long measuring these prompts at these points took.
+    why_none: the reason why there are no points.
     """
 
     points: Sequence[Point] = ()
@@ -49,7 +49,7 @@ class Gains:
         return self.predicted[key] if self.predicted else self.measured[key]
 
     def value(self, point: Point) -> float:
-        """The point's own speed-up, over all prompts that it has in common with k = 0."""
+        """The point's own speed-up, over all prompts measured both there and at k = 0."""
         found = point.predicted_speedup if self.is_predicted else point.speedup
         return found or 0.0
 
@@ -175,7 +175,6 @@ def _by_category(
 
 
 def _is_valid(point: Point, category: str) -> bool:
-    """Whether a point has a speed-up for a category, which a ratio beyond what is possible is
-    not."""
+    """Whether a point has a possible speed-up for a category."""
     row = point.per_category.get(category)
     return point.k == 0 or (row is not None and row.speedup is not None)

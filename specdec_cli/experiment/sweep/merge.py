@@ -1,4 +1,4 @@
-"""Merging the shards of a sweep into one folder. Knows no models and no terminals."""
+"""Merges the shards of a sweep into one folder."""
 
 import os
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     shards = [read_settings(path) for path in paths]
     whole = replace(shards[0], shard=None)
     for path, settings in zip(paths[1:], shards[1:], strict=True):
-        # Drafts are identified by their section of the recipe, so one model may have two names.
+        # Drafts are identified by their recipe section, because one model may have two names.
         named = replace(settings, shard=None, drafts=whole.drafts)
         found = settings_difference(whole.as_dict(), named.as_dict())
         if found is not None:
@@ -90,7 +90,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
 
 
 def _recipe_for(output: Path, shard: Path) -> tuple[Recipe, str | None]:
-    """The recipe of the whole sweep, and the text of the prompts that its folder has to keep."""
+    """The recipe of the whole sweep, and the text of the prompts that its folder must store."""
     recipe = load_recipe(str(shard / "recipe.yaml"))
     data, own = recipe.data, shard / PROMPTS
     if data is None or data.path != os.path.abspath(own):
@@ -189,7 +189,7 @@ def _lacks(key: Key, whole: SweepSettings, records: SweepRecords) -> bool:
 
 
 def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict[Key, Failure]:
-    """The points that failed in a shard; other shards cannot make up for them."""
+    """The points that failed in a shard, which other shards cannot complete."""
     last = {Key.of(point): point for point in _read(path, Point, settings, whole)}
     return {
         key: Failure(point.status, f"{path.resolve().name}: {point.reason}")
@@ -206,7 +206,7 @@ def _missing(whole: SweepSettings, records: SweepRecords) -> list[Notice]:
     if not short:
         return []
     lack = "1 point lacks" if len(short) == 1 else f"{len(short)} points lack"
-    told = f"{lack} prompts: at most {most} of {count} are there; --resume measures them"
+    told = f"{lack} prompts: at most {most} of {count} are recorded; --resume measures them"
     return [Notice("points_lack_prompts", told, {"points": len(short), "most": most})]
 
 

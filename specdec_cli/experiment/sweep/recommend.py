@@ -81,8 +81,8 @@ def recommend(
 def recommend_by_category(
     gains: Gains, samples: Mapping[Key, Samples], seed: int, disturbed: Sequence[Notice] = ()
 ) -> dict[str, Best]:
-    """The recommendation for the prompts of each category; empty for fewer than two categories, and
-    for predictions."""
+    """The recommendation for each category; empty for fewer than two categories and for
+    predictions."""
     if gains.is_predicted or not gains.points:
         return {}
     prompts = sorted(gains.prompts)
@@ -108,13 +108,13 @@ def recommend_by_category(
 
 
 def has_several_drafts(points: Sequence[Point]) -> bool:
-    """True if points have several drafts, so that k alone does not name a point."""
+    """True if points have several drafts, so that k alone does not identify a point."""
     return len({p.draft for p in points if p.k}) > 1
 
 
 def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
-    """The name of a point. with_draft: whether to add the draft, or the method that needs none; k =
-    0 has neither."""
+    """The name of a point. with_draft: whether to add the draft, or the method if it needs none; k
+    = 0 has neither."""
     if not with_draft or not k:
         return f"k = {k}"
     return f"k = {k} with {'' if without_draft(draft) else 'draft '}{draft}"

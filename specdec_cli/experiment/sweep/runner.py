@@ -1,7 +1,7 @@
-"""Running a sweep: the order of its points, and the handling of failures.
+"""Runs a sweep: the order of its points, and the handling of failures.
 
 Every rank runs the same points in the same order and keeps the same records in memory; only rank 0
-has a folder and computes points. Knows nothing of terminals.
+has a folder and computes points.
 """
 
 import logging
@@ -56,7 +56,7 @@ class Sweep(Running):
         for (
             key,
             earlier,
-        ) in self._earlier.items():  # times that changed where this process resumed
+        ) in self._earlier.items():  # times that changed when this process resumed
             size = key.batch_size
             own = {of: s for of, s in self.records.samples.items() if of.batch_size == size}
             found += seams_in(own, earlier)
@@ -85,8 +85,8 @@ class Sweep(Running):
         return points
 
     def _run_at_rates(self) -> list[Point]:
-        """Measure points at rates. Each point runs in one piece, so arms take turns point by
-        point."""
+        """Measure points at rates. Each point runs without interruption, so arms take turns point
+        by point."""
         settings, jobs, points = self.plan.settings, self.plan.jobs, list[Point]()
         size, loads = settings.batch_sizes[0], {job.plan.proposer: job for job in jobs}
         keys = [key for key in settings.measured_keys if not self.records.stretches[key]]
@@ -145,7 +145,7 @@ class Sweep(Running):
         )
 
     def _lack(self, job: Job, measured: Iterable[Key], timed: Iterable[Key]) -> bool:
-        """True if points lack samples of an arm's prompts, or parts of the time curve."""
+        """True if samples of an arm's prompts or parts of the time curve are missing."""
         indices = {prompt.index for prompt in job.prompts}
         return any(indices - self.records.samples[key].keys() for key in measured) or any(
             len(self.records.costs[key]) < curve_parts(job, key.batch_size) for key in timed
@@ -167,7 +167,7 @@ class Sweep(Running):
                     self._measure([job], sessions, batch_size, units[start:stop])
 
     def _give_up_arms(self, batch_size: int) -> None:
-        """Record the failures of arms that could not be loaded."""
+        """Record as failed the points of arms that could not be loaded."""
         settings, failed = self.plan.settings, self._arms.failures
         for job in self.plan.jobs:
             if (failure := failed.get(job.plan.proposer)) is not None:
@@ -187,7 +187,7 @@ class Sweep(Running):
         numbers: Sequence[int],
     ) -> None:
         """Measure some units of a batch size, one after another, at the points of the arms that
-        have sessions. Then release the rounds that these sessions captured.
+        have sessions. Then release these sessions' CUDA graphs.
 
         whole: the sessions, opened for the largest batch. numbers: the places of the units.
         """
@@ -199,7 +199,7 @@ class Sweep(Running):
         for name, session in whole.items():
             sessions[name] = session.resized(batch_size)
             if sessions[name] is not session:
-                session.forget_rounds()  # rounds captured for the largest batch
+                session.forget_rounds()  # CUDA graphs captured for the largest batch
         # If all arms share plain decoding, the first arm that reads no hidden states runs it.
         plain = min(jobs, key=lambda job: job.plan.reads_hidden)
         hosts = {job.plan.proposer: job for job in jobs}
@@ -213,7 +213,7 @@ class Sweep(Running):
         loop = self._loop(session_of)
         self._begin("warming up")
         cold = keys
-        if not self._backend.is_native:  # servers that have answered everything are not asked again
+        if not self._backend.is_native:  # do not ask servers again that have answered everything
             cold = [key for key in keys if self._lack(hosts[key.draft], [key], [])]
         loop.warm_up({key: hosts[key.draft] for key in cold})
         self._begin("measuring")
@@ -222,7 +222,7 @@ class Sweep(Running):
         parts = range(curve_parts(plain, batch_size))
         with self.clock.measures():
             for number in numbers:
-                # The time curve counts neither as measuring nor as recording.
+                # The time curve is part of neither measuring nor recording.
                 with self.clock.measures(-1):
                     for part in parts:
                         if curve_unit(plain, batch_size, part) == number:
@@ -253,9 +253,9 @@ class Sweep(Running):
     def _check(
         self, hosts: Mapping[str | None, Job], session_of: Callable[[Key], Session], batch_size: int
     ) -> None:
-        """Compare texts with those of the target alone, if this was asked for. These are the run's
-        own texts if it is greedy, else greedy texts of a few prompts. hosts: the job of each arm
-        that was measured at this batch size."""
+        """Compare texts with those of the target alone, if --check-lossless is given. These are the
+        run's own texts if it is greedy, else greedy texts of a few prompts. hosts: the job of each
+        arm that was measured at this batch size."""
         settings = self.plan.settings
         if self.check is None or not (settings.is_greedy or batch_size == settings.batch_sizes[0]):
             return
@@ -297,7 +297,8 @@ class Sweep(Running):
         return max(self._backend.peak_memory(self._own), self._peak_memory)
 
     def _forecast(self, unit: Job, session: Session) -> None:
-        """Record the acceptance of proposals for the outputs of the largest k, for predictions."""
+        """For predictions, record the acceptance probabilities of proposals on the outputs of the
+        largest k."""
         k = max(self.plan.settings.ks)
         key = self.plan.settings.key(unit.plan.proposer, session.batch_size, k)
         for index in self._without_text(unit):
@@ -346,7 +347,7 @@ class Sweep(Running):
     def _guarded(self, key: Key, run: Callable[[], object]) -> None:
         """Run a part of a point. If it fails, the point has failed and the sweep goes on.
 
-        With several ranks, all of them have to fail in the same place.
+        With several ranks, all of them must fail at the same place.
         """
         if key in self.failures:
             return
@@ -371,5 +372,5 @@ class Sweep(Running):
                 self.failures[key] = Failure("oom", reason, ExitCode.ENVIRONMENT)
             else:
                 self.failures[key] = Failure("failed", reason)
-            problem = None  # its traceback holds the tensors of what failed
+            problem = None  # its traceback keeps the failed call's tensors alive
             self._backend.free_memory(self._own)

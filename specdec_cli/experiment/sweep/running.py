@@ -1,7 +1,6 @@
-"""The common part of all sweeps: keeping records, showing progress, and measuring points at rates.
-Also sweeps on servers that are started for them. The servers run one after another, each for all
-batch sizes. A server has one k, so arms take turns server by server, not prompt by prompt. Knows no
-server's commands."""
+"""The common part of all sweeps: keeping records, showing progress, and measuring load points. Also
+sweeps that start servers, one after another, each for all batch sizes. A server has one k, so arms
+take turns server by server, not prompt by prompt."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -28,8 +27,8 @@ _log = logging.getLogger("specdec")
 
 @dataclass(eq=False)
 class Running:
-    """Runs a plan. records: everything that is finished. Except for the folder they are the same on
-    every rank, since they determine the remaining work."""
+    """Runs a plan. records: all finished work, the same on every rank, because it determines the
+    remaining work; only the folder is rank 0's."""
 
     plan: SweepPlan
     records: SweepRecords
@@ -38,7 +37,7 @@ class Running:
     check: LosslessCheck | None = field(default=None, init=False)
     failures: dict[Key, Failure] = field(default_factory=dict, init=False)
     clock: SweepClock = field(default_factory=SweepClock, init=False)
-    # The arms and k that were warmed up for points at rates.
+    # The arms and ks already warmed up for load points.
     _warm: set[tuple[str | None, int]] = field(default_factory=set, init=False)
 
     def _points(self, batch_size: int, rate: Rate | None = None) -> list[Point]:
@@ -66,7 +65,8 @@ class Running:
         return MeasuringLoop(session_of, self.world, self._keep, self._most_memory, self._guarded)
 
     def _measure_at_rate(self, key: Key, job: Job, session: Session) -> None:
-        """Measure a point in one piece. A closed batch comes first as a warm-up if the k is new."""
+        """Measure a load point without interruption. A closed batch comes first as a warm-up if the
+        k is new."""
         if (key.draft, key.k) not in self._warm:
             self._begin("warming up")
             self._loop(lambda _: session).warm_up({key: job})
@@ -111,7 +111,7 @@ class Starter(Protocol):
 
 @dataclass(eq=False)
 class StartedSweep(Running):
-    """A sweep whose jobs' backend starts servers."""
+    """A sweep that starts its servers."""
 
     starter: Starter
 

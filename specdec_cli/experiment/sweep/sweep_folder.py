@@ -1,4 +1,4 @@
-"""The run folder of a sweep: creating, resuming and reading it. Also taking the samples of k = 0
+"""The run folder of a sweep: creating, resuming and reading it. Also takes the samples of k = 0
 from another run."""
 
 import math
@@ -20,8 +20,7 @@ from specdec_cli.text import one_line, shown
 
 
 def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: bool) -> RunFolder:
-    """The sweep's run folder, new or resumed. The records that the folder holds are read into
-    `records`.
+    """Open the sweep's run folder, new or resumed, and read its records into `records`.
 
     Raises `UsageError` if the folder holds a sweep with other settings, or another run.
     """
@@ -109,8 +108,8 @@ def _where(plan: SweepPlan) -> dict[str, Any]:
 
 
 def _by_draft(plan: SweepPlan) -> dict[str, dict[str, Any]]:
-    """The parts of each draft's environment in which drafts differ, such as how their checkpoints
-    are read."""
+    """The parts of each draft's environment that differ between drafts, such as how their
+    checkpoints are read."""
     each = {str(job.plan.proposer): job.backend.environment(job.plan) for job in plan.jobs}
     return {
         name: {

@@ -18,9 +18,9 @@ from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, weights_from
 
-_OFF = 0.1  # largest relative difference of two rates without a warning
+_OFF = 0.1  # maximum relative difference of two rates without a warning
 
-_LONG_S = 3600.0  # a longer sweep's plan mentions --minutes
+_LONG_S = 3600.0  # for a longer sweep, the plan mentions --minutes
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class SweepPlan:
 
     @property
     def measured_jobs(self) -> dict[Key, Job]:
-        """The job of each measured point."""
+        """The job for each point to measure."""
         jobs = dict(zip(self.settings.drafts, self.jobs, strict=True))
         return {key: jobs.get(key.draft, self.jobs[0]) for key in self.settings.measured_keys}
 
@@ -68,8 +68,8 @@ def plan_sweep(
     shard: tuple[int, int] | None = None,
     check_lossless: bool = False,
 ) -> SweepPlan:
-    """A checked sweep with tokenised prompts. recipes: a recipe for each draft, equal apart from
-    the draft and its method.
+    """Plan a sweep: check it and tokenise the prompts. recipes: a recipe for each draft, equal
+    apart from the draft and its method.
 
     Raises `UsageError` for a sweep without a proposer, and the errors of `generation.tokenised`.
     """
@@ -102,7 +102,7 @@ def plan_sweep(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"--draft: {twice} is there twice")
-    if batch_sizes[0]:  # otherwise there is no limit
+    if batch_sizes[0]:  # otherwise concurrency is unlimited
         recipe = recipe.changed("run", batch_size=batch_sizes[0])
     recipe = dated(recipe, jobs[0])
     common = common_settings(recipe, jobs[0], ["target"])
@@ -135,7 +135,7 @@ def plan_sweep(
 
 
 def _with_load(recipe: Recipe) -> Recipe:
-    """The recipe with the absolute path of its file of due times, if any. Raises `UsageError` if
+    """The recipe, with an absolute path to its file of due times, if any. Raises `UsageError` if
     the recipe's arrivals name no process, or if a file of due times is given with several rates."""
     load = recipe.load
     if load.request_rate is None:
@@ -154,7 +154,7 @@ def _with_load(recipe: Recipe) -> Recipe:
 
 
 def _other_rate(recipe: Recipe) -> list[Notice]:
-    """A warning if the due times of a file come at another rate than the requested one."""
+    """A warning if a file's due times have a rate different from the requested one."""
     rates = recipe.load.request_rate
     own = process_of(recipe.load.arrivals).own_rate if rates else None
     if own is None or rates is None or abs(own / float(rates[0]) - 1) <= _OFF:
