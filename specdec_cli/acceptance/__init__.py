@@ -1,1 +1,1 @@
-"""Acceptance rules, a file each. A round knows none of them by name."""
+"""Acceptance rules, one per file. The round refers to none of them by name."""

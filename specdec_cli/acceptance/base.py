@@ -16,15 +16,15 @@ from specdec_cli.recipe import SpeculationSection
 
 
 class NoForecast(Exception):
-    """A rule's acceptance cannot be predicted from the chances of single tokens."""
+    """The rule's acceptance cannot be predicted from the probabilities of single tokens."""
 
 
 class AcceptanceRule(Protocol):
     """A rule that accepts or rejects proposals, with defaults. is_lossless: whether the output
     follows the target's distribution. looks_ahead: whether a decision depends on proposals past the
     last accepted one; noise is then keyed by round too. draws_when_greedy: whether the rule reads
-    noise even in greedy decoding. judges_jointly: whether single tokens' chances do not predict it.
-    remark: a note beside every number of a lossy rule."""
+    noise even in greedy decoding. judges_jointly: whether the probabilities of single tokens do not
+    predict its acceptance. remark: a note shown beside a lossy rule's results."""
 
     is_lossless: bool = False
     looks_ahead: bool = False
@@ -49,7 +49,7 @@ class AcceptanceRule(Protocol):
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
         """Expected acceptance over `count` output tokens after a prompt of `start`, if this rule
-        alone determines it; None if the proposer's forecast holds. Raises `NoForecast` if neither
+        alone determines it; None if the proposer's forecast applies. Raises `NoForecast` if neither
         predicts it."""
         if self.judges_jointly and not params.is_greedy:
             raise NoForecast
@@ -58,8 +58,9 @@ class AcceptanceRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The code of a rule. make: makes a recipe's rule. for_k: adapts the recipe's speculation to
-    another largest k, for rules whose keys belong to one k; raises `UsageError` if it cannot."""
+    """The code of a rule. make: makes the rule from a recipe. for_k: adapts the recipe's
+    speculation to a different largest k, for rules whose keys apply to one k; raises `UsageError`
+    if it cannot."""
 
     make: Callable[[SpeculationSection], AcceptanceRule]
     for_k: Callable[[SpeculationSection, int], SpeculationSection] = lambda own, _: own

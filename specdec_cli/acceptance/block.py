@@ -1,9 +1,8 @@
 """Block verification: proposals are judged jointly. Lossless.
 
 Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10444, Algorithm 2. It
-accepts the longest prefix of the block that passes a test, and on average that prefix is at least
-as long as the one that tests of single tokens accept. Legend: B sequences, K draft tokens at most,
-V vocabulary.
+accepts the longest prefix of the block that passes a test. On average, this prefix is at least as
+long as with token-by-token tests. Legend: B sequences, K draft tokens at most, V vocabulary.
 """
 
 import torch
@@ -30,8 +29,8 @@ def block_chances(
     [B, K, V], fp32 or fp64. target_probs: p [B, K + 1, V].
 
     Returns chances [B, K + 1]: h_i, the probability that i drafts are accepted, given that at most
-    i are; places 0 and past `lens` have no meaning. Also returns follow [B, K + 1, V]: weights of
-    the token that follows when i drafts are accepted.
+    i are; entries 0 and those past `lens` are meaningless. Also returns follow [B, K + 1, V]:
+    weights of the token that follows when i drafts are accepted.
     """
     width = draft_tokens.shape[1]
     place = torch.arange(width + 1, device=lens.device)
@@ -40,14 +39,14 @@ def block_chances(
     p = target_probs[:, :width].gather(2, token).squeeze(2)
     q = draft_probs.gather(2, token).squeeze(2)
 
-    # 1. w_i = min(1, w_(i-1) p_i / q_i), the probability that i drafts or more are accepted.
+    # 1. w_i = min(1, w_(i-1) p_i / q_i), the probability that at least i drafts are accepted.
     weight = torch.ones_like(target_probs[:, :, 0])
     for i in range(width):
         ratio = p[:, i] / q[:, i].clamp(min=TINY)
         weight[:, i + 1] = (weight[:, i] * ratio).clamp(max=1.0)
 
-    # 2. At inner places h_i makes up for the mass of later acceptances. It is 0 / 0 where w_i = 1
-    # and p = q. Later acceptances are certain there, so any value will do.
+    # 2. At inner positions, h_i accounts for the mass of later acceptances. It is 0 / 0 if w_i = 1
+    # and p = q; later acceptances are then certain, so any value works.
     residual = (weight[:, :width, None] * target_probs[:, :width] - draft_probs).clamp(min=0)
     mass = residual.sum(2)
     rest = mass + (1.0 - weight[:, :width])
@@ -55,8 +54,9 @@ def block_chances(
     is_inner = place < length
     chances = torch.where(is_inner, F.pad(inner, (0, 1)), weight)
 
-    # 3. The residual w p - q follows an inner place, and p follows the last one. Rounding may leave
-    # the residual empty; a NaN in q makes its sum NaN. Then p alone decides.
+    # 3. The next token is drawn from the residual w p - q after an inner position, and from p after
+    # the last. If rounding makes the residual zero, or a NaN in q makes its sum NaN, p is used
+    # instead.
     from_residual = is_inner & F.pad(mass > 0, (0, 1))
     follow = torch.where(from_residual[..., None], F.pad(residual, (0, 0, 0, 1)), target_probs)
     return chances, follow
@@ -79,11 +79,12 @@ def block_verify_reference(
     Given the first i drafts, at least i are accepted with probability w_i.
 
     `accept_noise[:, i]` decides prefix i + 1, and `sample_noise[:, a]` draws the token after a
-    accepted drafts. The outcome depends on the accept noise and the drafts of ALL places up to
-    `lens`. The next round decides some of these places again, with fresh numbers. So the caller
-    guarantees that accept noise and the noise that draws the drafts are functions of the round's
-    start too (`uniform_rows(..., by_round=True)`); that all three kinds are independent; and that
-    `lens` is a stopping time of the drafts, which never depends on a draft that is then left out.
+    accepted drafts. The outcome depends on the accept noise and the drafts at ALL positions up to
+    `lens`. The next round decides some of these positions again, with fresh random numbers. The
+    caller must therefore guarantee that accept noise and the noise that draws the drafts are
+    functions of the round's start too (`uniform_rows(..., by_round=True)`); that all three kinds
+    are independent; and that `lens` is a stopping time of the drafts, which never depends on a
+    draft that is then left out.
     """
     chances, follow = block_chances(draft_tokens, lens, draft_probs, target_probs)
     place = torch.arange(1, draft_tokens.shape[1] + 1, device=lens.device)
@@ -102,8 +103,8 @@ def verify_block(v: ops.Verification) -> tuple[Tensor, Tensor]:
 
 
 def _test(v: ops.Verification) -> tuple[Tensor, Tensor]:
-    """Block verification, or for proposals that were not drawn rejection sampling, which then has
-    the same distribution and costs less."""
+    """Block verification; or, for proposals that were not sampled, rejection sampling, which is
+    equivalent there and cheaper."""
     return ops.reject_logits(v) if v.draft_logits is None else verify_block(v)
 
 

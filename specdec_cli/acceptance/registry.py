@@ -1,4 +1,4 @@
-"""The code of acceptance rules, by the names that recipes give them."""
+"""Finds the code of acceptance rules by their names in recipes."""
 
 from importlib import import_module
 
@@ -13,7 +13,7 @@ def rule_of(speculation: SpeculationSection) -> AcceptanceRule:
 
 
 def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
-    """A recipe's speculation, adapted to another largest k; see `Rule`."""
+    """A recipe's speculation, adapted to a different largest k; see `Rule`."""
     return _named(speculation.acceptance).for_k(speculation, k)
 
 

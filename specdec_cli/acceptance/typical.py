@@ -12,11 +12,12 @@ from specdec_cli.core.types import SamplingParams
 class Typical(AcceptanceRule):
     """Accept d_i iff p(d_i) > min(threshold, alpha * exp(-H(p))); then draw from the target's p.
 
-    H is the entropy of p, filtered, in nats. Greedy decoding accepts only the target's choices.
+    H is the entropy in nats of p after filtering. Greedy decoding accepts only the target's
+    choices.
     """
 
     judges_jointly = True
-    remark = "likely proposals pass, so the text is not distributed as the target's"
+    remark = "likely proposals pass, so the text does not follow the target's distribution"
 
     def __init__(self, threshold: float, alpha: float) -> None:
         self.threshold = threshold
@@ -36,7 +37,7 @@ class Typical(AcceptanceRule):
         logits = target.logits.flatten(0, 1)
         own = draw(logits, None, params, noise.sample.flatten()).view(-1, k + 1)
         stands = self.stands(to_probs(target.logits[:, :k], params), c.token_ids)
-        # `ops.accept` accepts a proposal if its noise is below its place's rate.
+        # `ops.accept` accepts a proposal if its noise is below its position's rate.
         rates = torch.full((k,), 0.5, device=stands.device)
         return Verdict(*ops.accept(c.token_ids, own, c.lens, (~stands).float(), rates))
 

@@ -54,17 +54,19 @@ def build(
 ) -> Engine:
     """Load the models, size and allocate the caches, and wire the engine.
 
-    longest_prompt: the tokens of the longest prompt; with `max_new_tokens` it bounds the cache.
-    on_stage: called with each of `plan.stages` as it begins. loaded_target: the target of an engine
-    that is no longer used; its cache is freed. Raises `SetupError` when a checkpoint is damaged, a
-    model cannot be compiled, or memory runs out.
+    longest_prompt: the length of the longest prompt; with `max_new_tokens` it bounds the cache
+    size. on_stage: called with each of `plan.stages` as it begins. loaded_target: the target of an
+    engine no longer in use, to be reused; its cache is freed. Raises `SetupError` when a checkpoint
+    is damaged, a model cannot be compiled, or memory runs out.
     """
     recipe = plan.recipe
     need = _need_of(plan, longest_prompt)
     plan = _within_reach(plan, need.longest)
     is_open = recipe.cache.num_blocks is None and plan.device.type == "cuda"
     begin_stage("estimating memory")
-    rough = sum(estimate_passes(plan, need)) if is_open else 0  # while models are on meta
+    rough = (
+        sum(estimate_passes(plan, need)) if is_open else 0
+    )  # before models leave the meta device
     if loaded_target is not None:
         loaded_target.cache.layers.clear()
     try:
@@ -89,9 +91,9 @@ def build_beside(
     engine: Engine,
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> Engine | None:
-    """An engine of another proposer over the target and the cache of `engine`; both engines stay in
-    use. Returns None, and loads nothing, if memory does not suffice for both engines or if a
-    compiled target would have to return other hidden states. The other arguments are those of
+    """Build an engine with a different proposer on the target and cache of `engine`; both engines
+    stay usable. Return None, without loading anything, if memory is too small for both or if a
+    compiled target would have to return different hidden states. Other arguments are as for
     `build`.
     """
     need = _need_of(plan, longest_prompt)
@@ -128,7 +130,7 @@ def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
 
 def _within_reach(plan: Plan, longest: int) -> Plan:
     """The plan with as many positions as texts of `longest` tokens need, and at least 131,072.
-    Rotary tables grow with the number of positions, and a config may give any number."""
+    Rotary tables grow with the number of positions, which a config may set to any value."""
     reach = max(longest, _FEWEST_POSITIONS)
     if reach >= plan.max_model_len:
         return plan
@@ -146,7 +148,7 @@ def load_models(
     device, draft = plan.device, plan.draft
     if device.type == "cuda":
         begin_stage("starting CUDA")
-        torch.cuda.set_device(device)  # Triton and NCCL launch on the current device
+        torch.cuda.set_device(device)  # Triton and NCCL use the current device
         torch.cuda.synchronize(device)
     on_compile = {role: on_stage for role in plan.compiled}
     on_stage("loading the target")
@@ -157,7 +159,7 @@ def load_models(
         target = plan.target.paged(module, block_size, on_compile.get("target"))
     if target.hidden_layers != plan.target.hidden_layers:
         target.hidden_layers = plan.target.hidden_layers
-        if target.compiled is not None:  # compile again, for other hidden states
+        if target.compiled is not None:  # recompile for different hidden states
             target.compiled = CompiledForward(target.module, "target", on_compile=on_stage)
     models = Models(target)
     if draft is not None:
@@ -167,15 +169,15 @@ def load_models(
             held = draft.load(target, plan.groups, block_size, on_compile.get("draft"))
         models = Models(target, held)
     begin_stage("releasing what loading has left")
-    release(device)  # frees weights as they were before they were split or merged
+    release(device)  # frees the original weights of those that were split or merged
     return models
 
 
 def wire(
     plan: Plan, models: Models, num_blocks: int, *, keeps_target_cache: bool = False
 ) -> Engine:
-    """An engine over `models`. Each cache gets `num_blocks` blocks; the target's is left as it is
-    with `keeps_target_cache`."""
+    """An engine over `models`. Each cache gets `num_blocks` blocks; with `keeps_target_cache`, the
+    target's cache is unchanged."""
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
     first = 1 if keeps_target_cache else 0
@@ -196,11 +198,13 @@ def wire(
         draft_len = plan.draft.max_len if plan.draft is not None else 0
         parts = MethodParts(speculation, models.target, models.draft, draft_len, plan.draft)
         proposer = method_of(speculation).make(parts)
-        if models.target.hidden_layers != proposer.feature_layers:  # a plugin reads other layers
+        if (
+            models.target.hidden_layers != proposer.feature_layers
+        ):  # a plugin reads different layers
             models.target.hidden_layers = proposer.feature_layers
     rule, policy = rule_of(speculation), policy_of(speculation)
     plugged = isinstance(rule, PluggedRule) or isinstance(policy, PluggedPolicy)
-    # A plugin that describes its own draft has read the options before.
+    # A plugin that describes its own draft has already read the options.
     if isinstance(proposer, PluggedMethod) or (proposer is not None and plugged):
         if method_of(speculation).describe is None:
             options.refuse_unknown()
@@ -222,7 +226,7 @@ def wire(
 
 
 def _prompt_graphs(plan: Plan, num_blocks: int) -> PromptGraphs:
-    """Graphs of passes as large as the plan's prefill passes, over block tables as wide as those of
+    """CUDA graphs of prefill passes up to the plan's size, with block tables as wide as in
     rounds."""
     run, block_size = plan.recipe.run, plan.recipe.cache.block_size
     num_tokens = min(run.prefill_chunk, run.batch_size * plan.max_model_len)
@@ -250,8 +254,8 @@ def _choose_num_blocks(
     rough: int,
     on_stage: Callable[[str], None],
 ) -> int:
-    """The number of blocks to allocate: as many as a run can use, and no more than fit on the rank
-    with the least room. rough: the estimated bytes of the passes. On CUDA the passes are measured
+    """The number of blocks to allocate: as many as a run can use, but no more than fit on the rank
+    with the least memory. rough: the estimated bytes of the passes. On CUDA the passes are measured
     if memory is tight.
     """
     if plan.device.type != "cuda":
@@ -270,7 +274,7 @@ def _choose_num_blocks(
 
 def _check_host_room(plan: Plan, num_blocks: int) -> None:
     """Raise `SetupError` on all ranks if the caches do not fit in host memory on one of them. The
-    system would grant more memory than it has, and then end the process that uses it."""
+    system would overcommit memory, and later kill the process that uses it."""
     wanted, free = num_blocks * sum(block_bytes_of(plan)), available_memory() // local_world_size()
     short = (wanted, free) if wanted > free else None
     for found in plan.parallel.gather_objects(short):
@@ -285,8 +289,8 @@ def _check_host_room(plan: Plan, num_blocks: int) -> None:
 def _warm_up(
     engine: Engine, plan: Plan, longest_prompt: int, on_stage: Callable[[str], None]
 ) -> None:
-    """On CUDA, compile kernels by launching them once, and capture rounds. Otherwise the first
-    prompts' times would include this work."""
+    """On CUDA, compile kernels by launching them once, and capture rounds. Otherwise this work
+    would count in the times of the first prompts."""
     if plan.device.type != "cuda":
         return
     on_stage("compiling kernels and capturing rounds")
@@ -304,8 +308,8 @@ def _warm_up(
 
 
 def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
-    """Lengths of the prompts that warm the engine up. Kernels differ between passes of few tokens,
-    of many tokens, and of as many as the run will have, unless passes are padded to one width."""
+    """The lengths of the warm-up prompts. Unless passes are padded to one width, kernels differ
+    between passes with few tokens, with many, and with as many as the run will have."""
     longest = min(longest_prompt, plan.recipe.run.prefill_chunk + 1)
     lengths = sorted({_WARM_UP_PROMPT, max(1, longest)})
     is_padded = plan.captures_prompts and all(model.captured_width for model in plan.models)
@@ -315,7 +319,7 @@ def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
 
 
 def out_of_memory(plan: Plan) -> SetupError:
-    """The error for running out of memory, with the sizes of the weights and the free memory."""
+    """Make the out-of-memory error, which states the weights' sizes and the free memory."""
     weights = " + ".join(f"{d.spec.role} {d.weight_bytes / 2**20:,.0f} MiB" for d in plan.held)
     where = str(plan.device)
     if plan.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The processes and the device of a run, before anything is placed on them."""
+"""Checks the processes of a run and chooses its device and threads, before anything is loaded."""
 
 import torch
 
@@ -8,8 +8,9 @@ from specdec_cli.launch import spinning
 from specdec_cli.launch.rank import num_cores
 from specdec_cli.recipe import Recipe
 
-# Models smaller than this run on one CPU thread. Their products take microseconds, so threads gain
-# little. If another process holds a core, threads wait for each other (measured: 80 times slower).
+# Models smaller than this run on one CPU thread. Their matmuls take microseconds, so threads gain
+# little, and if another process occupies a core, threads wait for each other (measured: 80 times
+# slower).
 _ONE_THREAD_BYTES = 256 * 2**20
 
 
@@ -26,13 +27,14 @@ def check_world(recipe: Recipe) -> None:
         )
     if wanted > 1 and ":" in recipe.run.device:
         raise UsageError(
-            f"run.device: {recipe.run.device} is one device, and {wanted} ranks need their own",
+            f"run.device: {recipe.run.device} is a single device, but each of the {wanted} ranks "
+            "needs its own",
             "use run.device: cuda",
         )
 
 
 def resolve_device(wanted: str) -> torch.device:
-    """The device of this process; `auto` means a GPU if the host has one. Each process of a host
+    """The device of this process; `auto` means a GPU if the host has one. Each process on a host
     takes its own GPU. Raises `SetupError` if the device is missing."""
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,15 +54,15 @@ def resolve_device(wanted: str) -> torch.device:
 
 def use_few_threads(device: torch.device, weight_bytes: int) -> Notice | None:
     """Set torch's number of threads on a CPU, unless the user has chosen one. Small models get one
-    thread. If other work uses processors, larger models get the threads that are left, and the
-    notice says so."""
+    thread. Larger models get the processors that other work leaves free, and a notice says so if
+    that is not all."""
     if device.type != "cpu" or spinning.chosen_threads() is not None:
         return None
     if weight_bytes < _ONE_THREAD_BYTES:
         torch.set_num_threads(1)
         return None
     if world_size() > 1 or (use := spinning.others()) is None:
-        return None  # ranks have been given their share of the processors
+        return None  # ranks already have their share of the processors
     cores = num_cores()
     if (few := spinning.threads_beside(use, cores)) == cores:
         return None

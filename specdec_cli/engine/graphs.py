@@ -22,10 +22,10 @@ _WARM_UP_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The decision of one round, as the host reads it.
+    """The result of one round, as read by the host.
 
-    seqs: the sequence in each slot at launch. Entries of sequences that have finished since have no
-    meaning. tokens: k + 1 tokens per slot, of which the first accepted + 1 count. lens: the
+    seqs: the sequence in each slot at launch. Entries of sequences that have finished since then
+    are meaningless. tokens: k + 1 tokens per slot, of which the first accepted + 1 count. lens: the
     proposal length of each slot. seconds: the time since the previous round was read, or since this
     round's launch. read_at: the time of reading, on the host's clock. distinct_experts: the mean
     number of experts that scoring read in a layer with experts; None if experts are not counted.
@@ -45,7 +45,7 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class _Flight:
     seqs: list[Sequence]
-    record: RoundRecord  # on the host
+    record: RoundRecord  # seconds on the host's clock
     done: torch.Event | None
     launched_at: float
 
@@ -87,7 +87,7 @@ class Rounds:
     captured rounds. Two instances may share a pool if their rounds are never in flight at once.
     """
 
-    IN_FLIGHT = 2  # the most rounds that are launched and not yet read
+    IN_FLIGHT = 2  # maximum rounds in flight: launched but not yet read
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class Rounds:
         self.runs_ahead = runs_ahead
         self.ks = ks
         self.seqs: list[Sequence] = []
-        self.last_k = ks[-1]  # K of the round launched last
+        self.last_k = ks[-1]  # K of the last launched round
         self._flights: deque[_Flight] = deque()
         self._num_launched = 0
         self._read_at = 0.0
-        # The longest round comes first, so that shorter ones fit into the memory that it reserved.
+        # Capture the longest round first, so that shorter ones fit into its memory.
         self._by_k = {
             k: _Round(parts, state, k, is_captured, pool) for k in sorted(ks, reverse=True)
         }
@@ -137,8 +137,7 @@ class Rounds:
         return {id(seq): slot for slot, seq in enumerate(self.seqs)}
 
     def grow(self, added: list[tuple[Sequence, list[int]]]) -> None:
-        """Enter the blocks that were added at the end of block tables. added: sequences, each with
-        its new blocks."""
+        """Append new blocks to block tables. added: pairs of a sequence and its new blocks."""
         place = self._places()
         self.state.grow([(place[id(s)], len(s.block_table) - len(new), new) for s, new in added])
 
@@ -147,7 +146,7 @@ class Rounds:
         self.state.stop(next(i for i, s in enumerate(self.seqs) if s is seq))
 
     def launch(self, k: int) -> None:
-        """Queue one round; returns at once on CUDA."""
+        """Queue one round. On CUDA this returns at once."""
         assert self.in_flight < self.IN_FLIGHT
         launched_at = time.perf_counter()
         made = self._by_k[k]
@@ -186,7 +185,7 @@ class Rounds:
         )
 
     def begin_after(self, time_s: float) -> None:
-        """Do not count time before `time_s` on the host's clock as time of rounds: other work ran
+        """Count the time of rounds only from `time_s` on the host's clock, because other work ran
         until then."""
         self._read_at = max(self._read_at, time_s)
 
@@ -198,7 +197,8 @@ class Rounds:
                 flight.done.synchronize()
 
     def close(self) -> None:
-        """Free the graphs: NCCL does not end while a graph that holds its collectives is alive."""
+        """Free the graphs, because NCCL cannot shut down while a graph with its collectives
+        exists."""
         self.discard()
         for made in self._by_k.values():
             if made.graph is not None:
@@ -207,19 +207,18 @@ class Rounds:
 
 @dataclass(slots=True, eq=False)
 class RoundCache:
-    """The rounds of one engine at one batch size, by the run's settings and the number of slots."""
+    """The rounds of one engine at one batch size, by run settings and number of slots."""
 
     allocator: BlockAllocator
     batch_size: int
     is_captured: bool
     runs_ahead: bool
     _made: dict[Hashable, tuple[Rounds, ...]] = field(default_factory=dict, init=False)
-    _pool: Any = field(default=None, init=False)  # memory that captured rounds share
-    _texts: Texts | None = field(default=None, init=False)  # texts that rounds share
+    _pool: Any = field(default=None, init=False)  # memory pool shared by captured rounds
+    _texts: Texts | None = field(default=None, init=False)  # text buffers shared by rounds
 
     def of(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        """The rounds whose longest proposal has k tokens, by number of slots, in ascending
-        order."""
+        """The rounds with proposals of up to k tokens, by number of slots in ascending order."""
         params = parts.params
         key = (k, parts.rule, parts.policy, *params.filters, params.ignore_eos, params.processing)
         if key not in self._made:
@@ -235,8 +234,8 @@ class RoundCache:
         self._pool = self._texts = None
 
     def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        # Rows of a pass reach this far past the longest sequence. If the pass makes up for missing
-        # tokens, k rows of padding reach further. The further columns of block tables hold block 0.
+        # A pass's rows reach this far past the longest sequence, and k rows of padding further if
+        # the pass catches up on missing tokens. The extra columns of block tables contain block 0.
         ahead = max(k, parts.proposer.ahead(k)) if parts.proposer is not None else k
         held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
         columns = held + self.allocator.blocks_for(ahead + k + 1)
@@ -253,7 +252,7 @@ class RoundCache:
             if how is not None and marks:
                 texts.mark(len(how.suppressed))
         ks = parts.policy.lengths(k) if k else (0,)
-        # The largest batch comes first, so that smaller ones fit into the memory that it reserved.
+        # Capture the largest batch first, so that smaller ones fit into its memory.
         counts = reversed(slot_counts(self.batch_size))
         tail = parts.proposer.tail_for(k) if parts.proposer is not None else 2
         states = [BatchState(count, columns, device, texts, tail) for count in counts]
@@ -277,8 +276,7 @@ def _run_each(parts: RoundParts, states: list[BatchState], ks: tuple[int, ...]) 
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    """Capture `run` as a CUDA graph. `run` is called a few times before, which compiles its
-    kernels."""
+    """Capture `run` as a CUDA graph. `run` is first called a few times to compile its kernels."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

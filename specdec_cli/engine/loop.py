@@ -36,7 +36,7 @@ from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import PromptGraphs
 from specdec_cli.stages import begin_stage
 
-_LONGEST_SLEEP_S = 0.2  # interval of an idle engine's signs of life
+_LONGEST_SLEEP_S = 0.2  # interval of an idle engine's heartbeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class RunResult:
 
 @dataclass(kw_only=True, eq=False)
 class Engine:
-    """Two models, their caches and one allocator; holds no state of a run.
+    """Two models, their caches and one allocator; it has no state of a run.
 
-    proposer: the source of proposals; None if only the target decodes. max_model_len: the most
-    tokens of a sequence. prefill_chunk: the most tokens of one prefill pass. rule, policy: the
+    proposer: the source of proposals; None if only the target decodes. max_model_len: the maximum
+    length of a sequence. prefill_chunk: the maximum tokens of one prefill pass. rule, policy: the
     acceptance rule and the length policy of rounds with proposals. is_captured, runs_ahead: see
     `Rounds`. parallel: the ranks over which the target is split. prompts: the graphs of prefill
-    passes; None if they are not captured. hidden_layers: the layers whose states a shared target
-    returns in this engine's runs. Engines may share a target and its cache if they run one at a
-    time.
+    passes; None if they are not captured. hidden_layers: the layers whose hidden states a shared
+    target returns in this engine's runs. Engines may share a target and its cache if they run one
+    at a time.
     """
 
     target: PagedModel
@@ -94,7 +94,7 @@ class Engine:
         return other
 
     def forget_rounds(self) -> None:
-        """Free the captured rounds and prefill passes, and the memory that they hold."""
+        """Free the captured rounds and prefill passes and their memory."""
         self._rounds.close()
         if self.prompts is not None:
             self.prompts.close()
@@ -109,10 +109,10 @@ class Engine:
     ) -> RunResult:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
-        arrivals: further requests; each is taken once the request before it is due. A request that
-        cannot run ends with finish_reason "error". `on_emit` is called with such requests at once,
-        and with tokens as they are read. While requests are still to arrive, it is also called with
-        an empty list, as a sign of life.
+        arrivals: further requests in order; the engine takes each one when the previous one is due.
+        A request that cannot run ends with finish_reason "error". `on_emit` is called with such
+        requests at once, and with tokens as they are read. While further requests are expected, it
+        is also called with an empty list as a heartbeat.
         """
         run = self.start(requests, k, params)
         if arrivals is not None:
@@ -159,10 +159,10 @@ class Engine:
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams
     ) -> Forecast:
-        """The expected acceptance along `output`, if each of its tokens were proposed. k: the most
-        tokens that a round may propose. The engine must be idle. All ranks call this; only rank 0's
-        answer is valid. Raises `NoForecast` if the acceptance rule or the length policy has no
-        forecast.
+        """The expected acceptance along `output`, if each of its tokens were proposed. k: the
+        maximum tokens that a round may propose. The engine must be idle. All ranks call this; only
+        rank 0's answer is valid. Raises `NoForecast` if the acceptance rule or the length policy
+        has no forecast.
         """
         assert self.proposer is not None, "proposing needs a proposer"
         if not self.policy.is_fixed:
@@ -176,8 +176,8 @@ class Engine:
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> torch.Tensor:
-        """The target's logits [V] after `tokens`, as passes over `width` tokens give them, with the
-        changes of `params`. start: the number of tokens of the prompt. The conditions of `forecast`
+        """The target's logits [V] after `tokens`, as computed by passes over `width` tokens,
+        processed as `params` asks. start: the number of prompt tokens. The conditions of `forecast`
         apply."""
         return last_logits(self._teacher(params), tokens, width, start)
 
@@ -199,7 +199,7 @@ class Engine:
         """Queue `requests` for `step`."""
         assert k == 0 or self.proposer is not None, "proposing needs a proposer"
         self._take_target()
-        # Plain decoding must not include the cost of a proposer's further work.
+        # Plain decoding must not pay for a proposer's extra work.
         proposer = self.proposer if k else None
         draft_max_len = proposer.max_len if proposer is not None else 0
         ahead = proposer.ahead(k) if proposer is not None else 0
@@ -256,12 +256,12 @@ class Engine:
         if not run.rounds.in_flight and (emissions := self._fill(run, began)) is not None:
             return emissions
         stays_ahead = self._launch(run)
-        emissions = self._read_prefill(run)  # passes ran while the host prepared the round
+        emissions = self._read_prefill(run)  # prefill passes ran while the host prepared the round
         return emissions if stays_ahead else emissions + self._read_last(run)
 
     def _has_work(self, run: Run) -> bool:
-        """Queue the requests that are due by rank 0's clock. An idle engine first sleeps for a
-        while. Returns True if there is work."""
+        """Queue the requests that are due by rank 0's clock. An idle engine first sleeps briefly.
+        Return whether there is work."""
         scheduler, count = run.scheduler, 0
         if self.parallel.is_first:
             if scheduler.is_idle and not run.rounds.in_flight:
@@ -277,14 +277,14 @@ class Engine:
 
     def _fill(self, run: Run, began: float) -> list[Emission] | None:
         """Feed a chunk of the tokens that the caches lack, or read the results of the last chunk.
-        Returns None if a round can begin."""
+        Return None if a round can start."""
         if (chunk := run.prefill.next_chunk()) is not None:
             emissions = run.take(run.prefill.feed(chunk, began))
             return emissions if self.runs_ahead else emissions + self._read_prefill(run)
         return self._read_prefill(run) if run.prefill.must_settle() else None
 
     def _launch(self, run: Run) -> bool:
-        """Queue a round. Returns True if it is to stay in flight after this step."""
+        """Queue a round. Return whether it stays in flight after this step."""
         is_first = not run.rounds.in_flight
         if is_first:
             run.load()
@@ -300,8 +300,8 @@ class Engine:
         return self.policy.next_k(ks, run.last, self.costs, run.rounds.num_slots)
 
     def _must_settle(self, run: Run) -> bool:
-        """True if the round in flight has to be applied first: admission and preemption need every
-        sequence's length, fewer slots may be enough, or all sequences end."""
+        """True if the round in flight must be applied first: admission and preemption need every
+        sequence's length, fewer slots may be enough, or all sequences are ending."""
         if not run.rounds.in_flight:
             return False
         scheduler = run.scheduler
@@ -310,7 +310,9 @@ class Engine:
             or run.rounds_for(len(scheduler.running)) is not run.rounds
             or all(len(s.tokens) + 1 >= s.max_tokens for s in scheduler.running)
             or scheduler.is_short(run.k + 1)
-            or (run.rounds.last_k == 0 and self._next_k(run) > 0)  # the proposer may lack tokens
+            or (
+                run.rounds.last_k == 0 and self._next_k(run) > 0
+            )  # the proposer's cache may lack tokens
         )
 
     def _read_last(self, run: Run) -> list[Emission]:
@@ -327,7 +329,8 @@ class Engine:
         return run.take(run.prefill.settle())
 
     def _clear_caches(self) -> None:
-        """Clear cached values that are not finite: padding reads them, and 0 * NaN is NaN."""
+        """Clear cached values that are not finite, because padding reads them and 0 * NaN is
+        NaN."""
         self.target.cache.clear()
         if self.proposer is not None:
             self.proposer.clear()

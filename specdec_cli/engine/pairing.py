@@ -1,5 +1,5 @@
-"""A target and its draft before they are loaded: whether they fit together, and the weights that
-the draft borrows."""
+"""Checks, before loading, whether a target and its draft fit together, and which weights the draft
+borrows."""
 
 import re
 from collections.abc import Callable, Collection
@@ -34,8 +34,8 @@ from specdec_cli.models.weights import Read, tensor_names, unread
 from specdec_cli.recipe import SpeculationSection
 from specdec_cli.text import counted, one_line
 
-# Kinds of draft whose config describes an ordinary model. Each has a pattern for names of weights
-# that no model has.
+# Kinds of draft whose config describes an ordinary model. Each has a pattern of weight names that
+# ordinary models do not have.
 _OF_HEADS = (
     ("an EAGLE head of the first kinds (EAGLE-1, EAGLE-2 or HASS)", r"(model[.])?fc[.]weight"),
     ("a set of Hydra heads", r"(.*[.])?hydra_.*"),
@@ -49,9 +49,9 @@ Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 
 
 def describe_draft(place: DraftPlace, describe: Describe) -> Draft:
-    """The description of the draft at `place`. All but its vocabulary is checked against the
-    target. describe: describes a model of transformers. Raises `SetupError` for a draft that cannot
-    be found, read or run beside the target, and `UsageError` for keys of the recipe that do not fit
+    """The description of the draft at `place`. Everything except the vocabulary is checked against
+    the target. describe: describes a transformers model. Raises `SetupError` for a draft that
+    cannot be found, read or run beside the target, and `UsageError` for recipe keys that do not fit
     the draft.
     """
     method = method_of(place.speculation)
@@ -102,7 +102,7 @@ def not_held(draft: Description) -> tuple[str, ...]:
 def check_shared(
     target: Description, draft: Description, share: tuple[str, ...], *, is_asked: bool = True
 ) -> int:
-    """Bytes of the draft's weights that need not be loaded when the draft borrows the target's.
+    """The bytes of draft weights that need not be loaded because the draft borrows the target's.
 
     Both models are on meta. is_asked: whether the recipe asks for it; otherwise the draft's
     checkpoint lacks these weights. Raises `SetupError` if shapes or dtypes differ or, for the head,
@@ -110,7 +110,7 @@ def check_shared(
     """
     if "lm_head" in share and draft.parallel.size != target.parallel.size:
         why = (
-            f"the target's is split over {target.parallel.size} ranks, and the draft runs on "
+            f"the target's is split over {target.parallel.size} ranks, but the draft runs on "
             f"{draft.parallel.size}"
         )
         hint = "give both the same tensor_parallel_size"
@@ -143,7 +143,7 @@ def check_shared(
         hint = hint if is_asked else "give both models the same dtype"
         raise SetupError(_not_borrowed(what, draft, why, is_asked=is_asked), hint)
     # A tied weight is still loaded if only one of its two uses is borrowed. A split head is a view
-    # of the embedding if that is loaded, and a separate weight if the embedding is borrowed.
+    # of the embedding if the embedding is loaded; otherwise it is a separate weight.
     tied = draft.shards.tied
     loaded: dict[int, int] = {
         id(p): held_bytes(p) for n, p in own.items() if tied.get(n) not in own
@@ -152,7 +152,7 @@ def check_shared(
 
 
 def _not_borrowed(what: str, draft: Description, why: str, *, is_asked: bool) -> str:
-    """The message of a weight that a draft cannot borrow."""
+    """The message for a weight that a draft cannot borrow."""
     begin = f"draft.share: {what} cannot be borrowed"
     if not is_asked:
         begin = f"the draft {draft.spec.name} has no {what} and cannot borrow the target's"
@@ -170,7 +170,7 @@ def _shape(weight: torch.Tensor) -> str:
 
 
 def check_k(draft: Draft, k: int) -> None:
-    """Raise `UsageError` if a round has more proposals than the draft can make."""
+    """Raise `UsageError` if k is more than the draft can propose."""
     if draft.max_k is not None and k > draft.max_k:
         why = f" ({found})" if (found := draft.notes.get("block")) else ""
         raise UsageError(
@@ -181,12 +181,12 @@ def check_k(draft: Draft, k: int) -> None:
 
 
 def check_policy(draft: Draft | None, speculation: SpeculationSection) -> None:
-    """Raise `UsageError` for a length policy that needs a confidence head which the draft lacks."""
+    """Raise `UsageError` if the length policy needs a confidence head and the draft has none."""
     if policy_of(speculation).doubt is not None and (draft is None or not draft.has_confidence):
         who = speculation.method if draft is None else f"the draft {draft.spec.name}"
         raise UsageError(
             f"speculation.length.policy is {speculation.length.policy}: {who} has no confidence "
-            "head that could doubt a token",
+            "head",
             "policy: confidence stops any draft by the probability of its tokens",
         )
 
@@ -206,9 +206,9 @@ def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) ->
 
 
 def _check_is_model(draft: Description) -> None:
-    """Raise `SetupError` for a draft of another kind whose config.json is that of a model, and for
-    a draft with weights that nothing would use. Such a draft would run, but its acceptance would
-    mean nothing."""
+    """Raise `SetupError` for a draft of a special kind whose config.json describes an ordinary
+    model, and for a draft with unused weights. Such a draft would run, but its acceptance would be
+    meaningless."""
     if draft.spec.load_format == "dummy":
         return
     name = draft.spec.name
@@ -216,13 +216,13 @@ def _check_is_model(draft: Description) -> None:
     for noun, pattern in _OF_HEADS:
         if (found := next(filter(re.compile(pattern).fullmatch, names), None)) is not None:
             raise SetupError(
-                f"{name} is {noun} by its weights ({one_line(found)}), which is not built yet, and "
+                f"{name} is {noun} by its weights ({one_line(found)}), which is not built yet, but "
                 "its config.json is that of a model",
                 "models of transformers' families work as drafts",
             )
     if not names and any(draft.place.glob("*.bin")) and not has_tokenizer(draft.place):
         raise SetupError(
-            f"{name} has no tokenizer, and pickled weights alone, so it is not a whole model: "
+            f"{name} has no tokenizer and only pickled weights, so it is not a complete model: "
             "EAGLE heads of the first kinds are stored like this, and are not built yet",
             "a model needs its tokenizer's files beside it",
         )
@@ -248,7 +248,7 @@ def _without_use(draft: Description, names: Collection[str]) -> list[str]:
     unused = converted(module, tensors)[1]
     if is_plain:
         return unused
-    # Scales of activations and of the cache are not used, and scales of another name have their own
+    # Scales of activations and of the cache are unused by design, and other scales raise their own
     # error.
     return [name for name in unused if "scale" not in name.rpartition(".")[2]]
 

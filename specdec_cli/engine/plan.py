@@ -37,17 +37,17 @@ from specdec_cli.recipe.choices.registry import weights_from, without_draft
 from specdec_cli.stages import begin_stage
 
 _NONE = Permissions()
-FP8_CAPABILITY = (8, 9)  # the first compute capability that converts to fp8
+FP8_CAPABILITY = (8, 9)  # the lowest compute capability with fp8 conversion
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A pair that passed every check and has not loaded any weights yet.
 
-    draft: the draft's description; None if no draft model proposes. Every rank has it, though
-    `groups.draft` is None on ranks without a part of the draft. compiled: roles of the models whose
-    padded passes are compiled. few_threads: the notice that torch runs on fewer threads than there
-    are processors.
+    draft: the draft's description; None if no draft model proposes. Every rank has it, even if
+    `groups.draft` is None because the rank holds no part of the draft. compiled: roles of the
+    models with compiled padded passes. few_threads: the notice that torch runs on fewer threads
+    than there are processors.
     """
 
     recipe: Recipe
@@ -77,8 +77,7 @@ class Plan:
 
     @property
     def remark(self) -> str | None:
-        """The acceptance rule's remark, shown beside the run's numbers; None if it is not
-        needed."""
+        """The acceptance rule's remark, shown beside the run's results; None if not needed."""
         rule = rule_of(self.recipe.speculation)
         is_moot = self.params.is_greedy and not rule.draws_when_greedy
         return rule.remark if self.k and not is_moot else None
@@ -95,7 +94,7 @@ class Plan:
 
     @property
     def held(self) -> list[Draft]:
-        """The models that this rank holds a part of."""
+        """The models of which this rank holds a part."""
         return self.models if self.groups.draft is not None else [self.target]
 
     @property
@@ -105,8 +104,8 @@ class Plan:
 
     @property
     def captures_prompts(self) -> bool:
-        """True if prefill passes of models with a fused form are captured. Only a single rank
-        captures them."""
+        """True if prefill passes of models with fused layers are captured, which only a single rank
+        does."""
         return self.no_cuda_graphs is None and self.parallel.size == 1
 
     @property
@@ -117,19 +116,19 @@ class Plan:
         if self.k and method_of(self.recipe.speculation).runs_on_host:
             return "the method reads the device's data on the host"
         for model in self.models:
-            # For other dtypes torch's grouped product copies to the host.
+            # For other dtypes, torch's grouped matmul copies to the host.
             if model.has_experts and model.dtype != torch.bfloat16:
                 return f"experts of the {model.spec.role} are not in bfloat16"
         return None
 
     @property
     def stages(self) -> list[str]:
-        """The stages of `build` in order, in the words that it reports."""
+        """The stages of `build` in order, as it reports them."""
         found = [f"loading the {m.spec.role}" for m in self.held]
         if self.device.type == "cuda":
             found.append("compiling kernels and capturing rounds")
-            # Passes of one token have a graph of their own. Without proposals, a batch has such
-            # passes once a single sequence is left.
+            # Passes over one token have their own graph. Without proposals, a batch has such passes
+            # when a single sequence is left.
             plain = self.k == 0 and self.recipe.run.batch_size > 1
             shapes = {"target": 1 + plain, "draft": 1 + (self.k > 1)}
             for role in self.compiled:
@@ -148,7 +147,7 @@ class Plan:
 
     @property
     def execution(self) -> dict[str, str]:
-        """The way that passes run, with reasons, for the record of a run's environment."""
+        """How passes run, with reasons, for the record of the run's environment."""
         as_asked = "as asked" if self.recipe.run.compile == "off" else None
         how = {
             "compile": f"on: {', '.join(self.compiled)}"
@@ -191,8 +190,7 @@ def plan(recipe: Recipe, permissions: Permissions = _NONE) -> Plan:
 def plan_all_ranks(
     recipe: Recipe, permissions: Permissions, device: torch.device, describe: Describe = describe
 ) -> list[Plan]:
-    """The plans of all ranks of a world that need not exist. Models cannot be loaded from these
-    plans."""
+    """The plans of all ranks of a hypothetical world. Models cannot be loaded from these plans."""
     size, draft_size = recipe.target.tensor_parallel_size, draft_degree(recipe)
     places = [
         Groups(
@@ -255,8 +253,8 @@ def _plan_on(
         groups=groups,
     )
     if k and (of_draft := _draft_spec(recipe, target.spec, permissions)) is not None:
-        # Ranks that hold no part of the draft check it too, so that either all ranks refuse it or
-        # none does.
+        # Ranks without a part of the draft check it too, so that either all ranks refuse it or none
+        # does.
         part = groups.draft or TensorParallel(size=draft_degree(recipe))
         begin_stage("describing the draft")
         draft = _draft_of(found, of_draft, part, describe)
@@ -285,7 +283,7 @@ def _as_target(target: Description, plan: Plan) -> Description:
 
 
 def draft_at(plan: Plan, parallel: TensorParallel, describe: Describe = describe) -> Draft:
-    """The planned draft as a rank of another group would hold it. Raises as `plan` does."""
+    """The planned draft, described for a rank of a different group. Raises as `plan` does."""
     assert plan.draft is not None
     return _draft_of(plan, plan.draft.spec, parallel, describe)
 
@@ -307,8 +305,8 @@ def _draft_spec(recipe: Recipe, target: ModelSpec, permissions: Permissions) -> 
 
 
 def draft_degree(recipe: Recipe) -> int:
-    """The number of ranks that hold a part of the draft. A draft in the target's file is on all of
-    the target's ranks."""
+    """The number of ranks that share the draft. A draft in the target's checkpoint is split over
+    all of the target's ranks."""
     if weights_from(recipe.speculation.method) == "target":
         return recipe.target.tensor_parallel_size
     return recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
@@ -342,7 +340,7 @@ def cache_need(plan: Plan, longest: int) -> CacheNeed:
     """The sizes that determine the run's caches. longest: the tokens of its longest sequence."""
     recipe = plan.recipe
     rows = plan.draft.passes(plan.k).rows if plan.draft is not None else 0
-    k = max(plan.k, rows - 1)  # a pass of the draft may have more rows
+    k = max(plan.k, rows - 1)  # a draft pass may have more rows
     return CacheNeed(recipe.run.batch_size, longest, k, recipe.cache.block_size)
 
 

@@ -1,4 +1,4 @@
-"""Prefill fills the caches of sequences in chunks. Each model takes a chunk in one pass.
+"""Prefill: fills the caches of sequences in chunks. Each model processes a chunk in one pass.
 
 In plain decoding, prefill also decides the first output token. The host counts a chunk's time one
 step later.
@@ -23,8 +23,8 @@ from specdec_cli.models.prompt_passes import Results
 
 
 class Moment:
-    """A point in time on the device. event: marks a place in the device's queue; None on a device
-    without a queue."""
+    """A point in time on the device. event: marks a position in the device's queue; None on a
+    device without a queue."""
 
     def __init__(self, event: torch.Event | None = None) -> None:
         self._at = time.perf_counter()
@@ -41,8 +41,8 @@ class Moment:
 
 
 class Moments:
-    """Moments of one device. The last AT_ONCE of them are valid. Events are used again, since the
-    driver takes long to make an event when it is first recorded."""
+    """Moments of one device. The last AT_ONCE of them are valid. Events are reused, because the
+    driver takes long to create an event at its first recording."""
 
     AT_ONCE = 4  # two moments for each of two steps in flight
 
@@ -52,14 +52,14 @@ class Moments:
         self._events: Iterator[torch.Event | None] = cycle(made or [None])
 
     def now(self) -> Moment:
-        """The present moment. It is valid until AT_ONCE later moments have been taken."""
+        """The current moment, valid until AT_ONCE later moments have been taken."""
         return Moment(next(self._events))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The spans that the target and the proposer take in one step. ending: the target's spans that
-    feed the last token of a sequence."""
+    """The spans that the target and the proposer process in one step. ending: the target's spans
+    that feed the last token of a sequence."""
 
     targets: list[Span]
     proposers: list[Span]
@@ -72,7 +72,7 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """The next token of each of `seqs`, decided by a prefill pass: int64 [R], -1 where logits were
-    not finite. on_host may be longer than R and is valid when the pass has ended. on_device is
+    not finite. on_host may be longer than R, and is valid once the pass has ended. on_device is
     valid until the next pass."""
 
     seqs: list[Sequence]
@@ -100,7 +100,7 @@ class PrefillStep:
 class Prefill:
     """The prefill passes of one run; at most one step is in flight.
 
-    budget: the most tokens of a chunk. parallel: the target's ranks. moments: the moments of the
+    budget: the maximum tokens of a chunk. parallel: the target's ranks. moments: the moments of the
     target's device. ended_at: the end of the last step that was read, in seconds on the host's
     clock.
     """
@@ -124,11 +124,11 @@ class Prefill:
         """The tokens that the running sequences' caches lack, at most `budget`; None if nothing is
         missing.
 
-        If the run proposes, the last token of each sequence is left to the first round, so that
-        this round proposes the first output token too. In plain decoding the last token is fed as
-        well. If this token alone is missing, or logits are changed, a round feeds it. A proposer
-        also lacks tokens after rounds that proposed nothing. A proposer that reads hidden states
-        takes the same tokens as the target.
+        If the run proposes, the first round feeds the last token of each sequence, so that it
+        already proposes the first output token. In plain decoding, prefill also feeds the last
+        token, unless only this token is missing or logits are processed; then a round feeds it. A
+        proposer also lacks tokens after rounds without proposals. A proposer that reads hidden
+        states processes the same tokens as the target.
         """
         proposer, reads, budget = self.proposer, self._reads_hidden, self.budget
         targets: list[Span] = []
@@ -156,7 +156,7 @@ class Prefill:
         features = drawn = None
         if chunk.targets:
             ending = chunk.ending if self._decides else []
-            assert ending == chunk.targets[: len(ending)], "only the last span can be cut"
+            assert ending == chunk.targets[: len(ending)], "only the last span can be split"
             found = self.target.prefill(
                 chunk.targets,
                 with_hidden=self._reads_hidden,
@@ -187,9 +187,8 @@ class Prefill:
         return decided
 
     def must_settle(self) -> bool:
-        """True if the host has to know the tokens that passes in flight decide before it launches a
-        round: each of these tokens may end its sequence, or there may be no room for a round after
-        them."""
+        """True if the host must read the tokens from passes in flight before it launches a round,
+        because each may end its sequence, or a round after them may not fit."""
         if self.drawn is None:
             return False
         drawn = set(self.drawn.seqs)
@@ -214,8 +213,7 @@ class Prefill:
             seq.draft_prefill_seconds += of_draft
         if step.drawn is None:
             return []
-        # The host's tensor may be longer. It is not cut here, since the device waits for its next
-        # pass.
+        # The host's tensor may be longer. Do not slice it now: the device waits for its next pass.
         return list(zip(step.drawn.seqs, step.drawn.on_host.tolist(), strict=False))
 
     def _has_token(self, seq: Sequence) -> bool:
@@ -224,7 +222,7 @@ class Prefill:
         return seq.first_token_at is not None or (drawn is not None and seq in drawn.seqs)
 
     def _drawn(self, seqs: list[Sequence], found: Results) -> Drawn:
-        """The next token of each of `seqs`, on its way to the host."""
+        """Start copying the next token of each of `seqs` to the host."""
         if found.tokens is not None and found.told is not None:
             return Drawn(seqs, found.tokens, found.told)
         tokens = self._draw(seqs, found.logits)

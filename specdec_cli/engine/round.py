@@ -1,9 +1,9 @@
 """One round on device state: propose, score, decide, commit.
 
-The host reads and chooses nothing, so a round can be captured as one CUDA graph. A CPU runs it
-eagerly. Knows no proposer, rule or policy by name. Legend: B slots, K proposal length, n tokens of
-a sequence before a round. After a round that accepted a of k proposals it has n + a + 1 tokens, of
-which n + a are in the target's cache.
+The host reads and decides nothing, so a round can be captured as one CUDA graph; a CPU runs it
+eagerly. The module refers to no proposer, rule or policy by name. Legend: B slots, K proposal
+length, n tokens of a sequence before a round. After a round that accepted a of k proposals it has n
++ a + 1 tokens, of which n + a are in the target's cache.
 """
 
 from dataclasses import dataclass, replace
@@ -25,9 +25,8 @@ from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
 
-# The stage that ends at each stamp after the first. A single rank sends nothing, so it has no
-# stamps of broadcasts. A proposer that does not commit has no stamp of a commit. The last stamp
-# ends the update of the state.
+# The stage that ends at each stamp after the first. A single rank has no stamps for broadcasts, and
+# a proposer without `commit` none for that. The last stamp ends the update of the state.
 STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "commit", "sample")
 NUM_STAMPS = len(STAMPED) + 1
 
@@ -38,8 +37,8 @@ class RoundParts:
 
     proposer: the source of proposals; None if the run proposes nothing. max_model_len: the target's
     context length. eos_ids: int64 [E], the ids that end a sequence. parallel: the target's ranks,
-    of which rank 0 proposes and decides. processors: the changes to the target's logits; None
-    without changes.
+    of which rank 0 proposes and decides. processors: the target's logits processors; None if there
+    are none.
     """
 
     target: PagedModel
@@ -74,7 +73,7 @@ class RoundRecord:
 
     @property
     def stamps(self) -> torch.Tensor:
-        """[NUM_STAMPS] nanoseconds on the device's clock; 0 for a stamp that was not taken."""
+        """[NUM_STAMPS] nanoseconds on the device's clock; 0 for a missing stamp."""
         return self.flat[-NUM_STAMPS - 1 : -1]
 
     @property
@@ -140,7 +139,7 @@ def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord)
 
 
 def proposal_caps(parts: RoundParts, state: BatchState, k: int) -> torch.Tensor:
-    """The most tokens that each slot may propose, int64 [B]; see `Sequence.room`."""
+    """The maximum number of tokens that each slot may propose, int64 [B]; see `Sequence.room`."""
     if k == 0 or parts.proposer is None:
         return torch.zeros_like(state.length)
     room = (state.limit - 1).clamp_(max=min(parts.proposer.max_len, parts.max_model_len))

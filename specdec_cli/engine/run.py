@@ -38,7 +38,7 @@ class Run:
     refused: list[Sequence] = field(default_factory=list)
 
     def rounds_for(self, count: int) -> Rounds:
-        """The rounds with the fewest slots that hold `count` sequences."""
+        """The rounds with the fewest slots that fit `count` sequences."""
         return next(r for r in self.by_slots if r.num_slots >= count)
 
     def look_ahead(self, place: int) -> bool:
@@ -77,7 +77,7 @@ class Run:
             self.stop_finders[request.index] = request.stop_finder()
 
     def admit(self, now: float) -> None:
-        """Let waiting sequences run, while there is room."""
+        """Start waiting sequences while there is room."""
         for seq in self.scheduler.admit():
             if seq.admitted_at is None:
                 seq.admitted_at, seq.queued_seconds = now, now - seq.arrived_at
@@ -96,7 +96,7 @@ class Run:
 
     def take(self, decided: list[tuple[Sequence, int]]) -> list[Emission]:
         """Append the tokens that prefill passes decided. Each token counts as a round without
-        proposals, but its time does not count as time of rounds."""
+        proposals, but its time is not added to the round time."""
         ended_at = self.prefill.ended_at
         self.rounds.begin_after(ended_at)
         check_finite([token for _, token in decided])
@@ -143,7 +143,8 @@ class Run:
             seq.finished_at = at
             self.scheduler.finish(seq)
             if seq.finish_reason == "stop" and self.rounds.in_flight:
-                # Only the host sees stop strings. The sequence's blocks may go to others now.
+                # Only the host detects stop strings. Other sequences may now take this one's
+                # blocks.
                 self.rounds.stop(seq)
         elif not self.rounds.runs_ahead:
             self.scheduler.trim(seq)

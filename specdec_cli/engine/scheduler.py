@@ -1,7 +1,7 @@
-"""The choice of sequences that run, and of the blocks that they hold.
+"""Chooses which sequences run and which blocks they get.
 
 Waiting prompts fill free slots in order. When blocks run out, the youngest running sequence gives
-up its blocks and is computed again later. Proposals are never shortened, so samples do not change.
+up its blocks and is recomputed later. Proposals are never shortened, so samples do not change.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from specdec_cli.core.types import Sequence
 
 
 class Scheduler:
-    """Admission, reservation and preemption over one allocator. There are no deadlocks: `add`
+    """Admission, reservation and preemption over one allocator. Deadlocks cannot occur: `add`
     refuses a sequence that could not run alone, and the oldest running sequence always advances."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Scheduler:
         return self._admission_blocks(length) <= self.allocator.num_free
 
     def is_short(self, ahead: int) -> bool:
-        """True if there are too few free blocks for `extend_ahead`."""
+        """True if free blocks are too few for `extend_ahead`."""
         missing = sum(
             self.allocator.missing(s.block_table, self._length_ahead(s, ahead))
             for s in self.running
@@ -120,7 +120,7 @@ class Scheduler:
         return added
 
     def trim(self, seq: Sequence) -> None:
-        """Release the blocks that rejected proposals were written to."""
+        """Release the blocks that held only rejected proposals."""
         self.allocator.shrink(seq.block_table, len(seq.tokens))
 
     def finish(self, seq: Sequence) -> None:
@@ -142,22 +142,21 @@ class Scheduler:
         return length
 
     def _most(self, seq: Sequence) -> int:
-        """The most tokens of the sequence that the cache ever has to hold. The last token's keys
-        and values are never needed, and the last round that proposes begins two tokens before the
-        end."""
+        """The maximum number of the sequence's tokens that the cache must ever hold. The last
+        token's keys and values are never needed, and the last round with proposals starts two
+        tokens before the end."""
         length = seq.max_tokens - 1
         if self.ahead:
             length = max(length, min(length - 1 + self.ahead, self.draft_max_len))
         return length
 
     def _admission_blocks(self, length: int) -> int:
-        # One block is spare for each running sequence: otherwise the new one would soon be
-        # preempted.
+        # Keep one spare block per running sequence, or the new one would soon be preempted.
         return self.allocator.blocks_for(length) + len(self.running)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
-        """The most tokens of the sequence that the cache may have to hold in a round that begins up
-        to `ahead` tokens later."""
+        """The maximum number of the sequence's tokens that the cache may have to hold in a round
+        that starts up to `ahead` tokens later."""
         n = len(seq.tokens)
         return max(n, min(n + ahead + max(self.k, self.ahead), self._most(seq)))
 

@@ -15,11 +15,7 @@ from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
 _USUAL_PENALTY = 1.2  # ends the demo target's loops; 1.1 does not
-_TURNS, _LEAST_LOOP, _LONGEST_TURN = (
-    4,
-    32,
-    64,
-)  # of a loop: minimum turns, minimum tokens, longest turn
+_TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64  # loops: fewest turns and tokens, longest turn
 
 
 def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Length policies, a file each. A policy chooses the number of tokens that a round proposes."""
+"""Length policies, one per file. A policy chooses the number of tokens that a round proposes."""

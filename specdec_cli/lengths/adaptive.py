@@ -1,17 +1,18 @@
-"""Chooses K of each round by recent acceptance and the measured times of rounds. Each K is timed
-first. Then rounds take the K with the most expected tokens a millisecond. The choice depends only
-on earlier rounds, so the text keeps its distribution, but sampled text can differ between runs.
+"""Chooses each round's K from recent acceptance and measured round times. Each K is timed first.
+Then rounds use the K with the most expected tokens per millisecond. The choice depends only on
+earlier rounds, so the text keeps its distribution, but sampled text can differ between runs.
 """
 
 from specdec_cli.lengths.base import LastRounds, LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.recipe import SpeculationSection
 
-_PRIOR_ROUNDS = 1.0  # weight of the prior of a place's rate, counted in rounds
+_PRIOR_ROUNDS = 1.0  # weight, in rounds, of the prior of a position's rate
 _PRIOR_RATE = 0.6
-# Weight of a round relative to the next one: a text's acceptance changes within some ten rounds.
+# Weight of a round relative to the next one, because a text's acceptance changes within about ten
+# rounds.
 _FADING = 0.9
-_IDLE_ROUNDS = 24  # a round with proposals is tried again after this many without
+_IDLE_ROUNDS = 24  # retry proposals after this many rounds without
 
 
 class Adaptive(LengthPolicy):
@@ -37,8 +38,8 @@ class Adaptive(LengthPolicy):
 
 
 def expected_tokens(last: LastRounds, k: int) -> list[float]:
-    """Expected tokens of a round at each K of 0..k; the rate of a place that is seldom reached
-    stays near that of the place before."""
+    """Expected tokens of a round at each K of 0..k; the rate of a rarely reached position stays
+    near that of the position before."""
     rounds = [
         (_FADING**age, trial)
         for age, trials in enumerate(reversed(last.trials))

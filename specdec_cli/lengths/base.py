@@ -17,14 +17,14 @@ _REMEMBERED = 32  # rounds
 @dataclass(slots=True)
 class LastRounds:
     """The pairs (proposed, accepted) of each sequence in the rounds that the host has read. The
-    newest is last."""
+    newest pair is last."""
 
     trials: deque[list[tuple[int, int]]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
 
 class LengthPolicy(Protocol):
     """A rule for the number of proposals. The defaults below always propose k tokens. is_fixed:
-    whether rounds propose as much as they may."""
+    whether rounds always propose as many tokens as allowed."""
 
     is_fixed: bool = False
 
@@ -36,8 +36,8 @@ class LengthPolicy(Protocol):
 
     @property
     def doubt(self) -> Doubt | None:
-        """The test of a draft's own confidences that ends its proposals before a token, or None. It
-        needs a draft with confidences (`Draft.has_confidence`), and runs in the graph."""
+        """A test of the draft's own confidences that can end its proposals before a token, or None.
+        It needs a draft with confidences (`Draft.has_confidence`), and runs in the graph."""
         return None
 
     def lengths(self, k: int) -> tuple[int, ...]:
@@ -52,5 +52,5 @@ class LengthPolicy(Protocol):
         return lengths[-1]
 
     def caps(self, state: BatchState, caps: torch.Tensor) -> torch.Tensor:
-        """The most tokens of each slot, int64 [B], `caps` or fewer. Runs in the graph."""
+        """The maximum tokens of each slot, int64 [B], at most `caps`. Runs in the graph."""
         return caps

@@ -1,7 +1,7 @@
 """A policy that stops a sequence's drafting after a token that the draft finds unlikely.
 
 As in transformers' `assistant_confidence_threshold` (after DISCO, arXiv 2405.04304), the unlikely
-token stays proposed. So no dropped token takes part in the decision to stop.
+token itself is still proposed, so the decision to stop never depends on a dropped token.
 """
 
 import torch

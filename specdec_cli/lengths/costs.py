@@ -5,7 +5,7 @@ from statistics import median
 
 from specdec_cli.core.parallel import TensorParallel
 
-_TRIALS = 4  # rounds of each K; the first does not count, since it may still warm up
+_TRIALS = 4  # rounds of each K; the first is a warm-up and does not count
 
 
 class RoundCosts:
@@ -23,12 +23,12 @@ class RoundCosts:
             found.append(seconds)
 
     def unmeasured(self, slots: int, lengths: tuple[int, ...]) -> int | None:
-        """A K of `lengths` that still has to be timed, or None."""
+        """A K in `lengths` that is not timed yet, or None."""
         missing = [k for k in lengths if len(self._seconds[slots, k]) < _TRIALS]
         return missing[-1] if missing else None
 
     def of(self, slots: int, lengths: tuple[int, ...]) -> dict[int, float]:
-        """Milliseconds of a round by K. Either all ranks call this or none does."""
+        """Milliseconds per round by K. All ranks must call this together."""
         key = slots, lengths
         if key not in self._agreed:
             mine = {k: 1e3 * median(self._seconds[slots, k][1:]) for k in lengths}

@@ -1,6 +1,6 @@
-"""A policy that ends a sequence's proposals before a token that the draft's own head doubts, as
-DeepSpec cuts DSpark's blocks. The doubt depends on earlier tokens only, so the policy changes no
-text."""
+"""A policy that ends a sequence's proposals before a token to which the draft's confidence head
+gives a low score, as DeepSpec truncates DSpark's blocks. The score depends only on earlier tokens,
+so the policy does not change the output distribution."""
 
 from specdec_cli.core.drafting import Doubt
 from specdec_cli.lengths.base import LengthPolicy

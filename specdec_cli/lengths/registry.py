@@ -1,4 +1,4 @@
-"""The code of length policies, by the names that recipes give them."""
+"""Finds the code of length policies by their names in recipes."""
 
 from importlib import import_module
 

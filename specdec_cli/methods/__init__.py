@@ -1,1 +1,1 @@
-"""Proposers, a file each. The engine knows none of them by name."""
+"""Proposers, one per file. The engine refers to none of them by name."""

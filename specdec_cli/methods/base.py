@@ -24,7 +24,7 @@ from specdec_cli.recipe import SpeculationSection
 
 @dataclass(frozen=True, slots=True)
 class MethodParts:
-    """The recipe's section and the models that a proposer may be made from, on this rank.
+    """The recipe section and the models for making a proposer on this rank.
 
     draft: a `PagedModel`, or the method's own kind of draft; None if this rank holds no part of it.
     described: the draft's description, on every rank. draft_max_len: its context length, or 0.
@@ -38,7 +38,7 @@ class MethodParts:
 
 
 class RoundSize(NamedTuple):
-    """The sizes that determine a method's memory on this rank. longest: the most tokens of a
+    """The sizes that determine a method's memory on this rank. longest: the maximum length of a
     text."""
 
     batch_size: int
@@ -52,7 +52,8 @@ class RoundSize(NamedTuple):
 
 
 class MethodBytes(NamedTuple):
-    """Bytes beyond weights, caches and passes: held throughout, and at the peak of a round."""
+    """Bytes in addition to weights, caches and passes: those held throughout, and those at the peak
+    of a round."""
 
     held: int = 0
     in_round: int = 0
@@ -62,9 +63,9 @@ class MethodBytes(NamedTuple):
 class Method:
     """The code of a method. make: makes a proposer. estimate_bytes: its memory. describe: describes
     its own kind of draft; None for a method that runs a transformers model, or no model.
-    runs_on_host: whether the host reads the device's data, so that rounds cannot be captured.
-    can_share: the weights that `draft.share` may name for its kind of draft. check: returns the
-    description of a model as the method runs it; raises `SetupError` if it cannot."""
+    runs_on_host: whether the host reads device data, so that rounds cannot be captured. can_share:
+    the weights that `draft.share` may name for its kind of draft. check: returns a model's
+    description adapted to the method; raises `SetupError` if the method cannot run it."""
 
     make: Callable[[MethodParts], "Proposer"]
     estimate_bytes: Callable[[RoundSize], MethodBytes]
@@ -75,20 +76,20 @@ class Method:
 
 
 def text_bytes(size: RoundSize) -> MethodBytes:
-    """Memory of a method without a model that looks up texts: int32 ids on the device."""
+    """Memory of a method that looks up texts, without a model: int32 ids on the device."""
     return MethodBytes(held=4 * size.batch_size * size.longest)
 
 
 class Proposer:
-    """A source of proposals. max_len: most tokens of a sequence. feature_layers: the hidden states
-    of the target that it reads, as transformers counts them in `hidden_states`. needs_text: whether
-    `BatchState.texts` has to hold the sequences' tokens. tail: the number of tokens of
-    `BatchState.tail` that it reads. max_lag: the most tokens that may be missing from its cache
-    when a round begins; if more are missing, they are prefilled first. is_paged: whether it keeps
-    all data of a text in the blocks of its tokens, so that texts which begin alike may share
-    blocks. depends_on_k: whether a proposal depends on the number of proposals after it.
+    """A source of proposals. max_len: maximum length of a sequence. feature_layers: the hidden
+    states of the target that it reads, as transformers counts them in `hidden_states`. needs_text:
+    whether `BatchState.texts` must hold the sequences' tokens. tail: the number of tokens of
+    `BatchState.tail` that it reads. max_lag: how many tokens its cache may lack when a round
+    starts; if it lacks more, they are prefilled first. is_paged: whether it keeps all data of a
+    text in the blocks of its tokens, so that texts with a common prefix may share blocks.
+    depends_on_k: whether a proposal depends on the number of proposals after it.
 
-    A proposer that inherits from this has the values below, keeps nothing, and needs `propose`.
+    A subclass inherits the defaults below, which keep no state, and must define `propose`.
     """
 
     max_len: int = sys.maxsize
@@ -105,23 +106,24 @@ class Proposer:
         return self.tail
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
-        """Take in prompt tokens. features: [T, F], hidden states of these tokens, or None."""
+        """Process prompt tokens. features: [T, F], hidden states of these tokens, or None."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Propose at most `draft.caps` tokens for each sequence."""
         raise NotImplementedError
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Take in a round's decision; `state` has not been advanced yet."""
+        """Process a round's decision, before `state` is advanced."""
 
     @property
     def takes_decisions(self) -> bool:
-        """False for a proposer whose `commit` does nothing."""
+        """Whether `commit` does anything."""
         return type(self).commit is not Proposer.commit
 
     def ahead(self, k: int) -> int:
-        """The number of places after a text that need cache blocks in a round of k, because passes
-        feed them even if the sequence may propose fewer tokens; 0 if only proposals need blocks."""
+        """The number of positions after a text that need cache blocks in a round of k, because
+        passes write them even if the sequence proposes fewer tokens; 0 if only proposals need
+        blocks."""
         return 0
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
@@ -138,11 +140,12 @@ class Proposer:
         params: SamplingParams,
     ) -> Forecast | None:
         """The expected acceptance of proposals along `output`, an existing text; None if only
-        running the rounds can show it. All ranks call this; rank 0's result is valid."""
+        running the rounds can tell. All ranks call this; rank 0's result is valid."""
         return None
 
     def check(self) -> None:
         """Raise for errors that only the device could detect; called when a run ends."""
 
     def clear(self) -> None:
-        """Clear cached values that are not finite: padding reads them, and 0 * NaN is NaN."""
+        """Clear cached values that are not finite, because padding reads them and 0 * NaN is
+        NaN."""

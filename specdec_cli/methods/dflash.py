@@ -1,8 +1,8 @@
 """Proposing a block of tokens in one pass with a DFlash drafter (z-lab, arXiv 2602.06036).
 
-The drafter keeps keys and values of true tokens alone, which `commit` writes from the target's
-hidden states. A block is the last token and masks, k + 1 rows that see the context and each other;
-their keys are written over by the next rows. Legend: B slots, K proposal length, H width.
+The drafter keeps keys and values only of true tokens, which `commit` computes from the target's
+hidden states. A block is the last token and k masks: k + 1 rows that attend to the context and each
+other. The next rows overwrite their keys. Legend: B slots, K proposal length, H width.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class DFlash(HeadProposer):
         return self.rows(k) - 1
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose K tokens from one pass. Only some of its rows predict a proposal."""
+        """Propose K tokens from one pass. Only some of the rows predict a proposal."""
         if self.head is None or draft.is_over:
             return draft.nothing()
         head = self.head.head
@@ -51,7 +51,7 @@ class DFlash(HeadProposer):
         rows = self.rows(draft.k)
         masks = state.tail.new_full((state.num_slots, rows - 1), head.config.mask_id)
         block = torch.cat((state.tail[:, -1:], masks), dim=1)
-        # Caps of a sequence cut its proposals, never the block.
+        # A sequence's cap truncates its proposals, never the block.
         lens = (draft.caps > 0) * rows
         what = Rectangle(block, lens, -1, 1, self.max_len, False)
         nothing = head.norm.new_empty(*block.shape, 0)
@@ -74,8 +74,8 @@ class DFlash(HeadProposer):
         state: BatchState,
         draft: Drafting,
     ) -> None:
-        """Draw from logits [B, K, Vd] plus the Markov head's addition to each row, which depends on
-        the token before. rows: [B, K, H], normed."""
+        """Draw token by token from logits [B, K, Vd], plus the Markov head's term for each row,
+        which depends on the previous token. rows: [B, K, H], normed."""
         assert head.markov is not None
         before, memory = state.tail[:, -1], None
         for place in range(draft.k):
@@ -99,7 +99,7 @@ def _make(parts: MethodParts) -> DFlash:
 
 
 def estimate_bytes(size: RoundSize) -> MethodBytes:
-    """Bytes of the context of `commit`, and of logits."""
+    """The bytes of the context in `commit` and of logits."""
     return estimate_at_once(size, size.batch_size * (size.k + 1))
 
 

@@ -32,8 +32,8 @@ class DraftModel(Proposer):
             self.model.prefill(spans)
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """The first pass feeds the last two tokens, since the cache lacks one or both. Each further
-        pass feeds the token just drawn."""
+        """Propose tokens. The first pass feeds the last two tokens, because the cache lacks one or
+        both. Each further pass feeds the token just drawn."""
         if self.model is None:
             return draft.nothing()
         fed, offset = state.tail, -self.tail
@@ -45,7 +45,7 @@ class DraftModel(Proposer):
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
         """The cache never holds the last proposal, which is drawn but not fed. Later tokens
-        overwrite the keys of rejected ones."""
+        overwrite the keys of rejected proposals."""
         return n + min(accepted, k - 1)
 
     def forecast(
@@ -69,7 +69,7 @@ def _make(parts: MethodParts) -> DraftModel:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """Bytes of each step's logits, and of all of them stacked if tokens are drawn and this rank
+    """The bytes of each step's logits, plus all steps stacked if tokens are sampled and this rank
     verifies."""
     if size.is_greedy or size.draft is None or not size.is_first:
         return MethodBytes()

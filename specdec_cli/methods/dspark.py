@@ -1,4 +1,5 @@
-"""Proposing with a DSpark drafter: DFlash's pass, drawn from left to right by its Markov head."""
+"""Proposing with a DSpark drafter: DFlash's pass, followed by draws from left to right with a
+Markov head."""
 
 from specdec_cli.methods.dflash import METHOD
 

@@ -1,7 +1,7 @@
 """Forecasts of acceptance along an existing text, by running the rounds that begin in it.
 
-A round begins at each token, and its draws give the tokens that follow there. Rounds run side by
-side, each in its own cache blocks. Legend: N rounds, K proposal length, V vocabulary.
+A round starts at each token and draws exactly the tokens that follow in the text. Rounds run in
+parallel, each in its own cache blocks. Legend: N rounds, K proposal length, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.teacher import Teacher, acceptance, logits_of, prefill
 
-_SIDE_BY_SIDE = 64  # rounds at a time; each holds the distributions of one place
+_SIDE_BY_SIDE = 64  # number of parallel rounds; each holds the distributions of one position
 
 
 @torch.inference_mode()
@@ -35,7 +35,7 @@ def forecast(
 ) -> Forecast:
     """The expected acceptance of rounds of k, one from each token of `output`.
 
-    All ranks have to call this; only rank 0's result is valid. Raises `NoForecast` if proposals are
+    All ranks must call this; only rank 0's result is valid. Raises `NoForecast` if proposals are
     not drawn by `Drafting`.
     """
     found = proposer.forecast(teacher, prompt, output, k, params)
@@ -48,10 +48,10 @@ def forecast(
 
 @dataclass(slots=True, eq=False)
 class Following(Drafting):
-    """A drafting that draws the written tokens and records each one's chance of acceptance.
-    written: int64 [N, K]. scored: gives the target's logits [M, V]; row i + j belongs to place j in
-    round i, and the last row also stands for places behind the text. noted: the result of
-    `teacher.acceptance` for each place that was drawn.
+    """A `Drafting` that draws the tokens of the text and records the acceptance probability of
+    each. written: int64 [N, K]. scored: returns the target's logits [M, V]; row i + j belongs to
+    position j in round i, and the last row also stands for positions past the text. noted: the
+    result of `teacher.acceptance` for each drawn position.
     """
 
     written: torch.Tensor = field(kw_only=True)
@@ -77,9 +77,9 @@ class Following(Drafting):
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """A round's proposals. chances: the chance of acceptance of each one within the text. proposed:
-    the number of all of them. is_drawn: whether any was drawn. overlap: the sum of min(p, q) of the
-    first proposal, if it was drawn."""
+    """A round's proposals. chances: the acceptance probability of each proposal within the text.
+    proposed: the number of all proposals. is_drawn: whether any was drawn. overlap: the sum of
+    min(p, q) of the first proposal, if it was drawn."""
 
     chances: tuple[float, ...] = ()
     proposed: int = 0
@@ -88,7 +88,8 @@ class _Round:
 
 
 def _told(rounds: list[_Round]) -> Forecast:
-    """The forecast: counts if nothing was drawn and acceptance is certain, otherwise chances."""
+    """The forecast: counts if nothing was sampled, so that acceptance is certain, otherwise
+    probabilities."""
     if any(one.is_drawn for one in rounds):
         overlap = tuple(one.overlap for one in rounds)
         return Forecast(ahead=tuple(one.chances for one in rounds), overlap=overlap)
@@ -149,11 +150,12 @@ class _Replay:
 
     def _shared(self, n: int) -> int:
         """The number of the text's blocks that a round of n tokens shares. They end before the row
-        of the second-last token: a proposer may keep that row's output beside its keys."""
+        of the second-to-last token, because a proposer may keep that row's output in addition to
+        its keys."""
         return max(0, n - 2) // self.teacher.allocator.block_size if self.proposer.is_paged else 0
 
     def _copy(self, n: int, own: list[int]) -> Sequence:
-        """The first n tokens, in `own` blocks behind the shared ones."""
+        """The first n tokens, in `own` blocks after the shared ones."""
         table = [*self.text.block_table[: self._shared(n)], *own]
         prompt = self.text.num_prompt_tokens
         return Sequence(n, self.text.tokens[:n], prompt, n + self.k + 1, table, draft_kv=n - 1)
@@ -203,7 +205,7 @@ class _Replay:
             texts=how.at(state) if (how := self.teacher.processors) is not None else None,
         )
         found = self.proposer.propose(state, draft)
-        # The next round in the text's own blocks writes over this round's guesses.
+        # The next round in the text's own blocks overwrites this round's guesses.
         self.fed = min(self.fed, self.begun)
         same, lens = found.token_ids == draft.written, found.lens.tolist()
         is_drawn, chances = draft.num_drawn > 0, same.float()
@@ -227,7 +229,7 @@ class _Replay:
 
 
 def _groups(spans: list[Span], most: int) -> Iterator[list[Span]]:
-    """`spans` in turn, in groups of at most `most` tokens. Spans that do not fit are cut."""
+    """`spans` in order, in groups of at most `most` tokens. Spans that do not fit are split."""
     group: list[Span] = []
     room = most
     for seq, start, stop in spans:

@@ -1,7 +1,7 @@
 """Proposing tokens with the modules for multi-token prediction in the target's checkpoint.
 
-A single module makes all proposals, one a pass. In a chain of modules, module i makes proposal i +
-1. It needs a true row of every token. Its last i rows embed proposals and are written again in each
+A single module makes all proposals, one per pass. In a chain of modules, module i makes proposal i
++ 1. It needs a true row for every token. Its last i rows embed proposals and are rewritten in each
 round. Legend: B slots.
 """
 
@@ -18,8 +18,8 @@ from specdec_cli.models.heads.mtp.draft import describe_mtp
 
 
 class ChainedModules(Proposer):
-    """Draws a token from each module in turn. Texts do not share blocks: the rows that a module
-    reads from the module before may lie in other blocks than its keys."""
+    """Draws a token from each module in turn. Texts do not share blocks, because a module may read
+    rows of the previous module from other blocks than its own keys."""
 
     def __init__(self, chain: MtpChain, feature_layers: tuple[int, ...], max_len: int) -> None:
         self.chain, self.feature_layers, self.max_len = chain, feature_layers, max_len
@@ -46,7 +46,7 @@ class ChainedModules(Proposer):
         return draft.candidates()
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Write the rows that the decided tokens complete. Those of module i lie i places further
+        """Write the rows that the decided tokens complete. Module i's rows are i positions further
         back."""
         assert target.features is not None, "the target has to return hidden states"
         inputs, accepted = target.features, verdict.num_accepted

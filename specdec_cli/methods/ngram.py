@@ -13,7 +13,8 @@ from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
 
 
 class Ngram(Proposer):
-    """Looks up n-grams of `longest` down to `shortest` tokens in a sequence's prompt and output."""
+    """Looks up the last n tokens, n from `longest` down to `shortest`, in a sequence's prompt and
+    output."""
 
     needs_text = True
     is_paged = True
@@ -23,7 +24,7 @@ class Ngram(Proposer):
         self.shortest = shortest
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """The tokens that were found. Nothing is drawn, so each q is one-hot."""
+        """Propose the tokens found. Nothing is sampled, so each q is one-hot."""
         assert state.texts is not None
         found = ops.ngram_lookup(
             state.texts.tokens,

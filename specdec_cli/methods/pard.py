@@ -1,7 +1,7 @@
 """Proposing tokens with a PARD draft (An et al., arXiv 2504.18583): a model trained with masks.
 
 One causal pass over the tokens that its cache lacks and K - 1 masks gives all proposals. A smaller
-k proposes the first of the same tokens. True tokens later overwrite masks in the cache.
+k gives the same first proposals. True tokens later overwrite the masks in the cache.
 """
 
 from dataclasses import replace
@@ -27,28 +27,28 @@ class Pard(DraftModel):
 
     def __init__(self, model: PagedModel | None, max_len: int, k: int) -> None:
         super().__init__(model, max_len)
-        # A round that accepts all of k leaves k + 1 tokens that the cache lacks.
+        # After a round that accepts all k proposals, the cache lacks k + 1 tokens.
         self.tail = self.max_lag = k + 1
         self.mask_id = 0 if model is None else int(getattr(model.module.config, _KEY))
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """Propose all tokens from the rows of the last token and of the masks. Writing a key again
+        """Propose all tokens from the rows of the last token and of the masks. Rewriting a key
         changes nothing."""
         if self.model is None or draft.is_over:
             return draft.nothing()
         masks = state.tail.new_full((state.num_slots, draft.k - 1), self.mask_id)
         fed = torch.cat((state.tail, masks), dim=1)
-        # Mask j decides proposal j + 1; sequences that take more than j + 1 need it.
+        # Mask j decides proposal j + 1; only sequences with more than j + 1 proposals need it.
         where = -self.tail, 2, self.max_len, False, state.draft_kv, self.tail - 1
         what = Rectangle(fed, draft.lens, *where)
         draft.draw_all(self.model.forward_slots(what, state).logits)
         return draft.candidates()
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """The cache holds masks in the places of accepted tokens."""
+        """The cache holds masks, not keys and values, at the positions of accepted tokens."""
         return n
 
-    forecast = Proposer.forecast  # the rounds have to be run
+    forecast = Proposer.forecast  # only running the rounds can tell
 
 
 def _make(parts: MethodParts) -> Pard:
@@ -57,7 +57,7 @@ def _make(parts: MethodParts) -> Pard:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """Bytes of the pass, and of the logits that tokens are drawn from."""
+    """The bytes of the pass and of the logits for drawing tokens."""
     if size.draft is None:
         return MethodBytes()
     rows = size.k * size.batch_size
@@ -67,11 +67,11 @@ def _estimate_bytes(size: RoundSize) -> MethodBytes:
 
 
 def _check(draft: Description) -> Description:
-    """The description of a draft of one pass. Raises `SetupError` if it has no token for masks."""
+    """The description of a one-pass draft. Raises `SetupError` if it has no mask token."""
     token = getattr(draft.module.config, _KEY, None)
     if type(token) is not int or not 0 <= token < draft.vocab_size:
         raise SetupError(
-            f"config.json of the PARD draft {draft.spec.name}: {_KEY} is {shown(token)}: it has to "
+            f"config.json of the PARD draft {draft.spec.name}: {_KEY} is {shown(token)}: it must "
             f"be one of {draft.vocab_size} ids"
         )
     return replace(draft, drafts_at_once=True)

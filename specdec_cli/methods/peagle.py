@@ -1,8 +1,8 @@
-"""Proposing tokens with a P-EAGLE head: EAGLE-3's rows, and masks in place of its further steps.
+"""Proposing tokens with a P-EAGLE head: EAGLE-3's rows, with masks instead of further steps.
 
-One causal pass takes the true rows of the last round and K - 1 masks after them. A smaller k
-proposes the first of the same tokens. True rows later overwrite masks in the cache. Legend: B
-slots, K proposal length, W rows that may wait, H width of the head.
+One causal pass takes the true rows of the last round and K - 1 masks after them. A smaller k gives
+the same first proposals. True rows later overwrite the masks in the cache. Legend: B slots, K
+proposal length, W maximum number of waiting rows, H width of the head.
 """
 
 from dataclasses import replace
@@ -47,12 +47,12 @@ class PEagle(HeadProposer):
         self, paged: WaitingHead, state: BatchState, lens: torch.Tensor, count: int
     ) -> torch.Tensor:
         """Hidden states [B, count + 1, H] of the last true row and of the masks behind it, after a
-        pass over these and the rows that wait. lens: int64 [B], proposals of each sequence."""
+        pass over these and the waiting rows. lens: int64 [B], proposals of each sequence."""
         head, most = paged.head, state.tail.shape[1]
         assert isinstance(head, Eagle3Head) and head.mask_hidden is not None
         assert isinstance(head.config, PEagleConfig)
         waiting, counts = paged.waiting(state, most)
-        # The place of each row after the last true one.
+        # The position of each row after the last true one.
         place = torch.arange(1, most + count + 1, device=state.device) - counts[:, None]
         is_true = place < 1
         tokens = state.tail.gather(1, (place + most - 1).clamp(max=most - 1))
@@ -69,8 +69,8 @@ class PEagle(HeadProposer):
         return rows.masked_fill((read < 0)[..., None], 0.0)
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Keep the rows that the decision completes for the next pass. After a round without
-        proposals, which had no pass, run one: rows would pile up."""
+        """Store the rows that the decision completes for the next pass. A round without proposals
+        has no pass, so run one here: otherwise waiting rows would accumulate."""
         if self.head is None:
             return
         assert target.features is not None, "the target has to return hidden states"
@@ -94,7 +94,7 @@ def _describe(place: DraftPlace) -> HeadDescription:
 
 
 def _estimate_bytes(size: RoundSize) -> MethodBytes:
-    """Bytes of the pass with its inputs, and of logits."""
+    """The bytes of the pass, its inputs and logits."""
     return estimate_at_once(size, 2 * size.batch_size * size.k)
 
 

@@ -1,4 +1,4 @@
-"""The code of methods, by the names that recipes give them."""
+"""Finds the code of methods by their names in recipes."""
 
 from importlib import import_module
 

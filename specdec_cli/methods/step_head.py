@@ -1,7 +1,7 @@
-"""Proposing tokens with a head that takes one pass a token, as EAGLE-3 does.
+"""Proposing tokens with a head that needs one pass per token, such as EAGLE-3.
 
-Row t reads the target's hidden state of token t and embeds token t + 1. After a round `commit`
-writes the rows of true hidden states over guessed ones. It keeps the output of the last row, which
+Row t reads the target's hidden state of token t and embeds token t + 1. After a round, `commit`
+overwrites guessed rows with those of true hidden states. It keeps the output of the last row, which
 gives the next round's first proposal. Each further proposal takes a pass over one row.
 """
 
@@ -18,7 +18,8 @@ from specdec_cli.models.heads.paged import PagedHead
 
 
 class HeadProposer(Proposer):
-    """Writes a head's rows of true tokens in `prefill` and `commit`. Some ranks have no head."""
+    """A base for proposers with a head, which writes the rows of true tokens in `prefill` and
+    `commit`. Some ranks have no head."""
 
     # `commit` writes the rows of every round, even of one without proposals: no `max_lag`.
     is_paged = True
@@ -31,7 +32,7 @@ class HeadProposer(Proposer):
         self.max_len = max_len
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
-        """Write the rows of prompt tokens; the token after each is in the prompt too."""
+        """Write the rows of prompt tokens, whose following tokens are also in the prompt."""
         if self.head is not None:
             assert features is not None, "the target has to return hidden states"
             self.head.prefill(spans, features)
@@ -39,8 +40,8 @@ class HeadProposer(Proposer):
     def written(
         self, state: BatchState, verdict: Verdict, target: TargetOutput
     ) -> ops.Normed | None:
-        """Write the rows whose hidden states the scoring pass gave. They begin at the last token
-        before the round. Returns all B * (K + 1) rows; None without a head."""
+        """Write the rows of the scoring pass's hidden states, starting at the last token before the
+        round. Returns all B * (K + 1) rows; None without a head."""
         if self.head is None:
             return None
         assert target.features is not None, "the target has to return hidden states"
@@ -59,8 +60,8 @@ class StepHead(HeadProposer):
     """Draws k tokens per sequence from the head, one in each step."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """The first proposal needs no pass. A sequence of one token has no row, so nothing is
-        proposed."""
+        """Propose tokens. The first proposal needs no pass. A sequence of one token has no row, so
+        it gets no proposals."""
         if self.head is None:
             return draft.nothing()
         head = self.head.head
@@ -90,8 +91,9 @@ def make(parts: MethodParts) -> StepHead:
 
 
 def estimate_bytes(size: RoundSize) -> MethodBytes:
-    """Bytes of the pass of `commit`, and of logits. Greedy decoding holds those of one step over
-    the head's own ids. Drawing also holds those of all steps over the target's ids, twice."""
+    """The bytes of the pass in `commit` and of logits. Greedy decoding holds logits of one step
+    over the head's own ids. Sampling also holds, twice, those of all steps over the target's
+    ids."""
     if size.draft is None:
         return MethodBytes()
     batch_size = size.batch_size
@@ -102,8 +104,8 @@ def estimate_bytes(size: RoundSize) -> MethodBytes:
 
 
 def estimate_at_once(size: RoundSize, rows: int) -> MethodBytes:
-    """Bytes of a pass over `rows` rows, and of the logits of all proposals: over the head's own
-    ids, and over the target's too if tokens are drawn."""
+    """The bytes of a pass over `rows` rows and of the logits of all proposals: over the head's own
+    ids, and, for sampling, also over the target's."""
     if size.draft is None:
         return MethodBytes()
     width = size.draft.vocab_size + (0 if size.is_greedy else 2 * size.vocab_size)
@@ -111,7 +113,8 @@ def estimate_at_once(size: RoundSize, rows: int) -> MethodBytes:
 
 
 def _pass_and_logits(size: RoundSize, draft: Draft, rows: int, logits: int) -> MethodBytes:
-    """A captured round holds both at once; otherwise the larger counts. logits: their number."""
+    """The bytes of a pass and of logits. A captured round holds both at once; otherwise only the
+    larger counts. logits: the number of logits."""
     drawing = logits * draft.dtype.itemsize
     passing = draft.pass_bytes(rows, 0, gathers=False)
     return MethodBytes(in_round=drawing + passing if size.is_cuda else max(drawing, passing))

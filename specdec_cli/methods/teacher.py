@@ -1,5 +1,5 @@
-"""Teacher forcing: one pass of each model over a text that is already written replaces its rounds.
-It uses cache blocks of an idle engine."""
+"""Teacher forcing: one pass of each model over an existing text replaces its rounds. Teacher
+forcing uses the cache blocks of an idle engine."""
 
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from specdec_cli.core.sampling import to_probs
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.models.paged import PagedModel
 
-_CHUNK = 64  # tokens whose distributions are held at a time
+_CHUNK = 64  # number of tokens whose distributions are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
     """The parts of an idle engine that teacher forcing needs. parallel: the target's ranks.
-    processors: None if nothing changes logits."""
+    processors: None if there are no logits processors."""
 
     target: PagedModel
     allocator: BlockAllocator
@@ -31,8 +31,7 @@ class Teacher:
     processors: LogitsProcessors | None = None
 
     def changed(self, logits: torch.Tensor, seq: Sequence, start: int) -> torch.Tensor:
-        """The logits [N, V'] of N rows of a text from `start` on, with the changes that come before
-        drawing."""
+        """The logits [N, V'] of N rows of a text from `start` on, after logit processing."""
         if self.processors is None:
             return logits
         first, stop = start + 1, start + len(logits)
@@ -50,7 +49,7 @@ def compare(
     output: Values[int],
     params: SamplingParams,
 ) -> Forecast:
-    """A draft model's chances of acceptance along `output`; valid on rank 0 only."""
+    """A draft model's acceptance probabilities along `output`; valid only on rank 0."""
     tokens = [*prompt, *output]
     reach = min(len(tokens), max_len)
     draft_seq = Sequence(0, tokens[:reach], len(prompt), reach)
@@ -71,7 +70,8 @@ def _compare(
     draft_seq: Sequence,
     params: SamplingParams,
 ) -> tuple[list[float], list[float]]:
-    """Chances of acceptance, and overlaps of the two distributions, over the draft's sequence."""
+    """The acceptance probabilities, and the overlaps of both distributions, along the draft's
+    sequence."""
     target = teacher.target if params.temperature > 0.0 else None
     first = draft_seq.num_prompt_tokens - 1  # its logits decide the first output token
     if first >= len(draft_seq.tokens) - 1:  # nothing is ever proposed there
@@ -112,7 +112,8 @@ def acceptance(
 
     drafted: the draft's logits [M, V']. scored: the target's [M, V]; None if decoding is greedy.
     """
-    # The logits of a draft with another vocabulary size are cut, or padded with probability zero.
+    # Truncate the logits of a draft with a different vocabulary size, or pad them with probability
+    # zero.
     more = vocab_size - drafted.shape[-1]
     drafted = torch.nn.functional.pad(drafted, (0, more), value=float("-inf"))
     if scored is None:

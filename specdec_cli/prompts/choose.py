@@ -14,7 +14,7 @@ from specdec_cli.text import one_line
 
 STRATIFIED = "stratified"
 _NO_CATEGORY = "(none)"
-_FAR_OFF = 0.25  # share of all prompts that would have to change their category
+_FAR_OFF = 0.25  # share of prompts in the wrong category above which a warning is given
 _MAX_NAMED = 6
 
 
@@ -36,8 +36,8 @@ class Choice:
 
 
 def sampled(prompts: Sequence[Prompt], choice: Choice) -> list[Prompt]:
-    """The sample of `prompts`, in their order. With one seed a larger sample contains a smaller
-    one.
+    """The sample of `prompts`, in their order. With the same seed, a larger sample contains a
+    smaller one.
 
     Raises `UsageError` for a stratified sample of prompts without categories.
     """
@@ -49,13 +49,12 @@ def sampled(prompts: Sequence[Prompt], choice: Choice) -> list[Prompt]:
 
 
 def _draw(seed: int, place: int) -> bytes:
-    """A prompt's place in the order of the draw: a hash that is the same in every version of
-    Python."""
+    """A prompt's position in the random order: a hash that is stable across Python versions."""
     return hashlib.sha256(f"{seed} {place}".encode()).digest()
 
 
 def _in_turn(order: Sequence[int], categories: Sequence[str | None]) -> list[int]:
-    """The places of `order`, one of each category in turn, so that shares are as even as
+    """Reorder `order` to take one prompt of each category in turn, so that shares are as even as
     possible."""
     if not any(category is not None for category in categories):
         raise UsageError(
@@ -75,9 +74,9 @@ def _in_turn(order: Sequence[int], categories: Sequence[str | None]) -> list[int
 def uneven(
     taken: Sequence[Prompt], further: Mapping[str | None, int], *, is_whole: bool
 ) -> list[Notice]:
-    """A warning if the first prompts have other categories than the data. further: the number of
-    later prompts by category. is_whole: whether `further` counts all later prompts or only the next
-    ones.
+    """A warning if the first prompts are distributed over categories differently from the data.
+    further: the number of later prompts by category. is_whole: whether `further` counts all later
+    prompts or only the next ones.
     """
     first = Counter(prompt.category for prompt in taken)
     data = first + Counter(further)
@@ -95,7 +94,7 @@ def uneven(
     else:
         most = max(data, key=lambda c: first[c] / size - data[c] / total)
         told = (
-            f"the first {size} prompts have other shares of categories than {where}: "
+            f"the first {size} prompts are distributed over categories differently from {where}: "
             f"{_named(most)} is {first[most] / size:.0%} of them and {data[most] / total:.0%} there"
         )
     evidence = {

@@ -1,4 +1,4 @@
-"""Turns prompts into conversations, by `data.chat` and `data.system`. Renders nothing."""
+"""Turns prompts into conversations as `data.chat` and `data.system` ask, without rendering them."""
 
 import logging
 from collections import Counter
@@ -26,9 +26,9 @@ def as_conversations(
 
     chat: `auto` leaves prompts as they are, `on` makes a conversation of each text, `off` refuses
     messages. system: opens every conversation that has no system message, and turns `auto` into
-    `on`. A row's own system message opens its text if the row is no conversation. template: values
-    for every conversation's template; a row's own values take precedence. Prompts that do not fit
-    the setting are bad prompts; see `refuse`.
+    `on`. A row's own system message is put before its text if the row is not a conversation.
+    template: values for every conversation's template; a row's own values take precedence. Prompts
+    that do not fit the setting are bad prompts; see `refuse`.
     """
     if system is not None and chat == "auto":
         chat = "on"
@@ -56,14 +56,14 @@ def refuse(bad: Sequence[UsageError], *, skip: bool) -> None:
 def unused_keys(prompts: Sequence[Prompt]) -> list[Notice]:
     """A warning that names the rows' keys that have no effect, and counts the rows of each key.
 
-    Raises `UsageError` if every row has images or the like, since no prompt is complete then.
+    Raises `UsageError` if every row has images or the like, since every prompt would be incomplete.
     """
     counts = Counter(key for prompt in prompts for key in dict.fromkeys(prompt.unused))
     if not counts:
         return []
     if media := [key for key in MEDIA_KEYS if counts[key] == len(prompts)]:
         raise UsageError(
-            f"all {len(prompts)} rows have {' and '.join(media)}, and models read text alone",
+            f"all {len(prompts)} rows have {' and '.join(media)}, but models only read text",
             "leave the key out of the rows if their text is enough",
         )
     listed = ", ".join(f"{key} ({count} of {len(prompts)} rows)" for key, count in counts.items())

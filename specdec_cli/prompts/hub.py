@@ -1,6 +1,6 @@
 """Hugging Face datasets by id, and folders laid out like them, through the package `datasets`.
 
-Does not know what makes a row a prompt.
+Rows are converted to prompts elsewhere.
 """
 
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ def _loaded(datasets: Any, path: str, subset: str | None, split: str | None) -> 
     known = list(builder.info.splits or ())
     if split is None and len(known) == 1:
         split = known[0]
-    # Some datasets know their splits only once they are prepared.
+    # Some datasets list their splits only after preparation.
     data = datasets.load_dataset(path, name=subset, split=split)
     return data if split is not None else data[_only_split(path, list(data))]
 

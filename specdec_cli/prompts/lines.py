@@ -1,6 +1,6 @@
 """Text and JSON files, read line by line so that each bad line can be named.
 
-Does not know what makes a row a prompt: rows are text or records.
+Rows are text or records; they are converted to prompts elsewhere.
 """
 
 import json
@@ -139,7 +139,7 @@ def _not_json(error: Exception) -> str:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object; refuses duplicate keys, since Python would silently keep the last value."""
+    """A JSON object without duplicate keys, of which Python would silently keep the last value."""
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:

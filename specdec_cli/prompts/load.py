@@ -41,8 +41,8 @@ from specdec_cli.text import counted, in_lines, of_many, one_line
 
 EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
-_MAX_AHEAD = 20_000  # later rows whose categories are compared with those of the first rows
-_PATIENCE_S = 1.0  # seconds of waiting for a pipe's first bytes
+_MAX_AHEAD = 20_000  # how many later rows to compare, by category, with the first ones
+_PATIENCE_S = 1.0  # seconds to wait for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
 _ONE_OBJECT = (
     'a .jsonl file has one JSON object a line, such as {"prompt": "..."}; --dataset FILE::KEY '
@@ -53,7 +53,7 @@ _log = logging.getLogger("specdec")
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrompts:
-    """Prompts in order, with `index` counted from 0, and warnings about their choice."""
+    """Prompts in order, with `index` counted from 0, and warnings about their selection."""
 
     prompts: list[Prompt]
     notices: list[Notice] = field(default_factory=list)
@@ -65,10 +65,10 @@ def load_prompts(
     """The prompts that a recipe's `data` names.
 
     `data.path` is a file (`EXTENSIONS`), `demo:prompts`, or the folder or id of a Hugging Face
-    dataset. Rows after the first `data.limit` prompts count for warnings only. A sample, which
-    `seed` decides, is drawn from all rows. skip_bad: whether to leave out bad rows with a warning
-    that counts them; otherwise they raise a `UsageError` with the file and line of each bad row.
-    is_file: whether the path has to be a file. Raises `UsageError` for an unknown split, subset or
+    dataset. Rows after the first `data.limit` prompts count for warnings only. A sample, drawn with
+    `seed`, is taken from all rows. skip_bad: whether to leave out bad rows with a warning that
+    counts them; otherwise they raise a `UsageError` with the file and line of each bad row.
+    is_file: whether the path must be a file. Raises `UsageError` for an unknown split, subset or
     column, `SetupError` for a dataset that is not available.
     """
     choice = Choice(data.limit, data.sample, seed)
@@ -102,12 +102,12 @@ def load_prompts(
 def _unevenness(
     found: list[Prompt], rows: Rows, named: Callable[[str | None], str | None]
 ) -> list[Notice]:
-    """Warnings about categories, from the rows after the prompts that were taken."""
+    """Warnings about categories, from the rows after the selected prompts."""
     if all(prompt.category is None for prompt in found):
         return []
     further: Counter[str | None] = Counter()
     is_whole = False
-    with contextlib.suppress(UsageError):  # the rest of a damaged file does not count
+    with contextlib.suppress(UsageError):  # ignore the rest of a damaged file
         ahead = list(islice(rows, _MAX_AHEAD + 1))
         is_whole = len(ahead) <= _MAX_AHEAD
         for _, row in ahead:
@@ -173,7 +173,7 @@ def _read_stdin(
     _say_if_it_waits(stream)
     try:
         raw = getattr(stream, "buffer", stream).read()
-    except OSError:  # a background job's terminal, or a stream that a test replaced
+    except OSError:  # a background job's terminal, or a stream replaced by a test
         return []
     if isinstance(raw, str):
         raw = raw.encode("utf-8", "surrogateescape")
@@ -204,7 +204,7 @@ def _is_json_list(raw: bytes) -> bool:
 
 
 def _say_if_it_waits(stream: TextIO | BinaryIO) -> None:
-    """Tell the user that a pipe has no data yet: the pipe may be there by accident."""
+    """Tell the user that a pipe has no data yet, because it may be there by accident."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         if not select.select([stream.fileno()], [], [], _PATIENCE_S)[0]:
             _log.warning(
@@ -214,7 +214,7 @@ def _say_if_it_waits(stream: TextIO | BinaryIO) -> None:
 
 
 def _is_file_name(path: str) -> bool:
-    """True if a name means a file, even a missing one; otherwise it is a dataset's id."""
+    """True if a name means a file, even a missing one; False if it is a dataset id."""
     try:
         if Path(path).exists():
             return True
@@ -227,7 +227,7 @@ def _is_file_name(path: str) -> bool:
 
 @contextmanager
 def _file_source(name: str, column: str | None) -> Iterator[Source]:
-    """The rows of a file. It is open during the block."""
+    """Open a file for the block, and provide its rows."""
     if not name.strip():  # from "$UNSET" in a script, for example
         raise UsageError("the name of the prompt file is empty")
     if "://" in name:
@@ -299,8 +299,8 @@ def _prompts_of(
     turn: int = 1,
 ) -> list[Prompt]:
     """The first `limit` prompts of a source. Bad rows before the last of these prompts are reported
-    or counted. rows: the source's rows, which this consumes. split: the split that selected them,
-    for messages.
+    or counted. rows: the source's rows, an iterator that is consumed. split: the rows' split, for
+    messages.
     """
     name = source.name
     _check_columns(source, column)

@@ -12,7 +12,7 @@ from specdec_cli.prompts.turns import LATER_KEY, later_turns, shared_conversatio
 from specdec_cli.prompts.types import BadRow, Message, Prompt
 from specdec_cli.text import is_unicode, one_line, shown
 
-TEXT_KEYS = ("prompt", "text", "question", "instruction", "turns")  # the first one in a row counts
+TEXT_KEYS = ("prompt", "text", "question", "instruction", "turns")  # the first one found is used
 MESSAGES_KEY = "messages"
 IDS_KEY = "prompt_token_ids"
 CATEGORY_KEY = "category"
@@ -21,7 +21,7 @@ PROMPT_KEYS = (*TEXT_KEYS, MESSAGES_KEY, IDS_KEY, CONVERSATION_KEY)
 SWITCHES_KEY = "chat_template_kwargs"
 TEMPLATE_KEYS = ("tools", "documents")  # arguments that transformers gives every chat template
 SYSTEM_KEYS = ("system", "system_prompt")
-JOINED_KEYS = ("input", "context")  # keys beside `instruction` in rows of Alpaca and Dolly
+JOINED_KEYS = ("input", "context")  # keys next to `instruction` in rows of Alpaca and Dolly
 MEDIA_KEYS = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
 # Keys besides the prompt in requests to a server, such as OpenAI's batches.
 _REQUEST_KEYS = (
@@ -29,7 +29,7 @@ _REQUEST_KEYS = (
     *("max_new_tokens", "output_len", "output_tokens", "response_format", "functions"),
     *("enable_thinking", "chat_template", "add_generation_prompt", "continue_final_message"),
 )
-# Parts of a question that data sets keep beside it: BoolQ, MMLU, MedQA, LLaMA-Factory, BFCL.
+# Keys with further parts of a question in some datasets: BoolQ, MMLU, MedQA, LLaMA-Factory, BFCL.
 _PART_KEYS = ("passage", "choices", "options", "history", "function")
 _TOLD_KEYS = (*_REQUEST_KEYS, *JOINED_KEYS, *_PART_KEYS)
 MORE_KEYS = (CATEGORY_KEY, SWITCHES_KEY, *TEMPLATE_KEYS, *SYSTEM_KEYS, *_TOLD_KEYS)
@@ -42,7 +42,7 @@ _MAX_COLUMNS = 12
 
 
 def jsonl_of(prompts: Iterable[Prompt]) -> str:
-    """The text of a .jsonl file with these prompts; `prompt_of` reads this form."""
+    """The text of a .jsonl file with these prompts, in the form that `prompt_of` reads."""
     lines = []
     for prompt in prompts:
         found: dict[str, object]
@@ -64,8 +64,8 @@ def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
     """The prompt in a row. The caller sets its index and place. row: text, or a record by column
     name; a line of an OpenAI batch has the record in its `body`. column: the column of the prompt;
     None takes the first of `PROMPT_KEYS` that the record has. The value decides the kind of prompt.
-    Of several turns the first is the prompt; of a conversation, the user's `turn`-th turn. Raises
-    `BadRow`, and `NoSuchTurn` for a shorter conversation."""
+    For several turns, the first is the prompt; for a conversation, the user's `turn`-th turn.
+    Raises `BadRow`, and `NoSuchTurn` for a shorter conversation."""
     if isinstance(row, str) and column is None:
         return Prompt(0, checked(row))
     if not isinstance(row, Mapping):
@@ -110,7 +110,7 @@ def _is_given(value: object, kind: type = object) -> bool:
 
 
 def _of_value(value: object, key: str, turn: int) -> Prompt:
-    """The prompt that a column's value stands for."""
+    """The prompt in a column's value."""
     name = one_line(key)
     first = value[0] if isinstance(value, list) and value else None
     if key == CONVERSATION_KEY or (isinstance(first, Mapping) and "from" in first):
@@ -127,7 +127,7 @@ def _of_value(value: object, key: str, turn: int) -> Prompt:
 
 
 def _template_of(row: Mapping[str, object]) -> dict[str, object]:
-    """The values of a row for its chat template, besides messages. Tables hold them as JSON."""
+    """A row's values for the chat template, besides messages. Tables store them as JSON."""
     found: dict[str, object] = {}
     for key in (SWITCHES_KEY, *TEMPLATE_KEYS):
         value, kind = row.get(key), dict if key == SWITCHES_KEY else list
@@ -177,8 +177,8 @@ def category_of(row: object) -> str | None:
 
 
 def _messages(value: object, key: str) -> tuple[Message, ...]:
-    """The messages up to the last one that is not the assistant's. Data sets keep the assistant's
-    answer after that message."""
+    """The messages up to the last one that is not the assistant's. In datasets, the assistant's
+    answer follows that message."""
     if not isinstance(value, list):
         raise BadRow(f"{key} should be a list, not {shown(value)}")
     if not value:

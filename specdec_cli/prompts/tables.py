@@ -1,4 +1,4 @@
-"""CSV, TSV and parquet files. Does not know what makes a row a prompt."""
+"""Reads rows of CSV, TSV and parquet files; they are converted to prompts elsewhere."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ _BATCH_ROWS = 1024
 
 
 def csv_source(file: BinaryIO, name: str, delimiter: str) -> Source:
-    """A table with a header line; cells are text. A quoted cell may run over several lines."""
+    """Read a table with a header line; cells are text. A quoted cell may span several lines."""
     # Bytes that are not UTF-8 become lone surrogates, so only the row that holds them is bad.
     text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(text, delimiter=delimiter, strict=True)
@@ -66,7 +66,8 @@ def _record(header: Sequence[str], cells: Sequence[str]) -> dict[str, str] | Bad
 
 @contextmanager
 def _long_cells() -> Iterator[None]:
-    """Allow cells as long as a line of other files; the limit is global to the process."""
+    """During the block, allow cells as long as a line of other files. The limit applies to the
+    whole process."""
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         yield
@@ -75,7 +76,7 @@ def _long_cells() -> Iterator[None]:
 
 
 def parquet_source(path: Path, name: str, column: str | None) -> Source:
-    """A parquet file, read in batches of rows and only in the columns that matter.
+    """Read a parquet file in batches of rows, and only the columns needed.
 
     Raises `SetupError` without pyarrow.
     """
@@ -109,6 +110,6 @@ def _parquet_rows(file: Any, name: str, columns: list[str]) -> Rows:
 
 
 def wanted(columns: Sequence[str], column: str | None) -> list[str]:
-    """The columns to read. Images and audio beside a prompt are not decoded."""
+    """The columns to read. Images and audio next to a prompt are not decoded."""
     own = (*PROMPT_KEYS, LATER_KEY) if column is None else (column,)
     return [name for name in columns if name in (*own, *MORE_KEYS)]

@@ -1,4 +1,4 @@
-"""Data types: a prompt, the prompts of a run, rows and bad rows. Knows nothing of files."""
+"""Data types: a prompt, the prompts of a run, rows and bad rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Prompt:
 
 
 class BadRow(Exception):
-    """The reason why one line, row or item is not a prompt."""
+    """An error that says why one line, row or item is not a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Source:
     """The rows of one file, pipe or dataset, read lazily.
 
     rows: each row's place (`prompts.jsonl:3`) and its content: text, a record by column name, or
-    the `BadRow` that kept it from being read. columns: the columns of a table; None without a
-    table. hint: advice about bad rows.
+    the `BadRow` error from reading it. columns: the columns of a table; None without a table. hint:
+    advice about bad rows.
     """
 
     name: str
@@ -58,7 +58,7 @@ class PromptSet:
 
     data: the section of a recipe that names the prompts; None for prompts that no recipe can name.
     chat: the setting with which the prompts were read. notices: warnings about the prompts. own:
-    the text of the prompts, which the run folder keeps if no other file holds them. skip_bad:
+    the text of the prompts, which the run folder stores if they are in no other file. skip_bad:
     whether to leave out prompts that cannot be rendered or tokenised.
     """
 

@@ -300,7 +300,7 @@ def test_where_no_pair_can_be_measured_the_result_has_an_error(tmp_path: Path) -
         (["-k", "0"], 2, "k = 0 does not use the draft"),
         (["--set", "speculation.method=ngram"], 2, "compare-tp needs a draft model"),
         (["--set", "speculation.method=ngram"], 2, "--set speculation.method=draft_model"),
-        (["--device", "cuda:0"], 2, "cuda:0 is one device"),
+        (["--device", "cuda:0"], 2, "cuda:0 is a single device"),
         (["--resume"], 2, "--resume needs the comparison's folder"),
     ],
 )

@@ -217,7 +217,7 @@ def test_nothing_fits(mode: tuple[str, ...], capsys: pytest.CaptureFixture[str])
     tight = ("demo", *mode, *SHORT, "--set", "cache.cpu_bytes=100000")
     result = profile(capsys, *tight)
     assert (result.code, result.out) == (5, "")
-    words = r"no room for a KV cache on cpu: 0\.1 MiB are left for it and one block of 16 tokens"
+    words = r"no room for a KV cache on cpu: 0\.1 MiB are left, but one block of 16 tokens"
     assert re.match(rf"error: {words} takes 0\.2 MiB\nhint: ", result.err)
     error = profile(capsys, *tight, "--json").document["error"]
     assert error["code"] == 5 and re.match(words, error["message"])

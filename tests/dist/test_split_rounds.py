@@ -299,7 +299,7 @@ def test_ranks_that_met_differently_often_do_not_meet_again(world: World) -> Non
         ({"target.tensor_parallel_size": 1}, "is 1, and 4 processes run"),
         (
             {"target.tensor_parallel_size": 4, "run.device": "cuda:1"},
-            "cuda:1 is one device, and 4 ranks need their own",
+            "cuda:1 is a single device, but each of the 4 ranks needs its own",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_rank_needs_a_process_and_a_device_of_its_own(monkeypatch: pytest.Monk
         plan(split)
     monkeypatch.setattr("specdec_cli.engine.devices.world_size", lambda: 2)
     named = load_recipe(None, sets | {"target.tensor_parallel_size": 2, "run.device": "cuda:0"})
-    with pytest.raises(UsageError, match="cuda:0 is one device, and 2 ranks need their own"):
+    with pytest.raises(UsageError, match="cuda:0 is a single device, but each of the 2 ranks"):
         plan(named)
 
 

@@ -16,7 +16,7 @@ from tests import lossless
 from tests.engine.test_pipeline import PROMPTS, told
 from tests.support import decode, make_engine, ngram_engine, save_noised, save_tiny
 
-LABEL = "the text is not distributed as the target's"
+LABEL = "the text does not follow the target's distribution"
 
 
 @pytest.fixture(scope="module")

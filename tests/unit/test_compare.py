@@ -69,7 +69,7 @@ SETTINGS = ComparisonSettings(
     dtype="float32",
 )
 WRITTEN = list(range(30))
-NO_ROOM = "no room for a KV cache on rank 0 (cuda:0): 1.0 MiB are left for it"
+NO_ROOM = "no room for a KV cache on rank 0 (cuda:0): 1.0 MiB are left"
 
 
 def sample(pair: Pair, batch_size: int, k: int, index: int, **stages: float) -> Sample:

@@ -458,7 +458,7 @@ def test_a_draft_without_safetensors_and_tokenizer_is_no_model(tmp_path: Path) -
     torch.save(load_file(draft / "model.safetensors"), draft / "pytorch_model.bin")
     (draft / "model.safetensors").unlink()
     sets = {"target.model": str(target), "draft.model": str(draft), "run.device": "cpu"}
-    with pytest.raises(SetupError, match="no tokenizer, and pickled weights alone"):
+    with pytest.raises(SetupError, match="no tokenizer and only pickled weights"):
         plan(load_recipe(None, sets | {"target.load_format": "dummy"}))
 
 

@@ -1,5 +1,4 @@
-"""The number of KV blocks that fit on each rank beside both models, and the number that a run can
-use."""
+"""The number of KV blocks that fit on each rank beside both models, and how many a run can use."""
 
 import os
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ _CGROUP = "/sys/fs/cgroup"
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
     """The sizes of a run that determine the size of its caches. longest: the tokens of the longest
-    sequence. k: the largest k of the run, or more if a pass of the draft has more rows."""
+    sequence. k: the run's largest k, or more if a draft pass has more rows."""
 
     batch_size: int
     longest: int
@@ -26,7 +25,7 @@ class CacheNeed:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """The number of blocks that hold the longest sequence and the tokens of two rounds."""
+        """The number of blocks for the longest sequence and the tokens of two rounds."""
         return -(-(self.longest + 2 * (self.k + 1)) // self.block_size)
 
     @property
@@ -40,10 +39,10 @@ class CacheNeed:
 class RankMemory:
     """One rank's memory in bytes, broken down by use.
 
-    activation_bytes: the peak memory of passes. graph_bytes: the memory that captured rounds hold.
+    activation_bytes: the peak memory of passes. graph_bytes: the memory of captured rounds.
     other_bytes: memory outside torch, for other processes, the CUDA context, kernels and
-    communication. kv_budget_bytes: the rest, for both caches. The draft's numbers are zero on a
-    rank that holds no part of the draft.
+    communication. kv_budget_bytes: the rest, for both caches. The draft's sizes are zero on a rank
+    without a part of the draft.
     """
 
     rank: int
@@ -81,13 +80,14 @@ class RankMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the device that stay free even if the caches take their whole budget."""
+        """Device bytes that stay free even if the caches use their whole budget."""
         return max(0, self.total_bytes - self.held_bytes - self.kv_budget_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The same number of blocks for every rank: as many as fit on the rank with the least room."""
+    """The same number of blocks for every rank: as many as fit on the rank with the least
+    memory."""
 
     ranks: tuple[RankMemory, ...]
 
@@ -97,7 +97,7 @@ class Split:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of each rank, including block 0, which holds nothing."""
+        """The number of blocks of each rank, including block 0, which holds only padding."""
         return self.limiting.fits
 
     def stranded_bytes(self, rank: RankMemory) -> int:
@@ -111,10 +111,10 @@ class Split:
             return
         where = least.device if len(self.ranks) == 1 else f"rank {least.rank} ({least.device})"
         message = (
-            f"no room for a KV cache on {where}: {mib(least.kv_budget_bytes)} MiB are left for it "
-            f"and one block of {block_size} tokens takes {mib(least.block_bytes)} MiB"
+            f"no room for a KV cache on {where}: {mib(least.kv_budget_bytes)} MiB are left, but "
+            f"one block of {block_size} tokens takes {mib(least.block_bytes)} MiB"
         )
-        if not least.device.startswith("cpu"):  # a CPU's budget does not depend on other uses
+        if not least.device.startswith("cpu"):  # a CPU's budget does not depend on other memory use
             message += (
                 f"; of {mib(least.total_bytes)} MiB, weights take "
                 f"{mib(least.target_weight_bytes)} (target) and {mib(least.draft_weight_bytes)} "
@@ -130,7 +130,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """A rank's memory other than weights and caches, in bytes; see `RankMemory`."""
+    """A rank's memory apart from weights and caches, in bytes; see `RankMemory`."""
 
     total_bytes: int
     activation_bytes: int
@@ -170,7 +170,7 @@ def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
 
 
 def room_now(device: torch.device, cache: CacheSection) -> int:
-    """Bytes of a GPU that may still be used."""
+    """GPU bytes that the run may still use."""
     free, total = torch.cuda.mem_get_info(device)
     return int(free - (1.0 - cache.gpu_memory_utilization) * total)
 
@@ -199,8 +199,8 @@ def available_memory() -> int:
 
 
 def _group_number(file: str, key: str | None = None) -> int | None:
-    """A number from a file of this process's control group (cgroup v2); None if there is none. key:
-    the word before the number."""
+    """A number from a file of this process's control group (cgroup v2), or None. key: the word
+    before the number."""
     try:
         with open(f"{_CGROUP}/{file}", encoding="ascii") as lines:
             for line in lines:

@@ -1,4 +1,4 @@
-"""Memory of attention over long chunks of prompts, which copies their keys and values."""
+"""Memory that attention over long prompt chunks uses for copies of keys and values."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from specdec_cli.models.draft import Draft
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes of the copies on a GPU. first: for a prompt's first chunk. later: further bytes for
+    """Bytes of the copies on a GPU. first: for a prompt's first chunk. later: additional bytes for
     later chunks."""
 
     first: int = 0

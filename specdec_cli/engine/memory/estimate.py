@@ -1,4 +1,4 @@
-"""Memory that passes will take on a device, estimated from shapes; see docs/memory.md."""
+"""Estimates the memory of passes from shapes; see docs/memory.md."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,9 +24,9 @@ from specdec_cli.methods.registry import method_of
 from specdec_cli.models.draft import Draft
 from specdec_cli.models.prompt_passes import WIDTHS, width_of
 
-# cuBLAS' workspace for each stream on Hopper, and half-empty segments of small allocations.
+# cuBLAS's workspace per stream on Hopper, plus half-empty segments of small allocations.
 _PER_STREAM = 32 * 2**20 + 22 * 2**20
-# Memory of a captured round beside the tensors of its pool.
+# Memory of a captured round in addition to the tensors in its pool.
 _PER_GRAPH = 16 * 2**20
 _PER_PROMPT_GRAPH = 4 * 2**20
 # The CUDA context and kernels; with several ranks, also the buffers of NCCL and symmetric memory.
@@ -42,7 +42,7 @@ class PassBytes(NamedTuple):
 
 
 def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
-    """Memory that the largest passes that `need` allows will take on this rank."""
+    """The memory on this rank for the largest passes that `need` allows."""
     chunk = prefill_tokens(plan, need)
     is_cuda = plan.device.type == "cuda"
     method = _method_bytes(plan, need)
@@ -52,7 +52,7 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
         each.append(of_chunks.first + of_chunks.later)
     if plan.captures_prompts:
         each.append(_prompt_graphs_bytes(plan, need))
-    # On CUDA one model's freed blocks are seldom of a size that the other can use.
+    # On CUDA, the blocks that one model frees seldom have a size that the other can use.
     prefill = sum(each) if is_cuda else max(each)
     if plan.no_cuda_graphs is not None:
         prefill = max(prefill, _eager_bytes(plan, need))
@@ -68,16 +68,16 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
 
 
 def _drawn(model: Draft, need: CacheNeed) -> int:
-    """The number of rows of logits of a prefill pass. The target's pass decides first tokens in
-    plain decoding."""
+    """The number of logit rows in a prefill pass. In plain decoding, the target's pass decides
+    first tokens."""
     return need.batch_size if model.spec.role == "target" else 0
 
 
 def _prompt_graphs_bytes(plan: Plan, need: CacheNeed) -> int:
     """Memory of captured prefill passes: their pool, their inputs and results at fixed addresses,
-    and the graphs. A measurement counts this memory as memory of passes."""
+    and the graphs. A measurement counts this memory as activations."""
     largest = width_of(prefill_tokens(plan, need)) or WIDTHS[-1]
-    # Passes of one width have a graph for each number of rows of logits. Few widths need all of
+    # Passes of one width have a graph for each number of logit rows, but few widths need all of
     # these graphs.
     count = WIDTHS.index(largest) + 1 + len(slot_counts(need.batch_size))
     found = _PER_STREAM + count * len(plan.held) * _PER_PROMPT_GRAPH
@@ -96,7 +96,7 @@ class Machine:
 
     total_bytes, available_bytes: the memory of a GPU, or a CPU rank's share of its host's memory.
     other_bytes: memory in use before anything is loaded. is_limit: whether weights, activations and
-    caches on a CPU have to fit into total_bytes.
+    caches on a CPU must fit into total_bytes.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Machine:
 
 
 def this_machine(device: torch.device, num_ranks: int) -> Machine:
-    """A device of this host, in its present state; all ranks are on this host."""
+    """A device of this host in its current state; all ranks run on this host."""
     if device.type != "cuda":
         return Machine(
             "cpu",
@@ -171,13 +171,13 @@ def _loaded_bytes(plan: Plan, model: Draft) -> int:
 
 
 def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
-    """Bytes of the largest tensors of a round without graphs, in passes and sampling."""
+    """The bytes of a round's largest tensors in passes and sampling, without graphs."""
     batch = need.batch_size
     rows = batch * (plan.k + 1)
     found = _passes_bytes(plan, batch) + _method_bytes(plan, need).in_round
     if plan.device.type == "cuda" or plan.params.is_greedy:
         return found
-    # A CPU samples from fp32 distributions: the draft's, the target's, and tensors made on the way.
+    # A CPU samples from fp32 distributions: the draft's, the target's, and intermediate tensors.
     return found + 4 * plan.target.vocab_size * (batch * plan.k + 4 * rows)
 
 
@@ -201,9 +201,8 @@ def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
 
 
 def _changes_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
-    """Bytes that changes of logits need: the texts and marks of their ids for a penalty, fp32
-    logits with three intermediate results, marks of all rows, and the draft's fp32 logits, which
-    are kept."""
+    """Bytes for logit processing: for a penalty, the texts and a mask of their ids; fp32 logits
+    with three intermediate results; masks of all rows; and the stored fp32 logits of the draft."""
     if not plan.params.changes_logits:
         return MethodBytes()
     batch, vocab = need.batch_size, plan.target.vocab_size
@@ -213,11 +212,11 @@ def _changes_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
 
 
 def _passes_bytes(plan: Plan, batch: int) -> int:
-    """Bytes of the largest tensors of a round's scoring pass and draft passes."""
+    """The bytes of the largest tensors in a round's scoring pass and draft passes."""
     rows = batch * (plan.k + 1)
     found = _pass_bytes(plan, plan.target, rows, rows, gathers=False)
     for draft in plan.held[1:]:
-        # The first pass of a round makes up for a token that the draft's cache lacks.
+        # The first pass of a round also feeds a token that the draft's cache lacks.
         rows = batch * (draft.passes(plan.k).rows + 1)
         found = max(found, _pass_bytes(plan, draft, rows, batch, gathers=False))
     return found

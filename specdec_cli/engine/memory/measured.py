@@ -1,5 +1,4 @@
-"""Measures a rank's memory, broken down by use, in a rehearsal of the largest passes over small
-caches."""
+"""Measures a rank's memory, broken down by use, by running the largest passes over small caches."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -51,7 +50,7 @@ def measure_rank(
     def capture() -> None:
         engine.start(requests, plan.k, params)
 
-    # The largest captured prefill passes; a full chunk may be too long for them.
+    # The largest captured prefill passes; a full chunk may be too long to be captured.
     most = max(len(request.token_ids) for request in requests)
     widths = [] if engine.prompts is None else engine.prompts.largest
     left = _left_to_a_round(plan.k)
@@ -82,9 +81,9 @@ def measure_rank(
 
 @dataclass(slots=True)
 class TwoRounds:
-    """Arrivals without a request, which end the run after two rounds of `count` sequences. With a
-    fixed proposal length, later rounds are not larger, and a CPU could take minutes to run them
-    all."""
+    """Arrivals without requests that end the run after two rounds of `count` sequences. With a
+    fixed proposal length, later rounds are no larger, and running all could take minutes on a
+    CPU."""
 
     count: int
     _seqs: set[Sequence] = field(default_factory=set)
@@ -108,8 +107,8 @@ def _has_two_rounds(seq: Sequence) -> bool:
 
 
 def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
-    """A full batch, with the number of blocks that it takes. Its prompts fill one prefill chunk, or
-    as much of it as the longest sequence allows."""
+    """A full batch of requests, and its number of blocks. The prompts fill one prefill chunk, as
+    far as the longest sequence allows."""
     longest_prompt = max(1, need.longest - need.k - 2)  # leaves room for a round of all proposals
     left, unfed = prefill_chunk, _left_to_a_round(need.k)
     lengths = []
@@ -123,7 +122,7 @@ def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
 
 
 def _left_to_a_round(k: int) -> int:
-    """Tokens of a prompt that prefill leaves to the first round."""
+    """The number of prompt tokens that prefill leaves to the first round."""
     return 1 if k else 0
 
 
@@ -161,7 +160,8 @@ def memory_of(
 
 
 def _on_gpu(plan: Plan, capture: Callable[[], None], run: Callable[[], None]) -> Overhead:
-    """Memory that torch reserves for captured rounds and passes, and memory that is not torch's."""
+    """Measure the memory that torch reserves for captured rounds and passes, and memory outside
+    torch."""
     device = plan.device
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_reserved(device)
@@ -185,8 +185,8 @@ def _on_gpu(plan: Plan, capture: Callable[[], None], run: Callable[[], None]) ->
 
 
 def cache_rounding(plan: Plan) -> int:
-    """Bytes that rounding may add to caches: each layer has two allocations, for keys and for
-    values."""
+    """The bytes that rounding may add to caches, as each layer allocates keys and values
+    separately."""
     return 2 * sum(len(held.layers) for held in plan.held) * SEGMENT
 
 
