@@ -1,4 +1,4 @@
-"""Checks of a model's folder before ranks start, since their start takes seconds. Imports nothing
+"""Checks a model's folder before ranks start, because starting them takes seconds. Imports nothing
 heavy."""
 
 from specdec_cli.models.config_file import config_file

@@ -1,7 +1,7 @@
 """The attention function that transformers' models call, and the paged attention behind it.
 
 transformers looks up one function by name. That function asks the calling module for the object
-attached to its model, so two models, or a probe and a run, never share state.
+attached to its model, so that two models, or a probe and a run, never share state.
 """
 
 import itertools
@@ -60,9 +60,9 @@ class Recorder:
 
 
 def attach(model: torch.nn.Module, attention: Attention) -> None:
-    """Make every attention layer of `model` call `attention`."""
+    """Attach `attention` to every attention layer of `model`."""
     for module in model.modules():
-        # This avoids nn.Module's own __setattr__: an attention object must not become a submodule.
+        # This avoids nn.Module's own __setattr__: the attention object must not become a submodule.
         module.__dict__[_ATTACHED] = attention
 
 
@@ -90,7 +90,7 @@ def _dispatch(
         raise NotPlainAttention(f"its layers ask for attention with {', '.join(sorted(unknown))}")
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         heads = ", ".join(str(states.shape[1]) for states in (query, key, value))
-        raise NotPlainAttention(f"heads of queries, keys and values do not fit: {heads}")
+        raise NotPlainAttention(f"the numbers of query, key and value heads do not match: {heads}")
     attention: Attention = module.__dict__[_ATTACHED]
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -109,12 +109,12 @@ def _dispatch(
 AttentionInterface.register(ATTENTION_NAME, _dispatch)
 
 
-# A compiled graph can hold numbers but no objects, so it names its attention by number.
+# A compiled graph can hold integers but not objects, so it refers to its attention by number.
 _handles = itertools.count()
 _by_handle: weakref.WeakValueDictionary[int, "PagedAttention"] = weakref.WeakValueDictionary()
 
 
-# The operator also writes the cache, which is outside of graphs: data dependences keep the order.
+# The operator also writes the cache, which is not a graph input; data dependences keep the order.
 @torch.library.custom_op("specdec::attend", mutates_args=())
 def attend_by_handle(
     handle: int,

@@ -27,7 +27,7 @@ class CompiledForward:
     """`module`'s forward over packed tokens, with logits of every token.
 
     name: identifies this model's callables in logs and errors. on_compile: called before each
-    compilation, which takes seconds to a minute when nothing is cached.
+    compilation, which takes up to a minute without a cache.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class CompiledForward:
     ) -> Outputs:
         """Logits [T, V], or [M, V] of `logit_rows`, and the hidden states [T, L * H] of `states`.
 
-        token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: records the module's
-        hidden states; every call takes the same object, or None. Compiles at the first call with
-        one token, and at the first with more. Raises Dynamo's exceptions if a pass is not a whole
-        graph or would be compiled again.
+        token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: records the module's hidden
+        states; every call takes the same object, or None. Compiles at the first call with one
+        token, and at the first with more. Raises Dynamo's exceptions if a pass breaks the graph or
+        would be recompiled.
         """
         one = len(token_ids) == 1
         ids, places = token_ids[None], positions[None]
         if one not in self._called:
             self._on_compile(f"compiling the {self._name}")
             self._called.add(one)
-        # This is done in every call, because the first calls may run eagerly (`compile_ahead`).
+        # Do this in every call, because the first calls may run eagerly (`compile_ahead`).
         for tensor in () if one else (ids, places):
             torch._dynamo.mark_dynamic(tensor, 1)
         with torch._dynamo.config.patch(error_on_recompile=True), _no_advice():
@@ -75,14 +75,15 @@ class CompiledForward:
 
 @contextlib.contextmanager
 def _no_advice() -> Iterator[None]:
-    """Silence inductor's advice to use TF32: runs in fp32 avoid it on purpose."""
+    """Silence inductor's advice to use TF32, which fp32 runs avoid on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TensorFloat32")
         yield
 
 
 def cannot_compile(problem: CompileError) -> SetupError:
-    """The error for a model that is not one graph. Its timings in eager mode would mislead."""
+    """The error for a model that cannot be compiled as one graph. Timings in eager mode would
+    mislead."""
     reason = reason_of(problem)
     return SetupError(
         f"a model cannot be compiled: {reason}",

@@ -55,13 +55,13 @@ def dtype_of(wanted: str, config: Any, device: torch.device) -> torch.dtype:
     return stored if isinstance(stored, torch.dtype) else torch.bfloat16
 
 
-# Scalings that stretch the positions of training. Configs may leave their factor out of
-# max_position_embeddings. Configs with longrope or llama3 have the stretched length there.
+# Rotary scalings that extend the trained context. With these, max_position_embeddings may lack the
+# factor; with longrope and llama3 it is the extended length.
 _STRETCHED = ("yarn", "linear")
 
 
 def max_len_of(config: Any) -> int:
-    """The most tokens of a sequence, including any stretch by the rotary embedding; 2**20 if the
+    """The maximum length of a sequence, including any extension by rotary scaling; 2**20 if the
     config sets no limit."""
     for key in ("max_position_embeddings", "n_positions"):
         value = getattr(config, key, None)
@@ -91,6 +91,6 @@ def eos_ids_of(config: Any, place: Path) -> frozenset[int]:
         where = place / ("config.json" if stored is None else GENERATION)
         raise SetupError(
             f"{where}: eos_token_id is {json.dumps(eos)}",
-            "it has to be a number, or a list of them",
+            "it must be a number or a list of numbers",
         )
     return frozenset(ids)

@@ -1,4 +1,4 @@
-"""Checks of a model's config before transformers reads it and makes a module for each layer.
+"""Checks a model's config before transformers reads it and makes a module for each layer.
 
 Imports nothing heavy.
 """
@@ -24,7 +24,9 @@ _SIZES = set(
     "vocab_size hidden_size n_embd intermediate_size moe_intermediate_size num_attention_heads "
     "n_head num_key_value_heads head_dim max_position_embeddings n_positions".split()
 )
-_SPREAD = "initializer_range"  # deviation of random weights, which transformers rarely checks
+_SPREAD = (
+    "initializer_range"  # standard deviation of random weights, which transformers rarely checks
+)
 _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 
@@ -71,7 +73,7 @@ def json_object(file: Path, told: str) -> dict[str, Any]:
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """True for the short text that stands for a large file in a clone without Git LFS."""
+    """True if the file is the short text that replaces a large file in a clone without Git LFS."""
     with suppress(OSError), file.open("rb") as opened:
         return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
     return False
@@ -89,7 +91,7 @@ def check_numbers(name: str, config: dict[str, Any], where: str) -> None:
             elif key == _SPREAD:
                 if type(value) not in (int, float) or not 0 <= value <= 1:
                     what = f"{where} of {name}: {key} is {shown(value)}"
-                    raise SetupError(what, "it has to be a number from 0 to 1")
+                    raise SetupError(what, "it must be a number from 0 to 1")
             elif kind != "sizes" or key in _SIZES:
                 _check(f"{where} of {name}: {key}", value, int(kind == "sizes"), _MOST[kind])
 
@@ -100,5 +102,5 @@ def _check(what: str, value: Any, least: int, most: int) -> None:
         if count is not None and not (type(count) is int and least <= count <= most):
             raise SetupError(
                 f"{what} is {shown(count)}",
-                f"it has to be a whole number from {least} to {most}",
+                f"it must be a whole number from {least} to {most}",
             )

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint's tensors to the module's, by transformers' tables of operations."""
+"""Converts a checkpoint's tensors to the module's by transformers' conversion tables."""
 
 import re
 from contextlib import suppress
@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
 
 from specdec_cli.models.weights import Part, Read, WrongShape
 
-# Buffers that earlier versions of transformers stored and later ones compute.
+# Buffers that earlier versions of transformers stored, while later ones compute them.
 _NEVER_USED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
 
 
@@ -37,7 +37,8 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
     readers: dict[str, Read] = {}
     groups: dict[str, _Group] = {}
     unused: list[str] = []
-    # Names are sorted by the numbers in them, since parts are joined in the order of adding.
+    # Sort names by the numbers in them, because parts are joined in the order in which they are
+    # added.
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(
             key, renamings, converters, module.base_model_prefix, wanted
@@ -59,7 +60,7 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
 
 
 class _Group:
-    """Tensors of a file that make one or several tensors of the module. names: the names of the
+    """Tensors of a file that become one or several tensors of the module. names: the names of the
     module's tensors. name: the first of them."""
 
     def __init__(self, module: Any, name: str, converter: Any) -> None:
@@ -88,7 +89,7 @@ class _Group:
         return whole if part is None else part.of(whole)
 
     def _stacked(self, of_each: Part) -> torch.Tensor:
-        """The tensor made from this part of each of the file's tensors."""
+        """Make the module's tensor from this part of each of the file's tensors."""
         converter = copy(self.converter)
         converter.collected_tensors = {
             pattern: [partial(read, of_each) for read in reads]

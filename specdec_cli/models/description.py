@@ -1,4 +1,4 @@
-"""A transformers model on meta, before its weights are read, as a target or as a draft."""
+"""Describes a transformers model on meta, before its weights are read, as a target or a draft."""
 
 import re
 from collections.abc import Callable
@@ -45,8 +45,8 @@ class Description(Unfilled):
     """A model that passed the gate and holds no weights yet (its tensors are on meta).
 
     With several ranks, module and layers have only this rank's part of the matrices and its heads.
-    device: the device for loading. hidden_layers: the layers whose hidden states the run
-    needs, see `PagedModel`. reach: the most tokens of a text; rotary tables have as many positions.
+    device: the device for loading. hidden_layers: the layers whose hidden states the run needs, see
+    `PagedModel`. reach: the maximum length of a text, and the number of positions in rotary tables.
     shared, shared_bytes: see `models.draft.Draft`. drafts_at_once: whether a draft proposes all
     tokens in one pass over masks.
     """
@@ -106,8 +106,8 @@ class Description(Unfilled):
         return sum(map(held_bytes, own)) - self.shared_bytes
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
-        """Bytes of the weights. With fused layers, also those of the rotary tables and of the
-        weights that a CPU keeps in two forms."""
+        """Bytes of the weights. With fused layers, this includes rotary tables and the second
+        copies of weights that a CPU keeps in two forms."""
         found = self.weight_bytes
         if not is_compiled and is_fusable(self.module):
             turns = num_turns(self.module) * self.layers[0].key_dim
@@ -164,7 +164,7 @@ class Description(Unfilled):
         on_compile: Callable[[str], None] | None = None,
         foreign_ids: bool = False,
     ) -> PagedModel:
-        """The loaded module over a cache of zero blocks, in the form that its passes use."""
+        """The loaded module over a cache of zero blocks, fused if it has a fused form."""
         fused = None
         if on_compile is None:
             begin_stage(f"fusing the {self.spec.role}")
@@ -223,8 +223,8 @@ def describe_config(
                 dtype=dtype,
                 trust_remote_code=spec.trust_remote_code,
             )
-        # If gpt2 has a padding id it searches every input for it, and waits for the device. This
-        # assignment bypasses the config's own check, since some families require a number.
+        # With a padding id, gpt2 searches every input for it, which waits for the device. The
+        # assignment bypasses the config's own check, because some families require a number.
         vars(module.config)["pad_token_id"] = None
         module.eval()
         layers, shards = probe(module, spec.name), WHOLE
@@ -233,7 +233,7 @@ def describe_config(
     except SetupError:
         raise
     except Exception as problem:
-        # Families with their own attention classes look them up by name.
+        # Families with their own attention classes look these up by name.
         is_own = isinstance(problem, KeyError) and ATTENTION_NAME in problem.args
         reason = f"transformers cannot build it ({reason_of(problem)})"
         if is_own:

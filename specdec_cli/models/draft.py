@@ -30,8 +30,8 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The passes of a draft in one round. count: the number of passes. rows: rows of one pass for
-    one sequence."""
+    """The passes of a draft in one round. count: the number of passes. rows: the rows per sequence
+    in one pass."""
 
     count: int
     rows: int = 1
@@ -39,9 +39,9 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A convention of a checkpoint that tools read differently. told: how it was read here, and
-    which tools read it otherwise. draft: the draft in the other reading; None if the target rules
-    that reading out."""
+    """A checkpoint convention that tools interpret differently. told: the interpretation here, and
+    the tools that differ. draft: the draft under the other interpretation; None if the target rules
+    it out."""
 
     told: str
     draft: "Draft | None"
@@ -51,15 +51,15 @@ class Draft(Protocol):
     """A draft on one rank, before its weights are read.
 
     layers: the cache shape of each layer. max_len: the number of positions that it may use.
-    vocab_size: the number of ids that it can propose. feature_layers: hidden states of the target
+    vocab_size: the number of ids that it can propose. feature_layers: the target's hidden states
     that it reads; a draft that reads none has its own vocabulary and tokenizer. weight_bytes: bytes
     without borrowed weights. notes: facts for the record of a run, each with a name.
-    has_confidence: whether it tells its confidence in a token before drawing it. max_k: most tokens
-    of a round; None for any number. shared, shared_bytes: the weights that `draft.share` lends it,
-    and the bytes that this saves. target_tensors: names of tensors in the target's files that the
-    draft reads. captured_width: tokens of the largest captured prefill pass; 0 without a fused
-    form. can_compile: whether its padded passes can be compiled. keeps_stored: whether any weight
-    stays in the checkpoint's own bits.
+    has_confidence: whether it tells its confidence in a token before drawing it. max_k: the maximum
+    tokens per round; None for no limit. shared, shared_bytes: the weights that `draft.share` lends
+    it, and the bytes that this saves. target_tensors: names of tensors in the target's files that
+    the draft reads. captured_width: the number of tokens in the largest captured prefill pass; 0
+    without a fused form. can_compile: whether its padded passes can be compiled. keeps_stored:
+    whether any weight stays as stored in the checkpoint.
     """
 
     @property
@@ -102,7 +102,7 @@ class Draft(Protocol):
     def keeps_stored(self) -> bool: ...
 
     def within(self, reach: int) -> "Draft":
-        """The draft for texts of at most `reach` tokens, with tables no longer than that."""
+        """The draft limited to texts of `reach` tokens, with tables of that length."""
         ...
 
     def loaded_bytes(self, *, is_compiled: bool) -> int:
@@ -121,13 +121,13 @@ class Draft(Protocol):
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
     ) -> int:
         """Bytes of the tensors that are alive at a pass's peak, without its inputs. logit_rows: for
-        models with logits inside the pass. gathers: whether attention's memory counts besides the
-        MLP's, as in prefill on CUDA, where the allocator does not share it.
+        models with logits inside the pass. gathers: whether attention's memory is added to the
+        MLP's, as in prefill on CUDA, where the allocator does not reuse it.
         """
         ...
 
     def readings(self) -> list[Reading]:
-        """The conventions of the checkpoint that tools read differently."""
+        """The checkpoint's conventions that tools interpret differently."""
         ...
 
     def load(
@@ -139,6 +139,6 @@ class Draft(Protocol):
     ) -> Loaded | None:
         """Read the weights, over a cache of zero blocks; None on a rank without a part of the
         draft. on_compile: called for each compilation; None if passes are not to be compiled. All
-        of the target's ranks have to call this. Raises `SetupError` for damaged weights.
+        of the target's ranks must call this. Raises `SetupError` for damaged weights.
         """
         ...

@@ -1,4 +1,4 @@
-"""The method that a draft's own config.json calls for, so that naming the draft is enough."""
+"""Chooses the method by the draft's own config.json, so that naming the draft is enough."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
     # A plugin that describes its drafts reads their configs itself.
     if draft is None or (is_unused and not is_free) or getattr(asked.code, "describe", None):
         return recipe
-    if is_unused:  # a draft that was asked for is used
+    if is_unused:  # a draft that the user named is used
         method, asked = _DEFAULT, METHODS[_DEFAULT]
         speculation = speculation.model_copy(update={"method": method})
         recipe = recipe.model_copy(update={"speculation": speculation})
@@ -45,8 +45,8 @@ def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
         if noun is None and asked.form is not None:
             noun = f"no {asked.form.noun.partition(' ')[2]}"
         raise UsageError(
-            f"speculation.method is {method}, and the draft {draft.model} is {noun}",
-            "leave speculation.method out: the draft's config says which it is",
+            f"speculation.method is {method}, but the draft {draft.model} is {noun}",
+            "leave speculation.method out: the draft's config determines it",
         )
     changed = speculation.model_copy(update={"method": found or _DEFAULT})
     return recipe.model_copy(update={"speculation": changed})

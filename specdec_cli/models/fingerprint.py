@@ -1,4 +1,4 @@
-"""A fingerprint that tells models of the same name apart, at the cost of a few reads."""
+"""Fingerprints that distinguish models of the same name, at the cost of a few reads."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from specdec_cli.models.weights import weight_files
 
 _PIECE = 16 * 2**10
 _PIECES = 65  # odd, so that one piece lies in the middle
-_CONFIGS = ("config.json", "generation_config.json")  # the second may have end ids
+_CONFIGS = ("config.json", "generation_config.json")  # the second may set end ids
 
 
 def fingerprint(place: Path, load_format: str) -> str:
-    """A hash of a model's folder or GGUF file. Copies have equal hashes, and other weights have
-    other hashes. The hash covers the header of each weight file and evenly spread pieces, since
+    """A hash of a model's folder or GGUF file. Copies have equal hashes, and different weights have
+    different hashes. The hash covers the header of each weight file and evenly spread pieces, since
     training changes weights everywhere. Except for GGUF, the hash also covers the files' names. For
-    dummy weights it leaves the weight data out. Raises `SetupError` for files that cannot be read.
+    dummy weights it excludes the weight data. Raises `SetupError` for files that cannot be read.
     """
     found = hashlib.sha256()
     try:

@@ -1,5 +1,5 @@
-"""Quantised checkpoints by their config: the stored matrices, their formats and their names.
-Settings that are not understood are refused with their key."""
+"""Reads from a quantised checkpoint's config which matrices are stored, and their formats and
+names. Unknown settings are refused, and the error names the key."""
 
 import re
 from collections.abc import Callable
@@ -19,10 +19,10 @@ _KINDS_OF_BITS = {4: INT4, 8: INT8}
 
 
 class Matrices(NamedTuple):
-    """Matrices that a checkpoint stores in one way. form: the naming of their tensors and the order
-    of their codes, see `quantised`. one_scale: whether the file has a single scale for a matrix,
-    which every row then gets. ordered: the config's key for an own order of columns (`desc_act`,
-    `actorder`), which rules out holding the matrices as stored; None without one. zeros_less_one:
+    """The matrices that a checkpoint stores in one format. form: how their tensors are named and
+    their codes ordered, see `quantised`. one_scale: whether the file has a single scale per matrix,
+    used for every row. ordered: the config's key for a permutation of columns (`desc_act`,
+    `actorder`), which rules out keeping the matrices as stored; None without one. zeros_less_one:
     whether the file stores each zero minus one. targets: the modules: exact names, patterns after
     `re:`, or `Linear` for all.
     """
@@ -55,7 +55,7 @@ class Scheme(NamedTuple):
         return None
 
     def leaves(self, path: str) -> bool:
-        """True if the config says that a module is plain."""
+        """True if the config excludes a module from quantisation."""
         return any(
             f".{entry}." in f".{path}." or fnmatchcase(path, entry) or _matches(entry, path)
             for entry in self.left
@@ -163,7 +163,7 @@ def _compressed_tensors(settings: Settings, model: str) -> Scheme:
     return Scheme(tuple(found), left, "ignore", tuple(dict.fromkeys(unused)))
 
 
-# For each `format`: the kinds of numbers, their bits, and ways to share scales.
+# For each `format`: the number types, their bits, and how scales are shared.
 _COMPRESSED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
     "float-quantized": (("float",), (8,), ("tensor", "channel", "block")),
     "int-quantized": (("int",), (8,), ("tensor", "channel", "group")),
@@ -213,7 +213,7 @@ def _compressed(part: Settings, form: object, model: str) -> Matrices:
 
 
 def _modelopt(settings: Settings, model: str) -> Scheme:
-    """The format of NVIDIA's Model-Optimizer. Its settings may lie in hf_quant_config.json."""
+    """The format of NVIDIA's Model-Optimizer. Its settings may be in hf_quant_config.json."""
     inner = settings.get("quantization")
     settings = settings | (inner if isinstance(inner, dict) else {})
     _known(settings, "quant_algo", ("FP8",), model)
@@ -231,7 +231,7 @@ def _mxfp4(settings: Settings, model: str) -> Scheme:
 def _refused(key: str, found: object, model: str, wanted: str) -> SetupError:
     return SetupError(
         f"config.json of {model}: quantization_config.{key} is {one_line(repr(found))}",
-        f"it has to be {wanted}; or take the checkpoint that it was made from",
+        f"it must be {wanted}; or use the original, unquantised checkpoint",
     )
 
 

@@ -1,7 +1,7 @@
 """Forward passes of llama-like decoders in few, large kernels.
 
 On CUDA the module keeps working: its weights become views of the merged ones. On a CPU large
-weights are packed, and the module loses its own. Legend: T packed tokens.
+weights are packed, and the module's own weights are freed. Legend: T packed tokens.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ from specdec_cli.models.split_products import SplitProducts
 
 
 def is_fusable(module: Any) -> bool:
-    """True if `FusedForward` can compute what `module` does. The module may be on meta."""
+    """True if `FusedForward` supports `module`. The module may be on meta."""
     return family_of(module) is not None
 
 
@@ -51,7 +51,7 @@ class FusedForward:
             turn_whole_heads(module, turned_features(module))
         self.cos, self.sin, turns = turns_of(module, max_len)
         layers = module.model.layers
-        # Rows lie 16 bytes apart, since Triton would compile a kernel again for other addresses.
+        # Align rows to 16 bytes, because Triton would recompile kernels for unaligned addresses.
         read = torch.zeros(len(layers), 4, dtype=torch.int32, device=module.device)
         self.experts_read = read[:, 0]
         self.num_mixtures = sum(map(has_experts, layers))
@@ -60,10 +60,11 @@ class FusedForward:
         for index, call in enumerate(_recorded_calls(module)):
             place = index, turns[index], call, following[index], read[index, :1]
             fused.append(FusedLayer.of_layer(layers[index], module.config, family, *place))
-            # Memory is returned as in the loader: the next layer would otherwise lie in fragments.
+            # Return memory as in the loader; otherwise the next layer would be allocated in
+            # fragments.
             if sum(p.numel() for p in layers[index].parameters()) >= LARGE:
                 return_unused(module.device)
-        # The head's weight is kept: a tied head is also the embedding, and drafts may borrow it.
+        # Keep the head's weight: a tied head is also the embedding, and drafts may borrow it.
         self.head = merged([module.lm_head.weight], keep=True)
         self.head_bias: Tensor | None = module.lm_head.bias
         self.embedding: Tensor = module.model.embed_tokens.weight
@@ -82,7 +83,7 @@ class FusedForward:
 
     @property
     def storages(self) -> dict[int, int]:
-        """The bytes of each held block of memory, by its address or another number."""
+        """The bytes of each memory block in use, by its address or another id."""
         return storages_of([self.cos, self.sin, self.head, self.embedding, *self.stack.held])
 
     def __call__(
@@ -129,8 +130,8 @@ class FusedForward:
 
 
 def busy_width(module: Any) -> int:
-    """The largest width up to which a pass gains from a graph, since the host takes longer to queue
-    it than the GPU to run it. The module may be on meta."""
+    """The largest width up to which a pass gains from a graph, because the host needs longer to
+    queue it than the GPU to run it. The module may be on meta."""
     family, layers = fusable_family(module), module.model.layers
     numbers = sum(numbers_multiplied(layer, module.config, family) for layer in layers)
     return width_busy_with(numbers / len(layers))
@@ -142,7 +143,7 @@ def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedFo
 
 
 def bytes_held_twice(module: Any) -> int:
-    """Bytes of the weights that `fuse` keeps in two forms on a CPU; needs no weights."""
+    """Bytes of the weights that `fuse` keeps in two forms on a CPU. The module may be on meta."""
     groups = [group for layer in module.model.layers for group in matrices(layer)]
     merged = [sum(p.numel() for p in m) for m in groups if not isinstance(m[0], StoredParameter)]
     twice = [n for n in merged if all(ops.forms_of(n, module.dtype))]

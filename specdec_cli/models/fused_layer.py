@@ -1,4 +1,4 @@
-"""Decoder layers for fused passes: merged weights, and the differences between families."""
+"""Decoder layers for fused passes: merged weights, and what differs between families."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -16,19 +16,19 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The differences of a family's layers from Llama's, apart from biases, norms of heads, windows
-    and softcaps.
+    """How a family's layers differ from Llama's, apart from biases, norms of heads, windows and
+    softcaps.
 
     activation: the config's key for the activation. is_gemma: norms multiply by 1 + their weight,
     in fp32, and embeddings are multiplied by the root of their width. has_post_norms: outputs of
-    attention and MLP are normed before they are added. turns_by_type: each type of layer has its
-    own rotary embedding. halves_turns: rotary tables have each angle once, although heads use each
-    twice. caps_logits: a config may set a softcap of the logits. rounds_routes: the weights of
-    experts are rounded to the model's dtype. clamps_experts: experts are gpt-oss's, with a clamped
-    activation, biases, and weights that are stored transposed. norms_all_heads: query and key are
-    normed over all heads together. turns_partly: a config may rotate only a part of each head.
-    has_sigmoid_routes: experts are chosen by sigmoids, with a bias and by groups, and their sum is
-    scaled.
+    attention and MLP are normalised before the residual sum. turns_by_type: each type of layer has
+    its own rotary embedding. halves_turns: rotary tables have each angle once, although each is
+    used twice per head. caps_logits: a config may set a softcap of the logits. rounds_routes: the
+    weights of experts are rounded to the model's dtype. clamps_experts: experts are gpt-oss's, with
+    a clamped activation, biases, and weights that are stored transposed. norms_all_heads: query and
+    key are normed over all heads together. turns_partly: a config may rotate only a part of each
+    head. has_sigmoid_routes: experts are chosen by sigmoids, with a bias and by groups, and their
+    sum is scaled.
     """
 
     activation: str = "hidden_act"
@@ -88,13 +88,14 @@ def fusable_family(module: Any) -> Family:
 
 
 def has_experts(layer: Any) -> bool:
-    """True if a transformers layer has a mixture of experts in place of its MLP."""
+    """True if a transformers layer has a mixture of experts instead of an MLP."""
     return hasattr(layer.mlp, "experts")
 
 
 def dense_mlp(layer: Any) -> Any:
     """The MLP that all tokens pass through: the layer's own MLP, or its shared experts; None if
-    there is neither. As routed experts, the shared ones would take longer than all others."""
+    there is neither. Computed like routed experts, the shared ones would take longer than all
+    others."""
     return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
 
@@ -274,7 +275,7 @@ class FusedLayer:
 
 
 def numbers_multiplied(layer: Any, config: Any, family: Family) -> int:
-    """The number of a layer's weights that multiply each token. The layer may be on meta."""
+    """The number of a layer's weights used for each token. The layer may be on meta."""
     found = sum(p.numel() for group in matrices(layer) for p in group)
     if has_experts(layer):
         count, chosen, _ = ExpertSizes.of(layer, config, family)
@@ -284,13 +285,13 @@ def numbers_multiplied(layer: Any, config: Any, family: Family) -> int:
 
 
 def _bias(*products: Any) -> Tensor | None:
-    """The bias of merged products, if they have one."""
+    """The bias of merged projections, if any."""
     found = [product.bias for product in products]
     return None if found[0] is None else torch.cat(found)
 
 
 def _norm(norm: Any, family: Family) -> Tensor:
-    """The factors that a norm multiplies by."""
+    """The factors by which a norm multiplies."""
     weight: Tensor = norm.weight.data
     return 1.0 + weight.float() if family.is_gemma else weight
 
@@ -306,9 +307,9 @@ def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weight:
-    """One weight with the rows of all parameters [N_i, K], which become views of it. If the
-    weight is packed without a plain form, the parameters keep only their shapes; with `keep`, they
-    keep their numbers too.
+    """Merge the rows of all parameters [N_i, K] into one weight, of which they become views. If the
+    weight is packed without a plain form, the parameters keep only their shapes; with `keep`, also
+    their values.
     """
     if isinstance(parameters[0], StoredParameter):
         return _joined([p for p in parameters if isinstance(p, StoredParameter)])

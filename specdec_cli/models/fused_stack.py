@@ -1,9 +1,9 @@
 """A pass through a stack of fused layers: the target's, or a head's.
 
 A layer is five kernels: norm and q, k, v; rotary embedding, KV write and attention; output
-projection and residual; norm and gated MLP; down projection and residual. Norms of outputs are two
-more kernels, and experts take three in place of the MLP. With several ranks, parts of the residual
-stream are summed over ranks and then added once. Legend: T packed tokens, D features of a head.
+projection and residual; norm and gated MLP; down projection and residual. Post-norms are two more
+kernels, and experts take three instead of the MLP's two. With several ranks, partial sums of the
+residual stream are all-reduced and then added once. Legend: T packed tokens, D features of a head.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.models.fused_layer import FusedLayer
 from specdec_cli.models.split_products import SplitProducts
 
-# The input of a layer, from its place in the stack and the output of the layer before it.
+# Maps a layer's index and the previous layer's output to the layer's input.
 Enter = Callable[[int, Normed], Normed]
 
 
@@ -41,13 +41,15 @@ class FusedStack:
         cache: KVCache,
         enter: Enter = lambda _, x: x,
     ) -> Normed:
-        """The residual stream after the last layer, ready for the norm and product that follow.
+        """The residual stream after the last layer, ready for the following norm and projection.
 
         start: the result of `ops.embed`: the stream before the first layer with its norm, and the
         rows of the rotary tables. enter: replaces or records each layer's input.
         """
         x, cos, sin = start
-        del start  # a reference would keep the first layer's input until the last layer is done
+        del (
+            start
+        )  # a reference would keep the first layer's input alive until the last layer is done
         attend = _attention_of(batch, cos, sin, self.num_turns)
         for place, layer in enumerate(self.layers):
             x = enter(place, x)
@@ -61,7 +63,7 @@ class FusedStack:
         return x
 
     def _second_half(self, x: Normed, layer: FusedLayer) -> Normed:
-        """The MLP, or the experts with the shared MLP beside them if the layer has one."""
+        """The MLP, or the experts plus the shared MLP, if the layer has one."""
         mlp = None
         if layer.gate_up is not None and layer.down is not None:
             if layer.gate_up_bias is None:

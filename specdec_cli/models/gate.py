@@ -1,5 +1,5 @@
-"""Checks that a model would write right text, before its weights are read: all its layers must ask
-for causal or sliding-window attention."""
+"""Checks, before weights are read, that a model's output would be correct: all its layers must use
+causal or sliding-window attention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,8 +44,8 @@ def check_config(config: Any, name: str) -> None:
         raise Unsupported(
             name,
             f"its weights are quantised, and quantization_config.quant_method is {method}",
-            "take the checkpoint that it was made from; of quantised ones, those stored as "
-            f"{' or '.join(sorted(FORMATS))} work",
+            "use the original, unquantised checkpoint; of quantised ones, the formats "
+            f"{' and '.join(sorted(FORMATS))} work",
         )
 
 
@@ -54,7 +54,7 @@ def check_layers(config: Any, name: str, held: int) -> None:
     layers = config.num_hidden_layers
     if layers > held:
         raise SetupError(
-            f"the config of {name}: num_hidden_layers is {layers}, and the weights have {held}",
+            f"the config of {name}: num_hidden_layers is {layers}, but the weights have {held}",
             "its config and the weights do not belong together, or a file is missing",
         )
 
@@ -118,7 +118,7 @@ def _trial_pass(model: Any, name: str) -> None:
     except NotPlainAttention as problem:
         raise Unsupported(name, str(problem)) from None
     except NotImplementedError as problem:
-        # The meta device raises this if code reads values, which would also stall a GPU.
+        # The meta device raises this if code reads tensor values, which would also stall a GPU.
         raise Unsupported(
             name, f"{kind} looks at values in the middle of a pass to decide what to compute"
         ) from problem
@@ -129,7 +129,7 @@ def _trial_pass(model: Any, name: str) -> None:
 
 @contextmanager
 def batched_experts(model: Any) -> Iterator[None]:
-    """Let experts run by the only implementation whose shapes do not depend on the routing."""
+    """Select the only implementation of experts whose shapes do not depend on routing."""
     chosen = model.get_experts_implementation()
     model.set_experts_implementation(dict.fromkeys(chosen, "batched_mm"))
     try:

@@ -1,5 +1,5 @@
-"""The sampling that a model's generation_config.json asks for, or an old model's config.json, in
-keys of a recipe."""
+"""Translates the sampling settings in a model's generation_config.json, or an old model's
+config.json, into recipe keys."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,12 +54,12 @@ _UNSUPPORTED: dict[str, Any] = {
 
 _KEYS = {"do_sample", *_PROCESSING, *_DRAW, *_UNSUPPORTED, *_UNSUPPORTED_DRAW}
 _GIVE = "leave sampling.from out, and give the values that you want"
-_FROM = "_read_from"  # the file that the values are from, if it is another
+_FROM = "_read_from"  # the source of the values, if it is a different file
 
 
 def generation_config(place: Path) -> dict[str, Any]:
-    """The content of generation_config.json in a model's folder. Without that file `generate` takes
-    the same keys of config.json, as old checkpoints have them: they are returned, if there are any.
+    """The content of generation_config.json in a model's folder. Without that file, `generate` uses
+    the same keys of config.json, as in old checkpoints; they are returned, if any.
     """
     file, older = place / FILE, place / CONFIG
     if file.is_file():
@@ -101,11 +101,11 @@ def with_sampling(recipe: Recipe) -> Recipe:
         model_place(target.model, target.revision, target.file, weights=False)
     )
     if not stored:
-        raise UsageError(f"sampling.from is model, and {target.model} has no {FILE}")
+        raise UsageError(f"sampling.from is model, but {target.model} has no {FILE}")
     if others := unsupported(stored):
         raise UsageError(
-            f"sampling.from is model, and {file_of(stored)} of {target.model} asks for what is not "
-            f"supported: {in_words(others)}",
+            f"sampling.from is model, and {file_of(stored)} of {target.model} has unsupported "
+            f"settings: {in_words(others)}",
             _GIVE,
         )
     draw = _DRAW if stored.get("do_sample") else {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
@@ -120,8 +120,8 @@ def with_sampling(recipe: Recipe) -> Recipe:
     given = {key: getattr(asked, key) for key in taken if key in asked.model_fields_set}
     if differing := {key: value for key, value in given.items() if value != values[key]}:
         raise UsageError(
-            f"sampling.from is model, and the recipe has values of its own: {in_words(differing)}",
-            "leave one or the other out",
+            f"sampling.from is model, but the recipe has values of its own: {in_words(differing)}",
+            "leave out either",
         )
     return recipe.model_copy(
         update={"sampling": asked.model_copy(update={**values, "source": "recipe"})}

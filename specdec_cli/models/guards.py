@@ -23,10 +23,10 @@ from specdec_cli.text import inert, shortened
 
 T = TypeVar("T")
 
-TEXT_SECONDS = 10.0  # seconds for a text, and the same again for each million characters or ids
+TEXT_SECONDS = 10.0  # seconds for a text, plus the same for each million characters or ids
 TEMPLATE_SECONDS = 10.0  # seconds of the processor's time for one conversation
 TEMPLATE_BYTES = 2 * 2**30  # bytes beyond the process's present memory
-MOST_CHARACTERS = 2**25  # most characters of a text after rendering or other steps
+MOST_CHARACTERS = 2**25  # maximum characters of a text after rendering or other steps
 FILE_BYTES = 2**28
 _READ = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe"}
 _MOST_GROWTH = 10_000
@@ -127,7 +127,7 @@ def refusing(
 
 def in_time(work: Callable[[], T], length: int) -> T:
     """The result of `work` on a text of `length` characters or ids. Raises `TimeoutError` if the
-    work takes too long; the work's thread then goes on running."""
+    work takes too long; its thread keeps running."""
     done = Future[T]()
 
     def run() -> None:
@@ -151,7 +151,7 @@ def native_lines() -> Iterator[None]:
     """Collect the lines that native code writes to descriptors 1 and 2, and write them to standard
     error at the end, without those about panics."""
     with _held:
-        held: dict[int, tuple[int, int]] = {}  # a copy of the descriptor, and the memory
+        held: dict[int, tuple[int, int]] = {}  # a copy of the descriptor, and the memory file
         for descriptor in (1, 2):
             # The stream is closed, or the system is not Linux.
             with suppress(OSError, AttributeError):

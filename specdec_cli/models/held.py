@@ -1,5 +1,4 @@
-"""Parameters of a module that are held as their checkpoint stores them, or borrowed from the
-target."""
+"""Parameters of a module that stay as stored in the checkpoint, or are borrowed from the target."""
 
 import ctypes
 from typing import Any, Self
@@ -8,12 +7,12 @@ import torch
 from specdec_kernels.linear.stored import Storage, Stored, plain_of
 from torch import Tensor, nn
 
-LARGE = 1 << 18  # a weight with this many numbers leaves much unused memory when it moves
+LARGE = 1 << 18  # moving a weight with this many values leaves much unused memory behind
 
 
 class StoredParameter(nn.Parameter):
-    """A parameter with the shape and dtype that a module needs, but without numbers. value: the
-    stored numbers; None on meta. is_transposed: whether the module's last two dimensions are
+    """A parameter with the shape and dtype that a module needs, but without plain values. value:
+    the stored weight; None on meta. is_transposed: whether the module's last two dimensions are
     exchanged."""
 
     stored_as: Storage

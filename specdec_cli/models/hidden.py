@@ -1,7 +1,7 @@
 """Hidden states of transformers' own modules, for proposers that read them.
 
 State 0 is the embedding output, state i the input of layer i, and the last the output of the final
-norm. `models.fused` keeps hidden states in its own way.
+norm. `models.fused` records hidden states itself.
 """
 
 from functools import partial

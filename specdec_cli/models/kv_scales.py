@@ -1,4 +1,4 @@
-"""Scales of a cache in fp8: a checkpoint's own, or 1. Does not know passes.
+"""Scales of an fp8 cache: the checkpoint's own, or 1.
 
 A checkpoint has one scale for keys and one for values, per layer or per head. Keys and values are
 divided by their scale. Scales have the names of compressed-tensors, Model-Optimizer or AutoFP8.
@@ -33,7 +33,7 @@ def cache_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
 
 
 def cache_note(spec: ModelSpec, place: Path | None = None) -> dict[str, str]:
-    """A fact for the record of a run. place: the checkpoint that may hold scales."""
+    """A fact for the record of a run. place: the checkpoint, which may contain scales."""
     has_scales = place is not None and bool(_scales_in(spec, place))
     if spec.cache == "fp8":
         told = "the checkpoint's scales" if has_scales else "scales of 1"

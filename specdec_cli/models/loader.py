@@ -1,4 +1,4 @@
-"""Filling a transformers module on meta, from a checkpoint or with random numbers."""
+"""Fills a transformers module on meta, from a checkpoint or with random values."""
 
 import hashlib
 import logging
@@ -44,7 +44,7 @@ from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_chec
 from specdec_cli.text import counted, one_line, reason_of
 
 _log = logging.getLogger("specdec")
-_DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
+_DUMMY_TILE = 1 << 20  # values drawn for a dummy weight on CPU; larger tensors repeat them
 
 
 class Names(Protocol):
@@ -218,9 +218,9 @@ def _fill(
                 done[id(meta)] = filled
                 came = value.codes if isinstance(value, Stored) else value
                 if came is not None and came.data_ptr() != filled.data_ptr():
-                    # Otherwise later weights would lie in fragments of the source's buffers and
-                    # keep them reserved: 17 GiB with a 70B model on two GPUs, and on a CPU three
-                    # times the weights if they become fp8.
+                    # Otherwise later weights would be allocated in fragments of the source's
+                    # buffers and keep these reserved: 17 GiB with a 70B model on two GPUs, and on a
+                    # CPU three times the weights if they become fp8.
                     left_on = came.device
                     del value, came
                     if filled.numel() >= LARGE:
@@ -237,7 +237,7 @@ def _placed(
     if value is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     is_whole = value.untyped_storage().nbytes() == value.nbytes and value.is_contiguous()
-    # On the host the value's memory may be that of a file.
+    # On the host, the value may be a memory-mapped file.
     if value.is_cuda and is_whole and (value.device, value.dtype) == (device, dtype):
         assert value.shape == shape
         return value
@@ -314,7 +314,7 @@ def _checkpoint_source(
                 f"({reason_of(problem)})",
                 "its config and the weights do not belong together, or a file is missing",
             ) from None
-        # Codes of quantised numbers would be copied as if they were the weights.
+        # Without this check, codes would be copied as if they were weights.
         is_plain = isinstance(value, Stored) or (
             value.element_size() > 1 and value.is_floating_point()
         )
@@ -345,7 +345,7 @@ def _same(names: list[str], readers: dict[str, ReadWeight], spec: ModelSpec) -> 
     for name in names[1:]:
         again = readers[name](None)
         assert isinstance(again, torch.Tensor)
-        # torch does not compare codes of float8 with plain numbers.
+        # torch does not compare float8 codes with plain values.
         is_code = [tensor.element_size() == 1 for tensor in (first, again)]
         if is_code[0] != is_code[1] or not torch.equal(first, again):
             raise SetupError(
@@ -380,7 +380,7 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
         generator = torch.Generator(device).manual_seed(seed)
         count = math.prod(shape)
         if device.type == "cpu":
-            # Drawing billions of numbers takes minutes on a CPU; repeating a tile does not.
+            # Drawing billions of values takes minutes on a CPU; repeating a tile does not.
             tile = torch.empty(min(count, _DUMMY_TILE)).normal_(0.0, std, generator=generator)
             repeats = -(-count // tile.numel())
             value = tile.repeat(repeats)[:count].view(shape)

@@ -25,7 +25,7 @@ from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 class PassOutput(NamedTuple):
     """The results of a pass, in the model's dtype.
 
-    logits: [M, V] of the requested rows, or [B, Q or 1, V] of a padded pass. hidden: the hidden
+    logits: [M, V] for the requested rows, or [B, Q or 1, V] for a padded pass. hidden: the hidden
     states of `PagedModel.hidden_layers`, [T, L * H] of all packed tokens or [B, Q, L * H]; None
     without layers.
     """
@@ -172,7 +172,7 @@ class PagedModel:
             return self._run(found, with_hidden=with_hidden)
         if len(found.token_ids):
             logits, hidden = self._run(found, with_hidden=with_hidden)
-        else:  # every slot is idle, as in a round launched ahead
+        else:  # every slot is idle, for example in a round launched ahead
             width_of_states = len(self.hidden_layers) * int(self.module.config.hidden_size)
             logits = torch.zeros(0, self.vocab_size, dtype=self.module.dtype)
             has_hidden = with_hidden and self.hidden_layers
@@ -200,7 +200,8 @@ class PagedModel:
         self._attention.batch = batch
         try:
             if compiled is not None:
-                # Compiled passes always return hidden states: omitting them takes other code.
+                # Compiled passes always return hidden states, because omitting them would need
+                # different code.
                 rows = batch.logit_rows
                 logits, hidden = compiled(token_ids, batch.positions, rows, self._states)
                 return PassOutput(logits, hidden if with_hidden else None)

@@ -53,7 +53,8 @@ def peak_bytes(
         return model.hidden_bytes(tokens) + inside
     layer, plain = _fused_layer(model, tokens), _plain_numbers(model, tokens)
     if gathers:
-        # The allocator does not reuse attention's blocks for the MLP, so both count, as logits do.
+        # The allocator does not reuse attention's blocks for the MLP, so both are added, and so are
+        # logits.
         numbers = tokens * (layer.common + layer.gathered + layer.mlp) + plain + logits
     else:
         inside = max(layer.attention, layer.mlp)
@@ -62,7 +63,7 @@ def peak_bytes(
 
 
 def _plain_numbers(model: PassShapes, tokens: int) -> int:
-    """The largest number of stored weights that one product, or one layer's experts, make plain at
+    """The largest number of stored values that one matmul, or one layer's experts, expands at
     once."""
     config, family, found = model.module.config, fusable_family(model.module), 0
     for layer in model.module.model.layers:
@@ -96,9 +97,9 @@ def _fused_layer(model: PassShapes, tokens: int) -> _LayerNumbers:
     mixed = int(layer.self_attn.q_proj.out_features)
     shape = model.shape
     qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
-    # With norms over all heads, query and key are alive beside their joined form.
+    # With norms over all heads, query and key exist in addition to their joined form.
     normed = 2 * qkv if family.norms_all_heads else 0
-    # A post-norm's output is alive beside the sum that it is added to.
+    # A post-norm's output exists in addition to the sum to which it is added.
     streams = hidden * (4 if family.has_post_norms else 3)
     return _LayerNumbers(
         common=2 * num_turns(model.module) * shape.key_dim + hidden,
@@ -118,7 +119,7 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
         inner = int(mlp.gate_proj.out_features)
         found = max(found, hidden + 3 * inner, inner + streams)
     if model.ranks > 1:
-        streams += 2 * hidden  # a rank's own part of the experts' sum comes with a norm
+        streams += 2 * hidden  # with a norm, a rank's partial sum of the experts exists too
     for layer in filter(has_experts, layers):
         count, chosen, inner = ExpertSizes.of(layer, config, family)
         # Rows of every choice: inputs, both gate and up, the gated product, and results; fp32
@@ -134,7 +135,7 @@ def _mlp_numbers(model: PassShapes, tokens: int, streams: int, family: Family) -
             rows = grouped_rows
         else:
             rows = sorted_rows
-        # The sum of the stream and the shared experts' output is alive beside the stream.
+        # The sum of the stream and the shared experts' output exists in addition to the stream.
         with_shared = 0 if dense_mlp(layer) is None else hidden
         found = max(found, streams + with_shared + rows)
     return found

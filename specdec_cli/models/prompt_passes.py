@@ -1,9 +1,9 @@
 """Passes over prompts, padded to one of a few widths, which CUDA captures as graphs.
 
-A short pass takes the device less time than the host needs to queue its kernels. The first pass of
-a width runs eagerly. Then the width is captured, and later passes are replayed. A pass reads inputs
-and leaves results at fixed addresses, so graphs of several models can share memory. Legend: W a
-pass's width, B most sequences.
+The device runs a short pass faster than the host can queue its kernels. The first pass of a width
+runs eagerly. Then the width is captured, and later passes are replayed. A pass reads inputs and
+leaves results at fixed addresses, so graphs of several models can share memory. Legend: W a pass's
+width, B most sequences.
 """
 
 import gc
@@ -31,14 +31,14 @@ def width_of(num_tokens: int) -> int | None:
     return WIDTHS[place] if place < len(WIDTHS) else None
 
 
-# The number of multiplications by a layer's weights that a GPU does while the host queues the
-# layer's kernels. Hosts take 0.4 to 0.9 ms, and an H200 does 350 multiplications a picosecond.
+# The number of multiplications that a GPU does while the host queues one layer's kernels. Hosts
+# take 0.4 to 0.9 ms, and an H200 does 350 multiplications a picosecond.
 _WHILE_QUEUED = 2.5e11
 
 
 def width_busy_with(numbers: float) -> int:
-    """The largest width at which a graph saves time, for layers with this many numbers. Wider
-    passes keep the GPU busy, and would only compute their padding."""
+    """The largest width at which a graph saves time, for layers with this many weights. Wider
+    passes keep the GPU busy anyway, and padding would only cost time."""
     return max((w for w in WIDTHS if w * numbers <= _WHILE_QUEUED), default=WIDTHS[0])
 
 
@@ -124,8 +124,8 @@ class PromptGraphs:
 
 @contextmanager
 def _garbage_stays() -> Iterator[None]:
-    """Collect no garbage during the block: freeing another graph, for example, could end a
-    capture."""
+    """Collect no garbage during the block, because freeing another graph, for example, could abort
+    a capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -225,7 +225,7 @@ class PromptPasses:
             return Results(logits, hidden, tokens)
 
         results = run()
-        if not is_ahead():  # kernels that are only compiled do not count as a pass
+        if not is_ahead():  # only compiling kernels does not count as a pass
             self.inputs.passed()
         if (captured := self._graphs.capture(run)) is not None:
             self._captured[key] = captured, results

@@ -47,7 +47,7 @@ _PARTS = {
 # Scales of activations, which stay in the run's dtype, and of caches, which `kv_scales` reads.
 _OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
 _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # places of eight columns in a word
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of eight columns in a word
 _NO_POWER = 255  # NaN as an exponent of scales
 
 Names = dict[str, str]  # the file's names of one matrix's tensors, by words of `_PARTS`
@@ -163,7 +163,7 @@ def _codes(own: Parts, group: Matrices, told: str, part: Part | None = None) -> 
             _check_order(own, group, numbers.shape[1], told)
         case "awq":
             numbers = _ordered(_numbers(found, bits, told)).T
-        case _:  # neighbours lie in one byte
+        case _:  # neighbours share one byte
             if found.dtype != torch.uint8 or found.dim() < 2:
                 raise _damaged(f"{told} has codes that are {_said(found)}, not uint8")
             found = found.flatten(-2) if group.form == BLOCKS else found
@@ -256,7 +256,7 @@ def _signed(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(found: torch.Tensor, numbers: torch.Tensor, told: str) -> tuple[int, int]:
-    """The shape that a file states. The words may hold a few more columns."""
+    """The shape stated in the file. The words may hold a few more columns."""
     is_whole = found.shape == (2,) and found.dtype in (torch.int32, torch.int64)
     rows, columns = found.tolist() if is_whole else (0, 0)
     if rows != len(numbers) or not 0 <= numbers.shape[1] - columns < 8:
@@ -323,8 +323,8 @@ def read_stored(name: str, fields: Fields, model: str) -> Stored:
 
 
 def _has_nan(codes: torch.Tensor) -> bool:
-    """True if e4m3 codes have a NaN (0x7f or 0xff), which products in bf16 take for a number. 0xff
-    is the largest code as uint8, and 0x7f as int8. A mask would take ten times as long.
+    """True if e4m3 codes have a NaN (0x7f or 0xff), which bf16 matmuls would treat as a number.
+    0xff is the largest code as uint8, and 0x7f as int8. A mask would take ten times as long.
     """
     bits = codes.view(torch.uint8)
     return bool(codes.numel()) and (
@@ -390,7 +390,7 @@ _ONE_SCALE = (
     "one scale for a matrix, as AutoFP8 writes, is quantization_config.weight_block_size: null in "
     "config.json"
 )
-_DAMAGED = "the weights are damaged, or do not belong to this config.json; download them again"
+_DAMAGED = "the weights are damaged or do not match this config.json; download them again"
 
 
 def _damaged(message: str) -> SetupError:

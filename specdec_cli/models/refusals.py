@@ -8,8 +8,9 @@ _WHAT_WORKS = (
     "granite, olmo2, cohere2 and gpt2"
 )
 ANOTHER_DRAFT = (
-    "a draft works with the target that it was trained for: name another with --draft, or its own "
-    "target with --target (`specdec methods` lists the bundled ones with their targets)"
+    "a draft works only with the target that it was trained for: name a different one with "
+    "--draft, or its own target with --target (`specdec methods` lists the bundled ones with "
+    "their targets)"
 )
 
 

@@ -19,7 +19,7 @@ from specdec_cli.recipe.resolve import find_bundled
 from specdec_cli.text import one_line
 
 _CONFIG = "config.json"
-# Files to download from the hub. Weights for other engines lie in subfolders or have "consolidated"
+# Files to download from the hub. Weights for other engines are in subfolders or have "consolidated"
 # in their names.
 _DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 _WEIGHTS = ("*.safetensors",)
@@ -113,8 +113,8 @@ def local_place(name: str, file: str | None = None) -> Path | None:
 def package_model(name: str, file: str | None) -> Path:
     """The place of a package's one model: a .gguf file, or a folder with config.json and weights.
 
-    The package is looked up, never imported. file: the one of several .gguf files. Raises
-    `SetupError` for a package without one model.
+    The package's files are listed; it is never imported. file: the one of several .gguf files.
+    Raises `SetupError` for a package without one model.
     """
     package = name.removeprefix(PREFIX)
     if not _PACKAGE_NAME.fullmatch(package):

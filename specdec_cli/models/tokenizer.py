@@ -77,8 +77,7 @@ class PretrainedTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. Raises `SetupError` for a tokenizer that fails or takes too long."""
-        # It must not be verbose: it would warn about texts that are too long, which we report
-        # ourselves.
+        # Not verbose, since it would warn about texts that are too long, which we report ourselves.
         more = {"add_special_tokens": add_special_tokens, "verbose": False}
         with refusing(self._failure, MemoryError):
             check_length(len(text), self._growth)
@@ -148,8 +147,8 @@ class PretrainedTokenizer:
         ids = list(token_ids)
         with refusing(self._failure, MemoryError):
             if self._decodes_by_regex:
-                # Only for this kind of function other threads run meanwhile. For other decoders a
-                # limit would take longer than decoding a token, and their time is linear.
+                # Only this kind of decoder lets other threads run. For others, a time limit would
+                # cost more than decoding a token, and their time is linear.
                 decode = self._tokenizer.backend_tokenizer.decode_batch
                 found = in_time(partial(decode, [ids], skip_special_tokens=self._skips), len(ids))
                 return str(found[0])
@@ -174,7 +173,7 @@ class PretrainedTokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """A stand-in for folders without a tokenizer, for dummy weights: UTF-8 bytes are the ids."""
+    """A stand-in for dummy weights in folders without a tokenizer; the ids are UTF-8 bytes."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -230,7 +229,7 @@ def load_tokenizer(
     if not has_tokenizer(folder):
         if is_dummy:
             return ByteTokenizer(vocab_size)
-        # For some families transformers would make up a tokenizer that knows no words.
+        # For some families transformers would invent a tokenizer with an empty vocabulary.
         raise SetupError(f"cannot load the tokenizer of {name}: there is none", _NEEDED)
     for file in (file for pattern in _FILES for file in folder.glob(pattern)):
         if is_lfs_pointer(file):
@@ -274,7 +273,8 @@ def at_moment(template: str, moment: datetime) -> str:
 
 
 def _no_template(name: str) -> SpecdecError:
-    # This is a usage error: the base model is complete, and another command line helps.
+    # This is a usage error, because the model itself is complete and a different command line
+    # helps.
     return UsageError(
         f"the model {name} has no chat template",
         "take a model tuned for chat, or give plain text without --chat, --system and messages",

@@ -1,10 +1,9 @@
 """Tensor parallelism: each rank holds a part of a model's matrices.
 
-transformers' plan for a family names the products that are split by the features they write
-(colwise) and those split by the features they read (rowwise). Its own code splits over the whole
-world, and this module over a group. Attention is split by whole heads; key and value heads are
-replicated where there are fewer than ranks. Experts are split by their inner features. Embeddings
-and routers are whole.
+transformers' plan for a family lists the linear layers that are split by output features (colwise)
+or input features (rowwise). Its own code splits them over the whole world, while this module splits
+them over a group. Attention is split by whole heads; key and value heads are replicated if there
+are fewer than ranks. Experts are split by their inner features. Embeddings and routers are whole.
 """
 
 import re
@@ -27,14 +26,14 @@ _SPLIT = {_COLUMNS, _ROWS} | _GATHERED | _SPLIT_INPUT
 _EXPERTS = "moe_tp_experts"
 # Every rank holds these whole. (Splitting the embedding would cost an all-reduce a pass.)
 _WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
-# This marks a layer whose parameters are a rank's own; the plan splits them one by one.
+# Marks a layer with separate parameters per rank, which the plan splits one by one.
 _MARKS = {"local_params"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
 # The bias of experts' outputs is not part of a product, so one rank adds it.
 _ADDED_ONCE = "down_proj_bias"
 _SINKS = ".sinks"  # a number for each head besides its keys
-# Latent attention is split by whole heads. The products that make the latent vectors are whole on
-# every rank.
+# Latent attention is split by whole heads. The projections to latent vectors are whole on every
+# rank.
 _LATENT = {
     "model.layers.*.self_attn.q_proj": _COLUMNS,
     "model.layers.*.self_attn.q_b_proj": _COLUMNS,
@@ -54,8 +53,8 @@ _OWN_PLANS = {
     },
 }
 # A plan does not show that a family uses statistics over all of a layer's features (gemma3n does,
-# for sparse activations), which would silently change its text when split. So these are the
-# families whose logits the tests compare, split over 4 ranks.
+# for sparse activations), which would silently change its text when split. So only these families
+# are split: tests compare their logits over 4 ranks.
 FAMILIES = frozenset(
     """
     apertus arcee cohere cohere2 cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 exaone4 gemma gemma2
@@ -152,7 +151,7 @@ def _split_products(
     parallel: TensorParallel,
     name: str,
 ) -> dict[str, Part]:
-    """Cut products of a module down to this rank's share. styles: the plan's style of each."""
+    """Reduce a module's linear layers to this rank's share. styles: the plan's style for each."""
     parts: dict[str, Part] = {}
     for path, style in styles.items():
         linear = module.get_submodule(path)
@@ -223,8 +222,8 @@ def _share(
     parallel: TensorParallel,
     name: str,
 ) -> tuple[int, int]:
-    """This rank's range of a product's features: whole heads in attention, else an even share.
-    Raises `Unsupported` if they do not divide."""
+    """This rank's range of a linear layer's features: whole heads in attention, otherwise an even
+    share. Raises `Unsupported` if they do not divide."""
     if style in _GATHERED:
         return parallel.share(linear.out_features)
     size, reads = parallel.size, style != _COLUMNS
@@ -249,7 +248,7 @@ def _share(
 def _split(
     path: str, linear: nn.Linear, style: str, share: tuple[int, int], parallel: TensorParallel
 ) -> dict[str, Part]:
-    """Cut one product down to the features in `share`, and hook in its collective, if any."""
+    """Reduce one linear layer to the features in `share`, and add its collective, if any."""
     (start, stop), width = share, linear.out_features
     if style == _COLUMNS or style in _GATHERED:
         parts = {"weight": Part(0, start, stop, tuple(linear.weight.shape))}
@@ -270,8 +269,7 @@ def _split(
 
 
 def _narrow(path: str, owner: Any, parts: dict[str, Part]) -> dict[str, Part]:
-    """Cut tensors of a module down to `parts`, which go by its own names. Returns the parts by
-    path."""
+    """Reduce tensors of a module to `parts`, which use its own names. Returns the parts by path."""
     for leaf, part in parts.items():
         whole = getattr(owner, leaf).new_empty(part.local_shape)
         setattr(owner, leaf, nn.Parameter(whole, requires_grad=False))

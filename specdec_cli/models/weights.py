@@ -54,7 +54,7 @@ class Part:
 
 
 class WrongShape(Exception):
-    """A tensor has another shape, `found`, than the part to read expects."""
+    """A tensor's shape, `found`, differs from the one expected by the part to read."""
 
     def __init__(self, found: tuple[int, ...]) -> None:
         super().__init__()
@@ -116,8 +116,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The files of a checkpoint: a single one, which takes precedence over an index beside it, or
-    an index's shards."""
+    """The files of a checkpoint: a single file, which takes precedence over an index, or the shards
+    in an index."""
     if (single := folder / name).is_file():
         return [single]
     if (index := _index(folder, name)) is not None:
@@ -219,7 +219,7 @@ def same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
 
 
 def unread(part: Part | None = None) -> torch.Tensor:
-    """The `Read` of a tensor whose name alone counts."""
+    """The `Read` of a tensor of which only the name is used."""
     raise AssertionError("only its name is used")
 
 

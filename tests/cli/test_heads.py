@@ -183,11 +183,11 @@ def test_a_sweep_over_kinds_of_drafts(
 WRONG: dict[str, tuple[list[str], str]] = {
     "a head as a model": (
         ["--draft", "HEAD", "--set", "speculation.method=draft_model"],
-        "speculation.method is draft_model, and the draft HEAD is an EAGLE-3 head",
+        "speculation.method is draft_model, but the draft HEAD is an EAGLE-3 head",
     ),
     "a model as a head": (
         ["--set", "speculation.method=eagle3"],
-        "speculation.method is eagle3, and the draft demo:draft is no EAGLE-3 head",
+        "speculation.method is eagle3, but the draft demo:draft is no EAGLE-3 head",
     ),
     "no draft": (
         ["--set", "speculation.method=eagle3", "--set", "draft=null"],

@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "more heads of keys than of queries": (
         TINY | FAMILIES["cohere2"] | {"num_key_value_heads": 16},
-        "heads of queries, keys and values do not fit: 4, 16, 16",
+        "the numbers of query, key and value heads do not match: 4, 16, 16",
     ),
     "rope of another kind": (
         TINY

@@ -214,7 +214,7 @@ def test_a_method_that_cannot_run_the_draft_is_refused(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", "llama")
     wrong = [(head, "draft_model", "an EAGLE-3 head"), (model, "eagle3", "no EAGLE-3 head")]
     for draft, method, told in wrong:
-        with pytest.raises(UsageError, match=f"method is {method}, and the draft .* is {told}"):
+        with pytest.raises(UsageError, match=f"method is {method}, but the draft .* is {told}"):
             method_of(draft, speculation__method=method)
         # At k = 0 no draft runs; and a draft named by an option brings its method along.
         plain = {"speculation__method": method, "speculation__num_speculative_tokens": 0}
@@ -263,9 +263,9 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, num_target_layers=6)
     check_target(config, 48, 97, 6)
     for sizes, key in (
-        ((64, 97, 6), "target_hidden_size is 48, and the target has 64"),
-        ((48, 128, 6), "vocab_size is 97, and the target has 128"),
-        ((48, 97, 8), "num_target_layers is 6, and the target has 8"),
+        ((64, 97, 6), "target_hidden_size is 48, but the target has 64"),
+        ((48, 128, 6), "vocab_size is 97, but the target has 128"),
+        ((48, 97, 8), "num_target_layers is 6, but the target has 8"),
     ):
         with pytest.raises(SetupError, match=key):
             check_target(config, *sizes)
@@ -292,9 +292,9 @@ BAD_WEIGHTS: dict[str, tuple[str, Any, str]] = {
     "features": ("fc.weight", torch.zeros(48, 96), r"\[48, 96\], and \[48, 144\] by its config"),
     "width": ("norm.weight", torch.zeros(64), r"norm.weight has shape \[64\]"),
     "quantised": ("fc.weight", torch.zeros(48, 144, dtype=torch.int8), "int8, which is quantised"),
-    "ids past": ("d2t", torch.arange(31) * 3, "d2t leads to id 120"),
-    "ids before": ("d2t", -torch.ones(31, dtype=torch.int64), "d2t leads to id"),
-    "same ids": ("d2t", -torch.arange(31), "d2t leads to one id of the target from several"),
+    "ids past": ("d2t", torch.arange(31) * 3, "d2t maps to id 120"),
+    "ids before": ("d2t", -torch.ones(31, dtype=torch.int64), "d2t maps to id"),
+    "same ids": ("d2t", -torch.arange(31), "d2t maps several draft ids to one target id"),
     "ids apart": ("d2t", torch.ones(31, dtype=torch.int64), "t2d and d2t name different ids"),
     "ids' kind": ("d2t", torch.zeros(31), r"d2t is \[31\] float32"),
     "ids' size": ("d2t", torch.zeros(30, dtype=torch.int64), r"d2t is \[30\] int64"),

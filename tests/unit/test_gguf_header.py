@@ -178,7 +178,7 @@ SPLITS: dict[str, tuple[Callable[[Path], object], str]] = {
     "again": (lambda f: part(f, 1, 3, b"t0"), "is not file 2 of 3"),
     "fewer": (
         lambda f: part(f, 0, 3, b"t0", **{"tensors.count": 9}),
-        "have 3 tensors, and it says that it has 9",
+        "have 3 tensors, but its header says 9",
     ),
 }
 

@@ -16,8 +16,8 @@ class Layout(NamedTuple):
     """One type of block.
 
     fields: the parts in order, with their bytes: factors `d` of scales and `m` of minima, half
-    floats; `scales`, the codes of both; `low`, the low four bits of numbers, and `high`, the other
-    bits, or `whole` numbers. low: the number of bytes whose low halves all come before their high
+    floats; `scales`, the codes of both; `low`, the low four bits of values, and `high`, the other
+    bits, or `whole` values. low: the number of bytes whose low halves all come before their high
     halves. high: the same for the high bits, and the number of bits in a byte.
     """
 
@@ -58,7 +58,7 @@ def kept_as(kind: str, dtype: torch.dtype) -> Storage | None:
 
 
 def shared_by(storages: Collection[Storage]) -> Storage:
-    """A storage in int8 that holds the numbers of several results of `kept_as` exactly."""
+    """An int8 storage that represents the values of several results of `kept_as` exactly."""
     wide = min(storage.group[1] for storage in storages)
     scales = max((storage.scales for storage in storages), key=lambda dtype: dtype.itemsize)
     return replace(
@@ -111,8 +111,8 @@ def _factors(parts: dict[str, Tensor]) -> list[Tensor]:
 
 
 def _spread(content: Tensor, width: int, bits: int) -> Tensor:
-    """Numbers of `bits` bits: from each `width` bytes the lowest bits of all, then the next
-    bits."""
+    """Unpack values of `bits` bits: from each `width` bytes, first the lowest bits of all, then the
+    next bits."""
     parts, mask = content.unflatten(-1, (-1, width)), (1 << bits) - 1
     return torch.stack([parts >> at & mask for at in range(0, 8, bits)], -2).flatten(-3)
 

@@ -1,6 +1,6 @@
 """transformers' config for a model in a GGUF file.
 
-transformers' tables leave out keys that change a model's numbers (rotary scaling, head and expert
+transformers' tables leave out keys that change a model's results (rotary scaling, head and expert
 sizes, soft caps, windows); these are read here, or refused.
 """
 
@@ -24,11 +24,11 @@ from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import one_line, shown
 
 _TEXT_ONLY = {"gemma3": "gemma3_text"}
-# Numbers of layers of the 27B models, whose queries are scaled by hidden_size / heads instead of
-# the head's size. No key says so.
+# Layer counts of the 27B models, which scale queries by hidden_size / heads instead of the head
+# size without a key that says so.
 _OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _PLAIN = {"F32": None, "F16": "float16", "BF16": "bfloat16"}
-_SIGMOID = 2  # the files' number for scoring experts by a sigmoid
+_SIGMOID = 2  # the GGUF value for sigmoid scores of experts
 _ROTARY_FACTORS = "rope_freqs.weight"
 
 
@@ -43,7 +43,7 @@ def gguf_config(name: str, header: Header) -> Any:
         number = values.get(key, 1.0)
         if type(number) not in (int, float) or not (math.isfinite(number) and number > 0):
             raise SetupError(
-                f"the GGUF file of {name}: {key} is {shown(number)}", "it has to be above 0"
+                f"the GGUF file of {name}: {key} is {shown(number)}", "it must be above 0"
             )
     values["dtype"] = _dtype(header)
     try:
@@ -59,7 +59,8 @@ def gguf_config(name: str, header: Header) -> Any:
 
 
 def _mapped(architecture: str, header: Header) -> dict[str, Any]:
-    """A config's keys and values, by transformers' tables and then by the keys they leave out."""
+    """The config's keys and values, from transformers' tables and from the keys that these leave
+    out."""
     known = FROM_GGUF[architecture]
     # transformers distinguishes mistral from llama by the model's name.
     is_mistral = architecture == "llama" and header.values.get("general.name") == "mistral"
@@ -121,7 +122,7 @@ def _dtype(header: Header) -> str | None:
 
 
 def _check_heads(name: str, architecture: str, header: Header, config: Any) -> None:
-    """Refuse sizes of heads, and experts, that a config cannot express."""
+    """Refuse head sizes and experts that a transformers config cannot express."""
     experts = header.values.get(f"{architecture}.expert_count")
     if experts and not any(hasattr(config, key) for key in ("num_experts", "num_local_experts")):
         raise Unsupported(name, f"transformers reads no experts from GGUF files of {architecture}")
@@ -134,7 +135,7 @@ def _check_heads(name: str, architecture: str, header: Header, config: Any) -> N
             config.rope_parameters["partial_rotary_factor"] = found / head_dim
             found = head_dim
         if found != head_dim:
-            raise Unsupported(name, f"{key} is {shown(found)}, and its heads have {head_dim}")
+            raise Unsupported(name, f"{key} is {shown(found)}, but its heads have {head_dim}")
 
 
 def _set_rotary(name: str, architecture: str, header: Header, config: Any) -> None:
@@ -160,7 +161,7 @@ def _set_rotary(name: str, architecture: str, header: Header, config: Any) -> No
 
 
 def _llama3(name: str, header: Header, config: Any) -> dict[str, Any]:
-    """Settings of llama3's rotary embedding, if they give the factors in the file."""
+    """Settings of llama3's rotary embedding, if they reproduce the factors in the file."""
     stored = read_stored(header.tensors[_ROTARY_FACTORS], torch.float32).flatten()
     factor = float(stored.max())
     settings = {

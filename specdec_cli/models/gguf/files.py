@@ -1,4 +1,4 @@
-"""The GGUF files of a folder, the choice of one, and models split over several files."""
+"""Chooses among the GGUF files of a folder, and reads models split over several files."""
 
 import re
 from collections.abc import Iterable
@@ -56,7 +56,7 @@ def read_model(file: Path) -> Header:
     names = parts_named(file.name)
     if len(names) != count:
         raise SetupError(
-            f"{file} is one of {count} files of a split model, and its name does not say which",
+            f"{file} is one of {count} files of a split model, but its name does not say which",
             f"such files are called NAME-00001-of-{count:05}.gguf",
         )
     files = [file.with_name(name) for name in names]
@@ -70,7 +70,7 @@ def read_model(file: Path) -> Header:
 
 
 def layers_in(header: Header) -> int | None:
-    """The number of layers by the tensors' names; None if they name none."""
+    """The number of layers according to tensor names; None if no name has a layer."""
     found = filter(None, (re.match(r"blk\.(\d{1,9})\.", name) for name in header.tensors))
     return max((int(match[1]) + 1 for match in found), default=None)
 
@@ -89,8 +89,8 @@ def _joined(headers: list[Header]) -> Header:
     wanted = first.values.get("split.tensors.count", len(tensors))
     if wanted != len(tensors):
         raise SetupError(
-            f"the files of the split model {first.file} have {len(tensors)} tensors, and it says "
-            f"that it has {wanted}",
+            f"the files of the split model {first.file} have {len(tensors)} tensors, but its "
+            f"header says {wanted}",
             "files of several models are mixed; download the model again",
         )
     return Header(first.file, first.values, tensors, first.size)

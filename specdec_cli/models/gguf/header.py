@@ -18,7 +18,7 @@ _SCALARS |= {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _MOST_STRINGS = 1 << 22  # in arrays: the largest vocabularies have 1 << 20 tokens and merges
-_MOST_NUMBERS = 1 << 22  # numbers in one array
+_MOST_NUMBERS = 1 << 22  # maximum numbers in one array
 _MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 20
 _NAME_BYTES = 1 << 12
 _MOST_DIMS = 4
@@ -27,8 +27,8 @@ _MOST_ALIGNMENT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor in a file: its shape with the slowest dimension first, the number of its type in
-    GGUF, and its place in bytes from the file's beginning."""
+    """A tensor in a file: its shape, slowest dimension first; its GGML type number; and its byte
+    offset in the file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -69,11 +69,11 @@ def read_header(file: Path) -> Header:
 
 @lru_cache(maxsize=16)
 def _read(file: Path, size: int, changed: int) -> Header:
-    """The header of a file. Its size and its time of change are keys of the cache."""
+    """The header of a file, cached by the file's size and modification time."""
     if not file.is_file():
         raise ValueError("it is not a regular file")
     if size < 24:
-        raise ValueError(f"it has {size} bytes, and a header has 24")
+        raise ValueError(f"it has {size} bytes, but a header has 24")
     with file.open("rb") as stream:
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _HeaderReader(file, content, size).read()
@@ -125,7 +125,7 @@ class _HeaderReader:
         return struct.unpack(form, self.take(struct.calcsize(form), what))
 
     def fits(self, count: int, least: int, what: str, most: int | None = None) -> None:
-        """Check the count of items against the least bytes of each."""
+        """Check the number of items against the minimum bytes of each."""
         if count * least > self.size - self.at:
             raise ValueError(f"it says that it has {count} {what}, more than its bytes can hold")
         if most is not None and count > most:
@@ -196,7 +196,7 @@ class _HeaderReader:
     def placed(
         self, name: str, begin: int, shape: tuple[int, ...], kind: int, offset: int
     ) -> TensorPlace:
-        """The place of a tensor in the file, which has to hold all of it."""
+        """The place of a tensor, checked to lie entirely inside the file."""
         name = one_line(name)
         width, nbytes = _block(kind, name)
         if min(shape) < 1:

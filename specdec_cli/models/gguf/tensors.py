@@ -1,5 +1,5 @@
-"""Converts a GGUF file's tensors to a transformers module's: names, numbers or codes, layouts. They
-are dequantised some rows at a time, straight into the wanted dtype, by up to four threads.
+"""Converts a GGUF file's tensors to a transformers module's: names, values or codes, and layouts.
+Up to four threads dequantise some rows at a time, directly into the wanted dtype.
 """
 
 import os
@@ -35,12 +35,12 @@ FROM_GGUF = {
     "qwen3moe": "qwen3_moe",
     "minimax-m2": "minimax_m2",
 }
-_NAMED_LIKE = {"mistral": "llama"}  # the gguf package has no names for mistral itself
+_NAMED_LIKE = {"mistral": "llama"}  # the gguf package has no tensor names for mistral
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _PLAIN |= {"BF16": torch.bfloat16}
-_NUMBERS_AT_ONCE = 1 << 18  # elements that one thread reads
+_NUMBERS_AT_ONCE = 1 << 18  # elements per thread
 _KEPT_AT_ONCE = 1 << 24  # matrices that stay stored
-_MOST_THREADS = min(4, os.cpu_count() or 1)  # numpy lets other threads run during the work
+_MOST_THREADS = min(4, os.cpu_count() or 1)  # numpy releases the GIL meanwhile
 _ALL = slice(None)
 _GATE_UP = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
 _ROUTER_BIAS = re.compile(r"model\.layers\.(\d+)\.mlp\.e_score_correction_bias")
@@ -70,7 +70,7 @@ def check_kinds(name: str, header: Header) -> None:
 
 
 def kinds_of(header: Header) -> list[str]:
-    """The types of the tensors' numbers. Types with the most bytes come first."""
+    """The types of the tensors, those with the most bytes first."""
     sizes: dict[str, int] = {}
     for tensor in header.tensors.values():
         kind = name_of(tensor.kind)
@@ -79,7 +79,7 @@ def kinds_of(header: Header) -> list[str]:
 
 
 def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, Read], list[str]]:
-    """Readers of the tensors of `module` in `dtype`, and the file's names that nothing uses."""
+    """Readers of the tensors of `module` in `dtype`, and the unused names in the file."""
     found, used = {}, set()
     for name, sources, change in _sources(module, header):
         found[name] = _reader([header.tensors[source] for source in sources], dtype, change)
@@ -109,7 +109,7 @@ def is_plain(header: Header) -> bool:
 
 
 def _sources(module: Any, header: Header) -> Iterator[tuple[str, list[str], Change | None]]:
-    """The tensors of `module` that a file has: their name, names in the file, and change of
+    """The tensors of `module` in a file: their name, their names in the file, and the change of
     layout."""
     architecture = str(header.values["general.architecture"])
     name_in_file = _names(architecture, module.config.num_hidden_layers)
@@ -183,8 +183,7 @@ def _layout(architecture: str, name: str, module: Any) -> Change | None:
 
 
 def _halves(value: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder the rows of each head from pairs of rotary dimensions side by side to first and
-    second halves."""
+    """Reorder each head's rows from interleaved rotary pairs to first and second halves."""
     rows = value.shape[0]
     if rows % (2 * heads):
         raise WrongShape(tuple(value.shape))
@@ -193,11 +192,11 @@ def _halves(value: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _reader(stored: list[TensorPlace], dtype: torch.dtype, change: Change | None) -> Read:
-    """Reads a tensor that the file has as one, or for experts as two: gates, then values."""
+    """A reader of a tensor stored as one, or, for experts, as two: gates, then values."""
 
     def read(part: Part | None = None) -> torch.Tensor:
-        # Norms are shifted before rounding, as at the time of storing, and some families keep
-        # biases exact.
+        # Norms are shifted before rounding, as when they were stored, and some families keep biases
+        # exact.
         exact = torch.float32 if len(stored[0].shape) == 1 else dtype
         if len(stored) == 1:
             is_rows = part is not None and part.dim == 0 and part.blocks == 1
@@ -235,7 +234,7 @@ def read_stored(
     out = torch.empty(shape, dtype=dtype) if out is None else out
     width, nbytes = prod(stored.shape[1:]), stored.nbytes // stored.shape[0]
     kind = name_of(stored.kind)
-    # Pieces are whole rows, since blocks end with rows. A vector is one row.
+    # Pieces are whole rows, because blocks do not cross rows. A vector is one row.
     if len(stored.shape) == 1:
         assert shape == stored.shape
         first, last, width, nbytes, out = 0, 1, stored.shape[0], stored.nbytes, out[None]
@@ -257,7 +256,7 @@ def read_stored(
 
 @contextmanager
 def _told(stored: TensorPlace) -> Iterator[None]:
-    """Raises `SetupError` if the file has changed while a tensor of it is read."""
+    """During the block, turn errors from a file that has changed into `SetupError`."""
     try:
         yield
     except (OSError, ValueError) as problem:
@@ -268,7 +267,7 @@ def _told(stored: TensorPlace) -> Iterator[None]:
 
 
 def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tensor:
-    """The numbers in bytes of one type, flat."""
+    """Dequantise bytes of one type into a flat array."""
     from gguf import dequantize
     from gguf.constants import GGMLQuantizationType
 
@@ -280,7 +279,7 @@ def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tenso
 
 
 def is_undone(kind: int) -> bool:
-    """True if the gguf package dequantises a type. This is tried on a block of zeros."""
+    """True if the gguf package can dequantise a type, which is tried on a block of zeros."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]

@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file, built by transformers from the file's vocabulary.
 
-Versions of transformers differ in special tokens and in the ids that begin and end texts, so these
-are set here.
+Versions of transformers differ in special tokens and in the ids at the beginning and end of texts,
+so these are set here.
 """
 
 from typing import Any
@@ -12,15 +12,15 @@ from specdec_cli.models.gguf.header import Header
 from specdec_cli.models.gguf.tensors import FROM_GGUF
 from specdec_cli.text import shown
 
-_VOCABULARY_BYTES = 1 << 25  # without merges transformers tries every cut of every token
+_VOCABULARY_BYTES = 1 << 25  # without merges, transformers tries every split of every token
 _TOKEN_BYTES = 1 << 12
 _CONTROL, _USER_DEFINED = 3, 4
 _BYTE_LEVEL, _PIECES = "gpt2", "llama"  # kinds of tokenizers
-# Ways of cutting texts into words, by family, that earlier versions of transformers follow.
+# Pre-tokenizers by family, as in earlier versions of transformers.
 _CUT_BEFORE = {"llama": {"smollm", "gpt-2", "default"}, "qwen2": {"qwen2", "deepseek-r1-qwen"}}
 _CUT_BEFORE |= {"qwen3": {"qwen2"}, "qwen2_moe": {"qwen2"}, "qwen3_moe": {"qwen2"}}
-# The ways of cutting texts whose models read a first token before each text, even if the file does
-# not say so. llama.cpp does the same (src/llama-vocab.cpp).
+# Pre-tokenizers whose models get a first token before each text even if the file does not say so,
+# as in llama.cpp (src/llama-vocab.cpp).
 _BEGIN_WITH_BOS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"}
 _BEGIN_WITH_BOS |= {"lfm2", "tekken", "chameleon"}
 _TEMPLATE = "tokenizer.chat_template"
@@ -42,7 +42,7 @@ def gguf_tokenizer(header: Header) -> Any:
     for name, key in _SPECIAL.items():
         token_id = values.get(f"tokenizer.ggml.{key}")
         if token_id is not None and not (type(token_id) is int and 0 <= token_id < len(tokens)):
-            raise ValueError(f"its {key} is {token_id}, and it has {len(tokens)} tokens")
+            raise ValueError(f"its {key} is {token_id}, but it has {len(tokens)} tokens")
         settings[name] = None if token_id is None else tokens[token_id]
     for key in ("add_bos_token", "add_eos_token"):
         settings[key] = values.get(f"tokenizer.ggml.{key}") is True
@@ -98,8 +98,8 @@ def _backend(architecture: str, vocabulary: dict[str, Any]) -> Any:
             vocabulary.get("pre_tokenizer_type") not in _CUT_BEFORE.get(architecture, set())
         ):
             raise ValueError(
-                "this version of transformers cuts texts in another way than the model; 5.23 or "
-                "later does not"
+                "this version of transformers splits texts differently from the model; 5.23 and "
+                "later do not"
             ) from None
         vocabulary.setdefault("add_prefix_space", False)
     backend, _ = convert_gguf_tokenizer(architecture, dict(vocabulary))
@@ -107,7 +107,7 @@ def _backend(architecture: str, vocabulary: dict[str, Any]) -> Any:
 
 
 def _add_special(backend: Any, vocabulary: dict[str, Any]) -> None:
-    """Mark the tokens that text never becomes, and those that are never split."""
+    """Mark the special tokens, which text never becomes, and the tokens that are never split."""
     known = backend.get_vocab()
     kinds = vocabulary.get("token_type") or ()
     marked = {_CONTROL: [], _USER_DEFINED: []}  # type: dict[int, list[AddedToken]]

@@ -47,11 +47,11 @@ class HeadConfig:
     """The settings of a head of any kind, which determine its checkpoint, memory and cache. name:
     the checkpoint's, for messages. body: transformers' config of its layers. windows: the sliding
     window of each layer, 0 for none. target_hidden_size: the target's width. vocab_size: V.
-    draft_vocab_size: Vd. num_target_layers: None if the checkpoint does not say. others: the
-    readings by which tools differ. quantisation: settings of matrices that the checkpoint stores in
-    few bits; None for plain ones. noun: the word for the kind, for messages. shift: 1 if a row
-    embeds the token that follows, 0 if it embeds its own. carries: whether the output of the last
-    true row is kept, for the first proposal.
+    draft_vocab_size: Vd. num_target_layers: None if the checkpoint does not say. others:
+    interpretations of other tools that differ. quantisation: settings of quantised matrices; None
+    for plain ones. noun: the word for the kind, for messages. shift: 1 if a row embeds the token
+    that follows, 0 if it embeds its own. carries: whether the output of the last true row is kept,
+    for the first proposal.
     """
 
     noun: ClassVar[str]
@@ -75,8 +75,8 @@ class HeadConfig:
         raise NotImplementedError
 
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights outside its layers. Without HEAD the embedding is used for
-        it."""
+        """The shapes of the weights outside its layers. Without HEAD, the embedding serves as the
+        head."""
         raise NotImplementedError
 
     def renamed(self, name: str) -> str | None:
@@ -84,17 +84,17 @@ class HeadConfig:
         return name
 
     def width_read(self, layer: int) -> int:
-        """The width of the input of a layer's q, k and v."""
+        """The input width of a layer's QKV projection."""
         return self.hidden_size
 
     @property
     def numbers_fused(self) -> int:
-        """The number of values that `Head.fuse` makes for each row besides its result."""
+        """The number of intermediate values per row in `Head.fuse`."""
         return 0
 
     @property
     def sizes_held(self) -> dict[str, int]:
-        """The sizes of the weights that are held in another form, by name."""
+        """The sizes of weights held in a different form, by name."""
         return {}
 
     @property
@@ -103,7 +103,7 @@ class HeadConfig:
         return self.hidden_size
 
     def carried_bytes(self, itemsize: int) -> int:
-        """Bytes of a sequence that are kept with the keys of each block."""
+        """Bytes kept with the keys of each block."""
         return self.hidden_size * itemsize * self.carries
 
     @property
@@ -121,7 +121,7 @@ class HeadConfig:
 
     @property
     def lends(self) -> frozenset[str]:
-        """The weights that may be the target's if the checkpoint has none."""
+        """The weights that may be borrowed from the target if the checkpoint lacks them."""
         has_all_ids = self.draft_vocab_size == self.vocab_size
         return frozenset({EMBEDDING, HEAD} if has_all_ids else {EMBEDDING})
 
@@ -131,7 +131,7 @@ class HeadConfig:
         return {}
 
     def passes(self, k: int) -> Passes:
-        """Its passes in a round of k proposals, including the pass over true rows."""
+        """The passes in a round of k proposals, including the pass over true rows."""
         return Passes(k)
 
     def cache_layers(self, parallel: TensorParallel = ALONE) -> list[LayerShape]:
@@ -158,7 +158,7 @@ class HeadConfig:
         return found | {name: tuple(p.shape) for name, p in body.named_parameters()}
 
     def products(self) -> list[list[str]]:
-        """The names of the matrices in each of its products."""
+        """The names of the matrices in each merged projection."""
         own, (body, _) = self.own_shapes(), self.split(ALONE)
         found = [[n] for n, shape in own.items() if len(shape) == 2 and n != EMBEDDING]
         names = {id(parameter): name for name, parameter in body.named_parameters()}

@@ -1,4 +1,4 @@
-"""The tensors of a head: read, checked, borrowed from the target, or drawn at random.
+"""The tensors of a head: how they are read, checked, borrowed from the target, or drawn at random.
 
 `HeadConfig.shapes` names them. A reduced vocabulary has two more tensors: d2t, int64 [Vd], the
 difference of the target's id and each of the head's, and t2d, bool [V], which marks the target's
@@ -88,8 +88,8 @@ def dummy_weights(
     lent: Lent = MappingProxyType({}),
     parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
-    """This rank's part of random matrices, seeded by name. Norms are one, biases zero, and ids are
-    spread evenly. The embedding is the target's, as for most heads."""
+    """This rank's part of random matrices, seeded by name. Norms are one, biases are zero, and ids
+    are evenly spaced. The embedding is the target's, as for most heads."""
     tensors = dict[str, torch.Tensor]()
     shapes, (_, parts) = config.shapes(), config.split(parallel)
     for name in config.shapes(parallel):
@@ -125,7 +125,7 @@ def _opened(
             if (own := config.renamed(name)) is None:
                 continue
             if own in found:
-                raise _bad(config, f"{one_line(own)} is there twice, the second time as {name}")
+                raise _bad(config, f"{one_line(own)} occurs twice, the second time as {name}")
             found[own] = read
         yield found
 
@@ -187,12 +187,12 @@ def _target_ids(config: HeadConfig, found: dict[str, Read]) -> torch.Tensor | No
         offsets = found["d2t"]()
         if tuple(offsets.shape) != (size,) or offsets.dtype not in (torch.int64, torch.int32):
             told = f"{list(offsets.shape)} {str(offsets.dtype).removeprefix('torch.')}"
-            raise _bad(config, f"d2t is {told}, and has to be [{size}] int64")
+            raise _bad(config, f"d2t is {told}, but must be [{size}] int64")
         ids = ids + offsets.long()
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        raise _bad(config, f"d2t leads to id {int(ids.max())} or {int(ids.min())} of {vocab}")
+        raise _bad(config, f"d2t maps to id {int(ids.max())} or {int(ids.min())} of {vocab}")
     if len(ids.unique()) < size:
-        raise _bad(config, "d2t leads to one id of the target from several of the draft")
+        raise _bad(config, "d2t maps several draft ids to one target id")
     if "t2d" in found and size < vocab:
         known = found["t2d"]().bool()
         if tuple(known.shape) != (vocab,) or not torch.equal(known.nonzero()[:, 0], ids.sort()[0]):

@@ -44,7 +44,7 @@ Bind = Callable[[Head, KVCache], PagedHead]
 class HeadDescription:
     """A head that belongs to its target and holds no weights yet.
 
-    config: that of the whole head, for any number of ranks. max_len: the number of positions that
+    config: the whole head's config, for any number of ranks. max_len: the number of positions that
     it may use, which may exceed its config's context length. num_target_layers: the number of the
     target's own layers. feature_layers: the target's hidden states that the head reads. borrows:
     the weights that it takes from the target. gathers_head: whether it borrows the target's head
@@ -102,7 +102,7 @@ class HeadDescription:
         sizes |= config.sizes_held
         numbers, packed_names = 2 * self.max_len * int(config.body.head_dim), set[str]()
         for names in config.products() if is_cpu else ():
-            # A product's weight is held in one form or two, but not in that of the embedding.
+            # A projection's weight is held in one or two forms, but not in the embedding's form.
             packed, plain = ops.forms_of(count := sum(sizes[name] for name in names), self.dtype)
             # The plain form of the target's head is counted there.
             is_lent = names[0] == HEAD and HEAD in not_held
@@ -213,7 +213,7 @@ def describe_head(
     dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
     lent = _lent_by(target.module)
     whole = lent[HEAD].new_empty(target.vocab_size, lent[HEAD].shape[1])
-    # If the same number of ranks shares both models, each holds the part that it needs.
+    # If both models are split over the same ranks, each rank already holds the part that it needs.
     is_apart = lent[HEAD].shape != whole.shape and parallel.size != target.parallel.size
     lent[HEAD] = whole
     if spec.load_format == "dummy":
@@ -250,7 +250,7 @@ def check_target(
     ):
         if ours != theirs:
             raise SetupError(
-                f"the {config.noun} {config.name} is for another target: its {key} is {ours}, and "
+                f"the {config.noun} {config.name} is for another target: its {key} is {ours}, but "
                 f"the target has {theirs}",
                 ANOTHER_DRAFT,
             )

@@ -19,8 +19,8 @@ _LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 
 
 def layers_of(config: Any, widths: list[int]) -> nn.ModuleDict:
-    """Layers and their final norm, on meta. widths: the width of the input of each layer's q, k and
-    v."""
+    """Layers and their final norm, on meta. widths: the input width of each layer's QKV
+    projection."""
     layers = nn.ModuleList()
     with torch.device("meta"):
         for index, width in enumerate(widths):

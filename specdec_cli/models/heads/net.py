@@ -1,6 +1,6 @@
-"""A head with its weights: the interface for `PagedHead`, and the common part of nets of decoder
-layers. Legend: T packed rows, H width of the head, F width of the features, Vd ids that it can
-propose.
+"""A head with its weights: the interface for `PagedHead`, and the common part of heads made of
+decoder layers. Legend: T packed rows, H width of the head, F width of the features, Vd ids that it
+can propose.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ class Head:
         raise NotImplementedError
 
     def normed(self, hidden: Tensor) -> ops.Normed:
-        """The result of `__call__`, computed again from its hidden states [T, H]."""
+        """The result of `__call__`, recomputed from its hidden states [T, H]."""
         return ops.Normed(hidden, ops.rms_norm(hidden, self.norm, self.eps), None, 0.0)
 
     def logits(self, x: ops.Normed) -> Tensor:
@@ -77,10 +77,10 @@ class Head:
 
 
 class LayeredHead(Head):
-    """A head with its own decoder layers, over this rank's part of its weights. fc: the product
-    that reads the features. stack: the layers. max_len: the number of positions that passes may
-    use, which may exceed the config's context length. parallel: the ranks that share it; they make
-    it together. causal: see `ops.AttentionCall`.
+    """A head with its own decoder layers, over this rank's part of its weights. fc: the projection
+    of the features. stack: the layers. max_len: the number of positions that passes may use, which
+    may exceed the config's context length. parallel: the ranks that share it; they make it
+    together. causal: see `ops.AttentionCall`.
     """
 
     def __init__(

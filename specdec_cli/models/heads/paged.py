@@ -102,7 +102,7 @@ class PagedHead:
         """Hidden states [T, H] of true rows. The last one of each sequence is carried."""
         hidden = self._run(batch, self.head.fuse(features)).hidden
         if self.head.config.carries:
-            # Block 0 takes the values of rows without a sequence, which nobody reads.
+            # Rows without a sequence write to block 0, which is never read.
             blocks = last_blocks(batch, self.cache.block_size)
             self.carry.index_copy_(0, blocks, hidden[last_rows(batch)])
         return hidden
@@ -113,8 +113,8 @@ class PagedHead:
     ) -> ops.Normed:
         """Write the rows of every slot that `what` describes. Keys and values of padding go to
         block 0. inputs: features [B, Q, F], or with `fused` hidden states [B, Q, H].
-        `what.token_ids` are the tokens that the rows embed. Returns B * Q rows; those of padding
-        mean nothing.
+        `what.token_ids` are the tokens that the rows embed. Returns B * Q rows; rows of padding are
+        meaningless.
         """
         batch, live = self._batch(what, state)
         rows = inputs.flatten(0, 1)
@@ -134,7 +134,7 @@ class PagedHead:
         rows = hidden.gather(1, at[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
         position = state.length - 1 - self._behind + at
         is_kept = state.active & (place >= 0) & (position >= 0)
-        # Block 0 takes values that nobody reads.
+        # Values that are never read go to block 0.
         self.carry.index_copy_(0, self._block_at(state, position) * is_kept, rows)
 
     @torch.inference_mode()

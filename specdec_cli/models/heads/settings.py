@@ -57,7 +57,7 @@ class HeadSettings:
         if not (found := self.raw.get("quantization_config")):
             return None
         if not isinstance(found, dict):
-            raise self.bad("quantization_config", found, "it has to be a mapping")
+            raise self.bad("quantization_config", found, "it must be a mapping")
         method = found.get("quant_method")
         if not isinstance(method, str) or method not in FORMATS:
             told = f"{', '.join(sorted(FORMATS))} are built"
@@ -115,7 +115,7 @@ class HeadSettings:
         body = self.body
         stored = body.get("rope_parameters") or body.get("rope_scaling") or {}
         if not isinstance(stored, dict):
-            raise self.bad("rope_scaling", stored, "it has to be a mapping")
+            raise self.bad("rope_scaling", stored, "it must be a mapping")
         for kind in ("full_attention", "sliding_attention"):
             if isinstance(stored.get(kind), dict):
                 raise self.bad("rope_parameters", kind, "one embedding for all layers is built")

@@ -1,4 +1,4 @@
-"""The settings of a DFlash or DSpark drafter, read from any of the forms that tools write.
+"""The settings of a DFlash or DSpark drafter, read from any form of config that tools write.
 
 z-lab and SpecForge write a flat qwen3 config with `dflash_config`, speculators a nested
 `transformer_layer_config`. DeepSpec writes all keys at top level.
@@ -21,16 +21,16 @@ from specdec_cli.text import shown
 _KINDS = ("qwen3", "llama")  # these keys are copied from the target's config; layers are qwen3's
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_")
 MARKOV_EMBEDDING, MARKOV_OUT = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
-MARKOV_JOINT = "markov_head.joint"  # the product of Markov types that also read the row
+MARKOV_JOINT = "markov_head.joint"  # the projection in Markov types that also read the row
 CONFIDENCE = "confidence_head.proj"
-# The shape of that product, by rank and width of a row; empty without one.
+# The shape of that projection, by rank and row width; empty without one.
 MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "vanilla": lambda rank, width: (),
     "gated": lambda rank, width: (rank, width + rank),
     "rnn": lambda rank, width: (3 * rank, 2 * rank + width),
 }
 _JOINT = re.compile("^markov_head[.](gate_proj|joint_proj)")
-# Variants of the net in some tools, with the values that stand for the plain form.
+# Keys for network variants of some tools, with the values that mean the plain form.
 _VARIANTS = {
     **dict.fromkeys(("use_swa", "causal", "add_swa_attention_sink_bias"), False),
     "is_neox_style": True,

@@ -1,11 +1,11 @@
 """The arithmetic of a DFlash drafter, in the kernels of fused layers.
 
-Keys and values of the context follow from the target's features: every layer's products read one
-normed projection of them. Rows of a block pass through the layers and see the context and each
-other. A DSpark drafter has two small heads, which read the token before the one that they judge.
-The Markov head adds to the logits of a row. The confidence head gives the chance that its token is
-accepted. Legend: T packed rows, B rows of a step, H width of the drafter, F of the features, r
-rank, V ids of the target, Vd of the drafter.
+The context's keys and values are computed from the target's features: every layer projects the same
+normalised projection of them. Rows of a block pass through the layers and attend to the context and
+each other. A DSpark drafter has two small heads, which read the token before the one that they
+judge. The Markov head adds to the logits of a row. The confidence head gives the chance that its
+token is accepted. Legend: T packed rows, B rows of a step, H width of the drafter, F of the
+features, r rank, V ids of the target, Vd of the drafter.
 """
 
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ class MarkovHead:
 
 
 class DFlashHead(LayeredHead):
-    """The passes of a block drafter. One pass drafts a whole block, so nothing is fed back."""
+    """The passes of a block drafter. One pass drafts a whole block, so no outputs are fed back."""
 
     config: DFlashConfig
 

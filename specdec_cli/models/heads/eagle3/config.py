@@ -1,4 +1,4 @@
-"""The settings of an EAGLE-3 head, read from any of the forms in which heads are published.
+"""The settings of an EAGLE-3 head, read from any form of config in which heads are published.
 
 SafeAILab and SpecForge write a flat llama config, to which Model-Optimizer adds `eagle_config`.
 speculators has `transformer_layer_config`. DeepSpec adds `target_layer_ids` to the target's config.
@@ -23,20 +23,20 @@ from specdec_cli.text import shown
 _DEFAULT_NUM_AUX = 3
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 _MIDDLE = re.compile("^midlayer[.]")
-# Tensors that only training needs, and tables that follow from the config.
+# Tensors that only training needs, and tables that can be computed from the config.
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(HeadConfig):
-    """A head's settings: its config's, except those in `overridden`. aux_ids: the config's ids of
-    the target's layers; None if it has none. ids_key: the key that names them. takes_embedding:
-    whether to use the target's embedding instead of its own. counting: whether an id means a
-    layer's input or its output. norm_before_residual: whether the first residual is the normed
-    hidden state. norm_before_fc: whether one norm is applied to all features. fc_norm: whether each
-    layer's features have their own norm. feeds_norm: whether the next step reads the hidden state
-    after the final norm. ties_head: whether the embedding serves as the head. is_wide: whether
-    every layer reads the embedding; otherwise only the first does."""
+    """A head's settings from its config, with those in `overridden` replaced. aux_ids: the config's
+    ids of the target's layers; None if it has none. ids_key: the key that names them.
+    takes_embedding: whether to use the target's embedding instead of its own. counting: whether an
+    id means a layer's input or its output. norm_before_residual: whether the first residual is the
+    normed hidden state. norm_before_fc: whether one norm is applied to all features. fc_norm:
+    whether each layer's features have their own norm. feeds_norm: whether the next step reads the
+    hidden state after the final norm. ties_head: whether the embedding serves as the head. is_wide:
+    whether every layer reads the embedding; otherwise only the first does."""
 
     noun: ClassVar[str] = "EAGLE-3 head"
 
@@ -140,7 +140,7 @@ class PEagleConfig(Eagle3Config):
         return Passes(1, k + 1)
 
     def carried_bytes(self, itemsize: int) -> int:
-        """Bytes of the rows that may wait for a round's pass, and of their number."""
+        """Bytes of the rows that may wait for a round's pass, and of their count."""
         return (self.most_drafted + 1) * self.hidden_size * itemsize + 8
 
 
@@ -161,7 +161,7 @@ def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Conf
         if layers[-1] > last:
             raise UsageError(
                 f"{told}: the target has {num_target_layers} layers, so hidden states 0 to {last}",
-                "a hidden state's number is that of the layer which reads it",
+                "hidden state i is the input of layer i",
             )
         told = f"speculation.eagle3_layers: in place of the config's, which names {named}"
         others = (*others, Other(told, own))
@@ -300,7 +300,7 @@ def _others(raw: dict[str, Any], dialect: Dialect, kind: type[Eagle3Config]) -> 
         told = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
         yield Other(told, {"counting": "inputs"})
     is_silent = dialect == "speculators" and "norm_before_residual" not in raw
-    if is_silent and kind is Eagle3Config:  # all tools read P-EAGLE's as false
+    if is_silent and kind is Eagle3Config:  # all tools take false for P-EAGLE
         told = "norm_before_residual: not given, read as false; vLLM takes true"
         yield Other(told, {"norm_before_residual": True})
     if dialect != "speculators" and raw.get("norm_output"):

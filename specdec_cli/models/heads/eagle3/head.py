@@ -109,7 +109,7 @@ class WaitingHead(PagedHead):
 
     def _written(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
         fused = self.head.fuse(features)
-        # Block 0 takes the values of rows without a sequence, which nobody reads.
+        # Rows without a sequence write to block 0, which is never read.
         blocks = last_blocks(batch, self.cache.block_size)
         self.rows[:, 0].index_copy_(0, blocks, fused[last_rows(batch)])
         self.counts.index_fill_(0, blocks, 1)
@@ -117,8 +117,8 @@ class WaitingHead(PagedHead):
 
     @torch.inference_mode()
     def keep(self, state: BatchState, features: torch.Tensor, last: torch.Tensor) -> None:
-        """Let the rows up to `last` of each slot, int64 [B], wait for the next pass; below 0 there
-        are none. features: [B, Q, F], from the row at position length - 1 on.
+        """Store the rows up to `last` of each slot, int64 [B], for the next pass; none if it is
+        below 0. features: [B, Q, F], from the row at position length - 1 on.
         """
         count, width = features.shape[:2]
         rows = features.flatten(0, 1)
@@ -130,7 +130,7 @@ class WaitingHead(PagedHead):
         else:
             fused = self.head.fuse(rows)
         position = state.length - 1 + last.clamp(min=0)
-        # Block 0 takes values that nobody reads.
+        # Values that are never read go to block 0.
         blocks = self._block_at(state, position) * (state.active & (last >= 0))
         self.rows[:, :width].index_copy_(0, blocks, fused.view(count, width, -1))
         self.counts.index_copy_(0, blocks, last + 1)

@@ -1,5 +1,5 @@
-"""Several MTP modules; each reads the hidden states of the module before. Row t of module i is
-complete i tokens later than row t of the first. All keep their keys in one cache, with a layer for
+"""Several MTP modules; each reads the hidden states of the previous module. Row t of module i is
+complete i tokens later than row t of the first. All modules keep their keys in one cache, one layer
 each. Legend: T rows, B slots, Q rows of each, H width of the target.
 """
 

@@ -1,5 +1,5 @@
-"""MTP modules as a target's config and file describe them. Each module is a model of the target's
-family with one layer, after a projection with two norms. Reads no weights."""
+"""MTP modules, as described by a target's config and file. Each module is a one-layer model of the
+target's family after a projection with two norms. No weights are read."""
 
 from collections.abc import Collection
 from copy import deepcopy
@@ -108,9 +108,9 @@ EXTRACTED = Form(
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
     """The config of a module. count: the number of modules in the file. hidden_size: H. vocab_size:
-    V. form: that of the first module. keys: the recipe's readings. index: the module's number; its
-    row of token t embeds token t + 1 + index. quantisation: settings of a folder of a module that
-    stores matrices in few bits."""
+    V. form: that of the first module. keys: the recipe's interpretation of the checkpoint. index:
+    the module's number; its row of token t embeds token t + 1 + index. quantisation: settings of a
+    folder of a module that stores matrices in few bits."""
 
     carries: ClassVar[bool] = True
 
@@ -138,7 +138,8 @@ class MtpConfig:
 
     @property
     def max_k(self) -> int | None:
-        """A single module runs again and again; several modules are a chain."""
+        """The limit on k: a single module runs repeatedly, without a limit; in a chain each module
+        gives one token."""
         return None if self.count == 1 else self.count
 
     def lacks(self, index: int, missing: Collection[str]) -> SetupError:
@@ -153,7 +154,7 @@ class MtpConfig:
 def read_mtp_config(
     name: str, place: Path, config: Any, names: Collection[str], keys: MtpKeys
 ) -> MtpConfig:
-    """The modules that the target's config.json promises.
+    """The MTP modules named in the target's config.json.
 
     config: transformers' config of the target. names: those of the tensors in its file, or none.
     Raises a `SetupError` that names the key if the config promises no modules.
@@ -197,7 +198,7 @@ def read_module_config(name: str, place: Path, config: Any, keys: MtpKeys) -> Mt
         if ours != theirs:
             raise SetupError(
                 f"the MTP module {name} is for another target: its transformer_layer_config.{key} "
-                f"is {shown(ours)}, and the target has {shown(theirs)}",
+                f"is {shown(ours)}, but the target has {shown(theirs)}",
                 ANOTHER_DRAFT,
             )
     sizes = int(config.hidden_size), int(config.vocab_size)

@@ -132,8 +132,8 @@ class MtpDraft:
 
     @property
     def _numbers_again(self) -> int:
-        """Numbers of a module that a CPU holds in a second form: of its projection, and of the
-        target's head where its layer is not fused."""
+        """The number of a module's values that a CPU holds in a second form: those of its
+        projection, and of the target's head if its layer is not fused."""
         projection, head = 2 * self.config.hidden_size**2, self.body.module.lm_head.weight.numel()
         found = projection if all(ops.forms_of(projection, self.dtype)) else 0
         if not is_fusable(self.body.module) and ops.forms_of(head, self.dtype).packed:
@@ -173,8 +173,9 @@ class MtpDraft:
         return inside + joined
 
     def readings(self) -> list[Reading]:
-        """The readings of vLLM. It feeds back another hidden state only for glm4_moe. Of MiMo's
-        modules it runs the first alone, again and again, which is not a reading of a chain."""
+        """vLLM's interpretations. It feeds back a different hidden state only for glm4_moe. Of
+        MiMo's modules it runs only the first, repeatedly, which no interpretation of a chain
+        expresses."""
         if self.config.form.reads_target:
             return []
         choices = {"mtp_first_embedding": ("used", "zeroed"), "mtp_fed_back": ("normed", "raw")}
