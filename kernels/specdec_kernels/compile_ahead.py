@@ -1,5 +1,5 @@
-"""Parallel compilation of kernels before they run. The code first runs without launches, only to
-find out which kernels it needs."""
+"""Compiles kernels in parallel before they run. The code first runs without launches, only to find
+out which kernels it needs."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ def is_ahead() -> bool:
 
 
 def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
-    """Compile the kernels that `run` launches; does nothing where there is nothing to compile.
+    """Compile the kernels that `run` launches, if any need it.
 
     On CUDA `run` is called without launches. Tensors that kernels would write are zero if `run`
     allocates them, and otherwise unchanged. So `run` must not read results of kernels on the host.
@@ -37,7 +37,7 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
         return
     with ExitStack() as stack:
         compilers = stack.enter_context(_Compilers(device))
-        # A kernel's launch reports later why it does not compile.
+        # If a kernel does not compile, its launch reports the reason later.
         stack.enter_context(AsyncCompileMode(compilers, ignore_errors=True))
         stack.callback(compilers.begin.set)
         stack.enter_context(_launchers_of_own_names())
@@ -52,7 +52,7 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
 class _Compilers(ThreadPoolExecutor):
     """Threads that compile and load the kernels that `AsyncCompileMode` submits. They wait for
     `begin`, the end of the run without launches: compilation is partly Python and would slow that
-    run several times. Loading a kernel may also compile its launcher in C.
+    run several-fold. Loading a kernel may also compile its launcher in C.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class _Compilers(ThreadPoolExecutor):
 
 @contextmanager
 def _launches_that_compile(kernel: Any) -> Iterator[None]:
-    """During the block, launches of Triton's class `kernel` only ask for compilation."""
+    """During the block, launches of Triton's class `kernel` only request compilation."""
     launch = kernel.run
 
     def ask(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Helpers of kernels that follow each other closely: dependent launches, prefetches, counters.
+"""Helpers for kernels in close succession: dependent launches, prefetches, counters.
 
 Programmatic dependent launch lets a kernel start while its predecessor in the stream still runs.
 Before `after_predecessor` it may touch only data that no recent kernel writes: weights, and data
@@ -22,8 +22,8 @@ from specdec_kernels.gpu import gpu_of
 
 COUNTERS = 1 << 16
 EPOCHS = 1 << 14
-# The interpreter runs one program at a time and knows no inline assembly. Its products of 16-bit
-# numbers are unreliable.
+# The interpreter runs one program at a time and knows no inline assembly. Its 16-bit matmuls are
+# unreliable.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _kept: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -46,7 +46,7 @@ def launch_options(dependent: bool = False) -> dict[str, bool]:
 
 @cache
 def options_of(tiles: NamedTuple) -> dict[str, int]:
-    """The fields of a launch configuration that are options of Triton."""
+    """The fields of a launch configuration that are Triton options."""
     names = ("num_warps", "num_stages", "maxnreg")
     return {n: value for n, value in tiles._asdict().items() if n in names}
 
@@ -62,8 +62,8 @@ def counters(device: torch.device) -> Tensor:
 def room_for_splits(
     splits: int, blocks: int, size: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Memory for sums of `size` numbers that `splits` programs share: partial sums fp32 [splits,
-    *size], and `counters`, one for each of `blocks`. Two times None for one split."""
+    """Memory for sums of `size` values over `splits` programs: partial sums fp32 [splits, *size],
+    and `counters`, one for each of `blocks`. Two times None for one split."""
     if splits == 1:
         return None, None
     assert blocks <= COUNTERS
@@ -77,8 +77,8 @@ def epochs(device: torch.device) -> Tensor:
 
 def _kept_zeros(name: str, size: int, device: torch.device) -> Tensor:
     if (name, device) not in _kept:
-        # During a capture the zeros would lie in the graph's own pool, with a memset in every
-        # replay.
+        # During a capture, the zeros would be allocated in the graph's own pool, with a memset in
+        # every replay.
         assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
             "run once before capturing"
         )
@@ -173,7 +173,7 @@ def wait_for(epochs_ptr, epoch):
     Programs start in the order of their ids. Those of a group must be adjacent and few, so that all
     run at once. The others' results must be loaded past L1 (".cg").
     """
-    behind = tl.full([], -1, tl.int32)  # a difference is compared, since counters wrap around
+    behind = tl.full([], -1, tl.int32)  # compare differences, because counters wrap around
     while behind < 0:
         behind = load_acquired(epochs_ptr, "gpu") - epoch
     tl.debug_barrier()

@@ -1,4 +1,4 @@
-"""Tables of launch configurations, one for each device; the first case that fits counts."""
+"""Tables of launch configurations, one per device; the first fitting case is used."""
 
 from collections.abc import Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar

@@ -1,6 +1,6 @@
 """The engine orders prefill passes, rounds, and the host's reading of their results.
 
-It knows no text. All ranks run the same rounds on the same sequences; rank 0 proposes and decides.
+All ranks run the same rounds on the same sequences; rank 0 proposes and decides.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""The text side of a run: it turns prompts into requests, and answers into outputs.
+"""The text side of a run: turns prompts into requests, and answers into outputs.
 
 Knows nothing of terminals.
 """

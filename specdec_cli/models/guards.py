@@ -1,9 +1,9 @@
-"""Guards around tokenizers, whose files come with a model: sizes, growth of texts, templates, and
-calls of their native code.
+"""Guards around tokenizers, whose files come with a model. They limit sizes, growth of texts,
+templates, and calls of native code.
 
-Does not know transformers. A chat template is a program, which may never end. Native code cannot be
-interrupted, its panics are no `Exception`, and it aborts the process when memory runs out. So it
-runs in a thread with a time limit, and the growth of texts is checked before it runs.
+A chat template is a program, which may never end. Native code cannot be interrupted, its panics are
+no `Exception`, and it aborts the process when memory runs out. So it runs in a thread with a time
+limit, and the growth of texts is checked before it runs.
 """
 
 import fcntl

@@ -1,8 +1,7 @@
-"""Readers of the matrices of quantised checkpoints, in one layout per kind of number. This module
-does not know modules.
+"""Reads the matrices of quantised checkpoints, in one layout per number type.
 
-Only this module knows how the formats order codes. Codes of float8, int8 and mxfp4 go along a row.
-Words of GPTQ go along a column (https://github.com/AutoGPTQ/AutoGPTQ). Words of AWQ go across
+Only this module handles the code order of each format. Codes of float8, int8 and mxfp4 go along a
+row. Words of GPTQ go along a column (https://github.com/AutoGPTQ/AutoGPTQ). Words of AWQ go across
 columns in a special order (https://github.com/casper-hansen/AutoAWQ). Words of compressed-tensors
 go along a row.
 """

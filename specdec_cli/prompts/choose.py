@@ -1,6 +1,6 @@
-"""The choice of some prompts among many: the first ones, or a sample that a seed decides.
+"""Chooses some prompts among many: the first ones, or a seeded sample.
 
-Knows nothing of files. Prompts keep their order.
+Prompts keep their order.
 """
 
 import hashlib

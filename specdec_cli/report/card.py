@@ -1,6 +1,6 @@
 """The card at the top of a report: the verdict, its gain and cost, and the servers' commands.
 
-Knows nothing of HTML.
+HTML is made elsewhere.
 """
 
 from collections.abc import Sequence

@@ -243,7 +243,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"layer_types": ["sliding_attention"]}, "sliding_window is null"),
     "layer types": ({"layer_types": ["linear_attention"]}, "layer_types"),
     "quantised": ({"quantization_config": {"quant_method": "hqq"}}, "quant_method is .hqq"),
-    "quantised how": ({"quantization_config": "fp8"}, "quantization_config is .fp8.: it has to be"),
+    "quantised how": ({"quantization_config": "fp8"}, "quantization_config is .fp8.: it must be"),
     "no features": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
     "parallel": ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step is 4"),
     "half a rope": ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "cannot read .*rope_par"),

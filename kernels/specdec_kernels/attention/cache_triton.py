@@ -1,5 +1,5 @@
-"""Kernels of the paged KV cache. One computes slots, with a lane for each token. The other writes
-keys and values, with a program for each token."""
+"""Kernels of the paged KV cache. One computes slots, with one lane per token. The other writes keys
+and values, with one program per token."""
 
 import torch
 import triton
@@ -15,14 +15,14 @@ FP8_MAX = tl.constexpr(448.0)
 
 @triton.jit
 def coded(x, scale):
-    """Numbers as an fp8 cache holds them, in fp32; see `call.Side.coded`. They are rounded here. A
-    conversion to fp8 and back would be wrong: ptxas 12.8 reads a converted number from another
-    register if the number is also packed into a word.
+    """Values as an fp8 cache stores them, in fp32; see `call.Side.coded`. The rounding is explicit,
+    because a conversion to fp8 and back would be wrong: ptxas 12.8 reads a converted value from a
+    wrong register if the value is also packed into a word.
     """
     x = tl.div_rn(x.to(tl.float32), scale)
     x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-    # e4m3 has steps of an eighth of the power of two below a number, and of 2^-9 below 2^-6. A sum
-    # with 1.5 * 2^23 steps is rounded to whole steps, and to even steps if it lies halfway.
+    # The step of e4m3 is an eighth of the power of two below a value, and 2^-9 below 2^-6. Adding
+    # 1.5 * 2^23 steps rounds to whole steps, and halves to even steps.
     power = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
     large = (power + (20 << 23) + (1 << 22)).to(tl.float32, bitcast=True)
     return x + large - large
@@ -41,7 +41,8 @@ def row_of(start_ptr, token, num_rows, STEPS: tl.constexpr):
     return low
 
 
-# Counts change from pass to pass, and a compiled variant for each kind of value would cost seconds.
+# Counts change from pass to pass, and compiling a variant for each kind of value would take
+# seconds.
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_columns", "table_stride"])
 def slot_mapping_kernel(
     block_tables_ptr,  # [B, MB] int32

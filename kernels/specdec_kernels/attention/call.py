@@ -14,12 +14,12 @@ class LayerCache(NamedTuple):
     """The keys and values of a layer, contiguous."""
 
     keys: Tensor
-    """[NB, BS, Hkv, Dk], by block and place in it."""
+    """[NB, BS, Hkv, Dk], by block and slot in it."""
     values: Tensor
-    """[NB, BS, Hkv, Dv], by block and place in it."""
+    """[NB, BS, Hkv, Dv], by block and slot in it."""
     scales: Tensor | None = None
-    """[2, Hkv] fp32, contiguous, positive: the scales of keys and of values. A cache in `FP8` holds
-    numbers divided by them and clamped to its range. None: numbers in the queries' dtype."""
+    """[2, Hkv] fp32, contiguous, positive: the scales of keys and of values. An `FP8` cache holds
+    values divided by the scales and clamped to its range. None: values in the queries' dtype."""
 
     @property
     def sides(self) -> tuple["Side", "Side"]:
@@ -48,13 +48,13 @@ class Side(NamedTuple):
     scales: Tensor | None
 
     def coded(self, x: Tensor) -> Tensor:
-        """Heads [..., Hkv, D] in the form that the pool holds."""
+        """Heads [..., Hkv, D] converted to the pool's form."""
         if self.scales is None:
             return x
         return (x.float() / self.scales[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
     def decoded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Heads [..., Hkv, D] of the pool as numbers in `dtype`."""
+        """Heads [..., Hkv, D] of the pool, converted to `dtype`."""
         return x if self.scales is None else (x.float() * self.scales[:, None]).to(dtype)
 
 
@@ -71,12 +71,12 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None = None
     """[H], per-head logits that join the softmax and carry no value, as in GPT-OSS."""
     causal: bool = True
-    """False: the rows of a pass also see the rows after them, but no padding."""
+    """If false, the rows of a pass also see later rows, but no padding."""
 
 
 class Form(NamedTuple):
-    """Sizes of a layer and its cache, for which kernels are compiled. group: query heads of a key
-    head."""
+    """Sizes of a layer and its cache that are constants of compiled kernels. group: query heads of
+    a key head."""
 
     kv_heads: int
     group: int

@@ -1,7 +1,8 @@
 """Attention of long chunks of prompts over copies of their keys and values.
 
-TMA loads large tiles at no cost to the warps that multiply, but blocks of the cache are too small
-for it. So if many queries read one sequence's keys and values, these are gathered first.
+TMA loads large tiles without using the warps that multiply, but cache blocks are too small for it.
+Therefore, if many queries read one sequence's keys and values, these are first gathered into
+contiguous memory.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 from specdec_kernels.gpu import gpu_of
 
 HEAD_DIMS = (64, 128)
-LONGEST = 32768  # most tokens of a gathered context; bounds its memory
+LONGEST = 32768  # maximum tokens of a gathered context, to bound its memory
 
 
 class Bound(NamedTuple):
@@ -36,7 +37,7 @@ class LongChunk(NamedTuple):
 
     sequence: int
     tokens: slice
-    """The places of the chunk's tokens among the packed tokens."""
+    """The indices of the chunk's tokens among the packed tokens."""
     context: int
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from specdec_kernels.attention.call import AttentionCall, LayerCache, Side
 
-# A batch with at most this many queries a sequence (decoding, scoring) is padded and attended in
-# one call. Batches with more (prefill) go one sequence at a time, since padding would cost more.
+# A batch with at most this many queries per sequence (decoding, scoring) is padded and computed in
+# one call. Batches with more (prefill) are computed one sequence at a time, because padding would
+# cost more.
 FEW_QUERIES = 16
 
 
@@ -31,12 +32,12 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherPart:
-    """Sequences attended in one call, their queries padded to Q, their visible keys to C."""
+    """Sequences computed in one call, with queries padded to Q and visible keys to C."""
 
     first_token: int
     num_sequences: int
     num_queries: int
-    """Q, the most queries of a sequence."""
+    """Q, the largest number of queries of a sequence."""
     slots: Tensor | slice
     """[n * C] int64 cache slots. Padding repeats a slot of the same sequence, so that an unused
     slot, which may hold NaN, is never read. A slice if the keys are contiguous in the cache, so
@@ -103,8 +104,9 @@ class GatherPlan:
         return parts
 
     def _in_one_piece(self, b: int, first_token: int, view: View) -> GatherPart | None:
-        """The part of a sequence with contiguous keys in the cache; None for others. A single
-        sequence has such keys, and the dozen operations of `_build_part` would slow its rounds."""
+        """The part for a sequence whose keys are contiguous in the cache; None otherwise. This is
+        the usual case for a single sequence, where the dozen operations of `_build_part` would slow
+        rounds."""
         num_queries, context = self.query_lens[b], self.context_lens[b]
         older = context - num_queries
         if older < 0 or self._ends(view)[b] < context:
@@ -276,7 +278,7 @@ def _visible(side: Side, part: GatherPart, dtype: torch.dtype) -> Tensor:
 def _explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall
 ) -> Tensor:
-    """Attention with softcap and sinks, which torch's own function lacks, in fp32.
+    """fp32 attention with softcap and sinks, which torch's own function does not support.
 
     q [n, Hkv, G * Q, Dk], k [n, Hkv, C, Dk], v [n, Hkv, C, Dv], mask [n, 1, G * Q, C].
     """

@@ -1,11 +1,11 @@
 """Rotary embedding, KV write and paged attention of a layer in one kernel, for few queries.
 
 A program holds all rows (query token x query head of one key head) of a sequence and one part of
-its context (Flash-Decoding). New keys and values come from the projection and are stored on the
-way. Older ones come from the cache and do not depend on the preceding kernel, so the first of them
-are loaded while that kernel still runs. When all programs of a key head are done, each combines the
-parts of some rows. Shapes decide the largest number of parts, and the lengths on the device decide
-the number in use. A short context uses few parts, since few parts are combined faster.
+its context (Flash-Decoding). New keys and values come from the projection and are stored in the
+same kernel. Older ones come from the cache and do not depend on the preceding kernel, so the first
+of them are loaded while it still runs. When all programs of a key head are done, each combines the
+parts of some rows. Shapes determine the maximum number of parts, and the lengths on the device the
+number in use. A short context uses few parts, which are combined faster.
 """
 
 import torch
@@ -62,7 +62,8 @@ def zero_padding(
     dim,
     FORM: tl.constexpr,
 ):
-    """Write zeros for the padding tokens [begin, end) of one key head, which no program attends."""
+    """Write zeros for the padding tokens [begin, end) of one key head, which no program
+    computes."""
     GROUP: tl.constexpr = FORM.group
     zeros = tl.zeros(dim.shape, out_ptr.dtype.element_ty)
     for tail in range(begin, end):
@@ -74,8 +75,9 @@ def zero_padding(
 
 @triton.jit
 def anchored(tile):
-    """A tile in fp8, pinned at this point of the code, where its change to a product's layout
-    begins. The compiler would move the change up to the loads and wait for them with barriers.
+    """Pin an fp8 tile at this point in the code, before its conversion to a matmul operand's
+    layout. The compiler would otherwise move the conversion up to the loads, and wait for these
+    with barriers.
     """
     key, value, visible = tile
     if not INTERPRETED:
@@ -156,7 +158,7 @@ def rope_attention_kernel(
         parts, first, high = part_of(keys, split, alone, min_keys, UNIT, CUT)
         first += begin
         high += begin
-        # A program without work returns at once and makes room for others. Part 0 waits for the
+        # A program without work returns at once to make room for others. Part 0 waits for the
         # predecessor, so the kernel still ends after it.
         if (split > 0) & ((split >= parts) | (query_len <= 0)):
             return
@@ -227,12 +229,12 @@ def rope_attention_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Always true without splits, but the branch stays: otherwise queries and new keys would be
-    # rotated in a product's layout, in which every warp holds all of them.
+    # Always true without splits, but keep the branch: otherwise queries and new keys would be
+    # rotated in a matmul operand's layout, in which every warp holds all of them.
     if num_fresh > 0:
         new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, FORM.dim)
         if scales_ptr is not None:
-            dtype: tl.constexpr = qkv_ptr.dtype.element_ty  # contains all numbers of e4m3
+            dtype: tl.constexpr = qkv_ptr.dtype.element_ty  # represents every e4m3 value
             new_key = (
                 coded(new_key[0], key_scale).to(dtype),
                 coded(new_key[1], key_scale).to(dtype),

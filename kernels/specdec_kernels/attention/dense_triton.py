@@ -1,7 +1,7 @@
 """Attention of a chunk of a prompt over contiguous keys and values, which TMA loads.
 
 A program holds the rows (query token x query head) of one tile of queries and one key head. Loads
-use neither registers nor addresses of the warps that multiply, so larger tiles fit than in
+need no registers or address computations in the warps that multiply, so tiles can be larger than in
 `paged_triton`. The programs with the most keys start first.
 """
 
@@ -72,7 +72,7 @@ def dense_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    TILE: tl.constexpr = BLOCK_M // GROUP  # query tokens of a program
+    TILE: tl.constexpr = BLOCK_M // GROUP  # query tokens per program
     kv_head = tl.program_id(0)
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE
     row = tl.arange(0, BLOCK_M)

@@ -2,15 +2,15 @@
 
 A program holds the rows (query token x query head) of one tile of queries and one key head. It
 walks the context tile by tile through the block table with an online softmax (Milakov and
-Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). Few queries make too few programs to
-fill a GPU, so the context is also split and the partial results are combined (Flash-Decoding). The
-number of splits is chosen from shapes alone: the lengths stay on the device.
+Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). With few queries there are too few
+programs to fill a GPU, so the context is also split, and the partial results are combined
+(Flash-Decoding). The number of splits is chosen from shapes alone: the lengths stay on the device.
 
 Tiles are numbered by sequence, and each sequence has as many as the longest may need. If that makes
 fewer tiles, they are numbered by packed token: sequence b then has the tiles from query_start[b] //
 TILE + b on, which are enough. Programs start in the order of their numbers. A prompt's last tiles
-see the most keys, so those of all heads come first: otherwise the device would wait for a few of
-them at the end.
+see the most keys, so those of all heads come first; otherwise the device would wait for a few slow
+programs at the end.
 """
 
 import torch
@@ -115,7 +115,7 @@ def joined(
                 visible = visible & (position[None, :] < query_position[:, None] + FORM.window)
         scores = tl.where(visible, scores, float("-inf"))
     new_max, keep, weights = weighed(row_max, scores, unit)
-    # The sum comes before the product: after it, wide tiles would spill more registers.
+    # Sum before the matmul: afterwards, wide tiles would spill more registers.
     row_sum = row_sum * keep + tl.sum(weights, axis=1)
     acc = weighted(weights, value, acc * keep[:, None])
     return new_max, row_sum, acc
@@ -176,8 +176,8 @@ def paged_attention_kernel(
     context = tl.load(context_lens_ptr + sequence)
     row = tl.arange(0, BLOCK_M)
     if SPLITS == 1:
-        # No program attends the tokens past the last sequence. Their output is zero. The programs
-        # of a head write it, a tile each in turn.
+        # Tokens past the last sequence belong to no tile. Their output is zero, and the programs of
+        # a head write it, one tile each in turn.
         padding = tl.load(query_start_ptr + num_sequences) + tl.program_id(1) * TILE
         for begin in range(padding, num_tokens, tl.num_programs(1) * TILE):
             past = (begin + row // GROUP).to(tl.int64)
@@ -256,7 +256,7 @@ def paged_attention_kernel(
         partial = out_row * SPLITS + split
         tl.store(row_max_ptr + partial, row_max, mask=row_live)
         tl.store(row_sum_ptr + partial, row_sum, mask=row_live)
-        # The combine step skips splits without keys. In a short context these are most splits.
+        # The combine step skips splits without keys, which are the majority in a short context.
         tl.store(
             out_ptr + (partial * DV)[:, None] + dim_v[None, :],
             acc,
@@ -289,7 +289,7 @@ def combine_splits_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = token * num_heads + head
-    # No program attended the tokens past the last sequence; their output is zero.
+    # Tokens past the last sequence belong to no tile; their output is zero.
     live = tl.where(token < tl.load(query_start_ptr + num_sequences), SPLITS, 0)
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, TILES.block_dv)

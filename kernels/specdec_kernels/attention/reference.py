@@ -23,7 +23,7 @@ from specdec_kernels.attention.cpu import gather_attention, gather_plan
 from specdec_kernels.dispatch import kernel
 from specdec_kernels.linear.reference import rms_norm_reference
 
-MANY = 64  # shorter runs of slots are not worth finding
+MANY = 64  # shorter runs of slots are not worth detecting
 
 
 @kernel("specdec_kernels.attention.cache_triton:slot_mapping_triton")

@@ -1,4 +1,4 @@
-"""Heads of the projection: per-head norms, rotary embedding, and storing in the cache.
+"""Processes the projection's heads: per-head norms, rotary embedding, and storing in the cache.
 
 Rotary embedding combines the first half of a head with the second (RoFormer, arXiv 2104.09864, in
 transformers' layout), so heads are loaded and passed on as halves. `rope_kv` is a separate kernel
@@ -133,7 +133,7 @@ def rope_kv_kernel(
     dtype = first.dtype
     first = first.to(tl.float32)
     second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    # Heads without a norm or rotation get factors of 1 and 0.
+    # Heads without norm or rotation get cosines of 1 and sines of 0.
     if query_norm_ptr is not None:
         one, two = normed(first, second, query_norm_ptr, half, eps, D)
         first = tl.where(is_query[:, None], one, first)

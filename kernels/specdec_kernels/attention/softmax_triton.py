@@ -26,7 +26,7 @@ def attend(
     """Add one tile of keys to the softmax.
 
     Returns the new maxima, the factor [M] of the earlier sums, the tile's weights [M, N], which the
-    caller still has to sum, and the new `acc`.
+    caller must still sum, and the new `acc`.
     """
     key, value, visible = tile
     value = value.to(query[0].dtype)
@@ -50,7 +50,7 @@ def weighed(row_max, scores, unit):
 def attend_both(query, tile, fresh_tile, scaling, FORM: tl.constexpr):
     """Start a softmax with two tiles at once, so that their steps do not wait for each other.
 
-    Returns maxima [M], the weights of both tiles, [M, N] and [M, F], which the caller still has to
+    Returns maxima [M], the weights of both tiles, [M, N] and [M, F], which the caller must still
     sum, and the weighted values [M, D].
     """
     key, value, visible = tile
@@ -170,11 +170,11 @@ def cached_tile(
         column = position // FORM.block_size
         inside = position % FORM.block_size
     block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
-    # Keys are loaded as the columns of a product. Transposing rows later would go through shared
+    # Load keys as columns of the matmul operand. Transposing rows later would go through shared
     # memory in eight pieces, with barriers between them, before the wait for the predecessor.
     key_at = key_ptr + (inside * ROW)[None, :] + half[:, None]
     key_at += (block * (FORM.block_size * ROW))[None, :]
-    # Keys past the last one are loaded from a valid address (block 0) and ignored.
+    # Loads past the last key read a valid address (block 0), and their values are ignored.
     key_mask = (half < FORM.dim // 2)[:, None]
     key_first = tl.load(key_at, mask=key_mask, other=0.0)
     key_second = tl.load(key_at + FORM.dim // 2, mask=key_mask, other=0.0)
@@ -219,7 +219,7 @@ def join_tiles(
 ):
     """Add the cached keys from `begin` on to the softmax.
 
-    Weights are summed over threads only at the end, since that takes shuffles and barriers.
+    Weights are summed over threads only at the end, because that needs shuffles and barriers.
     """
     row_max, sums, acc = state
     for start in range(begin, seen[1], CUT.block_n):

@@ -1,5 +1,5 @@
-"""A softmax over a context that is cut into parts, with a program for each, and the combination of
-the parts.
+"""A softmax over a context split into parts, one program per part, and the combination of the
+parts.
 
 Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023). Maxima are in units of log2.
 """
@@ -69,8 +69,8 @@ def few_parts(
     CUT: tl.constexpr,
 ):
     """The maxima and sums [R] and weighted values [R, BLOCK_D] of a softmax over parts. Every
-    thread goes through all parts. Loads do not depend on each other, so all are in flight together,
-    and threads exchange nothing.
+    thread iterates over all parts. The loads are independent, so all are in flight together, and
+    threads exchange nothing.
     """
     PARTS: tl.constexpr = CUT.few_parts
     dim = tl.arange(0, CUT.block_d)
@@ -98,8 +98,8 @@ def few_parts(
 
 @triton.jit
 def many_parts(partial_ptr, stats_ptr, parts, row, CUT: tl.constexpr):
-    """The same for many parts, which would take long to compile unrolled: threads take BESIDE parts
-    at a time."""
+    """Like `few_parts`, for many parts, whose unrolled loop would take long to compile: threads
+    process BESIDE parts at a time."""
     PARTS: tl.constexpr = CUT.splits
     beside = tl.arange(0, BESIDE)
     dim = tl.arange(0, CUT.block_d)

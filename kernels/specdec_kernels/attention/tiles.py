@@ -16,9 +16,9 @@ from specdec_kernels.tiles import Case, first_fit, table_for
 MAX_SPLITS = 33
 MAX_PAGED_SPLITS = 32
 FEW_SPLITS = 9
-MIN_KEYS = 128  # the shortest part; new keys count as this many older ones
-COMBINED = 64  # values that a thread combines at a time
-ALONE = 128  # up to this many older keys and the new ones are one part, with nothing to combine
+MIN_KEYS = 128  # minimum keys in a part; new keys count as this many older ones
+COMBINED = 64  # values combined per thread at a time
+ALONE = 128  # up to this many older keys form one part with the new keys, so nothing is combined
 SCRATCH = 8192  # bytes of shared memory for exchanges between warps
 SHORT_CONTEXT = 2048  # up to this length fewer parts with more registers each are faster
 
@@ -26,7 +26,7 @@ SHORT_CONTEXT = 2048  # up to this length fewer parts with more registers each a
 class Cut(NamedTuple):
     """Launch configuration of `decode_triton.rope_attention_kernel`."""
 
-    splits: int  # the most parts of the context
+    splits: int  # maximum parts of the context
     few_parts: int  # up to this many parts are combined `few_rows` at a time, more `many_rows`
     few_rows: int
     many_rows: int
@@ -39,10 +39,10 @@ class Cut(NamedTuple):
     maxnreg: int | None  # registers a thread
 
 
-# Pipeline stages of programs with a whole context, by the most bytes of a padded head, rows of a
-# tile, and programs on each multiprocessor. A program alone on a multiprocessor, or with small
-# heads, must load further ahead. Fewer than 7 stages would leave room for a third program where two
-# are intended.
+# Pipeline stages of programs with a whole context, by maximum bytes of a padded head, rows of a
+# tile, and programs per multiprocessor. A program alone on a multiprocessor, or with small heads,
+# must load further ahead. Fewer than 7 stages would leave room for a third program where two are
+# intended.
 H200 = (
     Case(7, (128, 16, math.inf)),
     Case(5, (128, 32, math.inf)),
@@ -59,9 +59,9 @@ def depth_of(device: tuple[int, int], head_bytes: int, block_m: int, crowding: f
 
 
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
-    """The most parts of a context. The parts of all `programs` must be at most `at_once`, since
-    they wait for each other. One part has the new keys; two parts save less than combining them
-    costs."""
+    """The maximum number of parts of a context. The parts of all `programs` must be at most
+    `at_once`, since they wait for each other. One part has the new keys; two parts save less than
+    combining them costs."""
     fitting = at_once // programs
     if fitting < 3:
         return 1
@@ -166,6 +166,6 @@ def paged_tiles(
 
 def paged_splits(programs: int, max_context: int, block_n: int) -> int:
     """The number of parts of a context. It is a power of two, so that few variants are compiled.
-    Two programs for each multiprocessor are enough."""
+    Two programs per multiprocessor are enough."""
     wanted = min(2 * MULTIPROCESSORS // programs, -(-max_context // block_n), MAX_PAGED_SPLITS)
     return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1

@@ -1,4 +1,4 @@
-"""Memory that all GPUs of a group can read: sums and gathers through it."""
+"""Memory that all GPUs of a group can read, and sums and gathers through it."""
 
 from dataclasses import dataclass
 
@@ -6,16 +6,16 @@ from torch import Tensor
 
 from specdec_kernels.linear.reference import Normed
 
-MAX_ROWS = 256  # rows that go through this memory at once
+MAX_ROWS = 256  # maximum rows in this memory at once
 
-# The tile of one program of a sum. It has its own flags. Each thread reads 8 numbers of 16 bits
-# from each rank.
+# The tile of one program of a sum. It has its own flags. Each thread reads 8 16-bit values from
+# each rank.
 SUM_ROWS, SUM_COLUMNS = 4, 256
-# Up to this many numbers of 16 bits, a rank writes its part to the others, with a count beside each
+# Up to this many 16-bit values, each rank writes its part to the others, with a count next to each
 # pair. That takes one trip between GPUs. Reading the others' parts takes two trips with half the
 # bytes.
 PUSHED_NUMBERS = 8 * 8192
-# From this many numbers on, more than two ranks share out a sum: each sums a share of the rows and
+# From this many values on, more than two ranks divide a sum: each sums a share of the rows and
 # reads the other shares.
 SHARED_OUT_NUMBERS = 40 * 8192
 # Tiles of logits. A program takes every GATHER_GROUPS-th tile along the rows.
@@ -23,7 +23,7 @@ GATHER_ROWS, GATHER_COLUMNS, GATHER_GROUPS = 4, 1024, 8
 
 
 def num_sum_flags(width: int) -> int:
-    """The number of counters for each other rank, for sums of rows of `width` numbers."""
+    """The number of counters for each other rank, for sums of rows of `width` values."""
     return -(-width // SUM_COLUMNS) * (MAX_ROWS // SUM_ROWS)
 
 
@@ -44,8 +44,8 @@ class Peers:
     rank, size: this rank and the number of ranks. parts: [places, MAX_ROWS, N], this rank's own,
     which the others read. addresses: int64 [size], addresses of the ranks' parts. flags: int64
     [size], addresses of the ranks' counters int32 [F, size], which count the announcements of the
-    others. epochs: int32 [F, size], announcements waited for so far; sums, which wait for all ranks
-    at once, use [F]. pushed: int64 [size], addresses of the ranks' words int64 [2, size,
+    others. epochs: int32 [F, size], how many announcements have been awaited; sums, which wait for
+    all ranks at once, use [F]. pushed: int64 [size], addresses of the ranks' words int64 [2, size,
     PUSHED_NUMBERS / 2], which the others write; None if no rank has any. pushes: int32 [F], pushes
     so far.
     """

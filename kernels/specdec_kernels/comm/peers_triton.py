@@ -3,10 +3,10 @@
 The sum is a one-shot all-reduce with the residual and the norm in the same kernel. Every rank reads
 the parts of all others and adds them up in the order of ranks, so that all hold the same bits. A
 program handles one tile. It announces to its counterparts on all other ranks that this rank's part
-is written, and waits until they have announced theirs. Flags count and are never reset: the k-th
-call of a tile waits for k. Calls must alternate between two places: when all have announced one
-place, all have read the other, so no second wait is needed. Programs start in order and wait for
-their counterparts alone, so the first unfinished program is running on every rank.
+is written, and waits until they have announced theirs. Flags are counters that are never reset: the
+k-th call of a tile waits for k. Calls must alternate between two buffers: once all ranks have
+announced one buffer, all have read the other, so no second wait is needed. Programs start in order
+and wait for their counterparts alone, so the first unfinished program is running on every rank.
 
 If there are few rows, each rank writes them to the other ranks instead. A word holds two numbers
 and the count of the call, and a rank waits until all words hold its own count. A word arrives
@@ -47,7 +47,7 @@ from specdec_kernels.linear.tiles import FEW_ROWS
 @triton.jit
 def wait_for_peers(flags, epoch):
     """Wait until the counters at all addresses `flags` [N] have reached `epoch`."""
-    # The difference is compared, since counters wrap around.
+    # Compare differences, because counters wrap around.
     behind = tl.min(load_acquired(flags, "sys") - epoch, axis=0)
     while behind < 0:
         behind = tl.min(load_acquired(flags, "sys") - epoch, axis=0)
@@ -58,7 +58,7 @@ def wait_for_peers(flags, epoch):
 def part_of(addresses_ptr, rank, like_ptr):
     """Pointer to a rank's parts, of the type of `like_ptr`."""
     found = tl.load(addresses_ptr + rank).to(tl.pointer_type(like_ptr.dtype.element_ty))
-    return tl.multiple_of(found, 16)  # otherwise a load has two bytes
+    return tl.multiple_of(found, 16)  # otherwise each load is only two bytes
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def reduce_add_norm_kernel(
             part_ptr = part_of(addresses_ptr, rank, hidden_ptr) + place + inside
             part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
             summed += part.to(tl.float32)
-    # The sum is rounded first, as in an all-reduce that returns a tensor.
+    # Round the sum first, as an all-reduce that returns a tensor does.
     hidden = summed.to(hidden_ptr.dtype.element_ty)
     if residual_ptr is not None:
         hidden = (residual + hidden.to(tl.float32)).to(hidden_ptr.dtype.element_ty)
@@ -237,7 +237,7 @@ def reduce_parts_triton(
     pushed = peers.pushed if num_rows * width <= PUSHED_NUMBERS else None
     is_shared_out = norm is None and peers.size > 2 and num_rows * width >= SHARED_OUT_NUMBERS
     summed_rows = triton.cdiv(num_rows, peers.size) if is_shared_out else num_rows
-    # Flags belong to tiles, so tiles are the same for any number of rows above two.
+    # Flags belong to tiles, so use the same tiles for any number of rows above two.
     reduce_add_norm_kernel[(blocks, triton.cdiv(summed_rows, SUM_ROWS))](
         *(peers.addresses, peers.flags, peers.epochs if pushed is None else peers.pushes, pushed),
         *(residual, norm_weight, hidden, scaled, squares),
@@ -306,7 +306,7 @@ def gather_columns_triton(peers: Peers, num_rows: int) -> Tensor:
     assert peers.epochs.numel() >= blocks * GATHER_GROUPS * peers.size
     block_m = min(GATHER_ROWS, triton.next_power_of_2(num_rows))
     groups = min(GATHER_GROUPS, triton.cdiv(num_rows, block_m))
-    # Ranks are the first grid dimension, so that programs that wait for each other start together.
+    # Ranks are the first grid dimension, so that programs waiting for each other start together.
     gather_columns_kernel[(peers.size, blocks, groups)](
         peers.addresses,
         peers.flags,

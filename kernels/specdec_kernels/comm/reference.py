@@ -1,5 +1,5 @@
-"""Host memory of captured passes: they read their inputs from it and write their tokens to it. It
-has two pieces, pinned on CUDA. The device's count of passes alternates between them."""
+"""Host memory for captured passes, which read their inputs from it and write their tokens to it. It
+has two buffers, pinned on CUDA, which alternate with the device's count of passes."""
 
 from torch import Tensor
 

@@ -1,1 +1,1 @@
-"""Mixtures of experts: routing, the products of the chosen experts, and their weighted sum."""
+"""Mixtures of experts: routing, the matmuls of the chosen experts, and their weighted sum."""

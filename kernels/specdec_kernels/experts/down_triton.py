@@ -1,9 +1,9 @@
 """The second half of the chosen experts' MLPs, for a few tokens, with residual and next norm.
 
-A program has some features of the stream and all tokens as rows. It runs through the slots of the
-plan and adds the product of each slot's expert to the rows of the tokens that chose it, so the
-weighted sum needs neither atomics nor its own pass, and its order is fixed. With more tokens
-several programs divide the slots, and the last of them adds up their sums.
+A program computes some features of the stream for all tokens. It iterates over the plan's slots and
+adds the output of each slot's expert to the rows of the tokens that chose it. The weighted sum thus
+needs neither atomics nor a separate pass, and its order is fixed. With more tokens, several
+programs divide the slots, and the last of them adds up their sums.
 """
 
 from typing import Any
@@ -86,7 +86,7 @@ def down_kernel(
     column_live = column < num_features
     feature = tl.minimum(column, num_features - 1).to(tl.int64)
     rows_ptr = down_ptr + feature * ROW
-    # The router finished before the predecessor began, so its plan may be read before the wait.
+    # The router finished before the predecessor started, so the plan may be read before the wait.
     count = tl.load(count_ptr)
     first = count * split // TILES.splits
     last = count * (split + 1) // TILES.splits
@@ -107,8 +107,8 @@ def down_kernel(
     sums = zero_sums(TILES.block_m, TILES.block_n, TILES.slices, SWAP)
     if FORM is None:
         inside = depth_of(0, TILES.block_k, TILES.slices)
-        # The next expert is read a step ahead: a load of weights would get half of the pipeline's
-        # buffers if its address were loaded in the same step.
+        # Read the next expert's index one step ahead: if the address were loaded in the same step,
+        # loads of weights would get only half of the pipeline's buffers.
         expert = tl.load(experts_ptr + first, mask=first < last, other=0)
         bits = tl.load(chosen_ptr + first, mask=first < last, other=0)
         for step in range(first * CHUNKS, last * CHUNKS):

@@ -1,9 +1,9 @@
 """The first half of the chosen experts' MLPs, for a few tokens.
 
-A program has some features of the expert in one slot of the plan, and all tokens as rows. It loads
-the rows of tokens that chose the expert. So it reads its part of the weight once for any number of
-tokens. Results are multiplied by the routing weights here, in fp32, so that the next product needs
-only sums.
+A program computes some features of the expert in one slot of the plan, for all tokens, and loads
+only the rows of tokens that chose the expert. It reads its part of the weight once for any number
+of tokens. Results are multiplied by the routing weights here, in fp32, so that the next matmul only
+needs to sum.
 """
 
 from typing import Any
@@ -107,7 +107,7 @@ def gate_up_kernel(
     row_live = has_chosen(tl.load(chosen_ptr + slot), row)
     gate_at = expert * 2 * num_features + gate_row
     up_at = expert * 2 * num_features + up_row
-    # Operands of the epilogue are loaded before the loop, so that it does not wait for them.
+    # Load the epilogue's operands before the loop, so that it does not wait for them.
     weight = tl.load(weights_ptr + slot * num_rows + row, mask=row_live, other=0.0)
     if SCALED:
         factor = tl.load(factors_ptr + row, mask=row_live, other=0.0)
@@ -163,7 +163,7 @@ def gate_up_triton(x: Tensor, plan: ExpertPlan, experts: Experts, tiles: ExpertT
     Rows of tokens that did not choose a slot's expert are undefined.
 
     Args:
-        x: [T, K], rows contiguous; the plan's factors multiply the products of its rows.
+        x: [T, K], rows contiguous; the plan's factors multiply the results of its rows.
     """
     (num_rows, width), num_features = x.shape, experts.num_features
     slots = len(plan.experts)

@@ -1,8 +1,9 @@
 """The router of more tokens: logits, experts, weights, and pairs grouped by expert, in one kernel.
 
-Each program computes the logits of some tokens and experts. The last program of some tokens chooses
-their experts, and enters each pair of a token and an expert at the expert's next free place. So the
-order of an expert's pairs varies, but no result depends on it. The host reads nothing.
+Each program computes the logits of some tokens and experts. The last program for each tile of
+tokens chooses their experts, and stores each pair of a token and an expert at the expert's next
+free place. The order of an expert's pairs thus varies, but no result depends on it. The host reads
+nothing.
 """
 
 from functools import partial

@@ -1,9 +1,10 @@
-"""The products of experts over tokens that are grouped by expert.
+"""The experts' matmuls over tokens grouped by expert.
 
-A program has some features of one expert, and the expert's pairs as rows, a block at a time. Nearly
-always there is one block, so each weight is read once. If there are more blocks, the L2 cache still
-has the weight. A grid of all experts needs no number from the device. Features are the rows of the
-product and pairs its columns, so that tensor cores read the weights where they were loaded.
+A program computes some features of one expert for the expert's pairs, one block at a time. There is
+nearly always one block, so each weight is read once; with more blocks, the weight is still in the
+L2 cache. Because the grid covers all experts, the host needs no counts from the device. Features
+are the rows of the matmul and pairs its columns, so that tensor cores read the weights where they
+were loaded.
 """
 
 from typing import Any
@@ -147,7 +148,7 @@ def grouped_linear_kernel(
 def grouped_product(
     x: Tensor, groups: PairGroups, experts: Experts, tiles: GroupTiles, is_gate: bool
 ) -> Tensor:
-    """One of the two products of experts, for every pair of a token and an expert.
+    """Compute one of the experts' two matmuls for every pair of a token and an expert.
 
     is_gate: returns gated features [T * C, F] of x [T, K], rows contiguous; the groups' factors
     multiply the products of its rows. Otherwise returns each pair's output [T * C, N], without its

@@ -1,6 +1,6 @@
 """The second half of a decoder layer with experts on CUDA.
 
-Few tokens use three kernels, more tokens four, and many tokens the library's products.
+Few tokens use three kernels, more tokens four, and many tokens the library's matmuls.
 """
 
 from typing import TypeVar
@@ -65,8 +65,8 @@ def readable(
 def fitted(
     weight: Tensor | Stored, tiles: AnyTiles, dtype: torch.dtype
 ) -> tuple[Tensor | Stored, AnyTiles]:
-    """A weight in the form that the kernels read, and tiles for it. It stays stored if slices fit
-    its groups."""
+    """A weight in the form that the kernels read, and tiles for it. It stays quantised if slices
+    fit its groups."""
     if isinstance(weight, Tensor):
         return weight, tiles
     deep = tiles._replace(block_k=max(tiles.block_k, BLOCK))

@@ -1,11 +1,11 @@
-"""The experts that tokens chose, in forms for kernels with fixed grids. A slot is a place in the
-list of experts that a few tokens chose. Only the device knows the number of slots in use."""
+"""The tokens' chosen experts, in forms for kernels with fixed grids. A slot is an entry in the list
+of experts chosen by a few tokens. The number of slots in use is known only on the device."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-FEW_TOKENS = 16  # most tokens of a plan; there are tiles for this many
+FEW_TOKENS = 16  # maximum tokens of a plan; there are tiles for up to this many
 
 
 def are_few(num_rows: int, num_chosen: int, num_experts: int) -> bool:
@@ -25,7 +25,7 @@ class ExpertPlan(NamedTuple):
     weights: Tensor
     """[P, T] fp32, 0 for tokens that did not choose the expert."""
     factors: Tensor | None
-    """[T] fp32, the factors of the products of rows; None for rows that are normed."""
+    """[T] fp32, the factors of the rows' results; None for normalised rows."""
 
 
 class PairGroups(NamedTuple):

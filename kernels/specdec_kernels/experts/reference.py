@@ -27,32 +27,32 @@ class Routing(NamedTuple):
     num_chosen: int
     """C, the number of experts that a token chooses."""
     softmax_first: bool = True
-    """Probabilities are those of all experts; otherwise of the chosen ones alone."""
+    """Softmax over all experts; otherwise over the chosen experts only."""
     renormalise: bool = False
     """Divide the probabilities of the chosen experts by their sum."""
     rounds: bool = True
     """Weights are rounded to the dtype of the logits; otherwise they stay fp32."""
     sigmoid: bool = False
-    """Scores are sigmoids of fp32 logits, in place of probabilities. They do not use
-    `softmax_first` and `rounds`."""
+    """Scores are sigmoids of fp32 logits instead of probabilities; `softmax_first` and `rounds` are
+    then unused."""
     num_groups: int = 1
     """With `sigmoid`: the number of groups, of equal size, of consecutive experts."""
     kept_groups: int = 1
     """With `num_groups` > 1: the number of groups to choose from. These are the groups whose two
     highest scores have the largest sum."""
     scaling: float = 1.0
-    """With `sigmoid`: weights are multiplied by it."""
+    """With `sigmoid`: a factor of the weights."""
 
 
 class Experts(NamedTuple):
     """The weights of one layer's experts and router."""
 
     router: Tensor
-    """[E, K], the weight of the logits."""
+    """[E, K], the router's weight."""
     gate_up: Tensor | Stored
     """[E, 2F, K], the gate's rows first; with `interleaved` gate and up in turn."""
     down: Tensor | Stored
-    """[E, N, F], the weights of the second product."""
+    """[E, N, F], the down projections."""
     routing: Routing
     activation: str = "silu"
     """"silu", "gelu_tanh", or CLAMPED."""
@@ -63,7 +63,7 @@ class Experts(NamedTuple):
     gate_up_bias: Tensor | None = None
     """[E, 2F], in the order of `gate_up`."""
     down_bias: Tensor | None = None
-    """[E, N], added to the second product."""
+    """[E, N], added to the down projection."""
     interleaved: bool = False
     slope: float = 1.702
     """CLAMPED: the factor inside the sigmoid."""
@@ -92,8 +92,7 @@ class Routes(NamedTuple):
 
 
 def logits_of(x: Tensor, experts: Experts) -> Tensor:
-    """The router's logits [T, E] for x [T, K]. They are at least in fp32 if their sigmoids are
-    scores."""
+    """The router's logits [T, E] for x [T, K]. They are in fp32 or wider if scores are sigmoids."""
     router, bias = experts.router, experts.router_bias
     if experts.routing.sigmoid:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -177,7 +176,7 @@ def mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: floa
     """x plus the weighted sum of the chosen experts' outputs, prepared for the norm that follows.
     x: [T, K], as `linear_add_norm` or `add_norm` returned it. experts: contiguous; its `read` is
     written. norm_weight, eps: [K], those of the next layer's norm, or of the last one. Returns the
-    new residual stream, in `hidden`, and the input of the next product.
+    new residual stream, in `hidden`, and the input of the next matmul.
     """
     assert x.squares is None
     routes = routes_of(logits_of(x.scaled, experts), experts.routing, experts.choice_bias)

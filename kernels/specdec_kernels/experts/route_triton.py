@@ -1,8 +1,8 @@
 """The router of a few tokens: logits, experts, weights and the plan, in one kernel.
 
 Each program computes the logits of some tokens and experts. The last program to finish has all
-logits, chooses experts and writes the plan. The router's weight is in registers before the wait,
-since each program's part of it is small.
+logits, chooses experts and writes the plan. The router's weight is loaded into registers before the
+wait, because each program's part is small.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ from specdec_kernels.linear.few_rows_triton import (
 )
 from specdec_kernels.linear.reference import Normed
 
-NONE = tl.constexpr(-(1 << 62))  # sorts after all scores
+NONE = tl.constexpr(-(1 << 62))  # sorts after every score
 LEAST = tl.constexpr(TINY)
 
 
@@ -51,11 +51,11 @@ def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
     known: [1, E], false past the last expert.
     """
     column = tl.arange(0, scores.shape[1])
-    # One integer orders experts by score, and then by column. Its maximum takes less time than a
-    # maximum of scores that carries their columns along.
+    # One integer orders experts by score, and then by column. Its maximum is faster than a maximum
+    # over pairs of score and column.
     bits = scores.to(tl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    # A row of NaN must not choose an expert past the last one, which has no weight.
+    # A row of NaN must not choose an index past the last expert, where there is no weight.
     left = tl.where(known, (order << 16) - column[None, :], NONE)
     chosen = tl.zeros(scores.shape, tl.int32)
     for _ in range(NUM_CHOSEN):
@@ -142,7 +142,7 @@ def load_routes(logits_ptr, choice_bias, row, num_rows, num_experts, ROUTING: tl
     stored."""
     column = tl.arange(0, choice_bias.shape[0])
     known = (column < num_experts)[None, :]
-    # Rows past the last one repeat it, so that no row divides by zero.
+    # Rows past the last one repeat it, so that no row is divided by zero.
     place = tl.minimum(row, num_rows - 1)[:, None] * num_experts + column[None, :]
     logits = tl.load(logits_ptr + place, mask=known, other=float("-inf"), cache_modifier=".cg")
     dtype: tl.constexpr = logits_ptr.dtype.element_ty

@@ -1,4 +1,4 @@
-"""Mixtures of experts over many tokens: products of the library over tokens sorted by expert."""
+"""Mixtures of experts over many tokens: library matmuls over tokens sorted by expert."""
 
 import torch
 import torch.nn.functional as F

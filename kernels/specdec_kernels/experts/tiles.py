@@ -1,4 +1,4 @@
-"""Launch configurations of the products of experts, measured on an H200."""
+"""Launch configurations of the experts' matmuls, measured on an H200."""
 
 from typing import NamedTuple
 
@@ -6,17 +6,17 @@ from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.linear.tiles import SCRATCH
 from specdec_kernels.tiles import Case, first_fit
 
-MANY_TOKENS = 512  # most tokens to group; more tokens are sorted for the library
+MANY_TOKENS = 512  # maximum tokens to group; more tokens are sorted for the library
 
 
 class ExpertTiles(NamedTuple):
     """Launch configuration of the kernels of `gate_up_triton` and `down_triton`."""
 
     block_m: int  # at least the number of tokens; below 16 tokens are the columns of mma.sync
-    block_n: int  # features of a program
-    block_k: int  # numbers of the sum at a time
+    block_n: int  # features per program
+    block_k: int  # step along the sum
     slices: int  # parts of block_k, each for some warps
-    splits: int  # parts of the chosen experts, each for a program; 1 for gate and up
+    splits: int  # parts of the list of chosen experts, one per program; 1 for gate and up
     ahead: int  # slots whose weights a program prefetches before the wait; 0 for gate and up
     num_warps: int
     num_stages: int
@@ -57,15 +57,15 @@ def choose_expert_tiles(
 class RouterTiles(NamedTuple):
     """Launch configuration of the kernels of `route_triton` and `group_triton`."""
 
-    block_m: int  # tokens of a program, the columns of one matrix product
-    block_e: int  # experts of a program, its rows
-    depth: int  # numbers of the sum at a time
-    slices: int  # parts of them, one a warp
-    early: int  # numbers of each row of the router that are loaded before the wait
+    block_m: int  # tokens per program, the columns of one matmul
+    block_e: int  # experts per program, the rows of the matmul
+    depth: int  # step along the sum
+    slices: int  # parts of that step, one per warp
+    early: int  # values of each router row to load before the wait
 
 
 def router_tiles(width: int, itemsize: int) -> RouterTiles:
-    """Tiles for rows of `width` numbers."""
+    """Tiles for rows of `width` values."""
     return RouterTiles(8, 16, 2048 // itemsize, 8, min(width, 8192 // itemsize))
 
 
@@ -73,16 +73,16 @@ class GroupTiles(NamedTuple):
     """Launch configuration of the kernel of `grouped_triton`."""
 
     block_m: int  # pairs of an expert in one step
-    block_n: int  # features of a program
-    block_k: int  # numbers of the sum at a time
+    block_n: int  # features per program
+    block_k: int  # step along the sum
     num_warps: int
     num_stages: int
     slices: int = 1  # parts of block_k; more for stored weights, and those that are made plain
 
 
 # Tiles of gate and up, and of down, by the most pairs of an expert on average. Some experts have
-# three times the average, since tokens of one sequence choose alike. A second block of pairs reads
-# all weights from L2 again, which takes nearly as long as the first.
+# three times the average, because tokens of one sequence choose similar experts. A second block of
+# pairs reads all weights from L2 again, which takes nearly as long as the first.
 H200_GROUPS = (
     Case((GroupTiles(16, 64, 128, 4, 3), GroupTiles(16, 128, 128, 8, 3)), (6,)),
     Case((GroupTiles(32, 64, 64, 4, 5), GroupTiles(32, 128, 64, 8, 5)), (12,)),
@@ -121,5 +121,5 @@ def _fitted(tiles: GroupTiles, weights: int, itemsize: int, room: int) -> GroupT
     if room >= SHARED_MEMORY:
         return tiles
     stage = (tiles.block_m + weights * tiles.block_n) * tiles.block_k * itemsize
-    # Without wgmma a pipeline has one buffer fewer than stages.
+    # Without wgmma, a pipeline has one buffer fewer than it has stages.
     return tiles._replace(num_stages=min(tiles.num_stages, (room - SCRATCH) // stage + 1))

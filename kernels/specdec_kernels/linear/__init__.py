@@ -1,1 +1,1 @@
-"""Matrix products of a decoder layer, with the norm, gate and sum around them."""
+"""Matmuls of a decoder layer, with the norm, gate and sum around them."""

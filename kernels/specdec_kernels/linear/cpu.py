@@ -1,4 +1,4 @@
-"""Products on a CPU, and the forms in which it holds weights.
+"""Matmuls on a CPU, and the weight forms for them.
 
 For 2 to 16 rows of fp32 torch's MKL takes 2 to 5 times as long as oneDNN with packed weights on AMD
 (Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids). In bf16 oneDNN is faster on both.
@@ -20,13 +20,13 @@ from specdec_kernels.linear.stored import Stored
 
 SMALL = 3 << 15  # weights up to this size are not packed, which is faster for 1 to 5 rows
 BOTH = 1 << 19  # fp32 weights up to this size also keep their plain form, for single rows
-_ROWS = 8  # rows for which oneDNN chooses its order, the same for 2 to 64 rows
+_ROWS = 8  # number of rows for which oneDNN chooses its layout, which is the same for 2 to 64 rows
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [N, K] for products on a CPU, of `ops.pack_weight`: `blocks` in oneDNN's opaque
-    order, and `plain` as [N, K] if it is small, or None."""
+    """A weight [N, K] for matmuls on a CPU, made by `ops.pack_weight`. blocks: in oneDNN's opaque
+    layout. plain: [N, K] for small weights; otherwise None."""
 
     blocks: Tensor
     plain: Tensor | None
@@ -41,7 +41,7 @@ Weight = Tensor | PackedWeight | Stored
 
 
 def pays_to_pack(dtype: torch.dtype) -> bool:
-    """True if packed oneDNN products of this dtype are faster on this machine."""
+    """True if packed oneDNN matmuls in this dtype are faster on this machine."""
     if vendor() not in ("AuthenticAMD", "GenuineIntel") or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -68,21 +68,21 @@ class Forms(NamedTuple):
 
 
 def forms_of(numel: int, dtype: torch.dtype) -> Forms:
-    """The forms of a weight with `numel` numbers on this machine."""
+    """The forms of a weight with `numel` elements on this machine."""
     packed = numel > SMALL and pays_to_pack(dtype)
     return Forms(packed, not packed or (numel <= BOTH and dtype == torch.float32))
 
 
 def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """A weight [N, K] in the form that products read; on CUDA it is contiguous. Call this once, at
-    loading."""
+    """Convert a weight [N, K] to the form for matmuls, which on CUDA is just contiguous. Call this
+    once, when loading."""
     return weight.contiguous() if weight.is_cuda else _packed(weight)
 
 
 @torch.no_grad()
 def _packed(weight: Tensor) -> Tensor | PackedWeight:
-    """A weight [N, K] on a CPU: packed, unless it is small. A plain weight has contiguous columns,
-    which makes MKL's products of few rows up to twice as fast."""
+    """A weight [N, K] on a CPU: packed, unless it is small. A plain weight gets contiguous columns,
+    which makes MKL's matmuls of few rows up to twice as fast."""
     forms = forms_of(weight.numel(), weight.dtype)
     plain = weight.T.contiguous().T if forms.plain else None
     if not forms.packed:
@@ -114,7 +114,7 @@ def product_added(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | No
 
 
 def _plain(weight: Weight, x: Tensor) -> Tensor | None:
-    """The weight as a plain tensor if the product with x uses that form, else None."""
+    """The weight as a plain tensor if the matmul with x uses that form, otherwise None."""
     if isinstance(weight, Tensor):
         return weight
     if isinstance(weight, Stored):

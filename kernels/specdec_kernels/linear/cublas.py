@@ -1,6 +1,6 @@
-"""A product by cuBLAS without the workspace that torch always gives it. With a workspace, cuBLAS'
-kernel for wide products counts its tiles there, and cuBLAS fills the counter first. The host takes
-about 0.1 ms longer to launch a CUDA graph with such a fill in each layer.
+"""A cuBLAS matmul without the workspace that torch always provides. With a workspace, the kernel
+for wide matmuls keeps a tile counter there, which cuBLAS first fills. With such a fill in each
+layer, the host needs about 0.1 ms longer to launch a CUDA graph.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Numbers of cublas_api.h and library_types.h.
+# Constants from cublas_api.h and library_types.h.
 _PLAIN, _TRANSPOSED = 0, 1
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
 _FLOAT_SUMS = 68  # for products of both types
@@ -27,7 +27,8 @@ def linear_without_workspace(x: Tensor, weight: Tensor) -> Tensor:
     if library is None:
         return F.linear(x, weight)
     out = x.new_empty(x.shape[0], weight.shape[0])
-    # torch gives its handle the stream here. It gives the workspace back at its next product.
+    # This call makes torch set the stream on its handle. torch sets the workspace again at its next
+    # matmul.
     handle = torch.cuda.current_blas_handle()
     failed = library.cublasSetWorkspace_v2(handle, None, 0) or multiply(
         library, handle, x, weight, out
@@ -39,7 +40,7 @@ def multiply(library: ctypes.CDLL, handle: int, x: Tensor, weight: Tensor, out: 
     """Write x @ weight^T to `out` [T, N], contiguous; returns cuBLAS' status, 0 for success."""
     (num_rows, width), num_features = x.shape, weight.shape[0]
     kind = _TYPES[x.dtype]
-    # In column order, as cuBLAS reads matrices, this is out^T = weight @ x^T.
+    # In cuBLAS's column-major order, this is out^T = weight @ x^T.
     status: int = library.cublasGemmEx(
         *(handle, _TRANSPOSED, _PLAIN, num_features, num_rows, width),
         *(byref(c_float(1.0)), weight.data_ptr(), kind, weight.stride(0)),

@@ -1,7 +1,7 @@
-"""Decoding the codes of stored weights into numbers, in registers. A kind's codes lie in bytes. If
-a byte holds two codes, `stored` puts columns 64 apart into it, so that each half of a tile meets
-contiguous numbers of x. The interpreter, and types other than bf16, use plain arithmetic. bf16
-needs less than one instruction for each number.
+"""Decodes the codes of stored weights into values, in registers. Codes are stored in bytes. If a
+byte holds two codes, `stored` puts columns 64 apart into it, so that each half of a tile is
+multiplied with contiguous values of x. The interpreter and dtypes other than bf16 use plain
+arithmetic; bf16 needs less than one instruction per value.
 """
 
 import triton
@@ -9,9 +9,8 @@ import triton.language as tl
 
 from specdec_kernels.launch_triton import INTERPRETED
 
-# An e4m3 has the exponent of a bf16 with another bias, even below the least normal number: its bits
-# are moved into place. The numbers stay smaller by 2^-120, and sums of their products are corrected
-# in fp32.
+# The bits of an e4m3, moved into place, are a bf16 with a different exponent bias, even for
+# subnormals. The values are too small by 2^-120, which is corrected in the fp32 sums.
 _FP8 = tl.constexpr(
     """{ .reg .b32 a, b;
     prmt.b32 a, $2, 0, 0x9180; prmt.b32 b, $2, 0, 0xb3a2;  // with 8 more: a byte of its sign
@@ -26,12 +25,12 @@ _INT4 = tl.constexpr(
     prmt.b32 $0, a, c, 0x5140; prmt.b32 $1, a, c, 0x7362;
     prmt.b32 $2, b, c, 0x5140; prmt.b32 $3, b, c, 0x7362; }"""
 )
-# The bits of a code are those of an e4m3 that is CODE of it.
+# The bits of a code, read as e4m3, are CODE times its value.
 _INT4_FP8 = tl.constexpr(
     "and.b32 $0, $2, 0x0f0f0f0f; shr.b32 $1, $2, 4; and.b32 $1, $1, 0x0f0f0f0f;"
 )
 CODE = tl.constexpr(2.0**-9)
-# The numbers of e2m1 come from tables of the high and the low bytes of bf16: prmt reads a table of
+# e2m1 values are looked up in tables of the high and the low bytes of bf16: prmt reads a table of
 # eight bytes by the low three bits of four codes at a time. Signs are the fourth bits.
 _FP4 = tl.constexpr(
     """{ .reg .b32 a, b, p, q; .reg .b32 h<2>; .reg .b32 l<2>; .reg .b32 s<2>;
@@ -51,9 +50,9 @@ _FP4 = tl.constexpr(
 
 @triton.jit
 def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
-    """The numbers, in `dtype`, of a tile of bytes with one code each, before zeros and scales.
+    """Decode a tile of bytes with one code each to `dtype`, before zeros and scales.
 
-    Sums of products with them go through `corrected`.
+    Sums over the results must go through `corrected`.
     """
     if FORM.kind == "int8":
         numbers = codes.to(tl.int8, bitcast=True).to(dtype)
@@ -72,7 +71,7 @@ def decoded(codes, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
-    """fp32 sums of products with the codes' numbers, from those with the results of `decoded`."""
+    """Correct fp32 sums over results of `decoded` to sums over the codes' values."""
     if FORM.kind == "fp8" and dtype == tl.bfloat16 and not INTERPRETED:
         sums *= 2.0**120
     return sums
@@ -80,9 +79,9 @@ def corrected(sums, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
-    """The numbers of the low and of the high codes of a tile of bytes, in `dtype`.
+    """Decode the low and the high codes of a tile of bytes to `dtype`.
 
-    Numbers of int4 are 128 more than their codes.
+    int4 values are returned plus 128.
     """
     if dtype == tl.bfloat16 and not INTERPRETED:
         low, high = tl.inline_asm_elementwise(
@@ -101,7 +100,7 @@ def decoded_halves(codes, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def block_as_fp8(codes):
-    """The numbers [N, 2 W] of bytes [N, W] of int4, the low codes first, times CODE, in e4m3."""
+    """The int4 values [N, 2 W] in bytes [N, W], low codes first, as e4m3 times CODE."""
     if INTERPRETED:
         low, high = codes & 15, codes >> 4
     else:
@@ -125,9 +124,9 @@ def _number(code, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def ones_beside(numbers):
-    """Ones in the shape and type of numbers, whose product with x gives sums of x."""
+    """Ones with the shape and dtype of `numbers`; multiplied by x they give sums of x."""
     if numbers.dtype == tl.bfloat16 and not INTERPRETED:
-        # A constant would lie in registers in another order, and x would have to move once more.
+        # A constant would have a different register layout, and x would have to be converted again.
         ones = tl.inline_asm_elementwise(
             "mov.b32 $0, 0x3f803f80;", "=r,r", [numbers], tl.bfloat16, is_pure=True, pack=2
         )

@@ -1,16 +1,16 @@
-"""A product of few rows with norm, gate, bias and residual, bound by reading the weight once.
+"""A matmul of few rows with norm, gate, bias and residual, bound by reading the weight once.
 
-A program holds all rows and BLOCK_N features, and streams its rows of the weight through shared
-memory. The norm needs no separate pass, since its factor is one number a row. The kernel that
+A program computes BLOCK_N features for all rows, and streams its rows of the weight through shared
+memory. The norm needs no separate pass, because its factor is one number per row. The kernel that
 writes the residual stream also writes the stream times the norm's weight, and sums of squares. The
-next kernel scales its product at the end. Before a program waits for its predecessor, it prefetches
+next kernel scales its result at the end. Before a program waits for its predecessor, it prefetches
 its first weights and may load its last ones into registers, so that memory stays busy between
 kernels.
 
-The depth of a tile can be cut into slices, each for some warps. Products of one warp for the same
-sum wait for each other, which can take longer than loading the weights. Sums of slices stay apart
-until all tiles are done. A tile of R rows and K features is [R, K], or [SLICES, R, K / SLICES] with
-more than one slice.
+The depth of a tile can be cut into slices, each for some warps. Tensor-core operations of one warp
+for the same sum wait for each other, which can take longer than loading the weights. Sums of slices
+stay apart until all tiles are done. A tile of R rows and K features is [R, K], or [SLICES, R, K /
+SLICES] with more than one slice.
 """
 
 from typing import Any
@@ -116,8 +116,8 @@ def transposed(tile, SLICES: tl.constexpr):
 def whole_sums(sums, sums_up, SLICES: tl.constexpr, SWAP: tl.constexpr):
     """Two results of `add_product` as [M, N] each: slices added up, transposed back with SWAP.
 
-    Both come together, so that the exchanges between warps for one do not wait for those of the
-    other.
+    Both are reduced together, so that the exchanges between warps for one do not wait for those of
+    the other.
     """
     if SLICES > 1:
         sums = tl.sum(sums, axis=0)
@@ -130,7 +130,7 @@ def whole_sums(sums, sums_up, SLICES: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(rows_ptr, first, COUNT: tl.constexpr):
-    """Prefetch COUNT numbers of each row of the weight, from `first` on. Rows are [N] pointers."""
+    """Prefetch COUNT values of each row of the weight, from `first` on. Rows are [N] pointers."""
     PER_LINE: tl.constexpr = LINE * 8 // rows_ptr.dtype.element_ty.primitive_bitwidth
     ahead = first + tl.arange(0, COUNT // PER_LINE) * PER_LINE
     prefetch_l2(rows_ptr[:, None] + ahead[None, :])
@@ -158,7 +158,7 @@ def load_weight(at, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def sum_of_splits(partial_ptr, place, mask, size, SPLITS: tl.constexpr):
-    """The sum [M, N] of the results of SPLITS programs, stored `size` numbers apart."""
+    """The sum [M, N] of the results of SPLITS programs, stored `size` elements apart."""
     acc = tl.zeros(place.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         at = partial_ptr + split * size + place
@@ -198,7 +198,7 @@ def finish_product(
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Store sums of a product after the work around it; see `Fused`."""
+    """Apply the fused steps to a matmul's sums and store the result; see `Fused`."""
     if squares is not None:
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         acc *= factor
@@ -245,7 +245,7 @@ def few_rows_linear_kernel(
     SPLITS: tl.constexpr = TILES.splits
     EARLY: tl.constexpr = TILES.early
     GATED: tl.constexpr = ACTIVATION != ""
-    SWAP: tl.constexpr = TILES.block_m < 16  # a product of mma.sync has 16 rows and 8 columns
+    SWAP: tl.constexpr = TILES.block_m < 16  # an mma.sync tile has 16 rows and 8 columns
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     EVEN: tl.constexpr = K % (SPLITS * BLOCK_K) == 0
     tl.static_assert(EARLY == 0 or (EVEN and SPLITS == 1 and not GATED and EARLY % BLOCK_K == 0))
@@ -275,7 +275,7 @@ def few_rows_linear_kernel(
         norm = tl.load(norm_ptr + column, mask=column_live, other=0.0)
     after_predecessor(DEPENDENT)
 
-    # Operands of the epilogue are loaded before the loop, so that it does not wait for them.
+    # Load the epilogue's operands before the loop, so that it does not wait for them.
     if residual_ptr is not None:
         residual_ptr += row.to(tl.int64)[:, None] * residual_stride + column[None, :]
         residual = tl.load(residual_ptr, mask=mask, other=0.0)

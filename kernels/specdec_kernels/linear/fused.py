@@ -1,4 +1,4 @@
-"""Operands and results of the kernels for few rows: checks and allocation for all of them."""
+"""Checks the operands and allocates the results of the kernels for few rows."""
 
 from typing import Any, NamedTuple
 
@@ -12,26 +12,26 @@ from specdec_kernels.linear.stored import Stored
 
 
 class Fused(NamedTuple):
-    """Steps around a product of x [T, K] and a weight [N, K], or [2N, K] with an activation."""
+    """Steps fused into a matmul of x [T, K] and a weight [N, K], or [2N, K] with an activation."""
 
     squares: Tensor | None = None
-    """[T, P] fp32, sums of squares of P parts of each row of x, whose norm scales the product."""
+    """[T, P] fp32, sums of squares of P parts of each row of x, whose norm scales the result."""
     eps: float = 0.0
     """Added to that norm's mean of squares."""
     bias: Tensor | None = None
-    """[N], added to the product."""
+    """[N], added to the result."""
     activation: str = ""
-    """One of ACTIVATIONS, for a gate; "" for a plain product."""
+    """One of ACTIVATIONS, for a gate; "" for a plain matmul."""
     residual: Tensor | None = None
-    """[T, N], rows contiguous, added to the product."""
+    """[T, N], rows contiguous, added to the result."""
     norm_weight: Tensor | None = None
     """[N], of the norm that follows."""
     into: Tensor | None = None
-    """[T, N], contiguous, the place for the product."""
+    """[T, N], contiguous, the output buffer."""
 
 
 class Launch(NamedTuple):
-    """Arguments that these kernels share."""
+    """Arguments common to these kernels."""
 
     operands: tuple[Tensor | None, ...]
     """x, squares, weight, bias, residual, norm_weight, and the results; None for what is absent."""
@@ -40,12 +40,12 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     """The kernel's constants, and Triton's options."""
     results: tuple[Tensor, Tensor, Tensor]
-    """[T, N]; with `norm_weight` also [T, N] for the product times it, and [T, ceil(N / block_n)]
-    fp32 for sums of squares, else the first result in their place."""
+    """[T, N]; with `norm_weight` also [T, N] for the result times it, and [T, ceil(N / block_n)]
+    fp32 for sums of squares; otherwise the first result stands in for both."""
 
 
 def prepared(x: Tensor, weight: Tensor | Stored, block_n: int, fused: Fused) -> Launch:
-    """Check the operands of a product and allocate its results.
+    """Check the operands of a matmul and allocate its results.
 
     Args:
         x: [T, K], rows contiguous.

@@ -1,4 +1,4 @@
-"""RMS norms and gates as separate kernels, for products that run on cuBLAS or are summed over
+"""RMS norms and gates as separate kernels, for matmuls that run on cuBLAS or are summed over
 ranks."""
 
 import torch
@@ -22,7 +22,7 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def normed_row(x, norm, eps, K: tl.constexpr):
-    """RMS norm of one row of K numbers; x is zero past them."""
+    """RMS norm of one row of K values; x is zero past them."""
     wide = x.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
     return (wide * norm.to(tl.float32)).to(x.dtype)

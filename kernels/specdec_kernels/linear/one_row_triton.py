@@ -1,12 +1,12 @@
-"""A product of one row with norm, gate, bias and residual, for weights that fit into registers.
+"""A matmul of one row with norm, gate, bias and residual, for weights that fit into registers.
 
 A program loads all of its rows of the weight at once, before it waits for its predecessor, and
-needs no shared memory for them. So programs fit beside those of the preceding kernel, and memory
-stays busy while that kernel ends. This decides the time of layers as small as a draft's. Sums use
-plain multiplications, since tensor cores gain nothing for one row.
+needs no shared memory for them. Its programs therefore fit beside those of the preceding kernel,
+and memory stays busy while that kernel ends, which dominates the time of layers as small as a
+draft's. Sums use plain multiplications, because tensor cores gain nothing for one row.
 
 A stored weight's tiles are bytes. The two codes of a byte belong to two columns of x. A thread
-loads as many bytes at a time as numbers of x, since threads would otherwise exchange tiles. Each
+loads as many bytes at a time as values of x, because threads would otherwise exchange tiles. Each
 such load has one scale and one zero, or two if the columns of a byte lie in two groups.
 """
 
@@ -41,19 +41,19 @@ def chunks_of(rows_ptr, K: tl.constexpr, CHUNK: tl.constexpr, EVICTION: tl.const
 
 @triton.constexpr_function
 def per_code_of(form: Form | None) -> int:
-    """The count of numbers in a byte of a stored weight, or in an entry of a plain one."""
+    """The number of values per byte of a stored weight, or 1 for a plain weight."""
     return 1 if form is None else form.per_code
 
 
 @triton.jit
 def low_columns(byte):
-    """The columns of the low codes, for bytes with two codes."""
+    """The columns of the low codes in bytes with two codes."""
     return byte + byte // HALF * HALF
 
 
 @triton.jit
 def columns_of(rows_ptr, ROW: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.constexpr):
-    """The numbers of x for the low and the high codes of each byte, from pointers [M, 1]: two tiles
+    """The values of x for the low and the high codes of each byte, from pointers [M, 1]: two tiles
     [M, CHUNK]."""
     low_tiles = ()
     high_tiles = ()
@@ -115,7 +115,7 @@ def groups_of(
 
 @triton.jit
 def lane_sums(products, LANE: tl.constexpr):
-    """Sums of LANE numbers of [N, CHUNK]: [N, CHUNK / LANE]."""
+    """Sums over each LANE values of [N, CHUNK]: [N, CHUNK / LANE]."""
     N: tl.constexpr = products.shape[0]
     LANES: tl.constexpr = products.shape[1] // LANE
     return tl.sum(tl.reshape(products, [N, LANES, LANE]), axis=2)
@@ -152,8 +152,8 @@ def dot_products(
     LANE: tl.constexpr,  # numbers of a thread's load
     FORM: tl.constexpr,  # None for a plain weight
 ):
-    """Products [N] fp32 without the scales of whole rows. Threads exchange sums once, at the
-    end."""
+    """Dot products [N] fp32, without the scales of whole rows. Threads exchange sums only once, at
+    the end."""
     scales, zeros, scales_high, zeros_high = groups
     sums = tl.zeros([N, CHUNK // LANE], tl.float32)
     for chunk in tl.static_range((ROW + CHUNK - 1) // CHUNK):
@@ -214,7 +214,7 @@ def one_row_linear_kernel(
     # loads 16 bytes at a time of x, or of a plain weight.
     LANE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     if FORM is not None:
-        # This adds 0, but the compiler only knows that it is a multiple of LANE.
+        # This adds 0, but shows the compiler a multiple of LANE.
         rows_ptr += tl.program_id(1) * LANE
     weight = chunks_of(rows_ptr, ROW, TILES.chunk, "evict_first")
     if GATED:
@@ -239,7 +239,7 @@ def one_row_linear_kernel(
     after_predecessor(DEPENDENT)
 
     # If a chunk of x is smaller than one load for each thread, it is loaded for each row of the
-    # weight. Else all numbers would move through shared memory to the threads of one row of x.
+    # weight. Otherwise all values would move through shared memory to the threads of one row of x.
     X_ROWS: tl.constexpr = TILES.block_n if TILES.chunk < 32 * TILES.num_warps * LANE else 1
     x_rows = x_ptr + tl.zeros([X_ROWS, 1], tl.int32)
     if PER_CODE == 2:

@@ -1,4 +1,4 @@
-"""Conversion of stored weights to plain ones, for products of many rows by cuBLAS."""
+"""Converts stored weights to plain ones, for cuBLAS matmuls of many rows."""
 
 import torch
 import triton
@@ -46,7 +46,7 @@ def plain_kernel(
 
 @triton.jit
 def store_scaled(out_ptr, numbers, column, scales_ptr, zeros_ptr, live, FORM: tl.constexpr):
-    """Store (numbers - zeros) * scales - minima for the numbers that a decoder returned."""
+    """Store (numbers - zeros) * scales - minima for the values from a decoder."""
     group = column // FORM.wide if FORM.wide > 0 else tl.zeros(column.shape, tl.int32)
     shift = 0.0
     if FORM.has_zeros:
@@ -65,7 +65,7 @@ def store_scaled(out_ptr, numbers, column, scales_ptr, zeros_ptr, live, FORM: tl
 
 
 def plain_triton(weight: Tensor | Stored, dtype: torch.dtype) -> Tensor:
-    """See `stored.plain_of`. The numbers are the same, bit for bit."""
+    """See `stored.plain_of`. The result is bitwise equal."""
     if isinstance(weight, Tensor):
         return weight
     *outer, features, width = weight.shape

@@ -1,6 +1,6 @@
-"""The products of a decoder layer on CUDA: choose a kernel, or the library.
+"""The matmuls of a decoder layer on CUDA, by a kernel here or by the library.
 
-Norm, gate and sum are fused into the products around them.
+Norm, gate and sum are fused into the matmuls next to them.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Choose = Callable[[str, Tensor, Tensor | Stored], Product | None]
 
 
 def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
-    """The kernel for a product of `kind` "norm", "gate" or "add", configured; None for cuBLAS."""
+    """The kernel for a matmul of `kind` "norm", "gate" or "add", configured; None for cuBLAS."""
     row_tiles = choose_row_tiles(kind, x, weight)
     if row_tiles is not None:
         return partial(one_row_linear, tiles=row_tiles)
@@ -47,8 +47,8 @@ def kernel_for(kind: str, x: Tensor, weight: Tensor | Stored) -> Product | None:
 def chosen(
     kind: str, x: Tensor, weight: Tensor | Stored, choose: Choose
 ) -> tuple[Product | None, Tensor | Stored]:
-    """The kernel for a product, and the weight: in its held form if that kernel reads it, else
-    plain."""
+    """The kernel for a matmul, and the weight: in its stored form if that kernel reads it,
+    otherwise plain."""
     product = choose(kind, x, weight)
     if product is None and isinstance(weight, Stored):
         weight = plain_triton(weight, x.dtype)
@@ -107,7 +107,7 @@ def linear_add_norm_triton(
     if product is None:
         assert isinstance(weight, Tensor)
         return add_norm_triton(F.linear(x, weight, bias), residual, norm_weight, eps)
-    if x.shape[0] > FEW_ROWS:  # the next product may be cuBLAS', which needs a finished norm
+    if x.shape[0] > FEW_ROWS:  # the next matmul may use cuBLAS, which needs a finished norm
         hidden = product(x, weight, bias=bias, residual=residual)[0]
         return add_norm_triton(hidden, None, norm_weight, eps)
     hidden, scaled, squares = product(

@@ -1,4 +1,5 @@
-"""The public functions around products of a decoder layer: torch, and the names of their kernels.
+"""The public functions for matmuls of a decoder layer: torch implementations, and the names of
+their kernels.
 
 RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and products, some gated (Shazeer, 2002.05202) or
 added to the residual. Norms round as transformers' LlamaRMSNorm does, or as its GemmaRMSNorm if the
@@ -7,8 +8,8 @@ weight is fp32.
 Legend: T packed tokens, K features read, N features written, F the MLP's features, V vocabulary.
 Rows of a tensor are contiguous. A weight [N, K] comes from `pack_weight`; a bias is [N]. A `Normed`
 x has all rows as `embed`, `add_norm` or `linear_add_norm` returned them. `into` [T, N], contiguous,
-is the place for a product, on CUDA only. `norm_weight` [N] and `eps` belong to the norm that
-follows: the MLP's, the next layer's, or the last one.
+is an output buffer, on CUDA only. `norm_weight` [N] and `eps` belong to the norm that follows: the
+MLP's, the next layer's, or the last one.
 """
 
 from functools import lru_cache
@@ -25,14 +26,15 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class Normed(NamedTuple):
-    """A residual stream, ready for a norm and a product."""
+    """A residual stream, ready for a norm and a matmul."""
 
     hidden: Tensor
     """[T, K], the stream itself."""
     scaled: Tensor
     """[T, K], its RMS norm; with `squares`, only `hidden` times the norm's weight."""
     squares: Tensor | None
-    """[T, P] fp32, sums of squares of P parts of each row, by which the next product divides."""
+    """[T, P] fp32, sums of squares of P parts of each row, from which the next matmul computes the
+    norm."""
     eps: float
 
     def take(self, rows: Tensor) -> "Normed":
@@ -73,8 +75,8 @@ def _scalar(value: float) -> Tensor:
 
 @kernel("specdec_kernels.linear.norm_triton:gate_triton")
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """The product activation(gate) * up, [T, F]. gate_up: [T, 2F], the gate first. activation:
-    "silu" or "gelu_tanh"."""
+    """activation(gate) * up, [T, F]. gate_up: [T, 2F], the gate first. activation: "silu" or
+    "gelu_tanh"."""
     first, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(first) * up
@@ -159,19 +161,19 @@ def linear_add_norm(
     bias: Tensor | None = None,
 ) -> Normed:
     """residual [T, N] + x [T, K] @ weight^T (+ bias), in `hidden`, and the input of the next
-    product."""
+    matmul."""
     return normed(product_added(x, weight, residual, bias), norm_weight, eps)
 
 
 def normed(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """x [T, K] with its norm, as the input of a product."""
+    """x [T, K] with its norm, as the input of a matmul."""
     return Normed(x, rms_norm.reference(x, norm_weight, eps), None, eps)
 
 
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """`ops.linear` by torch's library, which on CUDA computes the products of many rows."""
+    """`ops.linear` by torch's library, which on CUDA computes matmuls of many rows."""
     if into is None:
         return F.linear(x, weight, bias)
     if bias is None:

@@ -1,8 +1,7 @@
-"""Weights in the bits of their checkpoint: codes, and scales that groups of them share.
+"""Weights in their checkpoint's quantised form: codes, and scales shared by groups.
 
-A kind is one entry of `KINDS`. `Stored.plain` is the reference. This module does not know files:
-their readers undo a file's own order of codes. Legend: N features written, K features read; experts
-are [E, N, K].
+A kind is one entry of `KINDS`. `Stored.plain` is the reference. Readers of files undo a file's own
+order of codes. Legend: N features written, K features read; experts are [E, N, K].
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +15,13 @@ from torch import Tensor
 
 
 class Kind(NamedTuple):
-    """One way to write numbers as codes.
+    """One way to encode values.
 
-    per_code: the count of numbers of one row in each code. decode: returns the numbers [..., N, K]
-    of codes [..., N, K / per_code] before zeros and scales, fp32, in a new tensor. encode: returns
-    the codes of fp32 numbers, rounded to the nearest. largest: the greatest magnitude. middle: the
-    value that is subtracted from decoded numbers without zeros and minima. block: the number of
-    columns of a row whose codes lie together.
+    per_code: the number of values of one row per code. decode: returns the values [..., N, K] of
+    codes [..., N, K / per_code] before zeros and scales, fp32, in a new tensor. encode: returns the
+    codes of fp32 values, rounded to the nearest. largest: the greatest magnitude. middle: the value
+    that is subtracted from decoded numbers without zeros and minima. block: the number of columns
+    of a row whose codes lie together.
     """
 
     codes: torch.dtype
@@ -70,8 +69,8 @@ def _to_e2m1(numbers: Tensor) -> Tensor:
 
 
 FP8, INT4, INT8, MXFP4 = "fp8", "int4", "int8", "mxfp4"
-BLOCK = 128  # columns of a row of four-bit codes that are interleaved
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # numbers of codes 0..7; codes 8..15 are negative
+BLOCK = 128  # columns per block of interleaved four-bit codes
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0..7; 8..15: negated
 KINDS = {
     FP8: Kind(
         *(torch.float8_e4m3fn, 1, lambda codes: codes.float()),
@@ -96,7 +95,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The form of a stored weight, known without its numbers.
+    """The form of a stored weight, known before its values.
 
     kind: a name in `KINDS`. group: the rows and columns of numbers that share a scale; 0 columns
     stand for a whole row. The last group of a row or column may be smaller. has_zeros: groups have
@@ -152,7 +151,7 @@ class Storage:
         return shared.repeat_interleave(wide, -1)[..., :columns] if wide > 1 else shared
 
     def factors(self, scales: Tensor) -> Tensor:
-        """Scales as numbers, fp32."""
+        """Decode scales to fp32."""
         powers = self.scales == torch.uint8
         return scales.view(torch.float8_e8m0fnu).float() if powers else scales.float()
 
@@ -177,8 +176,9 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight [..., N, K] that products read in stored form; see `Storage` for the shapes. codes:
-    in the kind's dtype. scales, zeros: in the storage's dtypes. zeros may be minima, or None.
+    """A weight [..., N, K] in the quantised form that matmuls read; see `Storage` for the shapes.
+    codes: in the kind's dtype. scales, zeros: in the storage's dtypes. zeros may be minima, or
+    None.
     """
 
     codes: Tensor
@@ -200,7 +200,7 @@ class Stored:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """The numbers, [..., N, K], contiguous; they are rounded once, to `dtype`."""
+        """The dequantised values, [..., N, K], contiguous, rounded once, to `dtype`."""
         kind, factors = KINDS[self.storage.kind], self.storage.factors(self.scales)
         numbers = kind.decode(self.codes)
         shift: Tensor | float = kind.middle
@@ -290,5 +290,5 @@ class Stored:
 
 
 def plain_of(weight: Tensor | Stored, dtype: torch.dtype) -> Tensor:
-    """A weight's numbers; a tensor is returned itself."""
+    """A weight's dequantised values; a plain tensor is returned as it is."""
     return weight if isinstance(weight, Tensor) else weight.plain(dtype)

@@ -1,5 +1,5 @@
-"""Places of a stored weight's codes, scales and zeros, for kernels that read them in registers.
-Each slice of a tile lies in one group of columns.
+"""Addresses of a stored weight's codes, scales and zeros, for kernels that decode them in
+registers. Each slice of a tile is in one group of columns.
 """
 
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from torch import Tensor
 from specdec_kernels.linear.decode_triton import corrected, scale_of
 from specdec_kernels.linear.stored import BLOCK, KINDS, Stored
 
-HALF = tl.constexpr(BLOCK // 2)  # columns between the two numbers of a byte
+HALF = tl.constexpr(BLOCK // 2)  # distance in columns of a byte's two values
 
 
 class Form(NamedTuple):
     """A weight's storage as constants of the kernel."""
 
     kind: str
-    per_code: int  # numbers of a byte
+    per_code: int  # values per byte
     high: int  # rows that share a scale
     wide: int  # columns that share a scale; 0 if a whole row does
     groups: int  # groups of columns in a row

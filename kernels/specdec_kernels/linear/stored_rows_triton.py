@@ -1,9 +1,8 @@
-"""A product of rows with a stored weight, by sums as in `stored_sums_triton`.
+"""A matmul of rows with a stored weight, by sums as in `stored_sums_triton`.
 
-The steps around it are those of `few_rows_triton`. If x consists of terms of fp8 (see
-`terms_triton`), codes of fp8 need no registers: tensor cores read them in stored form. Codes of
-four bits only need to be separated. Then each row of x is two rows, and their sums are added up at
-the end.
+The fused steps are those of `few_rows_triton`. If x consists of terms of fp8 (see `terms_triton`),
+codes of fp8 need no registers: tensor cores read them in stored form. Codes of four bits only need
+to be separated. Then each row of x is two rows, and their sums are added up at the end.
 """
 
 from typing import Any
@@ -106,7 +105,7 @@ def stored_rows_kernel(
             )
     after_predecessor(DEPENDENT)
 
-    # Operands of the epilogue are loaded before the loop, so that it does not wait for them.
+    # Load the epilogue's operands before the loop, so that it does not wait for them.
     if residual_ptr is not None:
         residual_ptr += row.to(tl.int64)[:, None] * residual_stride + column[None, :]
         residual = tl.load(residual_ptr, mask=mask, other=0.0)

@@ -1,7 +1,7 @@
-"""Sums of products of rows with a stored weight, whose codes become numbers in registers. The
-weight is the left operand of every product, which tensor cores read from registers, and x is the
-right operand. Each slice of a tile lies in one group of columns, and its product is multiplied by
-the group's scales. Scales of whole rows come at the end. Shares of at most `Tiles.early` numbers
+"""Sums of a matmul of rows with a stored weight, whose codes are decoded in registers. The weight
+is the left operand of every matmul, which tensor cores read from registers, and x is the right
+operand. Each slice of a tile is in one group of columns, and its result is multiplied by the
+group's scales. Scales of whole rows are applied at the end. Shares of at most `Tiles.early` numbers
 are loaded before the wait, both codes and groups, without a loop.
 """
 
@@ -35,7 +35,7 @@ from specdec_kernels.linear.stored_groups_triton import (
 
 @triton.jit
 def without_zeros(numbers, zero, FORM: tl.constexpr):
-    """int4 numbers from `decoded_halves` minus their zeros."""
+    """Subtract the zeros from int4 values of `decoded_halves`."""
     if FORM.has_minima:
         return numbers - tl.full([], 128.0, numbers.dtype)
     elif FORM.has_zeros:
@@ -111,7 +111,7 @@ def load_x(
     FORM: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The numbers of x for a tile's low and high codes, [M, W] or [SLICES, M, W] each."""
+    """The values of x for a tile's low and high codes, [M, W] or [SLICES, M, W] each."""
     SLICES: tl.constexpr = TILES.slices
     WIDTH: tl.constexpr = TILES.block_k // FORM.per_code // SLICES
     live = along_rows(row_live, SLICES) & inside
@@ -152,9 +152,9 @@ def held_share(
 
 @triton.jit
 def pinned(tile):
-    """The tile, from code that stays after all earlier loads. A product's operand needs an exchange
-    between threads. The compiler would put it right after the operand's load, so that each load
-    would wait for the one before.
+    """Return the tile from code that stays after all earlier loads. A matmul operand needs an
+    exchange between threads. The compiler would put it directly after the operand's load, so that
+    each load would wait for the previous one.
     """
     if INTERPRETED:
         return tile

@@ -2,9 +2,9 @@
 
 The bits of a code are an e4m3, so that codes only need to be separated, which takes less than an
 instruction for two. A block of codes is the left operand of one product, from registers. Zeros are
-not subtracted from codes, which would need decoding. Their part is a product of its own, of scales
-times zeros with sums of x. Scales and zeros are those of whole blocks; scales of whole rows come at
-the end.
+not subtracted from codes, which would need decoding. Instead, a separate matmul multiplies scales
+times zeros with sums of x. Scales and zeros apply to whole blocks; scales of whole rows are applied
+at the end.
 """
 
 import triton

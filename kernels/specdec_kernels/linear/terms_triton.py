@@ -1,12 +1,12 @@
-"""Rows of bf16 as sums of two fp8 numbers each, which tensor cores multiply with codes of fp8, and
-with codes of four bits, which are numbers of e4m3 too.
+"""bf16 rows, each value split into a sum of two fp8 terms. Tensor cores multiply the terms with fp8
+codes, and with four-bit codes, which are valid e4m3 values too.
 
 A bf16 has 8 significant bits and an e4m3 has 4. The first term has a number's first four bits, and
 the second has the rest. Each row is scaled by a power of two, so that its largest number lies
 between 128 and 256. Then the sum of both terms is exact for numbers down to 2^-9 of the largest.
 For smaller numbers its error is at most 2^-16 of the largest.
 
-Sums of x take the place of zeros, which are subtracted from codes: see `stored_sums_triton`.
+Sums of x are used to account for the codes' zeros: see `terms_sums_triton`.
 """
 
 import torch
@@ -40,8 +40,8 @@ def terms_kernel(
     exponent = tl.maximum(bits >> 23, 8)  # so that both powers of two below are normal numbers
     x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
-    # Bits are cut off, not rounded, so that no code reads a converted number: ptxas 12.8 takes it
-    # from another register if it is also packed into a word.
+    # Truncate instead of rounding, so that no code reads a converted value: ptxas 12.8 reads it
+    # from a wrong register if it is also packed into a word.
     first = (x.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
     second = (x - first).to(tl.float8e4nv)
     terms_ptr += row * (TERMS * K) + column

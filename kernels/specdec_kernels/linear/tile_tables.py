@@ -1,4 +1,4 @@
-"""Tiles of products of few rows: a table for each device, measured by `scripts/bench/tiles.py`."""
+"""Tiles for matmuls of few rows: a table per device, measured by `scripts/bench/tiles.py`."""
 
 from typing import NamedTuple
 
@@ -11,15 +11,15 @@ class Tiles(NamedTuple):
     """Launch configuration of `few_rows_triton.few_rows_linear_kernel`."""
 
     block_m: int  # at least the number of rows; below 16 they are the columns of mma.sync
-    block_n: int  # features of a program
-    block_k: int  # numbers of the sum at a time
+    block_n: int  # features per program
+    block_k: int  # step along the sum
     slices: int  # parts of block_k, each for some warps
-    splits: int  # parts of the sum, each for a program
-    prefetch: int  # numbers of each weight row to prefetch before the wait
+    splits: int  # parts of the sum, one per program
+    prefetch: int  # values of each weight row to prefetch before the wait
     num_warps: int
     num_stages: int
-    # Numbers of each weight row to load into registers before the wait. For a stored weight this is
-    # the largest share of a program that is loaded whole.
+    # Values of each weight row to load into registers before the wait. For a stored weight, a
+    # program's whole share is loaded if it is at most this.
     early: int = 0
 
 
@@ -152,7 +152,9 @@ FINE: Products = {
         ("add", 2, 1024, 1024),
     )
 }
-STORED_ROWS = 64  # most rows that read a stored weight; for more rows it is made plain
+STORED_ROWS = (
+    64  # maximum rows for which kernels read a stored weight; for more rows it is dequantised
+)
 STORED = {"fp8": _BYTES, "int8": _BYTES, "int4": _HALVES, "mxfp4": _HALVES}
 
 # Tiles for more than 8 rows of terms of x, by kind of storage, on devices with a table. 0 splits

@@ -1,4 +1,4 @@
-"""Launch configurations of products of few rows: looked up in `tile_tables` and fitted to a GPU."""
+"""Launch configurations for matmuls of few rows: looked up in `tile_tables` and fitted to a GPU."""
 
 import math
 from functools import lru_cache
@@ -23,26 +23,26 @@ FEW_ROWS = 64  # up to this many rows, every table has tiles and matmuls include
 WASTE = 1.25  # a partial last wave matters if ceil(waves) is at least this times waves
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 
-# Products of one row.
+# Matmuls of one row.
 NARROW = 7168  # one-row kernels are for residual streams of fewer bytes a row
 LANE = 16  # bytes of one load of a thread
-LOADED = 256  # bytes of the weight that a thread holds in registers
-GATE = 4096  # least bytes of each half that a program of a gate loads
-MOST = 16  # most features of a program
-CHUNK = 2048  # most numbers of a row in one tile
+LOADED = 256  # bytes of the weight in registers per thread
+GATE = 4096  # for a gate: minimum bytes of each half per program
+MOST = 16  # maximum features per program
+CHUNK = 2048  # maximum values of a row in one tile
 HEAD = 4  # more output features than this for each input feature mark the LM head
 
-# Products with stored weights.
-LEAST = 512  # numbers of a row in each split of a sum
-SPLITS = 8  # most splits
+# Matmuls with stored weights.
+LEAST = 512  # minimum values of a row in each split of a sum
+SPLITS = 8  # maximum splits
 FEW = 8  # rows up to which codes in registers are faster than terms of x
 SLICE = 16  # least bytes of a slice, the K of one tensor-core instruction
 
 
 def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
     """Add stages until two programs do not fit on one multiprocessor, if there are enough
-    multiprocessors. Otherwise a kernel that starts early would crowd on those where its predecessor
-    ends first."""
+    multiprocessors. Otherwise the programs of a kernel that starts early would crowd onto the
+    multiprocessors where its predecessor ends first."""
     if programs > MULTIPROCESSORS:
         return tiles
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
@@ -51,8 +51,8 @@ def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY
 
 
 def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """Reduce a program's shared memory if that lets all programs run at once. A few programs that
-    wait for the others would double the time."""
+    """Reduce a program's shared memory if that lets all programs run at once. A few programs
+    waiting for the others would double the time."""
     waves = programs / resident(tiles, itemsize, room)
     if waves <= 1 or math.ceil(waves) < WASTE * waves:
         return tiles
@@ -97,7 +97,7 @@ def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
 
 
 def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) -> Tiles | None:
-    """Tiles for a product of `kind` "norm", "gate" or "add"; None for cuBLAS.
+    """Tiles for a matmul of `kind` "norm", "gate" or "add"; None for cuBLAS.
 
     The device's table has tiles for 16 bits. They are fitted to other types, to the width and to
     the shared memory, `room` bytes. For more than `FEW_ROWS` rows they are used unchanged or not at
@@ -133,21 +133,21 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
 def tiles_for(
     device: tuple[int, int], kind: str, num_rows: int, width: int, num_features: int
 ) -> Tiles | None:
-    """Tiles of the first case that a product fits in the table of `device`, a compute capability.
-    None, for cuBLAS, without a table or a fitting case."""
+    """The tiles of the first fitting case in the table of `device`, a compute capability; None, for
+    cuBLAS, if there is no table or no fitting case."""
     return first_fit(table_for(TABLES, device)[kind], (num_rows, num_features), (width,))
 
 
 class RowTiles(NamedTuple):
     """Launch configuration of `one_row_triton.one_row_linear_kernel`."""
 
-    block_n: int  # features of a program
-    chunk: int  # numbers of a row in one tile
+    block_n: int  # features per program
+    chunk: int  # values of a row in one tile
     num_warps: int
 
 
 def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles | None:
-    """Tiles for a product of `kind` "norm", "gate" or "add" of one row; None for more rows, if
+    """Tiles for a matmul of `kind` "norm", "gate" or "add" with one row; None for more rows, if
     other kernels are faster, or if groups of stored weights cut a thread's load."""
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
@@ -160,7 +160,7 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor | Stored) -> RowTiles 
             return None
         held = width // KINDS[weight.storage.kind].per_code
         # If low and high codes have separate scales, scales and minima take as many registers as
-        # numbers of x.
+        # values of x.
         row = row if weight.storage.is_apart else held
     if kind == "norm" and num_features > HEAD * width:
         return None
@@ -196,8 +196,8 @@ def chunk_of(width: int, least: int) -> int:
 
 
 def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
-    """Tiles for a product of `kind` "norm", "gate" or "add" of x [T, K] and a stored weight; None
-    if the kernel does not read the weight, or if there are more rows than in the table."""
+    """Tiles for a matmul of `kind` "norm", "gate" or "add" of x [T, K] and a stored weight; None if
+    the kernel does not read the weight, or if there are more rows than in the table."""
     kinds = STORED.get(weight.storage.kind)
     if kinds is None:
         return None
@@ -207,7 +207,7 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
     tiles = first_fit(kinds[kind], (x.shape[0], features), (weight.shape[1],))
     if tiles is None:
         return None
-    if x.dtype == torch.float32:  # for comparisons only: mma.sync, half as many numbers
+    if x.dtype == torch.float32:  # for comparisons only: mma.sync, half as many values
         tiles = tiles._replace(block_k=max(128, tiles.block_k // 4), num_stages=2, early=0)
     if tiles.splits == 0:
         wanted = MULTIPROCESSORS * (3 if tiles.num_warps == 4 else 1)
@@ -219,8 +219,8 @@ def choose_stored_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
 
 
 def choose_terms_tiles(kind: str, x: Tensor, weight: Stored) -> Tiles | None:
-    """Tiles for a product whose x [T, K] meets the codes as terms of fp8; None if that is slower,
-    or if x or the codes have no such terms."""
+    """Tiles for a matmul of the codes with fp8 terms of x [T, K]; None if that is slower, or if x
+    or the codes do not allow it."""
     table = TERMS.get(gpu_of(x.device).capability, {}).get(weight.storage.kind)
     if table is None or weight.storage.is_apart or x.dtype != torch.bfloat16:
         return None

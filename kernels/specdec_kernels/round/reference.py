@@ -76,7 +76,7 @@ def accept(
         stands = proposed == best[:, : proposed.shape[1]]
     else:
         stands = accept_noise < rates
-    # A loop over tokens: for a few sequences tensor operations would cost more.
+    # Loop over tokens: for a few sequences, tensor operations would cost more.
     tokens, accepted = [], []
     rows = zip(*(t.tolist() for t in (proposed, best, lens, stands)), strict=True)
     for drafted, own, length, stood in rows:
@@ -117,7 +117,7 @@ def advance(
     lens of every row. history: [R, L] int32, where appended tokens are written too, from place
     `length` on. rows: [B] int64, each sequence's row of `history`, all different.
     """
-    # A loop over sequences: for a few of them the dozen tensor operations would take longer.
+    # Loop over sequences: for a few of them, a dozen tensor operations would take longer.
     ends = set(eos_ids.tolist())
     told = zip(
         *(x.tolist() for x in (tokens, accepted, lens, length, limit, active, tail)), strict=True
@@ -140,8 +140,8 @@ def advance(
 @kernel("specdec_kernels.round.steps_triton:stamp_triton")
 def stamp(out: Tensor, place: int) -> None:
     """Write the time in nanoseconds into `out[place]`, int64, after earlier kernels have ended. On
-    CUDA it is the device's clock, whose ticks may be a microsecond apart. Only differences have a
-    meaning."""
+    CUDA it is the device's clock, whose ticks may be a microsecond apart. Only differences are
+    meaningful."""
     out.numpy()[place] = time.perf_counter_ns()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec_kernels.launch_triton import launch_options
 
 BLOCK = 128
-PLACES = 2048  # tokens of a text that a program compares at once
+PLACES = 2048  # tokens of a text compared at once per program
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def advance_kernel(
     old = tl.load(tail_ptr + row * TAIL + at, mask=at < TAIL, other=0)
     is_new = (at >= TAIL) & (at < TAIL + count)
     new = tl.load(tokens_ptr + row * WIDTH + at - TAIL, mask=is_new, other=0)
-    tl.debug_barrier()  # the old tail has to be read before the new one is written
+    tl.debug_barrier()  # the old tail must be read before the new one is written
     active = tl.load(active_ptr + row) != 0
     before_round = tl.load(length_ptr + row)
     length = before_round + count

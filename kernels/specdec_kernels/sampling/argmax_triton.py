@@ -50,7 +50,7 @@ def greedy_argmax_kernel(
     for start in range(0, SHARE, BLOCK):
         at = part * SHARE + start + lane
         value = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
-        # A NaN counts as more than any number, and a later one does not replace it.
+        # NaN counts as larger than any number, and the first NaN wins.
         better = (value > best) | ((value != value) & (best == best))
         best = tl.where(better, value, best)
         index = tl.where(better, at, index)
@@ -63,7 +63,7 @@ def greedy_argmax_kernel(
         tops = tl.load(tops_ptr + row * PARTS + every, cache_modifier=".cg")
         indices = tl.load(indices_ptr + row * PARTS + every, cache_modifier=".cg")
         top, first = first_maximum(tops, indices)
-        first = tl.where(tl.abs(top) == float("inf"), -1, first)  # a NaN counts as inf by now
+        first = tl.where(tl.abs(top) == float("inf"), -1, first)  # NaN has become inf here
         tl.store(out_ptr + row, first.to(tl.int64))
 
 

@@ -24,19 +24,21 @@ from specdec_kernels.launch_triton import (
 )
 from specdec_kernels.sampling.reference import TINY, LogitRows
 
-BLOCKS = (1024, 4096)  # tokens of a program, for few and for many programs
+BLOCKS = (1024, 4096)  # tokens per program, for few and for many programs
 FEW_PROGRAMS = 264
-# Ranges that a search pass distinguishes, for few and for many programs. With few rows the number
-# of passes decides the time, with many rows the sums of a pass.
+# Ranges that a search pass distinguishes, for few and for many programs. With few rows, the number
+# of passes dominates the time; with many rows, the sums in each pass.
 WAYS = (16, 4)
-# Low bits that are zero in a dtype's numbers as fp32, and the number of bits that differ.
+# The low bits that are zero when a dtype's values are written as fp32, and the number of remaining
+# bits.
 SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
 
 
 @triton.jit
 def key_of(value, SHIFT: tl.constexpr):
-    """Integers in the order of fp32 values, consecutive for neighbours; both zeros are 0."""
+    """Map fp32 values to integers in the same order, consecutive for neighbouring values; both
+    zeros map to 0."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = (bits & 0x7FFFFFFF) >> SHIFT
     return tl.where(bits < 0, -magnitude, magnitude).to(tl.int64)
@@ -53,15 +55,15 @@ def value_of(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def logits_at(logits_ptr, at, mask, V: tl.constexpr):
-    """Logits of a row at places `at` as fp32, -inf outside `mask` and past its V numbers."""
+    """Logits of a row at indices `at` as fp32, -inf outside `mask` and past its V entries."""
     return tl.load(logits_ptr + at, mask=mask & (at < V), other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def kept_weight(x, at, row_ptr, mask, scale):
-    """exp((x - maximum) / T) of logits x at places `at`; 0 for tokens that the row drops.
+    """exp((x - maximum) / T) for logits x at indices `at`; 0 for tokens that the row drops.
 
-    row_ptr: pointer to the four numbers of the row, or one for each x.
+    row_ptr: pointer to the row's four statistics, or one pointer for each x.
     """
     maximum = tl.load(row_ptr, mask=mask, other=0.0)
     threshold = tl.load(row_ptr + 2, mask=mask, other=0.0)
@@ -157,7 +159,7 @@ def search_kernel(
             low = tl.load(keys_ptr + row * 2).to(tl.int64)
         elif BY_MASS:
             target = goal * total
-            # V tokens at or below this bound hold at most half of the mass that may be dropped.
+            # V tokens at or below this bound have at most half of the mass that may be dropped.
             share = (1.0 - goal) * total / CUT.vocab
             bound = maximum + (tl.log2(share) - 1.0) / scale
             low = tl.maximum(key_of(bound, SHIFT) - 1, lowest)
@@ -278,7 +280,7 @@ def exponent_scale(temperature: float) -> float:
 
 
 class RowCut(NamedTuple):
-    """The parts into which rows of logits are cut, as a constant of kernels over logits."""
+    """The partition of rows of logits, as a constant of the kernels."""
 
     vocab: int
     """V, the number of tokens."""
@@ -286,7 +288,7 @@ class RowCut(NamedTuple):
     block_parts: int
     """A power of 2, at least `parts`."""
     block: int
-    """Tokens of a part."""
+    """Tokens per part."""
 
 
 def cut(vocabulary: int, parts: int) -> RowCut:

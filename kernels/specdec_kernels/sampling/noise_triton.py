@@ -1,4 +1,4 @@
-"""Triton kernel for counter-based uniform numbers. Each lane computes one number."""
+"""Triton kernel for counter-based uniform random numbers, one per lane."""
 
 import torch
 import triton

@@ -1,4 +1,5 @@
-"""Noise, distributions from logits, draws and rejection sampling: torch, and the kernels' names.
+"""Noise, distributions from logits, draws and rejection sampling: torch implementations, and the
+kernels' names.
 
 `to_probs` is the project's only definition of temperature, top-k and top-p, for the draft's q and
 the target's p alike. Noise is an input, so every outcome is a function of the arguments. Legend: R
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from specdec_kernels.dispatch import kernel
 
-TINY = torch.finfo(torch.float32).tiny  # fp32 has no smaller number to divide by
+TINY = torch.finfo(torch.float32).tiny  # smallest fp32 divisor
 
 INF = float("inf")
 
@@ -30,7 +31,7 @@ _PHILOX = (
 def philox(counter: Tensor, key: Tensor) -> Tensor:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): words
     int64 [..., 4] of a counter int64 [..., 4] and a key int64 [..., 2], all unsigned of 32 bits."""
-    # For the few numbers of a round, numpy takes a third of torch's time.
+    # For the few numbers of a round, numpy needs a third of torch's time.
     words, keys = (x.cpu().movedim(-1, 0).numpy().view("uint64") for x in (counter, key))
     even, odd = words[::2], words[1::2]
     factors, steps = (x.reshape(2, *[1] * (counter.dim() - 1)) for x in _PHILOX)
@@ -99,7 +100,7 @@ def masked_scores(logits: Tensor, temperature: float, top_k: int, top_p: float) 
     # Shifting first keeps tiny temperatures finite: the maximum stays 0.
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, TINY)
     vocab = logits.shape[-1]
-    # Logits are compared, not scores, which may round to the same number.
+    # Compare logits instead of scores, which may round to the same value.
     if 0 < top_k < vocab:
         kth = logits.topk(top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(logits < kth, -INF)
@@ -155,7 +156,7 @@ def greedy_argmax(logits: Tensor) -> Tensor:
     """The index of the first maximum of every row of [R, V]: [R] int64; -1 where it is not
     finite."""
     top, first = logits.max(dim=1)
-    # A difference is used, since inf - inf is NaN and so not zero; `isfinite` takes five operations
+    # Use a difference, because inf - inf is NaN and so not zero; `isfinite` takes five operations
     # on a CPU.
     return first.masked_fill_((top - top) != 0, -1)
 

@@ -1,10 +1,10 @@
 """Rejection sampling and block verification over the model's logits: a Triton kernel for both.
 
 Rows are cut into the parts of `logit_rows_triton`. Probabilities are never stored. A program
-measures a residual in its part of the vocabulary. In rejection sampling that is the residual of the
-first rejected place. In block verification (`acceptance/block.py`) each place has its own programs,
-since all residuals decide how many drafts are accepted. The last program of a sequence draws the
-next token.
+measures a residual in its part of the vocabulary. In rejection sampling, that is the residual at
+the first rejected position. In block verification (`acceptance/block.py`), each position has its
+own programs, because all residuals decide how many drafts are accepted. The last program of a
+sequence draws the next token.
 """
 
 import torch
@@ -142,7 +142,7 @@ def target_at(target, place, factor, scale):
 @triton.jit
 def draft_at(draft, place, K: tl.constexpr):
     """The draft's row at a place, as in `draw_token`."""
-    # q is not read after the last place, but needs a valid address.
+    # q is not read after the last position, but needs a valid address.
     logits_ptr, row_ptr = rows_at(draft[0], draft[1], tl.minimum(place, K - 1), draft[2])
     return logits_ptr, row_ptr, tl.full([], 0, tl.int64)
 
@@ -254,7 +254,8 @@ def verify_kernel(
             chance = tl.where(rest == 0.0, 1.0, mass / rest)
             chance = tl.where(place == length, weights, chance)
             tested = (place >= 1) & (place <= length)
-            # The noise of place i - 1 decides on accepting i drafts. Nothing is below a NaN.
+            # The noise at position i - 1 decides whether i drafts are accepted. Nothing is below
+            # NaN.
             noise = tl.load(accept_noise_ptr + place - 1, mask=tested, other=1.0)
             accepted = tl.max(tl.where(tested & (noise < chance), place, 0), axis=0)
             residuals = tl.sum(tl.where((place == accepted)[:, None], masses, 0.0), axis=0)

@@ -1,7 +1,7 @@
 """Shares of requests that meet objectives, with intervals over blocks of consecutive arrivals.
 
-Neighbours share a queue, so requests are not independent observations. Long blocks are nearly
-independent.
+Neighbouring requests share a queue, so they are not independent observations. Long blocks are
+nearly independent.
 """
 
 from collections.abc import Mapping, Sequence

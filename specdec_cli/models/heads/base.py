@@ -1,7 +1,7 @@
-"""The interface of a head: a small net beside the target that reads its hidden states.
+"""The interface of a head: a small network that reads the target's hidden states.
 
-Row t of a head has the target's hidden state of token t and embeds token t + shift. Its keys lie at
-position t. Legend: T packed rows, H width of the head, F width of the features, V ids of the
+Row t of a head reads the target's hidden state of token t and embeds token t + shift. Its keys are
+at position t. Legend: T packed rows, H width of the head, F width of the features, V ids of the
 target, Vd ids that the head can propose.
 """
 
