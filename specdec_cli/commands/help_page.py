@@ -106,9 +106,7 @@ def explained(error: Any) -> tuple[str, str]:
         return message, hint
     parameters = context.command.params
     names = getattr(context.command, "commands", {})
-    wrong: Any = getattr(
-        error.__cause__, "errors", None
-    )  # errors of pydantic, which parses numbers
+    wrong: Any = getattr(error.__cause__, "errors", None)  # errors from pydantic
     if wrong is not None:
         from specdec_cli.recipe.problems import describe
 

@@ -64,9 +64,7 @@ def build(
     plan = _within_reach(plan, need.longest)
     is_open = recipe.cache.num_blocks is None and plan.device.type == "cuda"
     begin_stage("estimating memory")
-    rough = (
-        sum(estimate_passes(plan, need)) if is_open else 0
-    )  # before models leave the meta device
+    rough = sum(estimate_passes(plan, need)) if is_open else 0  # models are still on meta
     if loaded_target is not None:
         loaded_target.cache.layers.clear()
     try:

@@ -310,9 +310,7 @@ class Engine:
             or run.rounds_for(len(scheduler.running)) is not run.rounds
             or all(len(s.tokens) + 1 >= s.max_tokens for s in scheduler.running)
             or scheduler.is_short(run.k + 1)
-            or (
-                run.rounds.last_k == 0 and self._next_k(run) > 0
-            )  # the proposer's cache may lack tokens
+            or (run.rounds.last_k == 0 and self._next_k(run) > 0)  # the proposer may lag behind
         )
 
     def _read_last(self, run: Run) -> list[Emission]:

@@ -260,9 +260,7 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
     accepted, proposed = answer.accepted_per_round or [], answer.proposed_per_round or []
     tokenizer, stop, shown = job.plan.tokenizer, job.plan.params.stop, prompt.text
     of_server = answer if isinstance(answer, Sample) else answer.served
-    text = (
-        of_server.text if of_server is not None else None
-    )  # already known if a server sent no ids
+    text = of_server.text if of_server is not None else None  # set if a server sent no ids
     if not text and answer.finish_reason == "stop":
         text = text_before(tokenizer, answer.token_ids, stop)
     elif not text:

@@ -47,9 +47,7 @@ class FusedStack:
         rows of the rotary tables. enter: replaces or records each layer's input.
         """
         x, cos, sin = start
-        del (
-            start
-        )  # a reference would keep the first layer's input alive until the last layer is done
+        del start  # this reference would keep the first layer's input alive
         attend = _attention_of(batch, cos, sin, self.num_turns)
         for place, layer in enumerate(self.layers):
             x = enter(place, x)

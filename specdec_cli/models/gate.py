@@ -45,7 +45,7 @@ def check_config(config: Any, name: str) -> None:
             name,
             f"its weights are quantised, and quantization_config.quant_method is {method}",
             "use the original, unquantised checkpoint; of quantised ones, the formats "
-            f"{' and '.join(sorted(FORMATS))} work",
+            f"{' or '.join(sorted(FORMATS))} work",
         )
 
 

@@ -297,7 +297,7 @@ def test_what_was_typed_is_named_before_other_settings_that_differ(
     """A bare recipe differs from the folder's in much else."""
     result = specdec(capsys, "sweep-k", "demo-ngram", *change, "-o", whole[0], "--resume", "-q")
     refused(result, 2, "contains a sweep with different settings: ")
-    found = result.err.partition("other settings: ")[2].partition("\n")[0]
+    found = result.err.partition("different settings: ")[2].partition("\n")[0]
     first, _, others = found.partition("; others: ")
     assert told in first and len(others.split(", ")) == 4, found
     assert first.partition(" ")[0] not in others.split(", ")

@@ -254,7 +254,7 @@ def test_a_draft_of_another_target_that_lacks_weights(
         planned(target, draft, [])
     told = f"{caught.value.message} {caught.value.hint}"
     assert sizes in told and "97 tokens and a hidden size of 64" in told
-    assert "draft.share" not in told and "name another with --draft" in told
+    assert "draft.share" not in told and "name a different one with --draft" in told
 
 
 def test_a_draft_of_another_dtype_that_lacks_weights(tmp_path: Path) -> None:

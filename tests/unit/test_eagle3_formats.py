@@ -287,7 +287,7 @@ BAD_WEIGHTS: dict[str, tuple[str, Any, str]] = {
         "1 unknown tensor, first mask_hi",
     ),
     "bias": ("midlayer.self_attn.q_proj.bias", torch.zeros(48), "q_proj.bias"),
-    "twice": ("layers.0.hidden_norm.weight", torch.zeros(48), "there twice"),
+    "twice": ("layers.0.hidden_norm.weight", torch.zeros(48), "occurs twice"),
     "shape": ("midlayer.self_attn.q_proj.weight", torch.zeros(48, 48), r"\[48, 48\], and \[48, 96"),
     "features": ("fc.weight", torch.zeros(48, 96), r"\[48, 96\], and \[48, 144\] by its config"),
     "width": ("norm.weight", torch.zeros(64), r"norm.weight has shape \[64\]"),

@@ -67,7 +67,7 @@ def test_defaults_are_those_of_generate() -> None:
 @pytest.mark.parametrize(
     ("stored", "given", "words"),
     [
-        ({"no_repeat_ngram_size": 3}, {}, "not supported: no_repeat_ngram_size 3"),
+        ({"no_repeat_ngram_size": 3}, {}, "unsupported settings: no_repeat_ngram_size 3"),
         ({"do_sample": True, "min_p": 0.05}, {}, "min_p 0.05"),
         ({"bad_words_ids": [[3]], "num_beams": 4}, {}, "bad_words_ids [[3]], num_beams 4"),
         (QWEN, {"temperature": 0.9}, "values of its own: temperature 0.9"),
