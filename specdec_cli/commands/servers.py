@@ -89,7 +89,7 @@ def look_at_all(backend: ServerBackend, recipe: Recipe, servers: Named) -> list[
     if (plain := servers.plain_url) is not None:
         facts = backend.look(plain, recipe)
         if facts.k:
-            raise UsageError(f"--baseline-server: {plain} uses speculation with k = {facts.k}")
+            raise UsageError(f"--baseline-server: {plain} speculates: it has k = {facts.k}")
         backend.servers[0] = facts
     for url in servers.urls:
         _enter(backend, backend.look(url, recipe), asked)
