@@ -1,7 +1,7 @@
 """The interface between a measurement and an engine: requests go in, answers come out.
 
-Requests carry the times at which they are due (`Request.arrives_at`). A measurement's conclusions
-rest on answers alone, so it does not know which engine gave them. Imports no torch.
+Requests carry the times at which they are due (`Request.arrives_at`). A measurement uses only the
+answers, so it does not depend on the engine. Imports no torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from specdec_cli.recipe import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The figures that only a server's answer has; see `folders.records.Sample`."""
+    """Figures that only answers from servers have; see `folders.records.Sample`."""
 
     engine: EngineFacts
     num_retries: int = 0
@@ -76,7 +76,7 @@ class Finished:
 
 
 class Written(Protocol):
-    """Tokens of one request as they come; the first `num_accepted` were proposals."""
+    """Tokens of one request as they arrive; the first `num_accepted` were proposals."""
 
     @property
     def index(self) -> int: ...
@@ -137,8 +137,8 @@ class Prepared:
 class Session(Protocol):
     """Loaded models that answer requests, `batch_size` at a time. Sessions run one at a time.
 
-    weights: the target's weights, which the next session may take over. reach: the length of a text
-    past which nothing is proposed.
+    weights: the target's weights, which the next session may take over. reach: the text length
+    beyond which nothing is proposed.
     """
 
     @property
@@ -174,7 +174,7 @@ class Session(Protocol):
         ...
 
     def resized(self, batch_size: int) -> "Session":
-        """The same models with another number of requests at a time; 0 means no limit."""
+        """The same models with a different number of concurrent requests; 0 means no limit."""
         ...
 
     def forget_rounds(self) -> None:
@@ -184,10 +184,10 @@ class Session(Protocol):
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> np.ndarray:
         """The target's logits [V], fp32, after `tokens`, as passes over `width` tokens give them,
-        with the changes that `params` make: -inf for ids that cannot follow. start: the number of
-        tokens of the prompt.
+        processed as `params` asks: -inf for ids that cannot follow. start: the number of tokens of
+        the prompt.
 
-        Every rank calls this; only rank 0's logits have a meaning.
+        Every rank calls this; only rank 0's logits are valid.
         """
         ...
 
@@ -239,7 +239,7 @@ class Backend(Protocol):
         ...
 
     def peak_memory(self, plan: Prepared) -> int:
-        """The most bytes held so far."""
+        """The peak number of bytes held so far."""
         ...
 
     def free_memory(self, plan: Prepared) -> None:

@@ -103,7 +103,7 @@ class NativeSession:
 
 
 def finished(seq: Seq) -> Finished:
-    """The answer that a sequence has become."""
+    """The answer from a finished sequence."""
     assert seq.finish_reason is not None
     own: dict[str, Any] = {
         "prompt_token_ids": seq.tokens[: seq.num_prompt_tokens],
@@ -126,7 +126,7 @@ def prepare(
     recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
 ) -> Prepared:
     if (kind := recipe.engine.kind) != "native":
-        told = f"engine.kind: {kind} is for sweep-k alone, which starts servers"
+        told = f"engine.kind: {kind} is only for sweep-k, which starts servers"
         raise UsageError(told, "pass --set engine.kind=native")
     wanted = recipe if largest is None else for_engine(recipe, *largest)
     return prepared(checked(wanted, permissions))

@@ -48,7 +48,7 @@ class ForwardBatch:
 
 
 def packed_ids(spans: list[Span], shift: int = 0) -> torch.Tensor:
-    """The tokens of `spans`, with each span moved on by `shift` places: int64 [T], on the host."""
+    """The tokens of `spans`, with each span shifted by `shift` tokens: int64 [T], on the host."""
     parts = [seq.packed(start + shift, stop + shift) for seq, start, stop in spans]
     return torch.frombuffer(bytearray().join(parts), dtype=torch.int64)
 
@@ -99,11 +99,11 @@ class Rectangle:
 
     Token j of a slot is live iff the slot is active, the position is one of the model's
     0..max_len-1, and lens, if there are any, >= offset + j + margin. Other tokens are padding:
-    their keys go to the trash block, and their logits have no meaning. last_only: whether logits of
+    their keys go to the trash block, and their logits are meaningless. last_only: whether logits of
     each slot's last token are enough. first_logit: the first of a slot's tokens that needs logits.
     cached: int64 [B], tokens of each sequence that the model's cache is known to hold; a CPU does
-    not feed them again. before: int64 [B], the number of places by which each slot's length, and so
-    its tokens, are moved back.
+    not feed them again. before: int64 [B], by how many positions each slot's length, and so its
+    tokens, are moved back.
     """
 
     token_ids: torch.Tensor  # int64 [B, Q]
@@ -118,7 +118,7 @@ class Rectangle:
 
     @property
     def num_logits(self) -> int:
-        """The number of rows of logits of each slot."""
+        """The number of logit rows per slot."""
         return 1 if self.last_only else self.token_ids.shape[1] - self.first_logit
 
     def lengths(self, state: BatchState) -> torch.Tensor:
@@ -127,7 +127,7 @@ class Rectangle:
 
 
 class LiveRows(NamedTuple):
-    """The rows of a padded pass in which the outputs of a pass over live tokens belong. logits:
+    """Where the outputs of a pass over live tokens belong among the rows of a padded pass. logits:
     int64 [M], among B * `Rectangle.num_logits` rows. tokens: int64 [T], among B * Q rows."""
 
     logits: torch.Tensor
@@ -137,7 +137,7 @@ class LiveRows(NamedTuple):
 def live_batch(
     what: Rectangle, state: BatchState, block_size: int, num_ids: int
 ) -> tuple[ForwardBatch, LiveRows]:
-    """A pass over the live tokens of `what` alone, for a CPU. Ids are clamped to 0..num_ids-1."""
+    """A pass over only the live tokens of `what`, for a CPU. Ids are clamped to 0..num_ids-1."""
     batch, width = what.token_ids.shape
     lengths, active = what.lengths(state).tolist(), state.active.tolist()
     lens = None if what.lens is None else what.lens.tolist()
@@ -155,7 +155,7 @@ def live_batch(
         if lens is not None:
             count = min(count, lens[b] - what.offset - what.margin + 1)
         skip = max(0, -first, cached[b] - first)
-        # The logits of this token are not read.
+        # This token's logits are not used.
         is_unused = what.last_only and lens is not None and lens[b] == 0
         if not active[b] or count <= skip or is_unused:
             query_start.append(len(fed))

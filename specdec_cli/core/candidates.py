@@ -14,7 +14,7 @@ class Noise:
     """Uniform random numbers in [0, 1) of one round, fp32.
 
     draft: [B, K], to draw proposals. accept: [B, K], to accept proposals. sample: [B, K + 1], for
-    the token after the accepted proposals, indexed by that token's place.
+    the token after the accepted proposals, indexed by that token's position.
     """
 
     draft: Tensor
@@ -39,7 +39,7 @@ class Candidates:
     """The proposals of one round.
 
     token_ids: int64 [B, K]; -1 if the draft's logits are not finite. Entries past a sequence's
-    length are valid ids without meaning. lens: int64 [B], k_i of each sequence, 0..K. q: the
+    length are valid but meaningless ids. lens: int64 [B], k_i of each sequence, 0..K. q: the
     distributions of the proposals; None if nothing was drawn (greedy drafts, lookups), and on ranks
     other than 0.
     """
@@ -60,8 +60,8 @@ class Candidates:
 class TargetOutput:
     """The target's output for one round's proposals.
 
-    logits: [B, K + 1, V], after the last token and after each proposal; rows past k_i have no
-    meaning. features: [B, K + 1, F], the hidden states that the proposer asked for; None if it
+    logits: [B, K + 1, V], after the last token and after each proposal; rows past k_i are
+    meaningless. features: [B, K + 1, F], the hidden states that the proposer asked for; None if it
     asked for none.
     """
 
@@ -73,9 +73,9 @@ class TargetOutput:
 class Verdict:
     """The decision of one round.
 
-    token_ids: int64 [B, K + 1]: the accepted proposals, one token from the target, and entries
-    without meaning. num_accepted: int64 [B]; -1 if the target's logits are not finite, -2 if the
-    draft's are not.
+    token_ids: int64 [B, K + 1]: the accepted proposals, one token from the target, and meaningless
+    entries. num_accepted: int64 [B]; -1 if the target's logits are not finite, -2 if the draft's
+    are not.
     """
 
     token_ids: Tensor

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-# A decoder may need a few tokens of context to place spaces and to finish multi-byte characters.
+# A decoder may need a few tokens of context for spaces and multi-byte characters.
 _CONTEXT = 8
 _REPLACEMENT = "\ufffd"
 
@@ -61,7 +61,7 @@ class TextStream:
         while start > earliest and tokenizer.decode(context[start:]).startswith(_REPLACEMENT):
             start -= 1
         self._window = list(context[start:])
-        self._boundary = len(self._window)  # the window may be cut here: text up to it is whole
+        self._boundary = len(self._window)  # the window may be cut here, after a whole character
         self._shown = tokenizer.decode(self._window)
 
     def feed(self, token_id: int) -> str:
@@ -101,7 +101,7 @@ class StopFinder:
 
 
 def text_before(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, ...]) -> str:
-    """The text of a completion up to the first stop string in it, without special tokens."""
+    """A completion's text up to its first stop string, without special tokens."""
     decoder = tokenizer.finding(stop)
     text = cut_at_stop(whole := decoder.decode(token_ids), stop)
     if text == whole:

@@ -1,4 +1,4 @@
-"""Draws the proposals of one round, token by token or a block at once, from any model's logits.
+"""Draws the proposals of one round from any model's logits, token by token or a block at once.
 
 Legend: B sequences, K proposal length, V' vocabulary of the draft.
 """
@@ -26,12 +26,13 @@ Doubt = Callable[[torch.Tensor], torch.Tensor]
 class Drafting:
     """One round's drafting: its limits, and the tokens drawn so far.
 
-    k: K, the most tokens that any sequence may propose; the same in every round of a graph. caps:
-    int64 [B], the most tokens that each sequence may propose, 0..K. vocab_size: the size of the
-    target's vocabulary; draft ids past it are cut off. noise: fp32 [B, K], the random numbers for
-    the draws; None if decoding is greedy. keeps_dist: whether to keep the distributions that tokens
-    were drawn from, which a rank that verifies needs. stop, doubt: end a sequence's drafting as
-    `end_after` and `end_before` do. texts: change the logits before tokens are drawn from them.
+    k: K, the maximum tokens that any sequence may propose; the same in every round of a graph.
+    caps: int64 [B], the maximum tokens that each sequence may propose, 0..K. vocab_size: the size
+    of the target's vocabulary; draft ids past it are dropped. noise: fp32 [B, K], the random
+    numbers for the draws; None if decoding is greedy. keeps_dist: whether to keep the distributions
+    that tokens were drawn from, which a rank that verifies needs. stop, doubt: end a sequence's
+    drafting as `end_after` and `end_before` do. texts: process the logits before tokens are drawn
+    from them.
     """
 
     k: int
@@ -54,7 +55,7 @@ class Drafting:
 
     @property
     def num_drawn(self) -> int:
-        """The number of places of the block for which tokens were drawn."""
+        """The number of positions for which tokens were drawn so far."""
         return sum(tokens.shape[1] for tokens in self._tokens)
 
     @property
@@ -104,17 +105,17 @@ class Drafting:
         return self.texts.after_all(logits, drawn)
 
     def end_before(self, stops: torch.Tensor, first: int = 0) -> None:
-        """End each sequence's proposals before the first place that `stops`, bool [B, N], marks.
+        """End each sequence's proposals before the first position marked in `stops`, bool [B, N].
 
-        first: the place of the first column of `stops`. A mark may depend only on facts that are
-        known before the token of its place is drawn. Dropping a token because of its drawn value
-        would change the text.
+        first: the position of the first column of `stops`. A mark may depend only on facts known
+        before the token at its position is drawn. Dropping a token because of its drawn value would
+        change the text.
         """
         self._end(stops, first)
 
     def end_after(self, stops: torch.Tensor) -> None:
-        """End proposals after the first place that `stops`, bool [B, K], marks. Tokens after a
-        place must not decide its mark."""
+        """End proposals after the first position marked in `stops`, bool [B, K]. A mark must not
+        depend on later tokens."""
         self._end(stops, 1)
 
     def _end(self, stops: torch.Tensor, first: int) -> None:
@@ -123,7 +124,7 @@ class Drafting:
         self.lens = torch.minimum(self.lens, torch.where(stops, left, self.k).amin(dim=1))
 
     def candidates(self) -> Candidates:
-        """The proposals drawn so far, padded to K places."""
+        """The proposals drawn so far, padded to K positions."""
         if not self._tokens:
             return self.nothing()
         rest = self.k - self.num_drawn  # 0 on CUDA
@@ -138,7 +139,7 @@ class Drafting:
         return Candidates(token_ids, self.lens, q)
 
     def nothing(self) -> Candidates:
-        """Empty proposals of K places, for a rank that takes no part in drafting."""
+        """Empty proposals of K positions, for a rank without a part in drafting."""
         return Candidates(self.caps.new_zeros(len(self.caps), self.k), self.caps)
 
 

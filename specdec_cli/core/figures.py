@@ -66,7 +66,7 @@ class Record(BaseModel):
 
 
 def impossible(told: str) -> PydanticCustomError:
-    """The error that a record's own checks raise. told: the description."""
+    """The error for a record's own checks. told: the description."""
     return PydanticCustomError("impossible", "{told}", {"told": told})
 
 

@@ -99,11 +99,11 @@ class BlockAllocator:
         return len(self._used)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """The number of blocks that hold this many tokens."""
+        """The number of blocks needed for this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def missing(self, table: list[int], num_tokens: int) -> int:
-        """The number of blocks to add to `table` so that it holds this many tokens."""
+        """The number of blocks to add to `table` for it to hold this many tokens."""
         return max(0, self.blocks_for(num_tokens) - len(table))
 
     def extend(self, table: list[int], num_tokens: int) -> None:

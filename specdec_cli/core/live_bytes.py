@@ -1,4 +1,4 @@
-"""The bytes of tensors that a piece of code keeps alive at once, on any device, meta included."""
+"""Measures the peak bytes of live tensors in a piece of code, on any device, including meta."""
 
 import weakref
 from typing import Any

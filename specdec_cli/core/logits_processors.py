@@ -1,10 +1,9 @@
-"""Changes of logits before tokens are drawn: a repetition penalty, ids that are never drawn, and a
-minimum length of texts. The results equal those of transformers' logits processors of these names.
+"""Logits processors: a repetition penalty, suppressed ids, and a minimum text length. The results
+equal those of transformers' logits processors of these names.
 
-Each row of a round follows a text of its own: the sequence, and the proposals before its place.
-Logits of drafts are changed in the same way. Everything is a tensor operation, so rounds can be
-captured. Legend: B sequences, N rows of each, V vocabulary of the target, V' of the draft, at most
-V.
+Each row of a round follows its own text: the sequence and the proposals before its position. Draft
+logits are processed in the same way. Everything is a tensor operation, so rounds can be captured.
+Legend: B sequences, N rows of each, V vocabulary of the target, V' of the draft, at most V.
 """
 
 from collections.abc import Iterable
@@ -39,7 +38,7 @@ class LogitsProcessors:
     def of(
         cls, params: SamplingParams, eos_ids: Iterable[int], vocab_size: int, device: torch.device
     ) -> Self | None:
-        """The processors of a run; None if its parameters change no logits."""
+        """The processors of a run; None if its parameters ask for none."""
         if not params.changes_logits:
             return None
         suppressed, ends = torch.zeros(2, vocab_size, dtype=torch.bool)
@@ -68,7 +67,7 @@ class LogitsProcessors:
         return TextsBefore(self, seen, torch.tensor([len(tokens) - num_prompt], device=device))
 
     def take_in(self, state: BatchState, verdict: Verdict) -> None:
-        """Mark the tokens that a round decided; `state` has not been advanced yet."""
+        """Mark the decided tokens of a round; `state` has not been advanced yet."""
         if not self.reads_text:
             return
         assert state.texts is not None and state.texts.seen is not None
@@ -85,8 +84,8 @@ class LogitsProcessors:
 class TextsBefore:
     """The texts that rows of logits follow.
 
-    seen: bool [B, V + 1], the ids that each text contains, and a last column without meaning; not
-    read if there is no penalty. num_new: int64 [B], the number of output tokens of each text.
+    seen: bool [B, V + 1], the ids that each text contains, and an unused last column; not read
+    without a penalty. num_new: int64 [B], the number of output tokens of each text.
     """
 
     processors: LogitsProcessors
@@ -94,8 +93,8 @@ class TextsBefore:
     num_new: Tensor
 
     def after_each(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Changed logits, fp32 [B, N, V'], where row i follows `tokens[:, :i]`. tokens: int64 [B, N
-        - 1 or more]."""
+        """Processed logits, fp32 [B, N, V'], where row i follows `tokens[:, :i]`. tokens: int64 [B,
+        N - 1 or more]."""
         rows = range(logits.shape[1])
         seen = None
         if self.processors.reads_text:
@@ -103,8 +102,8 @@ class TextsBefore:
         return self._changed(logits, seen, 0)
 
     def after_all(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Changed logits, fp32 [B, N, V'], of the places after `tokens`, int64 [B, S]. Each row
-        follows all of these tokens and none of the rows before it, since a block is drawn at
+        """Processed logits, fp32 [B, N, V'], for the positions after `tokens`, int64 [B, S]. Each
+        row follows all of these tokens and none of the rows before it, since a block is drawn at
         once."""
         seen = self._seen_with(tokens)[:, None] if self.processors.reads_text else None
         return self._changed(logits, seen, tokens.shape[1])

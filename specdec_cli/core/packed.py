@@ -1,9 +1,9 @@
 """The inputs of padded passes over packed tokens, at fixed addresses, so that graphs can hold them.
 
 A pass's tokens are packed at the front. Padding belongs to no sequence, its keys go to the trash
-block, and its outputs mean nothing. The host writes the inputs into one of two buffers in its
-memory. The pass itself fetches them, and at its end sends the tokens that it decided to the host.
-Legend: T the most tokens, B the most sequences, MB block-table columns, W a pass's width.
+block, and its outputs are meaningless. The host writes the inputs into one of two buffers in its
+memory. The pass itself fetches them, and at its end sends its decided tokens to the host. Legend: T
+maximum tokens, B maximum sequences, MB block-table columns, W a pass's width.
 """
 
 from struct import pack_into
@@ -25,8 +25,8 @@ class PackedInputs:
     token_ids, positions: int64 [T]. query_start: int32 [B + 1], the rows at which sequences begin.
     context_lens: int32 [B], 0 for rows without a sequence. index: int64 [B], the key of each
     sequence's random numbers. seed: int64 scalar. block_tables: int32 [B, MB]; entries past a
-    sequence's blocks mean nothing. The host enters inputs with `fill`. The pass runs `fetch` first
-    and `tell` last. Then the host calls `passed`.
+    sequence's blocks are meaningless. The host writes inputs with `fill`. The pass runs `fetch`
+    first and `tell` last. Then the host calls `passed`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PackedInputs:
         def on_host(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
-        # Two buffers of each kind, since the previous pass may not have begun yet.
+        # Two buffers of each kind, because the previous pass may not have started yet.
         self._staged = on_host(2, words)
         self._told = on_host(2, num_sequences, dtype=torch.int64)
         self._pieces = [piece.numpy().data.cast("B") for piece in self._staged]
@@ -68,12 +68,12 @@ class PackedInputs:
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
     def fill(self, spans: list[Span], width: int, shift: int = 0, seed: int = 0) -> None:
-        """Enter `spans`, which have at most `width` tokens. Their ids are taken from `shift` places
+        """Enter `spans`, which have at most `width` tokens. Their ids are taken `shift` tokens
         further on. Waits until the pass before the last one has ended."""
         if self._num_ended[0] < self._num_launched - 1:
             torch.cuda.synchronize(self.device)
-        # `struct` converts a list in a third of NumPy's time. Its code is also smaller, and the
-        # processor loads code again after waiting for a pass.
+        # `struct` converts a list in a third of NumPy's time, and its code is smaller, which
+        # matters because the processor reloads code after waiting for a pass.
         held = self._pieces[self._num_launched % 2]
         of_ids, of_positions, of_starts, of_contexts, of_index, of_seed, of_tables = self._offsets
         at, ends, contexts, keys = 0, [0], [], []
@@ -156,9 +156,9 @@ def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
 
 
 def _lengths(num_tokens: int, num_sequences: int, num_columns: int) -> list[int]:
-    """The number of words of each of `_parts`. Each part begins at a multiple of 16 bytes, since
-    Triton would compile a kernel again for unaligned addresses. The sum is a multiple of 16 words,
-    so that copies use larger pieces."""
+    """The number of words of each of `_parts`. Each part starts at a multiple of 16 bytes, because
+    Triton would recompile kernels for unaligned addresses. The sum is a multiple of 16 words, so
+    that copies use larger pieces."""
     words = 2 * num_tokens, 2 * num_tokens, num_sequences + 1, num_sequences, 2 * num_sequences, 2
     lengths = [-(-count // 4) * 4 for count in words]
     tables = num_sequences * num_columns

@@ -1,7 +1,7 @@
-"""The ranks that share a model, as a value that is passed to the code that needs it.
+"""The ranks that share a model, as an explicit value passed to the code that needs it.
 
 Collectives of tensors have fixed shapes and no host wait, so CUDA graphs can hold them. Every rank
-of a group has to call them in the same order.
+of a group must call them in the same order.
 """
 
 import os
@@ -21,7 +21,7 @@ T = TypeVar("T")
 # torch 2.13 has renamed this function, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _CPU = torch.device("cpu")
-_FEW = 1 << 16  # up to this many numbers, messages dominate the time of a sum over ranks on a CPU
+_FEW = 1 << 16  # up to this many values, messages dominate the time of an all-reduce on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class TensorParallel:
         if not x.is_cpu or self.size == 2 or x.numel() > _FEW:
             dist.all_reduce(x, group=self.group)
             return x
-        # gloo's own sum passes more messages around, and takes twice as long with four ranks.
+        # gloo's own all-reduce sends more messages, and takes twice as long with four ranks.
         parts = x.new_empty(self.size * x.numel())
         _all_gather(parts, x.reshape(-1), group=self.group)
         return torch.sum(parts.view(self.size, *x.shape), 0, out=x)
@@ -68,7 +68,7 @@ class TensorParallel:
         if x.shape[-1] < most:
             x = torch.nn.functional.pad(x, (0, most - x.shape[-1]))
         rows = x.numel() // most
-        # Parts lie one below the other, since gloo takes no other layout.
+        # Stack the parts along the first dimension, the only layout that gloo supports.
         out = x.new_empty(self.size * rows, most)
         if rows:
             _all_gather(out, x.reshape(rows, most).contiguous(), group=self.group)
@@ -97,9 +97,9 @@ ALONE = TensorParallel()
 class HostMessages:
     """Numbers that rank 0 sends to the ranks of a group, from host to host.
 
-    They do not wait for devices, unlike messages over NCCL. If the group is not gloo's, the first
-    message makes a communicator, and all processes of the world have to take part in that. Every
-    rank of the group has to ask for each number.
+    They do not wait for devices, unlike messages over NCCL. If the group does not use gloo, the
+    first message creates a communicator, in which all processes of the world must take part. Every
+    rank of the group must ask for each number.
     """
 
     def __init__(self, parallel: TensorParallel) -> None:
@@ -107,7 +107,7 @@ class HostMessages:
         self._group: dist.ProcessGroup | None = None
 
     def told(self, number: int) -> int:
-        """Rank 0's number, which every rank gets."""
+        """Return rank 0's number on every rank."""
         if self._parallel.group is None:
             return number
         if self._group is None:
@@ -152,7 +152,8 @@ def make_groups(
 
 def _place(members: list[int], device: torch.device) -> TensorParallel | None:
     own = dist.get_rank() if dist.is_initialized() else 0
-    # The whole world takes part in making a communicator, also processes outside it.
+    # Every process of the world must take part in creating a communicator, even if it is not a
+    # member.
     with meeting_quietly():
         group = dist.new_group(members) if len(members) > 1 else None
     if own not in members:

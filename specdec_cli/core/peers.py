@@ -1,6 +1,6 @@
-"""Memory that the GPUs of a group read from each other, for sums and logits of some rows. NCCL sums
-up to 64 rows on two H200s in 8 to 16 us; reads over NVLink take 4 to 7 us. Either all ranks use
-this memory or none does, since their collectives have to match.
+"""Memory that the GPUs of a group can read from each other, for all-reduces and logits of few rows.
+NCCL sums up to 64 rows on two H200s in 8 to 16 us; reads over NVLink take 4 to 7 us. Either all
+ranks use this memory or none does, since their collectives must match.
 """
 
 import logging
@@ -38,7 +38,7 @@ class Shared(NamedTuple):
 def shared_memory(
     parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
 ) -> Shared | None:
-    """Shared memory for MAX_ROWS rows on every rank; every rank of the group has to call this.
+    """Shared memory for MAX_ROWS rows on every rank; every rank of the group must call this.
 
     None if the GPUs cannot read each other, or if some ranks have met in another group before.
     width: the width of the residual stream.
@@ -93,7 +93,7 @@ def _allocate(
     handle = symmetric.rendezvous(held, parallel.group)
     held.zero_()
     torch.cuda.synchronize(device)
-    parallel.gather_objects(0)  # no rank may set a flag before all flags are zero
+    parallel.gather_objects(0)  # no rank may set a flag before every rank has zeroed its flags
     starts = [handle.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(size)]
     addresses = torch.tensor(starts, dtype=torch.int64, device=device)
     return Peers(

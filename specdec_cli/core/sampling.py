@@ -1,4 +1,4 @@
-"""Samples tokens from logits, and makes the random numbers for that."""
+"""Samples tokens from logits, and generates the random numbers for it."""
 
 from enum import IntEnum
 
@@ -11,7 +11,7 @@ from specdec_cli.core.types import SamplingParams
 
 
 class Purpose(IntEnum):
-    """The purpose of a random number. It is part of the number's counter, so that no number is used
+    """The purpose of a random number. It is part of the counter, so that no random number is used
     twice."""
 
     DRAFT = 0

@@ -1,4 +1,4 @@
-"""A batch on the device: a slot for each sequence, with all state that a round reads and changes.
+"""A batch on the device: a slot for each sequence, with all state that a round reads and updates.
 
 The host's view is at most one round late. Legend: B slots, MB block-table columns.
 """
@@ -15,9 +15,8 @@ _FIELDS = 6  # int64 fields of each slot besides its tail
 
 
 def slot_counts(batch_size: int) -> list[int]:
-    """The numbers of slots for which rounds are captured, each a quarter of the next. At the end of
-    a run few sequences are left, so small numbers pay off. More numbers would take long to
-    compile."""
+    """The numbers of slots for which rounds are captured, each a quarter of the next. Few sequences
+    are left at the end of a run, so small sizes pay off. More sizes would take long to compile."""
     counts = [batch_size]
     while counts[0] > 1:
         counts.insert(0, -(-counts[0] // 4))
@@ -29,7 +28,7 @@ class Texts:
     """The tokens of sequences, for proposers that look them up, and for penalties; rounds append to
     them. Tensors are never reallocated, so graphs can hold them.
 
-    tokens: int32 [R, L]. Entries after a sequence's tokens have no meaning. seen: bool [R, V + 1],
+    tokens: int32 [R, L]. Entries after a sequence's tokens are meaningless. seen: bool [R, V + 1],
     the ids that each text contains, and a column without meaning; None while no run has a penalty.
     """
 
@@ -42,7 +41,7 @@ class Texts:
         return cls(torch.zeros(num_rows, num_tokens, dtype=torch.int32, device=device))
 
     def mark(self, num_ids: int) -> None:
-        """From now on, mark the ids that each text contains. num_ids: the size of the
+        """Mark the ids that each text contains, from now on. num_ids: the size of the
         vocabulary."""
         if self.seen is None:
             shape = len(self.tokens), num_ids + 1

@@ -1,7 +1,7 @@
 """The process between a command and its ranks: it imports their packages once and forks them.
 
 A rank then starts in a tenth of a second instead of four seconds. The agent waits for all ranks and
-writes down their ends in order; the first end is the cause. The module is run as a file.
+records their ends in order; the first end is the cause. The module is run as a file.
 """
 
 import atexit
@@ -48,7 +48,7 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    import ctypes  # imported here, since help alone does not need it
+    import ctypes  # imported here, because --help does not need it
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # the parent was gone before the call
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
         # The ranks will meet the same error and report it.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    gc.freeze()  # a collection in a rank would also copy the memory that ranks share
+    gc.freeze()  # a garbage collection in a rank would also copy shared memory pages
     gc.enable()
 
     ranks: dict[int, int] = {}  # ranks by process id

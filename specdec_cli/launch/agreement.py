@@ -12,8 +12,9 @@ _PATIENCE_S = 10.0  # time in which the other ranks may fail as well
 
 class Agreement:
     """Tells each rank the outcome of a step on the other ranks. All ranks create it at the same
-    place. It has its own process group: a rank that failed must not meet the others inside a
-    model's collective. patience_s: seconds that a rank whose step succeeded waits for the others.
+    point in the program. It has its own process group: a rank that failed must not meet the others
+    inside a model's collective. patience_s: seconds that a rank whose step succeeded waits for the
+    others.
     """
 
     def __init__(self, world_size: int, patience_s: float) -> None:
@@ -58,7 +59,7 @@ class Agreement:
         return [found.tolist() for found in rows]
 
     def _are_together(self) -> bool:
-        """True if all ranks have begun the same collectives in every group."""
+        """True if all ranks have started the same collectives in every group."""
         rows = self._gather(list(self._places()))
         inner = {row[1] for row in rows} - {-1}
         return len({row[0] for row in rows}) == 1 and len(inner) <= 1

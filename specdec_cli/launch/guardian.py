@@ -28,7 +28,7 @@ def main(mark: str, seconds: str, *command: str) -> int:
     libc, own = ctypes.CDLL(None), os.getpid()
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def tied() -> None:  # the command's first process also dies with this one
+    def tied() -> None:  # the command's first process dies with this one
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != own:
             os._exit(1)
@@ -36,7 +36,7 @@ def main(mark: str, seconds: str, *command: str) -> int:
             signal.signal(number, signal.SIG_DFL)
 
     for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)  # only the parent's end or its word counts
+        signal.signal(number, signal.SIG_IGN)  # only the parent's end or request counts
     try:
         child = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""A rank's heartbeat. It shows whether the main thread moves, and why it waits.
+"""A rank's heartbeat. It shows whether the main thread makes progress, and why it waits.
 
 A second thread looks at the main thread's stack. The rank moves if the stack changed or a step was
 counted. While models load, the rank also moves if bytes were read, so that a long load does not
@@ -95,7 +95,7 @@ class Heartbeat:
         self, rank: int, on_beat: Callable[[Beat], None], on_stop: Callable[[int], None]
     ) -> None:
         self.steps = 0
-        self.state: str | None = None  # overrides the state that the stack shows
+        self.state: str | None = None  # overrides the state derived from the stack
         self.ready = False
         self._rank = rank
         self._on_beat = on_beat
@@ -235,5 +235,5 @@ class PeerWatch:
 
 
 def _here(beat: Beat, came: float) -> Beat:
-    """The beat with its times on this host's clock."""
+    """The beat, with its times converted to this host's clock."""
     return replace(beat, at=came, moved_at=came - (beat.at - beat.moved_at))

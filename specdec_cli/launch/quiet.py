@@ -1,4 +1,4 @@
-"""Keeps stderr silent while ranks meet, since exceptions report failures."""
+"""Keeps stderr silent while ranks connect, because exceptions report failures."""
 
 import os
 from collections.abc import Iterator

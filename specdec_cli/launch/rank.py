@@ -1,4 +1,4 @@
-"""One rank among several: its silence, its heartbeat and the report of its end.
+"""One rank among several: its silenced output, its heartbeat and the report of its end.
 
 A rank that `specdec` started reports to its parent through the run's folder. A rank that torchrun
 or srun started reports to rank 0 through the store that all ranks share; rank 0 tells the user.
@@ -206,7 +206,7 @@ def _said_nothing(rank: int) -> Report:
 
 
 def how_it_ended(error: BaseException | None, code: int, *, failed: bool) -> End:
-    """The kind of end that a command's exception and exit code stand for."""
+    """The kind of end, from a command's exception and exit code."""
     if not failed:
         return End.DONE
     if isinstance(error, PeersMissing) or (error is not None and is_lost_peers(error)):

@@ -63,7 +63,7 @@ def _start(
     program: Sequence[str], num_ranks: int, folder: Path, environ: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     arguments = [str(os.getpid()), str(folder), str(num_ranks), *program]
-    # -P: a file in the current folder could have the name of a module.
+    # -P: a file in the current folder could shadow a module.
     command = [sys.executable, "-P", str(Path(agent.__file__)), *arguments]
     env = {**environ, seat.FOLDER: str(folder)}
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & env.keys():
@@ -120,7 +120,7 @@ def _watch(
 
 
 def _failures(folder: Path, reports: Mapping[int, Report], exits: Sequence[Exit]) -> list[Report]:
-    """Reports of failed ranks, and reports written here for ranks that ended without a report."""
+    """The reports of failed ranks, including reports made here for ranks that ended without one."""
     found = []
     for report in reports.values():
         if (

@@ -1,4 +1,4 @@
-"""Reports of how ranks ended, and the choice of the root cause. Imports nothing heavy."""
+"""Reports on how ranks ended, and the search for the root cause. Imports nothing heavy."""
 
 import json
 import os

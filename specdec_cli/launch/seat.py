@@ -10,7 +10,7 @@ from specdec_cli.errors import UsageError
 FOLDER = "SPECDEC_RANKS_FOLDER"  # set by `launch.ranks` for the ranks that it starts
 THREADS = "SPECDEC_RANK_THREADS"
 
-_FIRST_PORT, _NUM_PORTS = 10000, 20000  # below the ports that systems assign by themselves
+_FIRST_PORT, _NUM_PORTS = 10000, 20000  # below the ports that systems assign automatically
 _SLURM_STEP = (
     "SLURM_STEP_ID",
     "SLURM_STEP_NUM_TASKS",

@@ -1,9 +1,9 @@
 """The number of torch's threads on a CPU, and the number of spins for which they wait for each
 other. libgomp reads the spins when it is loaded.
 
-A product of a small model takes less time than it takes to wake a thread, so threads spin between
-products. Beside other work, a thread that spins uses up its turn and then waits for a processor,
-and every product waits for this thread: tokens take five or even fifty times as long
+A matmul of a small model takes less time than waking a thread, so threads spin between matmuls. If
+other programs run, a spinning thread uses up its time slice and then waits for a processor, and
+every matmul waits for this thread: tokens take five or even fifty times as long
 (docs/performance.md, CPU). On a quiet machine, few spins cost a tenth of the speed. So both numbers
 depend on the processors that other work used while this process started.
 """
@@ -22,7 +22,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ALONE, _CROWDED = 20_000, 100  # spins; libgomp's own default is 300,000
 _OTHERS = 0.3  # processors that other work may take from torch's threads
 _UNSURE = 0.1  # error of the measured use, in processors
-_WINDOW = 0.25  # the least seconds over which other work is measured
+_WINDOW = 0.25  # minimum seconds over which other work is measured
 
 
 class Use(NamedTuple):
@@ -59,7 +59,7 @@ def others() -> float | None:
     if _BEGAN is None:
         return None
     while time.monotonic() < _BEGAN.clock + _WINDOW:
-        pass  # a process that sleeps would not be seen to lack its share
+        pass  # a sleeping process would not show that it lacks its share
     now = in_use()
     return None if now is None else used_by_others(_BEGAN, now)
 
@@ -89,8 +89,8 @@ def chosen_threads() -> int | None:
 def threads_beside(use: float, cores: int) -> int:
     """The number of threads if other work uses `use` of `cores` processors.
 
-    This is the number of free processors if at least half are free. Beside more work it is `cores`,
-    since many threads get more of the processors than few.
+    This is the number of free processors if at least half are free. With more other work it is
+    `cores`, because many threads get more processor time than few.
     """
     leaves_half = use <= cores / 2 + _UNSURE
     return max(1, round(cores - use)) if _OTHERS < use and leaves_half else cores
@@ -102,7 +102,7 @@ def spins_for(use: float, threads: int, cores: int) -> int:
 
 
 def told(threads: int) -> str:
-    """The spins in words, for the record of a run's environment."""
+    """A description of the spins for the record of a run's environment."""
     if threads == 1:
         return "none: one thread"
     set_ones = [f"{name}={os.environ[name]}" for name in (_POLICY, SPINS) if name in os.environ]

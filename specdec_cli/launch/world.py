@@ -22,13 +22,13 @@ T = TypeVar("T")
 # first.
 _PAST_TIMEOUT_S = 5.0
 _LONG_S = 24 * 3600.0
-# No machine has more GPUs. Each rank is a process, and too many of them stop a machine.
+# No machine has more GPUs. Each rank is a process, and too many processes overload a machine.
 _MOST_RANKS = 64
 
 
 @dataclass(slots=True)
 class Place:
-    """The way in which this process was started.
+    """How this process was started.
 
     program: the module and the arguments that start it again. seat: its place among ranks; None
     unless torchrun, srun or another `specdec` started it. rank: this process as a rank; None for a
@@ -43,11 +43,11 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """True in the one process that does the work for which a single process is enough."""
+        """True in the one process that does work needed only once."""
         return self.seat is None or self.seat.rank == 0
 
     def must_start(self, num_ranks: int) -> bool:
-        """True if this process has to start ranks instead of running the command itself.
+        """True if this process must start ranks instead of running the command itself.
 
         Raises `UsageError` for more ranks than a machine can have.
         """
@@ -150,7 +150,7 @@ class World:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Wraps writes of output whose reader, such as a pager, may keep this rank waiting."""
+        """Wrap writes of output whose reader, such as a pager, may keep this rank waiting."""
         if self._rank is None:
             yield
             return
@@ -166,8 +166,8 @@ def join(place: Place, num_ranks: int, *, device: str, timeout_s: float) -> Iter
     """Join `num_ranks` ranks and, if there are several, initialise torch.distributed.
 
     device: `run.device`. NCCL connects GPUs, one per rank, and gloo CPUs. At the end of the block
-    every rank waits for the others; after an exception no rank waits. Raises `UsageError` if
-    another number of ranks was started, `SetupError` if there are too few GPUs or ranks do not
+    every rank waits for the others; after an exception no rank waits. Raises `UsageError` if a
+    different number of ranks was started, `SetupError` if there are too few GPUs or ranks do not
     meet.
     """
     rank, seat = place.rank, place.seat
@@ -206,7 +206,7 @@ def _device(seat: Seat, wanted: str) -> str:
 
     if ":" in wanted:
         raise UsageError(
-            f"run.device: {wanted} is one device; {seat.size} ranks need one each",
+            f"run.device: {wanted} is a single device, but {seat.size} ranks need one each",
             "use cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs",
         )
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -216,7 +216,7 @@ def _device(seat: Seat, wanted: str) -> str:
     index = 0 if count == 1 and seat.started_by == "srun" else seat.local_rank
     if index >= count:
         raise TooFewGPUsError(
-            f"{seat.local_size} ranks need as many GPUs; this machine has {count}",
+            f"{seat.local_size} ranks need as many GPUs, but this machine has {count}",
             "use fewer ranks (--target-tp), or --device cpu",
         )
     torch.cuda.set_device(index)
@@ -233,7 +233,7 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
     os.environ |= {  # torchrun's names; srun uses other names
         "RANK": str(seat.rank),
         "WORLD_SIZE": str(seat.size),
-        "LOCAL_RANK": str(local_rank),  # it is also the index of the GPU
+        "LOCAL_RANK": str(local_rank),  # also the index of the GPU
         "LOCAL_WORLD_SIZE": str(seat.local_size),
         "MASTER_ADDR": seat.address,
         "MASTER_PORT": str(seat.port),

@@ -44,7 +44,7 @@ def check_config(config: Any, name: str) -> None:
         raise Unsupported(
             name,
             f"its weights are quantised, and quantization_config.quant_method is {method}",
-            "use the original, unquantised checkpoint; of quantised ones, the formats "
+            "use the original, unquantised checkpoint; of quantised ones, those stored as "
             f"{' or '.join(sorted(FORMATS))} work",
         )
 

@@ -31,7 +31,7 @@ class Rounds:
 
 
 def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool) -> bool:
-    """True if details contradict neither themselves nor the text.
+    """True if details are consistent with each other and with the text.
 
     tokens_after_first: the number of tokens after the first chunk, which prefill writes. may_skip:
     whether rounds may propose nothing, so that a text may have more tokens than the counted rounds
@@ -118,8 +118,8 @@ def rounds_by_details(answer: Answer, k: int, *, may_skip: bool) -> Rounds | str
 def all_rounds(
     answers: Sequence[Answer], counted: Counted | str | None, k: int, *, may_skip: bool
 ) -> tuple[Source | None, list[Rounds], Counted | None, set[str]]:
-    """The source of acceptance, each answer's rounds, the counts of all answers together, and codes
-    of warnings.
+    """The source of acceptance data, each answer's rounds, the total counts of all answers, and
+    warning codes.
 
     counted: the counts from the server's counters, or a warning's code if they are unknown; None
     without counters.

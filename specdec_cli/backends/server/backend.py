@@ -1,4 +1,4 @@
-"""Servers as a backend. Here a recipe needs only a tokenizer.
+"""Servers as a backend, for which a recipe needs only a tokenizer.
 
 Functions import tokenizers when they need them.
 """
@@ -31,7 +31,7 @@ _SAY_S = 30.0  # seconds between lines about a server that is starting
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """The device of a run that computes nothing itself."""
+    """The device of a run without computation of its own."""
 
     type: str = "elsewhere"
 
@@ -53,7 +53,7 @@ class ServerBackend:
         self.notices: list[Notice] = []
         self._permissions = Permissions()
         self._process: Process | None = None
-        self._unknown: list[str] = []  # flags that this version of the server does not know
+        self._unknown: list[str] = []  # flags unknown to this version of the server
 
     def __enter__(self) -> "ServerBackend":
         return self
@@ -230,11 +230,11 @@ class ServerBackend:
         return 0
 
     def free_memory(self, plan: Prepared) -> None:
-        """Do nothing: the memory is the server's."""
+        """Do nothing, because the memory is the server's."""
 
 
 def _refuse_unsent(facts: ServerFacts, recipe: Recipe) -> None:
-    """Raise `UsageError` for sampling that a server's requests cannot ask for."""
+    """Raise `UsageError` for sampling settings that the server does not support."""
     unsent = ["suppress_tokens"]
     if facts.kind == "openai":
         unsent += ["top_k", "repetition_penalty", "min_new_tokens", "ignore_eos"]

@@ -1,6 +1,6 @@
 """The client sends each request when it is due and there is room, and reads the answers.
 
-It measures times on its own clock, the same for all requests of a run. It knows no dialect.
+It measures times on its own clock, the same for all requests of a run. Dialects are elsewhere.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Answer:
     """The outcome of one request. chunks: the time and the number of new tokens of each chunk that
     holds text or tokens. sent: the time at which the request could be sent. began: the start of the
     attempt that was answered. error: the reason if there is no usable answer; otherwise None.
-    lost_tokens: tokens that earlier attempts may have made."""
+    lost_tokens: tokens that failed attempts may have generated."""
 
     request: Request
     due: float
@@ -172,14 +172,14 @@ class Client:
                     await asyncio.sleep(wait)
                 answer.sent = time.perf_counter()
                 group.create_task(one(answer))
-                await asyncio.sleep(0)  # answers get their turn even if requests are late
+                await asyncio.sleep(0)  # let answers be read even if requests are late
 
         async with asyncio.TaskGroup() as group:
             sender = group.create_task(send(group))
         return answers
 
     async def _ask(self, answer: Answer) -> None:
-        """Ask until there is an answer, or no attempt is left."""
+        """Send the request until it is answered or no attempt is left."""
         limits, most_new = self.limits, self.params.max_new_tokens
         for attempt in range(limits.retries + 1):
             answer.reading, answer.chunks, answer.num_retries = Reading(), [], attempt
@@ -251,7 +251,7 @@ class Client:
 
 
 def _changed_prompt(answer: Answer) -> str | None:
-    """An error if the server read another prompt than was sent."""
+    """An error if the server read a different prompt from the one sent."""
     sent, read = list(answer.request.token_ids), answer.reading.prompt_token_ids
     count = answer.reading.num_prompt_tokens if read is None else len(read)
     if count is not None and count != len(sent):

@@ -1,4 +1,4 @@
-"""A server's counters: the counts between two readings, or the reason why they are unknown."""
+"""A server's counters: how much they rose between two readings, or why that is unknown."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Scrape:
 
 
 def has_reset(before: Scrape, after: Scrape) -> bool:
-    """True if a counter fell, is gone, or was created anew."""
+    """True if a counter fell, disappeared, or was recreated."""
     return any(
         (now := after.values.get(series)) is None
         or now < was
@@ -76,8 +76,8 @@ def has_reset(before: Scrape, after: Scrape) -> bool:
 def difference(before: Scrape, after: Scrape, k: int, tokens: int, most_more: int) -> Counted | str:
     """The counts of a run, or the code of the reason why they are unknown.
 
-    tokens: the output tokens of our requests. most_more: the most further tokens that the server
-    may have made for us.
+    tokens: the output tokens of our requests. most_more: the maximum number of additional tokens
+    that the server may have generated for us.
     """
     if has_reset(before, after):
         return RESET

@@ -21,7 +21,7 @@ _UNREACHED = "check that it is up, its host and its port; sweep-k --serve vllm s
 def address(text: str, option: str) -> str:
     """The address of a server, without a path. Raises `UsageError` for any other text."""
     _, at, host = text.strip().rpartition("@")
-    if at:  # what comes before it may be a password, and is not repeated
+    if at:  # the part before it may be a password, so do not repeat it
         raise UsageError(
             f"{option}: the address of {one_line(host)} has a user or a password in it",
             "leave it out; the key is taken from OPENAI_API_KEY",

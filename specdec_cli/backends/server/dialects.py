@@ -23,7 +23,7 @@ class Broken(Exception):
 
 
 class Refused(Exception):
-    """A failure that further attempts would repeat."""
+    """A failure that would occur again at every attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """A server's account of the rounds of one request, unchecked.
+    """A server's report on the rounds of one request, unchecked.
 
     histogram: the number of rounds by accepted proposals. accepted, proposed: the numbers of tokens
     that each round accepted and proposed, in order; None if the server does not report them.
@@ -61,7 +61,7 @@ class Details:
 
 @dataclass(slots=True)
 class Reading:
-    """The answer that one attempt has read so far. usage: the number of output tokens, as the
+    """The part of an answer read so far in one attempt. usage: the number of output tokens, as the
     server counts them."""
 
     token_ids: list[int] = field(default_factory=list)

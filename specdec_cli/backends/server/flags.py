@@ -1,4 +1,4 @@
-"""The commands that start servers: they express a recipe in the words of vLLM or SGLang."""
+"""The commands that start servers: they express a recipe in vLLM's or SGLang's flags."""
 
 import json
 import re
@@ -26,7 +26,7 @@ _BOTH_FROM_RULE = {"rejection": None, "block": "block", "synthetic": "synthetic"
 @dataclass(frozen=True, slots=True)
 class Command:
     """A command that starts a server. launch: its first words. flags: our flags, each with its
-    values. args: the user's words."""
+    values. args: the user's arguments."""
 
     launch: tuple[str, ...]
     flags: list[tuple[str, ...]]
@@ -58,8 +58,8 @@ def model_words(section: ModelSection) -> str:
 
 
 def _has_no_tokenizer(section: ModelSection) -> bool:
-    """True if a model is a mere shape, without a tokenizer; servers then take prompts as token
-    ids."""
+    """True if a model folder has only a config, without a tokenizer; servers then take prompts as
+    token ids."""
     from specdec_cli.models.resolve import local_place
     from specdec_cli.models.tokenizer import has_tokenizer
 

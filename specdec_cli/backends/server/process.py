@@ -18,7 +18,7 @@ from specdec_cli.text import inert
 HOST = "127.0.0.1"
 _LAST_LINES = 5
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
-_SLACK_S = 20.0  # further time, after the stop's own limit, for killed processes to end
+_SLACK_S = 20.0  # additional time, after the stop's own limit, for killed processes to end
 
 
 _NOT_FOUND = 127  # the exit code of shells and of our guardian
@@ -41,7 +41,7 @@ class Process:
         self._stop_timeout_s = stop_timeout_s
         self.code: int | None = None
         mark = secrets.token_hex(8)
-        # -P: a file in the current folder could have the name of a module.
+        # -P: a file in the current folder could shadow a module.
         command = [sys.executable, "-P", str(Path(guardian.__file__)), mark, str(stop_timeout_s)]
         with log.open("ab") as file:
             self._guardian = subprocess.Popen(

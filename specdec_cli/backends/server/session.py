@@ -22,7 +22,7 @@ from specdec_cli.core.types import Arrivals, Request, SamplingParams
 
 DIALECTS: Mapping[str, Dialect] = {one.kind: one for one in (Vllm(), Sglang(), OpenAI())}
 _SCRAPES = 20
-_LAGGING = 128  # with more requests under way, counters may move after the answers came
+_LAGGING = 128  # with more concurrent requests, counters may still rise after the answers arrive
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class Line:
         self._runner.close()
 
     async def _closed(self) -> None:
-        # An interruption leaves requests under way, which would go on without their connections.
+        # After an interruption, requests are still under way; close their connections so that they
+        # end.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
