@@ -1,6 +1,6 @@
 """The `specdec` command: registers commands and turns every outcome into an exit code.
 
-Does not know what a command does. Imports nothing heavy, so that help is quick.
+Commands are implemented elsewhere. Imports nothing heavy, so that help is quick.
 """
 
 import atexit

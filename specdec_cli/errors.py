@@ -1,7 +1,7 @@
 """The errors that a user can cause, each with the contract's exit code, and warnings.
 
-Does not know how errors are shown: `app.main` turns an error into a line on stderr, or into the
-JSON error document under `--json`; warnings stand in the documents' `warnings`.
+`app.main` shows an error as a line on stderr, or as the JSON error document under `--json`;
+warnings are in the documents' `warnings`.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -1,6 +1,6 @@
 """Escapes foreign text for terminals, and shortens messages and values.
 
-Does not know who prints the text, or where.
+Printing is left to the callers.
 """
 
 import json

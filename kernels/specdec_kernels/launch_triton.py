@@ -22,8 +22,8 @@ from specdec_kernels.gpu import gpu_of
 
 COUNTERS = 1 << 16
 EPOCHS = 1 << 14
-# The interpreter runs one program at a time and knows no inline assembly. Its 16-bit matmuls are
-# unreliable.
+# The interpreter runs one program at a time and does not support inline assembly. Its 16-bit
+# matmuls are unreliable.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _kept: dict[tuple[str, torch.device], Tensor] = {}
 

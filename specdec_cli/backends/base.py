@@ -230,8 +230,8 @@ class Backend(Protocol):
         session: Session,
         on_stage: Callable[[str], None],
     ) -> Session | None:
-        """A session with another draft over the target of `session`, which stays usable; None if
-        memory does not suffice."""
+        """Open a session with a different draft on the target of `session`, which stays usable;
+        None if memory does not suffice."""
         ...
 
     def environment(self, plan: Prepared) -> dict[str, Any]:

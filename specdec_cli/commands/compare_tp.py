@@ -55,8 +55,8 @@ def compare_tp(
 ) -> None:
     """Find the number of the target's ranks on which the draft is fastest.
 
-    Each pair of degrees runs in processes of its own, with k = 0 beside it. A pair that fails does
-    not end the others. Without a recipe the bundled demo pair runs.
+    Each pair of degrees runs in its own processes, together with k = 0. A pair that fails does not
+    end the others. Without a recipe the bundled demo pair runs.
     """
     import tempfile
 

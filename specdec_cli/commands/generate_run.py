@@ -297,7 +297,7 @@ def _remarks(job: Job) -> list[str]:
     found = [f"{rule} acceptance: {plan.remark}"] if plan.remark is not None else []
     random = plan.random_roles
     if "target" in random:
-        found.append("random weights: the text means nothing")
+        found.append("random weights: the text is meaningless")
     elif random and plan.remark is None:
-        found.append("random draft weights: the acceptance means nothing")
+        found.append("random draft weights: the acceptance is meaningless")
     return [*found, *(reading.told for reading in plan.readings)]

@@ -1,8 +1,7 @@
 """The options that commands share, and how they become a recipe.
 
-This module knows the names of options and the dotted keys that they set. It does not know which
-values are allowed: the recipe's schema checks them. Imports nothing heavy, since `specdec --help`
-imports this module.
+This module maps option names to the dotted keys that they set. The recipe's schema checks the
+values. Imports nothing heavy, since `specdec --help` imports this module.
 """
 
 import inspect

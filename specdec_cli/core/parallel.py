@@ -113,7 +113,7 @@ class HostMessages:
         if self._group is None:
             self._group = self._parallel.group
             if dist.get_backend(self._group) != "gloo":
-                assert self._parallel.size == dist.get_world_size(), "every process has to join"
+                assert self._parallel.size == dist.get_world_size(), "every process must join"
                 with meeting_quietly():
                     self._group = dist.new_group(backend="gloo")
         row = torch.tensor([number])

@@ -40,8 +40,8 @@ def shared_memory(
 ) -> Shared | None:
     """Shared memory for MAX_ROWS rows on every rank; every rank of the group must call this.
 
-    None if the GPUs cannot read each other, or if some ranks have met in another group before.
-    width: the width of the residual stream.
+    None if the GPUs cannot read each other, or if some ranks have connected in a different group
+    before. width: the width of the residual stream.
     """
     if parallel.size == 1 or parallel.device.type != "cuda":
         return None

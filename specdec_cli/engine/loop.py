@@ -85,7 +85,7 @@ class Engine:
         return RoundCache(self.allocator, self.batch_size, self.is_captured, self.runs_ahead)
 
     def with_batch_size(self, batch_size: int) -> "Engine":
-        """The same models, caches and allocator with another number of slots."""
+        """The same models, caches and allocator, with a different number of slots."""
         if batch_size == self.batch_size:
             return self
         other = copy(self)

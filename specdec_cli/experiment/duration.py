@@ -160,7 +160,7 @@ class DurationEstimate:
         return prefill + rounds / min(key.batch_size, num_prompts) * self.round_seconds(key)
 
     def point_seconds(self, key: Key, num_prompts: int, most_warm_up: int | None = None) -> float:
-        """The seconds of a point's warm-up and repeats. most_warm_up: the most new tokens of the
+        """The seconds of a point's warm-up and repeats. most_warm_up: the maximum new tokens in the
         warm-up."""
         run, params = self._plan.recipe.run, self._plan.params
         most = min(most_warm_up or params.max_new_tokens, params.max_new_tokens)

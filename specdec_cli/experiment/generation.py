@@ -1,6 +1,6 @@
 """The text side of a run: turns prompts into requests, and answers into outputs.
 
-Knows nothing of terminals.
+Output to terminals is elsewhere.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""`profile-blocks`: measured or estimated memory of every rank, and what follows from it.
+"""`profile-blocks`: measured or estimated memory of every rank, and conclusions from it.
 
 The answers are in the user's terms: tokens, sequences, advice for a batch that does not fit, and
-the draft's cost. Knows the contract's JSON names; knows nothing of terminals.
+the draft's cost. The JSON names are the contract's.
 """
 
 import functools

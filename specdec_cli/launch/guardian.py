@@ -1,10 +1,10 @@
 """The process between a command and its server, which ends all of the server's processes.
 
-`python -P guardian.py MARK SECONDS COMMAND...` runs a command in a session of its own. A line on
-standard input, or the end of standard input, asks for the stop. The process group gets SIGTERM, and
-SIGKILL after SECONDS. Then every process that is left is killed: descendants, and processes with
-MARK in their environment. The exit code goes to standard output at once. Imports nothing of ours,
-since it runs as a file; Linux only.
+`python -P guardian.py MARK SECONDS COMMAND...` runs a command in its own session. A line on
+standard input, or its end, requests the stop. The process group gets SIGTERM, and SIGKILL after
+SECONDS. Then every process that is left is killed: descendants, and processes with MARK in their
+environment. The exit code goes to standard output at once. Imports nothing of ours, since it runs
+as a file; Linux only.
 """
 
 import contextlib

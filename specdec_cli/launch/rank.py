@@ -62,8 +62,8 @@ class Rank:
         return self.seat.folder is None and self.seat.rank == 0
 
     def end(self, report: Report) -> Report | None:
-        """Report the end of this rank. Returns the report that this rank has to show to the user,
-        if any."""
+        """Report the end of this rank. Return the report that this rank must show to the user, if
+        any."""
         self.heartbeat.stop()
         return self._tell(report)
 

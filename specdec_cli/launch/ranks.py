@@ -71,7 +71,8 @@ def _start(
         env[seat.THREADS] = str(max(1, threads // num_ranks))
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        # A session of its own: a terminal's Ctrl-C reaches only us, and we end the ranks.
+        # Use a separate session: a terminal's Ctrl-C reaches only this process, which ends the
+        # ranks.
         return subprocess.Popen(command, env=env, start_new_session=True)
     except OSError as problem:
         raise SetupError(f"cannot start {num_ranks} ranks: {problem.strerror}") from problem

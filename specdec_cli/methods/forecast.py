@@ -170,7 +170,7 @@ class _Replay:
             span, rows = Span(last, start, min(start + chunk, stop)), None
             if self.proposer.feature_layers:
                 rows = self.teacher.target.forward([span], [0]).hidden
-                assert rows is not None, "the target has to return hidden states"
+                assert rows is not None, "the target must return hidden states"
                 held = rows if self.features is None else torch.cat((self.features, rows))
                 self.features, self.fed = held[-kept:], span.stop
             if is_paged:

@@ -25,7 +25,7 @@ class ChainedModules(Proposer):
         self.chain, self.feature_layers, self.max_len = chain, feature_layers, max_len
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
-        assert features is not None, "the target has to return hidden states"
+        assert features is not None, "the target must return hidden states"
         self.chain.prefill(spans, features)
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
@@ -48,7 +48,7 @@ class ChainedModules(Proposer):
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
         """Write the rows that the decided tokens complete. Module i's rows are i positions further
         back."""
-        assert target.features is not None, "the target has to return hidden states"
+        assert target.features is not None, "the target must return hidden states"
         inputs, accepted = target.features, verdict.num_accepted
         for index, one in enumerate(self.chain.heads):
             before = one.head.fed_back(one.carried(state))[:, None]

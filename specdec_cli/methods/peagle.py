@@ -73,7 +73,7 @@ class PEagle(HeadProposer):
         has no pass, so run one here: otherwise waiting rows would accumulate."""
         if self.head is None:
             return
-        assert target.features is not None, "the target has to return hidden states"
+        assert target.features is not None, "the target must return hidden states"
         if verdict.token_ids.shape[1] == 1:
             self._passed(self.head, state, verdict.num_accepted, 0)
         self.head.keep(state, target.features, verdict.num_accepted)

@@ -34,7 +34,7 @@ class HeadProposer(Proposer):
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Write the rows of prompt tokens, whose following tokens are also in the prompt."""
         if self.head is not None:
-            assert features is not None, "the target has to return hidden states"
+            assert features is not None, "the target must return hidden states"
             self.head.prefill(spans, features)
 
     def written(
@@ -44,7 +44,7 @@ class HeadProposer(Proposer):
         round. Returns all B * (K + 1) rows; None without a head."""
         if self.head is None:
             return None
-        assert target.features is not None, "the target has to return hidden states"
+        assert target.features is not None, "the target must return hidden states"
         rows = Rectangle(verdict.token_ids, verdict.num_accepted, -1, 1, self.max_len, False)
         return self.head.forward_slots(rows, state, target.features, fused=False)
 

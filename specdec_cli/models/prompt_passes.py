@@ -62,9 +62,9 @@ Body = Callable[[ForwardBatch, Any, Tensor | None], Results]
 class PromptGraphs:
     """The passes over prompts of an engine's models, and the memory that their graphs share.
 
-    num_tokens: the most tokens of a padded pass; longer passes are not padded; 0 for no padding at
-    all. num_columns: columns of the block tables. is_captured: whether padded passes are captured;
-    tests run them without graphs.
+    num_tokens: the maximum tokens of a padded pass; longer passes are not padded; 0 for no padding
+    at all. num_columns: columns of the block tables. is_captured: whether padded passes are
+    captured; tests run them without graphs.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class PromptGraphs:
         self._stream: torch.cuda.Stream | None = None
 
     def of(self, body: Body, block_size: int, most: int = WIDTHS[-1]) -> "PromptPasses":
-        """The passes of one model, over a cache with blocks of this size. most: the most tokens of
-        a pass."""
+        """The passes of one model, over a cache with blocks of this size. most: the maximum tokens
+        of a pass."""
         sizes = min(most, self.num_tokens), self.num_sequences, self.num_columns
         self._passes.append(PromptPasses(self, body, PackedInputs(*sizes, block_size, self.device)))
         return self._passes[-1]

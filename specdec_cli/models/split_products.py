@@ -1,4 +1,4 @@
-"""Products of fused layers whose weights are split over ranks; every rank gets the whole result."""
+"""Matmuls of fused layers whose weights are split over ranks; every rank gets the whole result."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -16,8 +16,8 @@ _OF_MLP = 1  # the place for sums at the end of a layer
 
 @dataclass(frozen=True, slots=True)
 class SplitProducts:
-    """Products of one model that ranks share. vocab_size: V of the whole head. shared: None if the
-    ranks share no memory. nothing: zeros [1, N], as wide as the residual stream."""
+    """The split matmuls of one model. vocab_size: V of the whole head. shared: None if the ranks
+    share no memory. nothing: zeros [1, N], as wide as the residual stream."""
 
     parallel: TensorParallel
     vocab_size: int
@@ -28,7 +28,7 @@ class SplitProducts:
     def over(
         cls, parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
     ) -> Self:
-        """The products of a model that the group's ranks share. All ranks have to call this. width:
+        """The split matmuls of a model over the group's ranks. All ranks must call this. width:
         that of the residual stream.
         """
         shared = shared_memory(parallel, width, vocab_size, dtype)
@@ -46,7 +46,7 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """`ops.linear_add_norm` for a product that is split by the features that it reads.
+        """`ops.linear_add_norm` for a matmul split by input features.
 
         place: 0 for the output of attention, 1 for that of the MLP. bias: on one rank only.
         post_norm: the weight of a norm that the product passes before it is added.
@@ -67,8 +67,8 @@ class SplitProducts:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """`ops.mixture_add_norm` for experts that are split by inner features, with the product of
-        `shared` experts."""
+        """`ops.mixture_add_norm` for experts split by inner features, plus the output of `shared`
+        experts."""
         if self.parallel.size == 1:
             if shared is not None:  # the norm here is not used
                 x = x._replace(

@@ -63,7 +63,7 @@ def choose_form(
         reason = f"layers of {module.config.model_type} read plain weights"
     elif scheme is not None and (ordered := {g.ordered for g in scheme.groups} - {None}):
         key = f"quantization_config.{ordered.pop()}"
-        reason = f"{key} orders the columns of groups, and products read them as they lie"
+        reason = f"{key} permutes the columns of groups, but matmuls read columns in file order"
     if reason is None:
         if header is not None and wanted != FP8:
             storages = _gguf_storages(module, header)
@@ -85,8 +85,8 @@ def choose_form(
 
 
 def _gguf_storages(module: Any, header: Header) -> dict[str, Storage]:
-    """The storage of each matrix that can stay in a file's form. Matrices of one product share a
-    storage, because files of Q4_K have values in Q6_K."""
+    """The storage of each matrix that can stay in a file's form. Matrices merged into one matmul
+    share a storage, because files of Q4_K have value projections in Q6_K."""
     found = {name: own for name, (own, _) in gguf.kept_readers(module, header).items()}
     for names in _products(module):
         own = {found[name] for name in names if name in found}
@@ -142,7 +142,8 @@ def storages_of(module: Any, fields: Fields, model: str) -> dict[str, Storage]:
 
 
 def _matrices(module: Any) -> Iterator[tuple[str, Any, str, nn.Parameter]]:
-    """A module's matrices in products and stacked experts: name, owner, name there, parameter."""
+    """A module's matrices in linear layers and stacked experts: name, owner, name there,
+    parameter."""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)

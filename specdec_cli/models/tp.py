@@ -68,8 +68,8 @@ FAMILIES = frozenset(
 @dataclass(frozen=True, slots=True)
 class Shards:
     """The parts of a module's stored tensors that a rank holds. Tensors without an entry are whole.
-    parts: by parameter name. tied: parameters that are a part of another one, with the other's
-    name. zero: parameters that another rank adds; here their values are zeros.
+    parts: by parameter name. tied: parameters that are a part of another parameter, with its name.
+    zero: parameters that a different rank adds, so that their values are zeros here.
     """
 
     parts: dict[str, Part]

@@ -1,7 +1,7 @@
 """Prompts from options, files, pipes and datasets.
 
-Knows nothing of tokenizers or of chat templates: a prompt is text, the messages of a conversation,
-or token ids.
+Tokenizers and chat templates are applied elsewhere: a prompt is text, the messages of a
+conversation, or token ids.
 """
 
 from specdec_cli.prompts.conversations import as_conversations, unused_keys

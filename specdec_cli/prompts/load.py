@@ -1,6 +1,6 @@
 """Loads prompts from options, files, pipes and datasets, and reports bad rows.
 
-Knows nothing of tokenizers or chat templates.
+Tokenizers and chat templates are applied elsewhere.
 """
 
 import contextlib

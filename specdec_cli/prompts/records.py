@@ -1,6 +1,6 @@
 """Turns one row of a file or dataset into a prompt: chooses the column and checks its value.
 
-Knows nothing of files, tokenizers or chat templates.
+Files, tokenizers and chat templates are handled elsewhere.
 """
 
 import json

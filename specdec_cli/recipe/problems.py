@@ -1,5 +1,5 @@
 """Messages for errors in a recipe, with a guess at the intended key. This module reads the schema
-and pydantic's error records; it does not know where a value came from.
+and pydantic's error records; callers add where a value came from.
 """
 
 import re

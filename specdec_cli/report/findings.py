@@ -1,6 +1,6 @@
 """The findings of a run: the best point by batch size, and the answer in words.
 
-If the run was cut short, they are computed from its points. Knows nothing of HTML or plots.
+If the run was cut short, they are computed from its points. HTML and plots are made elsewhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence

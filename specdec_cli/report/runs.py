@@ -1,7 +1,7 @@
 """Several runs side by side: paired figures on the prompts that they share, and differences between
 their recipes and environments.
 
-Knows nothing of HTML or plots.
+HTML and plots are made elsewhere.
 """
 
 from collections import defaultdict

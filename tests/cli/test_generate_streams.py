@@ -92,8 +92,8 @@ def test_pipes_carry_no_escapes_whatever_the_environment() -> None:
 
 
 RANDOM = {
-    "target": "random weights: the text means nothing",
-    "draft": "random draft weights: the acceptance means nothing",
+    "target": "random weights: the text is meaningless",
+    "draft": "random draft weights: the acceptance is meaningless",
 }
 
 
@@ -118,7 +118,7 @@ def test_random_weights_are_said(run: Run) -> None:
     assert said_of_random_weights(both) == ["target"] and "synthetic acceptance: " in both.err
     assert said_of_random_weights(run(*asked, *draft, "-k", "0")) == []
     document = run(*asked, *target, "--json")
-    assert said_of_random_weights(document) == ["target"] and "means nothing" not in document.out
+    assert said_of_random_weights(document) == ["target"] and "meaningless" not in document.out
 
 
 @pytest.mark.parametrize("columns", ["0", "00", "-1", "", "²"])

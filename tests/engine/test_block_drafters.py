@@ -253,7 +253,7 @@ MARKOV: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"markov_head_type": "tree"}, "markov_head_type is .tree.: vanilla, gated, rnn"),
     "rank": ({"markov_rank": 9}, r"markov_w1.weight has shape \[97, 8\], and \[97, 9\]"),
     "confidence": ({"enable_confidence_head": False}, "2 unknown tensors, first conf"),
-    "no flag": ({"enable_confidence_head": "yes"}, "enable_confidence_head is .yes.: it has to"),
+    "no flag": ({"enable_confidence_head": "yes"}, "enable_confidence_head is .yes.: it must"),
 }
 
 

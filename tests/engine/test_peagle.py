@@ -196,7 +196,7 @@ def test_one_k_predicts_the_others(pair: Pair) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no mask": ({"mask_token_id": None}, "pard_token or ptd_token_id is null: .* 97 ids"),
-    "mask id": ({"mask_token_id": 97}, "mask_token_id or .* is 97: it has to be one of 97 ids"),
+    "mask id": ({"mask_token_id": 97}, "mask_token_id or .* is 97: it must be one of 97 ids"),
 }
 
 

@@ -208,7 +208,7 @@ def reduce_add_norm_triton(
     assert norm_weight.shape == (width,) and residual.stride(1) == 1
     assert residual.dtype == peers.parts.dtype
     if num_rows > FEW_ROWS:
-        # The library computes products of many rows. It takes no unfinished norm.
+        # The library computes matmuls of many rows, and needs a finished norm.
         hidden = reduce_parts_triton(peers, place, num_rows, residual)
         return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)
     scaled = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)

@@ -151,7 +151,7 @@ def grouped_product(
     """Compute one of the experts' two matmuls for every pair of a token and an expert.
 
     is_gate: returns gated features [T * C, F] of x [T, K], rows contiguous; the groups' factors
-    multiply the products of its rows. Otherwise returns each pair's output [T * C, N], without its
+    multiply the results of its rows. Otherwise returns each pair's output [T * C, N], without its
     weight, from features [T * C, F].
     """
     if not is_gate:

@@ -117,7 +117,6 @@ def sorted_parts(x: Tensor, routes: Routes, experts: Experts) -> tuple[Tensor, T
 def _products(
     x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, ends: Tensor
 ) -> Tensor:
-    """The product of x [S, K], sorted by expert, with the weights [E, N, K] of its experts `chosen`
-    [S]."""
+    """Multiply x [S, K], sorted by expert, by the weights [E, N, K] of its experts `chosen` [S]."""
     out = F.grouped_mm(x, weight.transpose(-1, -2), offs=ends)
     return out if bias is None else out + bias[chosen]

@@ -22,9 +22,9 @@ class ExpertTiles(NamedTuple):
     num_stages: int
 
 
-# Tiles of gate and up, and of down, by the most tokens (scripts/bench/experts.py, experts of 2048 x
-# 768). From 8 tokens on a program has so many slots that splitting them pays, although the last
-# program of a block has to wait for the others.
+# Tiles of gate and up, and of down, by maximum tokens (scripts/bench/experts.py, experts of 2048 x
+# 768). From 8 tokens on, a program has so many slots that splitting them pays, although the last
+# program of a block must wait for the others.
 H200 = (
     Case((ExpertTiles(8, 64, 128, 1, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (2,)),
     Case((ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)), (8,)),
@@ -80,9 +80,9 @@ class GroupTiles(NamedTuple):
     slices: int = 1  # parts of block_k; more for stored weights, and those that are made plain
 
 
-# Tiles of gate and up, and of down, by the most pairs of an expert on average. Some experts have
-# three times the average, because tokens of one sequence choose similar experts. A second block of
-# pairs reads all weights from L2 again, which takes nearly as long as the first.
+# Tiles of gate and up, and of down, by maximum average pairs per expert. Some experts have three
+# times the average, because tokens of one sequence choose similar experts. A second block of pairs
+# reads all weights from L2 again, which takes nearly as long as the first.
 H200_GROUPS = (
     Case((GroupTiles(16, 64, 128, 4, 3), GroupTiles(16, 128, 128, 8, 3)), (6,)),
     Case((GroupTiles(32, 64, 64, 4, 5), GroupTiles(32, 128, 64, 8, 5)), (12,)),

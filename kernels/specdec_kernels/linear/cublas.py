@@ -15,7 +15,7 @@ from torch import Tensor
 # Constants from cublas_api.h and library_types.h.
 _PLAIN, _TRANSPOSED = 0, 1
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
-_FLOAT_SUMS = 68  # for products of both types
+_FLOAT_SUMS = 68  # for matmuls of both types
 _ANY_KERNEL = -1
 
 

@@ -97,13 +97,13 @@ KINDS = {
 class Storage:
     """The form of a stored weight, known before its values.
 
-    kind: a name in `KINDS`. group: the rows and columns of numbers that share a scale; 0 columns
-    stand for a whole row. The last group of a row or column may be smaller. has_zeros: groups have
-    a number, int8 for codes of int8 and else uint8, that is subtracted from their decoded codes.
+    kind: a name in `KINDS`. group: the rows and columns of values that share a scale; 0 columns
+    mean a whole row. The last group of a row or column may be smaller. has_zeros: groups have a
+    number, int8 for codes of int8 and else uint8, that is subtracted from their decoded codes.
     scales: their dtype, fp32, fp16 or bf16, or uint8 for powers of two: the exponent plus 127 (e8m0
     of https://arxiv.org/abs/2310.10537, which has no zero and no sign; 255 is NaN). has_minima:
-    instead of a zero, groups have a number in the scales' dtype that is subtracted from the
-    products of codes and scales.
+    instead of a zero, groups have a number in the scales' dtype that is subtracted from codes times
+    scales.
     """
 
     kind: str
@@ -240,8 +240,7 @@ class Stored:
         return self._each(part)
 
     def reordered(self, order: Tensor) -> "Stored":
-        """The rows in another order within each run of P rows. order: int64 [P], the previous
-        places."""
+        """The rows, reordered within each run of P rows. order: int64 [P], the previous indices."""
         part = self if self.storage.group[0] % len(order) == 0 else self._by_rows()
         places = torch.arange(self.shape[-2], device=order.device)
         places = places.view(-1, len(order))[:, order].flatten()

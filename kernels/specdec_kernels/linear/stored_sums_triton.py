@@ -72,7 +72,7 @@ def add_stored(
     FORM: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """sums plus the product of x with a tile of the weight."""
+    """Return sums plus x times a tile of the weight."""
     scale, zero, scale_high, zero_high = groups
     if FORM.per_code == 1:
         numbers = decoded(codes, FORM, x.dtype)
@@ -228,7 +228,7 @@ def stored_sums(
     GATED: tl.constexpr,
     SPLITS: tl.constexpr,  # programs that share a sum
 ):
-    """sums and sums_up plus the products of x with bytes `first` to `stop` of the weight's rows.
+    """Return sums and sums_up plus x times bytes `first` to `stop` of the weight's rows.
 
     Scales of whole rows are left out: see `row_scaled`.
     """

@@ -1,7 +1,7 @@
-"""Sums of products of terms of x (see `terms_triton`) with codes of four bits.
+"""Sums of a matmul of terms of x (see `terms_triton`) with four-bit codes.
 
 The bits of a code are an e4m3, so that codes only need to be separated, which takes less than an
-instruction for two. A block of codes is the left operand of one product, from registers. Zeros are
+instruction for two. A block of codes is the left operand of one matmul, from registers. Zeros are
 not subtracted from codes, which would need decoding. Instead, a separate matmul multiplies scales
 times zeros with sums of x. Scales and zeros apply to whole blocks; scales of whole rows are applied
 at the end.
@@ -24,7 +24,7 @@ LIFT = tl.constexpr(2.0**24)  # of scales in a product, where denormal ones woul
 
 @triton.jit
 def add_block(x, codes, scale, sums, FORM: tl.constexpr):
-    """sums [N, M] plus CODE times the product of x [M * TERMS, COLUMNS] with a block [N, BYTES] of
+    """Return sums [N, M] plus CODE times x [M * TERMS, COLUMNS] times a block [N, BYTES] of
     codes."""
     none = tl.zeros([codes.shape[0], x.shape[0]], tl.float32)
     found = sum_of_terms(add_product(x, block_as_fp8(codes), none, 1, True))
@@ -45,7 +45,7 @@ def part_of_zeros(
     K: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """CODE times the products of zeros with rows of x, [N, M]. Arguments as in `sums_of_blocks`."""
+    """CODE times zeros times rows of x, [N, M]. Arguments as in `sums_of_blocks`."""
     pointer, num_rows, row, row_live = x_sums
     part = tl.zeros(sums.shape, tl.float32)
     for begin in tl.range(first // BYTES, stop // BYTES, AT_ONCE, num_stages=1):
@@ -88,8 +88,8 @@ def sums_of_blocks(
     GATED: tl.constexpr,
     EVEN: tl.constexpr,  # whether all bytes are those of the rows
 ):
-    """sums and sums_up plus CODE times the products of x with bytes `first` to `stop` of the
-    weight's rows. Scales of whole rows are left out."""
+    """Return sums and sums_up plus CODE times x times bytes `first` to `stop` of the weight's rows.
+    Scales of whole rows are left out."""
     scale, _ = groups_of(scales, zeros, 2 * first, live, FORM, 1)
     scale_up = scale
     if GATED:

@@ -58,8 +58,8 @@ def terms_kernel(
 
 @triton.jit
 def sum_of_terms(sums):
-    """Sums [N, M * TERMS] of products with the terms of rows, added up to [N, M]. The terms of a
-    row lie side by side."""
+    """Add sums [N, M * TERMS] over the terms of rows up to [N, M]. The terms of a row are
+    adjacent."""
     M: tl.constexpr = sums.shape[1] // TERMS
     return tl.sum(tl.reshape(sums, [sums.shape[0], M, TERMS]), axis=2)
 

@@ -25,8 +25,8 @@ class Tiles(NamedTuple):
 
 Products = dict[str, tuple[Case[Tiles | None], ...]]
 
-# Cases by kind of product: most rows and features written, least numbers of the sum. cuBLAS
-# computes products without tiles or a case. Up to 8 rows are the columns of mma.sync, up to 16 its
+# Cases by kind of matmul: maximum rows and output features, minimum length of the sum. cuBLAS
+# computes matmuls without tiles or a case. Up to 8 rows are the columns of mma.sync, up to 16 its
 # rows; more use an M of 64, which the compiler maps to wgmma. 2112 features are 16 for each
 # multiprocessor. With 16 features a program, four warps each have a quarter of block_k: a warp's
 # products run one after the other, so one slice would take four times as long, longer than loading
@@ -96,7 +96,7 @@ H200: Products = {
 }
 TABLES = {(9, 0): H200}  # by compute capability
 
-# Products with stored weights, by kind of storage. Tensor cores take the weight from registers, so
+# Matmuls with stored weights, by kind of storage. Tensor cores take the weight from registers, so
 # programs for up to 16 rows have 16 features too, and those for more rows have wgmma's 64 or 128. 0
 # splits mean as many as give every multiprocessor three programs of four warps, or one of eight.
 _BYTES: Products = {

@@ -159,8 +159,9 @@ def ngram_lookup(
 
     Searches for suffixes of `longest` down to `shortest` tokens (Saxena, "Prompt Lookup Decoding",
     2023). history: [R, L] int32, token ids; rows contiguous. rows, length: [B] int64, the row of
-    each text, and its tokens. room: [B] int64, the most tokens to find, 0..k. Returns found [B, k]
-    int64 and lens [B] int64: the first lens tokens of a row were found, and the others are 0.
+    each text, and its tokens. room: [B] int64, the maximum number of tokens to find, 0..k. Returns
+    found [B, k] int64 and lens [B] int64: the first lens tokens of a row were found, and the others
+    are 0.
     """
     proposed = torch.zeros(len(rows), k, dtype=torch.int64, device=history.device)
     lens = torch.zeros_like(length)

@@ -307,8 +307,8 @@ def ngram_lookup_kernel(
     length = tl.load(length_ptr + b).to(tl.int32)
     room = tl.load(room_ptr + b).to(tl.int32)
 
-    # The first of the longest suffixes has the largest rank. Each lane keeps the best rank of its
-    # own places.
+    # The first of the longest suffixes has the largest rank. Each lane keeps the best rank among
+    # its positions.
     best = tl.zeros([BLOCK], tl.int64)
     for start in range(0, tl.where(room > 0, length, 0), BLOCK):
         place = start + tl.arange(0, BLOCK)

@@ -83,9 +83,9 @@ async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
 class ServerSession:
     """Servers that answer requests; one server at a time is asked.
 
-    servers: the servers by k. batch_size: the most requests under way; 0 for no limit. may_skip:
-    whether the method may propose nothing in a round, as n-grams do. check: raises `RunError` if a
-    server that we started ends within the given seconds.
+    servers: the servers by k. batch_size: the maximum number of concurrent requests; 0 for no
+    limit. may_skip: whether the method may propose nothing in a round, as n-grams do. check: raises
+    `RunError` if a server that we started ends within the given seconds.
     """
 
     servers: Mapping[int, ServerFacts]

@@ -158,7 +158,7 @@ def read_warnings(path: Path) -> list[Notice]:
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """The content of settings.json. Raises `UsageError` if the file is missing or of another
+    """The content of settings.json. Raises `UsageError` if the file is missing or from a different
     version, and `SetupError` if it cannot be read."""
     try:
         found = json.loads((path / SETTINGS).read_text(encoding="utf-8"))

@@ -1,1 +1,1 @@
-"""Estimates, intervals and noise of measured rounds. Reads samples; knows no engine."""
+"""Estimates, intervals and noise of measured rounds. Only samples are read."""

@@ -1,4 +1,4 @@
-"""Intervals and comparisons over prompts, by the bootstrap. Knows no engine and no files.
+"""Intervals and comparisons over prompts, by the bootstrap.
 
 Every measure of a sweep is a product of sums over prompts, some of them in the denominator. Mean
 acceptance length is (accepted + drafts) / drafts. A speed-up is tokens / time over the same ratio

@@ -125,7 +125,7 @@ def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
     """The samples of the plan's prompts at k = 0 in another run's folder, as samples of the plan's
     own arm.
 
-    Raises `UsageError` if the folder has none, or if they belong to other prompts or settings.
+    Raises `UsageError` if the folder has none, or if they are for different prompts or settings.
     """
     name = f"--baseline: {one_line(str(folder))}"
     refuse_special_files(folder)

@@ -72,13 +72,13 @@ class PagedHead:
 
     @torch.inference_mode()
     def forward(self, spans: list[Span], features: torch.Tensor) -> torch.Tensor:
-        """Write the rows of `spans`. Each sequence has to hold the tokens that its rows embed.
+        """Write the rows of `spans`. Each sequence must contain the tokens that its rows embed.
 
         features: [T, F] of the same tokens. Returns hidden states [T, H].
         """
         batch = make_batch(spans, [0] * len(spans), self.cache.block_size, self.device)
         embedded = packed_ids(spans, self.head.config.shift)
-        assert len(embedded) == len(batch.token_ids), "the tokens that rows embed have to be known"
+        assert len(embedded) == len(batch.token_ids), "the tokens that rows embed must be known"
         batch.token_ids = embedded.to(self.device)
         return self._written(batch, features)
 

@@ -129,14 +129,14 @@ class HeadSettings:
         base = rope.get("rope_theta", body.get("rope_theta"))
         base = _DEFAULT_ROPE_BASE if base is None else base
         if type(base) not in (int, float) or not 0 < base < math.inf:
-            raise self.bad("rope_theta", base, "it has to be a number above 0")
+            raise self.bad("rope_theta", base, "it must be a number above 0")
         rope["rope_theta"] = float(base)
         return rope
 
     def _eps(self) -> float:
         eps = self.body.get("rms_norm_eps", 1e-6)
         if not isinstance(eps, int | float) or not 0 <= eps < 1:
-            raise self.bad("rms_norm_eps", eps, "it has to be a small number")
+            raise self.bad("rms_norm_eps", eps, "it must be a small number")
         return float(eps)
 
     def count(self, settings: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -145,20 +145,20 @@ class HeadSettings:
         if value is None and default is not None:
             return default
         if type(value) is not int or value < 1:
-            raise self.bad(key, value, "it has to be a number above 0")
+            raise self.bad(key, value, "it must be a number above 0")
         return value
 
     def token_id(self, key: str, value: object) -> int:
         """A value that is one of the vocabulary's ids."""
         if type(value) is not int or not 0 <= value < self.vocab_size:
-            raise self.bad(key, value, f"it has to be one of {self.vocab_size} ids")
+            raise self.bad(key, value, f"it must be one of {self.vocab_size} ids")
         return value
 
     def flag(self, key: str) -> bool:
         """A value of `raw` that is true or false; false where it is missing."""
         value = self.raw.get(key)
         if value is not None and type(value) is not bool:
-            raise self.bad(key, value, "it has to be true or false")
+            raise self.bad(key, value, "it must be true or false")
         return bool(value)
 
     def bad(self, key: str, value: object, why: str) -> SetupError:

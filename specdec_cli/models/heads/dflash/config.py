@@ -146,7 +146,7 @@ class DFlashConfig(HeadConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
-    """The same settings with another name in messages."""
+    """The same settings, with a different name in messages."""
 
     noun: ClassVar[str] = "DSpark drafter"
 
@@ -201,7 +201,7 @@ def _layer_ids(settings: HeadSettings, is_nested: bool, is_dspark: bool) -> tupl
     if ids is None and not is_nested and not is_dspark:
         return None
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < least for i in ids):
-        raise settings.bad(key, ids, "it has to be a list of layers")
+        raise settings.bad(key, ids, "it must be a list of layers")
     return tuple(i + (not is_nested) for i in ids)
 
 
@@ -210,7 +210,7 @@ def _heads(settings: HeadSettings, is_nested: bool, width: int) -> dict[str, Any
     own = settings.raw
     rank = own.get("markov_rank", 256 if is_nested else 0)
     if type(rank) is not int or rank < 0:
-        raise settings.bad("markov_rank", rank, "it has to be a number")
+        raise settings.bad("markov_rank", rank, "it must be a number")
     kind = own.get("markov_head_type") or "vanilla"
     if kind not in MARKOV_TYPES:
         raise settings.bad("markov_head_type", kind, f"{', '.join(MARKOV_TYPES)} are built")

@@ -180,8 +180,8 @@ def overridden(config: Config, keys: Eagle3Keys, num_target_layers: int) -> Conf
 
 
 def read_head_config(name: str, folder: Path) -> Eagle3Config:
-    """The settings of the head in `folder`. Raises `SetupError` for a head of another kind, or with
-    settings that are not built."""
+    """The settings of the head in `folder`. Raises `SetupError` for a head of a different kind, or
+    with unsupported settings."""
     raw = config_file(name, folder)
     dialect = dialect_of(raw)
     if dialect is None:
@@ -276,7 +276,7 @@ def _aux_ids(
     if not ids:
         return key, None, "inputs"
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-        raise settings.bad(key, ids, "it has to be a list of layers")
+        raise settings.bad(key, ids, "it must be a list of layers")
     if sorted(set(ids)) != ids:
         raise settings.bad(key, ids, "layers are read in ascending order")
     return key, tuple(ids), counting
@@ -286,7 +286,7 @@ def _windows(settings: HeadSettings, layers: int) -> tuple[int, ...]:
     body = settings.body
     kinds = body.get("layer_types") or ["full_attention"] * layers
     if len(kinds) < layers or set(kinds) - {"full_attention", "sliding_attention"}:
-        raise settings.bad("layer_types", kinds, f"it has to name attention of {layers} layers")
+        raise settings.bad("layer_types", kinds, f"it must name attention of {layers} layers")
     # qwen3 has windows only if two keys say so.
     is_used = body.get("use_sliding_window", body["model_type"] != "qwen3")
     if "sliding_attention" not in kinds[:layers] or not is_used:

@@ -34,7 +34,7 @@ class Form(NamedTuple):
     reads_target: bool = False
 
     def of(self, index: int) -> Self:
-        """The names of another module, counted from this one."""
+        """The names of the module `index` places after this one."""
         return self._replace(number=self.number + index)
 
     def own(self, name: str, /) -> str | None:
