@@ -89,11 +89,11 @@ class Spread(Record):
 class Acceptance(Record):
     """Counts of drafts and acceptances over sequence-rounds with k_i >= 1, and their rates.
 
-    num_drafts: the number of these rounds. *_per_pos: values by place in the draft, 1..k. Marginal
-    rates are over all drafts. Conditional rates are over the drafts that proposed the place with
-    all earlier proposals accepted. mean_acceptance_length: 1 + accepted / drafts, the target's own
-    token included. acceptance_histogram: the number of drafts by accepted proposals, 0..k. Figures
-    that a server does not report are None.
+    num_drafts: the number of these rounds. *_per_pos: values by position in the draft, 1..k.
+    Marginal rates are over all drafts. Conditional rates are over drafts that proposed a token at
+    the position and had all earlier ones accepted. mean_acceptance_length: 1 + accepted / drafts,
+    the target's own token included. acceptance_histogram: the number of drafts by accepted
+    proposals, 0..k. Figures that a server does not report are None.
     """
 
     num_drafts: Count | None
@@ -202,7 +202,7 @@ STAGES = tuple(name.removesuffix("_ms") for name in StageTimes.model_fields)
 
 
 def stages_in(found: Iterable[StageTimes | None]) -> list[str]:
-    """The stages that some of `found` have: one rank has no broadcasts, and few methods commit."""
+    """The stages that occur in `found`: a single rank has no broadcasts, and few methods commit."""
     every = [times for times in found if times is not None]
     return [stage for stage in STAGES if any(times.stage_ms(stage) > 0 for times in every)]
 

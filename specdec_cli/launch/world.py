@@ -238,7 +238,8 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
         "MASTER_ADDR": seat.address,
         "MASTER_PORT": str(seat.port),
     }
-    # Ranks of one host meet in their folder: a port could be taken by others.
+    # Ranks on one host connect through a file in their folder, because a port could already be in
+    # use.
     meeting = "env://" if seat.folder is None else f"file://{seat.folder}/meeting"
     patience = timedelta(seconds=max(timeout_s, LEAST_START_S) + _PAST_TIMEOUT_S)
     try:

@@ -144,7 +144,7 @@ def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> op
 
 
 def _clamped_experts(router: Any, experts: Any, config: Any, read: Tensor | None) -> ops.Experts:
-    """The experts of gpt-oss; the module's weights become views of these."""
+    """The experts of gpt-oss; the module's weights become views of these weights."""
     return ops.Experts(
         router=router.weight.data,
         gate_up=_transposed(experts.gate_up_proj),

@@ -49,7 +49,7 @@ class SplitProducts:
         """`ops.linear_add_norm` for a matmul split by input features.
 
         place: 0 for the output of attention, 1 for that of the MLP. bias: on one rank only.
-        post_norm: the weight of a norm that the product passes before it is added.
+        post_norm: the weight of a norm applied before the result is added.
         """
         if self.parallel.size == 1 and post_norm is None:
             return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
@@ -75,7 +75,7 @@ class SplitProducts:
                     hidden=ops.linear_add_norm(*shared, x.hidden, norm_weight, eps).hidden
                 )
             return ops.mixture_add_norm(x, experts, norm_weight, eps)
-        # The stream is added only once, to the sum of all ranks.
+        # Add the stream only once, to the sum over ranks.
         start = self.nothing.expand_as(x.hidden) if shared is None else ops.linear(*shared)
         alone = x._replace(hidden=start)
         part = ops.mixture_add_norm(alone, experts, norm_weight, eps).hidden

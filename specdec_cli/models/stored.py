@@ -96,7 +96,7 @@ def _gguf_storages(module: Any, header: Header) -> dict[str, Storage]:
 
 
 def _products(module: Any) -> list[list[str]]:
-    """For each matrix, the names of the matrices that are merged into the same product."""
+    """For each matrix, the names of the matrices merged into the same matmul."""
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [group for layer in module.model.layers for group in matrices(layer)]
     return [[name_of[id(parameter)] for parameter in group] for group in groups]
@@ -157,7 +157,7 @@ def _hold_as_stored(
 ) -> dict[str, SetupError]:
     """Mark the matrices to hold in stored form, in a module on meta that has a fused form. shards:
     this rank's parts. A tied head stays plain. Returns errors by the names of the matrices that
-    stay plain: a part would cut a group, or only some matrices of a product are stored.
+    stay plain: a part would cut a group, or only some matrices of a merged matmul are stored.
     """
     embedding = module.get_input_embeddings().weight
     problems: dict[str, SetupError] = {}
@@ -184,7 +184,7 @@ def _hold_as_stored(
 
 
 def _edges(held: StoredParameter, part: Part | None, told: str) -> SetupError | None:
-    """The error for a code or a group that the matrix's end or this rank's part would cut."""
+    """The error if the matrix's end or this rank's part would cut a code or a group."""
     storage, width = held.stored_as, held.shape_written[-1]
     if width % (per_code := KINDS[storage.kind].per_code):
         return SetupError(f"{told} has {width} columns, and {per_code} of them share a code")
@@ -211,7 +211,7 @@ def stored_part(held: StoredParameter, part: Part) -> Part:
 
 
 def quantised(held: StoredParameter, numbers: Tensor, part: Part | None) -> Stored:
-    """This rank's part of a plain weight in the held form. numbers: the whole weight."""
+    """Quantise this rank's part of a plain weight. numbers: the whole weight."""
     whole = held.stored_as.quantised(numbers.transpose(1, 2) if held.is_transposed else numbers)
     return whole if part is None else part_of(whole, stored_part(held, part))
 

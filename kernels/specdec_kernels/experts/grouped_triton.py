@@ -197,7 +197,8 @@ def grouped_mixture_add_norm(
     norm_weight: Tensor,
     eps: float,
 ) -> Normed:
-    """`ops.mixture_add_norm` after the router; tiles: of gate and up, and of down."""
+    """The part of `ops.mixture_add_norm` after the router. tiles: those of gate and up, and those
+    of down."""
     inner = grouped_product(x.scaled, groups, experts, tiles[0], is_gate=True)
     parts = grouped_product(inner, groups, experts, tiles[1], is_gate=False)
     return combine_triton(parts, None, groups.weights, x.hidden, norm_weight, eps)

@@ -75,15 +75,15 @@ class SweepSettings(RunSettings):
         return Key(own, batch_size, k, request_rate=rate)
 
     def keys(self, batch_size: int, ks: Iterable[int], rate: Rate | None = None) -> list[Key]:
-        """The points of one level, arm by arm. A point that all arms share comes once, and
-        first."""
+        """The points of one level, arm by arm. A point shared by all arms occurs once, at the
+        start."""
         chosen = list(ks)
         found = (self.key(d, batch_size, k, rate) for d in self.drafts for k in chosen)
         return list(dict.fromkeys(found))
 
     @property
     def measured_keys(self) -> list[Key]:
-        """All points that are measured, not predicted."""
+        """All points to measure rather than predict."""
         return [key for b, rate in self.levels for key in self.keys(b, self.measured_ks, rate)]
 
     def misfit(self, record: Record) -> str | None:
@@ -113,7 +113,7 @@ class Settings(Protocol):
 class SweepClock:
     """The duration of a sweep, in seconds. rounds: the time in rounds and prefill passes of
     measured runs. measuring: the whole measured part, including recording and writing. processor:
-    the CPU time of this process during the measured part."""
+    this process's CPU time during the measured part."""
 
     rounds: float = 0.0
     measuring: float = 0.0
@@ -121,8 +121,8 @@ class SweepClock:
 
     @contextmanager
     def measures(self, sign: int = 1) -> Iterator[None]:
-        """Count a part as measuring if it ends without an error. sign: -1 for work inside a part
-        that does not count."""
+        """During the block, add to the measured time if it ends without an error. sign: -1 to
+        subtract other work inside a measured part."""
         began, processor = time.perf_counter(), time.process_time()
         yield
         self.measuring += sign * (time.perf_counter() - began)
@@ -164,21 +164,22 @@ class SweepRecords:
         self.drop_parts()
 
     def drop_parts(self) -> None:
-        """Leave out the samples of points at rates whose windows are incomplete."""
+        """Drop the samples of load points with incomplete windows."""
         for key in [key for key in self.samples if key.request_rate is not None]:
             whole = sum(one.num_requests for one in self.stretches[key].values())
             if len(self.samples[key]) != whole:
                 del self.samples[key], self.stretches[key]
 
     def add(self, *records: Record) -> None:
-        """Add new records of one kind in one write: a sync for each would delay the next round."""
+        """Add new records of one kind in one write, because a sync for each would delay the next
+        round."""
         if self.folder is not None and records:
             self.folder.append(_FILES[type(records[0])], *records)
         for record in records:
             self.enter(record)
 
     def add_point(self, point: Point) -> bool:
-        """Add a point if it changed, and return whether it did. A point that is tried again gets a
+        """Add a point if it changed, and return whether it did. A point measured again gets a
         second line."""
         kept = _as_kept(point)
         has_changed = self.points.get(Key.of(kept)) != kept
@@ -187,7 +188,7 @@ class SweepRecords:
         return has_changed
 
     def enter(self, record: Record) -> None:
-        """Take a record into memory. It replaces an earlier record of the same thing."""
+        """Store a record in memory, where it replaces an earlier one with the same key."""
         match record:
             case Sample():
                 self.samples[Key.of(record)][record.place] = record
@@ -205,7 +206,7 @@ class SweepRecords:
 
 
 def _as_kept(point: Point) -> Point:
-    """The point as its line in the file has it: k = 0 has no draft."""
+    """The point as in its file: without a draft at k = 0."""
     return point if point.k or point.draft is None else point.model_copy(update={"draft": None})
 
 

@@ -9,15 +9,15 @@ from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.measure import units_of
 from specdec_cli.experiment.statistics.factors import midmean
 
-# The largest numbers of parts of a time curve, at batch size 1 and at larger ones. The parts are
-# spread over the sweep.
+# The maximum number of parts of a time curve, at batch size 1 and at larger batch sizes. The parts
+# are spread over the sweep.
 _MOST_CURVE_PARTS = 16
 _CURVE_PARTS_OF_BATCHES = 2
 
 
 def curve_parts(job: Job, batch_size: int) -> int:
-    """The number of parts of the time curve: at most half the number of units. A server has no
-    curve, since it reports no times of rounds."""
+    """The number of parts of the time curve: at most half the number of units. Servers have no
+    curve, because they report no round times."""
     if not job.backend.is_native:
         return 0
     most = _MOST_CURVE_PARTS if batch_size == 1 else _CURVE_PARTS_OF_BATCHES
@@ -25,11 +25,11 @@ def curve_parts(job: Job, batch_size: int) -> int:
 
 
 def curve_unit(job: Job, batch_size: int, part: int) -> int:
-    """The number of the unit whose prompts a part of the time curve uses. The part is measured just
-    before that unit.
+    """The index of the unit whose prompts are used for a part of the time curve. The part is
+    measured just before that unit.
 
-    It is a whole unit, so that its batch drains as often as the batches of points: in a half-empty
-    batch a round costs each sequence more.
+    It is a whole unit, so that its batch drains as often as the batches of points: a round in a
+    half-empty batch costs more per sequence.
     """
     return part * len(units_of(job, batch_size)) // curve_parts(job, batch_size)
 
@@ -61,5 +61,5 @@ def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
 
 
 def cost_by_part(parts: Iterable[CurvePart]) -> dict[int, float]:
-    """The seconds of one sequence's round, for each part in which a prompt could run."""
+    """The seconds per sequence-round, for each part in which at least one prompt could run."""
     return {p.part: p.decode_seconds / p.sequence_rounds for p in parts if p.sequence_rounds}

@@ -152,7 +152,7 @@ class HeadConfig:
         return body, parts
 
     def shapes(self, parallel: TensorParallel = ALONE) -> dict[str, tuple[int, ...]]:
-        """The shape of this rank's part of every weight that it needs, also of borrowed ones."""
+        """The shapes of this rank's parts of all needed weights, including borrowed ones."""
         found, (body, parts) = self.own_shapes(), self.split(parallel)
         found |= {name: parts[name].local_shape for name in found.keys() & parts.keys()}
         return found | {name: tuple(p.shape) for name, p in body.named_parameters()}
