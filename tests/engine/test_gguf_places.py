@@ -182,7 +182,7 @@ def test_packages_without_one_model(site: Path, file: Path) -> None:
 KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "falcon"}, 'GGUF file of architecture "falcon"'),
     "layers": ({"llama.block_count": 2**31}, "num_hidden_layers is 2147483648"),
-    "more-layers": ({"llama.block_count": 3}, "num_hidden_layers is 3, and the weights have 2"),
+    "more-layers": ({"llama.block_count": 3}, "num_hidden_layers is 3, but the weights have 2"),
     "no-heads": ({"llama.attention.head_count": 0}, "num_attention_heads is 0"),
     "heads-are-text": ({"llama.attention.head_count": "many"}, 'num_attention_heads is "many"'),
     "width": ({"llama.embedding_length": 128}, "has shape [97, 64] in the weights"),

@@ -709,7 +709,7 @@ def test_more_layers_than_the_weights_have(is_sharded: bool, folder: Path) -> No
         shard(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 900}))
-    assert "num_hidden_layers is 900, and the weights have 2" in refusal(folder).message
+    assert "num_hidden_layers is 900, but the weights have 2" in refusal(folder).message
 
 
 @pytest.mark.parametrize(
