@@ -167,7 +167,7 @@ def load_models(
             held = draft.load(target, plan.groups, block_size, on_compile.get("draft"))
         models = Models(target, held)
     begin_stage("releasing what loading has left")
-    release(device)  # frees the original weights of those that were split or merged
+    release(device)  # frees the originals of weights that were split or merged
     return models
 
 

@@ -15,7 +15,9 @@ from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
 _USUAL_PENALTY = 1.2  # ends the demo target's loops; 1.1 does not
-_TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64  # loops: fewest turns and tokens, longest turn
+# An output loops if a span of at most _LONGEST_TURN tokens comes at least _TURNS times in a row,
+# over at least _LEAST_LOOP tokens.
+_TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64
 
 
 def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:

@@ -150,7 +150,8 @@ class World:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Wrap writes of output whose reader, such as a pager, may keep this rank waiting."""
+        """Tell the other ranks that this one waits for something outside the run, such as a pager
+        that reads its output."""
         if self._rank is None:
             yield
             return

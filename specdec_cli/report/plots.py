@@ -85,8 +85,8 @@ _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
         lambda f, c: draw_speedup(f, c.run, c.bests),
     ),
     "load": (
-        "Goodput, mean request time from the due time on, and the recommended k, by request rate; "
-        "overloaded points are left out.",
+        "Goodput, mean time from when a request is due to its end, and the recommended k, by "
+        "request rate; overloaded points are left out.",
         lambda f, c: draw_load(f, c.run, c.bests),
     ),
     "speeds": (

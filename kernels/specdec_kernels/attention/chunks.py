@@ -33,7 +33,8 @@ BOUNDS = {(9, 0): Bound(448, 2**20)}
 
 
 class LongChunk(NamedTuple):
-    """A long chunk of a pass."""
+    """One sequence's chunk of a prompt that is long enough to gather its keys and values.
+    context: the number of these."""
 
     sequence: int
     tokens: slice

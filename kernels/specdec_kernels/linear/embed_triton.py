@@ -1,4 +1,5 @@
-"""The start of a pass in one kernel: a program looks up everything that belongs to a token."""
+"""The start of a pass in one kernel: each program looks up the embedding and the rotary cosines and
+sines of one token, and norms the embedding."""
 
 import torch
 import triton

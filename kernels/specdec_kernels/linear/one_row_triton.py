@@ -238,8 +238,8 @@ def one_row_linear_kernel(
         norm = tl.load(norm_ptr + column, mask=live, other=0.0)
     after_predecessor(DEPENDENT)
 
-    # If a chunk of x is smaller than one load for each thread, it is loaded for each row of the
-    # weight. Otherwise all values would move through shared memory to the threads of one row of x.
+    # A chunk of x that is too small to give every thread a full load is loaded once per row of the
+    # weight. A single copy would have to go through shared memory to reach the other threads.
     X_ROWS: tl.constexpr = TILES.block_n if TILES.chunk < 32 * TILES.num_warps * LANE else 1
     x_rows = x_ptr + tl.zeros([X_ROWS, 1], tl.int32)
     if PER_CODE == 2:

@@ -125,8 +125,9 @@ def of_groups(fields_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr
 
 @triton.jit
 def groups_of(scales_ptr, zeros_ptr, column, live, FORM: tl.constexpr, SLICES: tl.constexpr):
-    """Scales, and zeros or minima, of a tile's codes in the groups of some columns. Constants
-    replace absent zeros. They also replace scales of whole rows, which multiply sums at the end."""
+    """The scales and the zeros, or minima, of the groups to which columns `column` of a tile
+    belong. The zero is 0 if the form has none. The scale is 1 if whole rows share one, which
+    multiplies the sums at the end."""
     scale, zero = 1.0, 0
     if FORM.wide > 0:
         scale = of_groups(scales_ptr, column, live, FORM, SLICES)

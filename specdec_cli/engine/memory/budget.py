@@ -161,8 +161,8 @@ def host_budget(cache: CacheSection, available: int, num_ranks: int) -> int:
 
 
 def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
-    """The overhead of a CPU rank, with an even share of its host's memory. Activations use memory
-    outside the caches' budget."""
+    """The overhead of a CPU rank, if the host's memory is divided evenly among its ranks. It
+    includes activations, which the caches' budget does not cover."""
     ranks = local_world_size()
     total = total_memory() // ranks
     taken = (total_memory() - available_memory()) // ranks

@@ -20,7 +20,7 @@ def why_none(samples: Samples) -> str:
 
 
 def could_run_no_prompt(reason: str | None) -> bool:
-    """True if a point ran to its end although none of its prompts could."""
+    """True if `reason` says that a point was measured to its end, but every prompt was refused."""
     return (reason or "").startswith("no prompt could run")
 
 

@@ -268,9 +268,10 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """The outliers of some points. repeats: the number of repeats of all prompts. disturbances: the
-    number of outliers if prompts that are decoded together count once. chances: the number of
-    repeats, counted in the same way. seconds: the time of all repeats of each point."""
+    """The outliers among the repeats of several points. repeats: the number of repeats of all
+    prompts. disturbances: the number of outliers, where one that slows a whole batch counts once.
+    chances: the number of repeats, counted in the same way: how many disturbances were possible.
+    seconds: the time of all repeats of each point."""
 
     found: list[Outlier]
     repeats: int

@@ -127,7 +127,7 @@ def tokens_notice(tokens: Tokens) -> list[Notice]:
     if not tokens.is_broken:
         return []
     told = (
-        f"{tokens_line(tokens)}: a fault of the engine or of a plugin, so do not use figures of "
-        "these points; report it with the places that `sweep-k --check-lossless` lists"
+        f"{tokens_line(tokens)}: this is a bug in the engine or a plugin; do not use the figures "
+        "of these points, and report it with the tokens that `sweep-k --check-lossless` lists"
     )
     return [Notice("tokens_differ", told, {"diverging": tokens.diverging})]

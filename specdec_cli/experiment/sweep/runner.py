@@ -357,7 +357,8 @@ class Sweep(Running):
         except (SetupError, UsageError):
             raise
         except Exception as caught:
-            # All ranks fail together: by rank 0's verdict, or by lack of memory in one pass.
+            # All ranks raise these at the same place: rank 0's verdict, and a lack of memory in a
+            # pass. Any other error of one of several ranks ends the sweep.
             is_common = isinstance(caught, RunError) or is_out_of_memory(caught)
             if self.world.size > 1 and not is_common:
                 raise

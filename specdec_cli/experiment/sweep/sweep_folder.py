@@ -142,7 +142,7 @@ def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
     plain = {(s.batch_size, s.index): s for s in every if s.k == 0}
     if not plain:
         ks = ", ".join(map(str, sorted({s.k for s in every}))) or "none"
-        raise UsageError(f"{name} speculates: it has no k = 0, but k = {ks}")
+        raise UsageError(f"{name} speculates: it has no k = 0, only k = {ks}")
     job, taken = plan.jobs[0], []
     for size in plan.settings.batch_sizes:
         for prompt, ids in zip(job.prompts, job.token_ids, strict=True):
@@ -150,7 +150,7 @@ def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
             if sample is None or sample.prompt_token_ids != list(ids):
                 sizes = {s.batch_size for s in plain.values()}
                 if size not in sizes:
-                    told = f"has no batch size {size}, but {', '.join(map(str, sorted(sizes)))}"
+                    told = f"has no batch size {size}, only {', '.join(map(str, sorted(sizes)))}"
                 else:
                     told = f"has other prompts: {prompt.index} differs"
                 raise UsageError(f"{name} {told}")

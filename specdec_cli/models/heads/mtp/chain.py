@@ -56,7 +56,8 @@ class MtpChain:
             spans, features = found, torch.cat(rows) if rows else features[:0]
 
     def _carried_before(self, index: int, spans: list[Span]) -> list[torch.Tensor]:
-        """[1, H] of each span: the input that the row before it gives."""
+        """The hidden state [1, H] for each span that the row before it carries into its first row,
+        in the form in which head `index` reads it."""
         one, size = self.heads[index], self.cache.block_size
         blocks = [s.seq.block_table[max(0, s.start - 1) // size] for s in spans]
         rows = one.carry[torch.tensor(blocks, device=one.device)]
