@@ -108,7 +108,7 @@ def test_measured_length_is_the_given_one(k: int, temperature: float, engine: En
 
 def test_more_places_than_rates_are_refused(engine: Engine) -> None:
     engine.rule = SyntheticAcceptance.from_rates(RATES[:1])
-    with pytest.raises(UsageError, match="there are 1 synthetic_acceptance_rates"):
+    with pytest.raises(UsageError, match="there are only 1 synthetic_acceptance_rates"):
         rounds(engine, 3, 0.0)
 
 
