@@ -127,7 +127,7 @@ class Rectangle:
 
 
 class LiveRows(NamedTuple):
-    """Where the outputs of a pass over live tokens belong among the rows of a padded pass. logits:
+    """Places of the outputs of a pass over live tokens among the rows of a padded pass. logits:
     int64 [M], among B * `Rectangle.num_logits` rows. tokens: int64 [T], among B * Q rows."""
 
     logits: torch.Tensor

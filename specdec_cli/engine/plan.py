@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def execution(self) -> dict[str, str]:
-        """How passes run, with reasons, for the record of the run's environment."""
+        """The form in which passes run, with reasons, for the record of the run's environment."""
         as_asked = "as asked" if self.recipe.run.compile == "off" else None
         how = {
             "compile": f"on: {', '.join(self.compiled)}"

@@ -28,7 +28,7 @@ _MOST_RANKS = 64
 
 @dataclass(slots=True)
 class Place:
-    """How this process was started.
+    """The way in which this process was started.
 
     program: the module and the arguments that start it again. seat: its place among ranks; None
     unless torchrun, srun or another `specdec` started it. rank: this process as a rank; None for a

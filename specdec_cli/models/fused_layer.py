@@ -16,7 +16,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family's layers differ from Llama's, apart from biases, norms of heads, windows and
+    """Differences of a family's layers from Llama's, apart from biases, norms of heads, windows and
     softcaps.
 
     activation: the config's key for the activation. is_gemma: norms multiply by 1 + their weight,

@@ -57,7 +57,7 @@ class ComparisonSettings(RunSettings):
             yield from sorted(own, key=lambda p: (p.draft_tp != target_tp, p.draft_tp))
 
     def num_prompts(self, batch_size: int) -> int:
-        """How many prompts, counted from the first, to decode at a batch size."""
+        """The number of prompts, counted from the first, to decode at a batch size."""
         count = int(self.prompts["count"])
         return count if self.batches is None else min(count, self.batches * batch_size)
 

@@ -35,8 +35,8 @@ class HeadWeights:
 
 
 class Other(NamedTuple):
-    """How some tools interpret a config differently: their interpretation in words, and the fields
-    that it changes."""
+    """A different interpretation of a config by some tools, in words, and the fields that it
+    changes."""
 
     told: str
     changes: Mapping[str, Any]
