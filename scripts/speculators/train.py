@@ -47,6 +47,10 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "rank": (f"of a Markov head; default: {Options.rank}", {"type": int}),
     "vocabulary": ("ids of a head that stores its own rows", {"type": int}),
     "blank": ("begin at random", {"action": "store_true"}),
+    "start": (
+        "begin with a stored speculator of the same kind and sizes",
+        {"metavar": "SPECULATOR"},
+    ),
 }
 
 
@@ -258,12 +262,12 @@ class Trainer:
         torch.save(state, args.out / "state.part")
         os.replace(args.out / "state.part", args.out / "state.pt")
 
-    def resume(self) -> bool:
-        """Go on from a checkpoint, with new rows. Returns False if there is none. Raises
-        `ValueError` for a checkpoint of another kind or with other options."""
+    def resume(self) -> None:
+        """Go on from a checkpoint, if there is one, with new rows. Raises `ValueError` for a
+        checkpoint of another kind or with other options."""
         path = self.args.out / "state.pt"
         if not path.exists():
-            return False
+            return
         state = torch.load(path, map_location=self.device, weights_only=True)
         made_by = state.get("made_by", self.made_by)
         for name, value in made_by.items():
@@ -278,20 +282,14 @@ class Trainer:
         self.step, self.seen, self.spent = state["step"], state["seen"], state["spent"]
         self.generator.manual_seed(self.args.seed + self.step)
         self.order.manual_seed(self.args.seed + self.step)
-        return True
 
     def run(self) -> None:
         args = self.args
         first = self.target.read(self.batch(), self.kind.feature_layers)
         if self.device.type == "cuda":
             self.target.capture(first.rows, self.kind.feature_layers)
-        resumed = self.resume()
-        if not resumed:
-            self.kind.prepare(first)
-        else:
-            scales = self.kind.state()
-            self.kind.prepare(first)
-            self.kind.restore(scales)
+        self.kind.prepare(first)
+        self.resume()
         # With a number of steps, the time before the first one does not count as training.
         started = time.perf_counter() if args.steps else BEGAN
         began, due, losses = started - self.spent, self.spent, []

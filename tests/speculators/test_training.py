@@ -22,6 +22,7 @@ from scripts.speculators.kinds import dflash, draft, dspark, eagle3, mtp, pard, 
 from scripts.speculators.kinds.base import Options
 from scripts.speculators.kinds.base import chained as links_of
 from scripts.speculators.loss import Candidates, SoftLoss
+from scripts.speculators.store import plain_tensors
 from scripts.speculators.target import Reading, Target
 from specdec_cli.core.types import Request
 from specdec_cli.demo import demo_path
@@ -343,6 +344,30 @@ def test_the_engine_accepts_what_a_blocks_training_predicts(
         settings["draft.share"] = ["embeddings", "lm_head"]
     got = greedy_rounds(target, settings, 4)
     assert got[:2] == (ids.tolist(), wanted)
+
+
+def test_a_training_begins_with_a_stored_drafter(target: Target, tmp_path: Path) -> None:
+    """The engine's weights and mask come back unchanged, although scales are of another batch."""
+    sizes = {"inner": 192, "depth": 2, "rank": 32}
+    kind = dspark.make(target, Options(start="demo:dspark", mask=7, **sizes))
+    _, rows, _ = own_text(target)
+    kind.prepare(target.read(rows, kind.feature_layers))
+    kind.save(target, torch.arange(8), tmp_path)
+    (wanted, theirs), (got, config) = (
+        plain_tensors(place) for place in (demo_path("demo:dspark"), tmp_path)
+    )
+    assert config["dflash_config"] == theirs["dflash_config"]
+    assert wanted.keys() == got.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(got[name], tensor, rtol=2**-7, atol=0)
+    for options, told in (
+        (Options(start="demo:dspark", **sizes | {"inner": 96}), "size mismatch"),
+        (Options(start="demo:eagle3", **sizes), "no drafter of this form"),
+        (Options(start="demo:dspark", layers=(1, 2, 3), **sizes), r"over the layers \[0, 1, 2\]"),
+    ):
+        kind = dspark.make(target, options)
+        with pytest.raises(ValueError, match=told):
+            kind.prepare(target.read(rows, kind.feature_layers))
 
 
 def judged(kind: Any, reading: Reading, head: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -18,7 +18,7 @@ from scripts.speculators.target import Reading, Target
 @dataclass(frozen=True)
 class Options:
     """Settings of the command line for some kinds. layers: empty for the usual ones. mask: the id
-    of masks."""
+    of masks. start: a stored speculator to begin with, if any."""
 
     links: int = 6
     layers: Sequence[int] = ()
@@ -26,6 +26,7 @@ class Options:
     depth: int = 2
     vocabulary: int | None = None
     blank: bool = False
+    start: str | None = None
     block: int = 8
     anchors: int = 32
     mask: int = 0

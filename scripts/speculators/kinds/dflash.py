@@ -20,9 +20,11 @@ from scripts.speculators.features import folded, scales_of, side_by_side, usual,
 from scripts.speculators.kinds.base import Link, Options
 from scripts.speculators.layer import Layer, Norm, Shape, settings_of, turned
 from scripts.speculators.markov import Heads
+from scripts.speculators.store import plain_tensors
 from scripts.speculators.target import Reading, Target
+from specdec_cli.models.resolve import model_place
 
-OPTIONS = ("layers", "inner", "depth", "block", "anchors", "blank")
+OPTIONS = ("layers", "inner", "depth", "block", "anchors", "blank", "start")
 
 
 class Backbone(nn.Module):
@@ -92,9 +94,29 @@ class DFlash:
         if heads is not None:
             heads.add_to(self.module, self.shape)
         self.scales = [1.0] * len(read)
+        self.start = options.start
 
     def prepare(self, reading: Reading) -> None:
         self.scales = scales_of(reading)
+        if self.start is not None:
+            self.begin(self.start)
+
+    def begin(self, name: str) -> None:
+        """Take the weights and the mask of a stored drafter. Raises `ValueError` if its form, sizes
+        or layers are others."""
+        tensors, config = plain_tensors(model_place(name, None))
+        own = config.get("dflash_config", {})
+        layers = [i - 1 for i in self.feature_layers]
+        if own.get("target_layer_ids") != layers or "fc.weight" not in tensors:
+            raise ValueError(f"--start: {name} is no drafter of this form over the layers {layers}")
+        scales = [1 / scale for scale in self.scales]
+        tensors["fc.weight"] = folded(tensors["fc.weight"].float(), scales)
+        try:
+            self.module.load_state_dict(tensors)
+        except RuntimeError as error:
+            lines = [line.strip() for line in str(error).splitlines()[1:]]
+            raise ValueError(f"--start: {name}: {lines[0]}") from error
+        self.mask = own["mask_token_id"]
 
     def rows(self, reading: Reading, blocks: Blocks) -> Tensor:
         """Normed rows [B, Q, H]."""
