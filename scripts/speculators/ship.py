@@ -32,7 +32,7 @@ KEPT = (
 ).split()
 TRAINED = (
     "kind seed minutes seconds step tokens tokens_per_s epochs texts text_tokens lr links depth "
-    "inner block rank parameters accuracy torch transformers device_name"
+    "inner block rank start parameters accuracy torch transformers device_name"
 ).split()
 
 WROTE = "them, to prompts that it drew itself and to requests about its own passages"
@@ -51,7 +51,7 @@ target's. Its large matrices are in fp8 (e4m3, a scale for each row), the rest i
   {wrote};
   none shares 13 tokens with {benchmark}.
 - Training: {steps} steps over {tokens:.1f} M tokens, {seconds:.0f} s on one {device}, seed {seed}.
-- Agreement with the target's first choice on held-out texts{links}: {accuracy} %.
+{start}- Agreement with the target's first choice on held-out texts{links}: {accuracy} %.
 - In fp8 it has {ratio:.3f} ({ends}) times the tokens a round that it had in
   bf16, k = {stored_k}, paired over {stored_prompts} prompts, greedy, fp32 on a CPU.
 - Measured on {benchmark}, never trained on: {prompts} prompts, greedy, bf16, at most
@@ -64,6 +64,10 @@ target's. Its large matrices are in fp8 (e4m3, a scale for each row), the rest i
 
 Made by `scripts/speculators` of the project, from the target's own layers as a start. The target is
 {licence}; `../NOTICE` says so.
+"""
+START = """\
+  It began with weights of {seconds:.0f} s over {tokens:.1f} M tokens, on {text_tokens:.1f} M
+  tokens of other texts.
 """
 FORMS = {
     "eagle3": "An EAGLE-3 head (Li et al., arXiv 2503.01840) with one layer, in the form of "
@@ -124,19 +128,29 @@ def record_of(
     stored: dict[str, Any],
     texts: dict[str, Any],
     benchmark: str,
+    records: dict[str, Any],
 ) -> dict[str, Any]:
-    """The record of a speculator: its texts, training, and acceptance by k."""
-    training = json.loads((folder / "training.json").read_text())
+    """The record of a speculator: its texts, training, and acceptance by k. `records` have the
+    training of the speculator that it began with, if that is a bundled one."""
+    read = json.loads((folder / "training.json").read_text())
+    training = {key: read[key] for key in TRAINED if read.get(key) is not None}
+    if before := records.get(training.get("start", "").removeprefix("demo:")):
+        training["before"] = before["training"]
     return {
         "fp8": stored,
         "texts": texts,
-        "training": {key: training[key] for key in TRAINED if key in training},
+        "training": training,
         "benchmark": benchmark,
         "measured": sorted(
-            ({k: v for k, v in run.items() if k != "seconds"} for run in runs),
+            ({k: v for k, v in run.items() if k not in ("seconds", "counts")} for run in runs),
             key=lambda run: int(run["k"]),
         ),
     }
+
+
+def begun_with(before: dict[str, Any]) -> str:
+    seen, texts = before["tokens"] / 1e6, before["text_tokens"] / 1e6
+    return START.format(seconds=before["seconds"], tokens=seen, text_tokens=texts)
 
 
 def card(
@@ -158,6 +172,7 @@ def card(
         seconds=training["seconds"],
         device=training["device_name"],
         seed=training["seed"],
+        start=begun_with(training["before"]) if "before" in training else "",
         links=f", by position 1 to {count}" if count > 1 else "",
         accuracy=", ".join(f"{100 * a:.1f}" for a in training["accuracy"]),
         ratio=stored["ratio_to_bf16"],
@@ -183,7 +198,7 @@ def main() -> None:
         runs = next(r for key, r in evaluated["runs"].items() if Path(key).parts[-2:] ==
                     (Path(folder).name, "speculator"))  # fmt: skip
         stored = beside_plain(name, args.stored)
-        found = record_of(Path(folder), runs, stored, texts, args.benchmark)
+        found = record_of(Path(folder), runs, stored, texts, args.benchmark, records)
         config = json.loads((source / "config.json").read_text())
         if found["training"]["kind"] == "draft":
             config = {key: config[key] for key in KEPT if key in config}
