@@ -1,5 +1,6 @@
 """DFlash and DSpark drafters: read, planned and run, with the rounds of transformers' own net."""
 
+import json
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -140,6 +141,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_target_layers": 5}, "its num_target_layers is 5"),
     "sliding": ({"layer_types": ["sliding_attention"] * 2}, "layer_types is .* not built"),
     "causal": ({"causal": True}, "causal is true: that variant"),
+    "no full layer": ({"layer_types": ["chunked_attention"] * 2}, "layer_types is .* not built"),
+    "windows": (
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        "use_sliding_window is true: layers that slide",
+    ),
+    "a causal class": ({"is_causal": True}, "is_causal is true: that variant"),
+    "shifted labels": ({"shift_label": True}, "shift_label is true: that variant"),
+    "embedding's scale": ({"input_embedding_scale": 16.0}, "input_embedding_scale is 16.0: that"),
+    "logits' scale": ({"output_multiplier": 0.5}, "output_multiplier is 0.5: that variant"),
+    "soft cap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0: that"),
+    "latent keys": ({"attention_mode": "mla"}, "attention_mode is .mla.: that variant"),
+    "mixed layers": ({"attention_modes": ["gqa", "kda"]}, "attention_modes is .*: that variant"),
     "sinks": ({"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias is true: that"),
     "model type": ({"model_type": "muse_glimmer_assistant"}, "model_type is .*layers of qwen3"),
     "ids": ({"target_layer_ids": 3}, "target_layer_ids is 3"),
@@ -159,6 +172,43 @@ def test_a_config_is_refused_by_its_key(pairs: dict[str, Pair], case: str, tmp_p
     with pytest.raises(SetupError, match=told) as found:
         build(planned(replace(pairs["z-lab"], folder=folder)), 12)
     assert found.value.code == ExitCode.ENVIRONMENT and "\n" not in found.value.message
+
+
+PLAIN: dict[str, Any] = {
+    "input_embedding_scale": 1.0,
+    "final_logit_softcapping": 0.0,
+    "is_causal": False,
+    "layer_types": ["full_attention"] * 2,
+    "use_sliding_window": True,
+    "sliding_window": 4,
+}
+
+
+def test_keys_that_mean_the_plain_net(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    """Null is as good as no key: DeepSpec's anchor predicts by default."""
+    nulls = dict.fromkeys(("sample_from_anchor", "markov_rank", "attention_mode", "use_swa"))
+    for changes in (PLAIN, {"layer_types": None, "use_sliding_window": True, "sliding_window": 4}):
+        folder = save_drafter(tmp_path / "d", pairs["anchor"].drafter, "deepspec", **changes)
+        config = json.loads((folder / "config.json").read_text()) | nulls
+        (folder / "config.json").write_text(json.dumps(config))
+        check_rounds(replace(pairs["anchor"], folder=folder), K)
+
+
+@pytest.mark.parametrize("projector", ["dflash", "dspark"])
+def test_layers_that_a_config_does_not_name(
+    pairs: dict[str, Pair], projector: str, tmp_path: Path
+) -> None:
+    """Outputs of layers 1, 8.5, 16, 23.5 and 31, halves to even numbers: those are the inputs of
+    the next ones."""
+    own = {"mask_token_id": MASK, "projector_type": projector}
+    drafter = pairs["z-lab"].drafter
+    folder = save_drafter(
+        tmp_path / "d", drafter, "z-lab", dflash_config=own, num_hidden_layers=5, architectures=None
+    )
+    config = read_dflash_config("d", folder)
+    assert config.noun.startswith(projector[:2].upper())
+    assert config.feature_layers(34) == (2, 9, 17, 25, 32)
+    assert config.feature_layers(36) == (2, 10, 18, 26, 34)
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "hidden_norm.weight", "layers.1.self_attn.k_norm"])
@@ -288,6 +338,9 @@ def test_facts_of_a_run(pairs: dict[str, Pair]) -> None:
     told = DFLASH.to_vllm(lambda *key: settings.get(key), "d")  # type: ignore[misc]
     wanted = {"method": "dflash", "model": "d", "draft_sample_method": "probabilistic"}
     assert told.config == wanted
+    settings[("speculation", "block_width")] = "trained"
+    told = DFLASH.to_vllm(lambda *key: settings.get(key), "d")  # type: ignore[misc]
+    assert told.config == wanted and any("block_width: trained" in n for n in told.notes)
     assert planned(pairs["anchor"]).recipe.speculation.method == "dspark"
     told = DSPARK.to_vllm(lambda *key: None, "d")  # type: ignore[misc]
     assert told.config == {"method": "dspark", "model": "d"} and "vanilla" in told.notes[0]

@@ -309,6 +309,16 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "a speculator of an unknown kind",
         'speculators_model_type: "parallel"',
     ),
+    "speculators' keys of two kinds": (
+        speculators("dflash", speculators_config={"algorithm": "eagle3"}, mask_token_id=90),
+        "a speculator of contradictory kinds",
+        'speculators_model_type: "dflash"',
+    ),
+    "speculators' keys of mtp and dflash": (
+        speculators("mtp", speculators_config={"algorithm": "dflash"}, mask_token_id=90),
+        "a speculator of contradictory kinds",
+        'speculators_model_type: "mtp"',
+    ),
     "dflash 2": (
         speculators("dflash2", block_size=8, mask_token_id=90, dflash_config={}, **REDUCED),
         "a speculator of an unknown kind",

@@ -3,7 +3,14 @@
 from typing import Literal
 
 from specdec_cli.recipe.choices import forms
-from specdec_cli.recipe.choices.base import MethodChoice, drafted, sglang_block
+from specdec_cli.recipe.choices.base import (
+    MethodChoice,
+    Setting,
+    VllmConfig,
+    VllmMaker,
+    drafted,
+    sglang_block,
+)
 from specdec_cli.recipe.choices.forms import DraftForm, speculator
 from specdec_cli.recipe.fields import Section, entry
 
@@ -18,6 +25,20 @@ class BlockKeys(Section):
     )
 
 
+_WIDTH = (
+    "Measured with passes of block_size rows (speculation.block_width: trained). vLLM's have only "
+    "the rows that k needs, so its proposals and their acceptance differ."
+)
+
+
+def _to_vllm(method: str, *notes: str) -> VllmMaker:
+    def config_of(setting: Setting, draft: str | None) -> VllmConfig:
+        is_wide = setting("speculation", "block_width") == "trained"
+        return drafted(method, "drafter", *notes, *[_WIDTH] * is_wide)(setting, draft)
+
+    return config_of
+
+
 def _dspark_to_sglang(k: int) -> dict[str, str | int]:
     """SGLang's settings. SGLang accepts a k that differs from the drafter's `block_size` only if
     two flags give it."""
@@ -27,7 +48,7 @@ def _dspark_to_sglang(k: int) -> dict[str, str | int]:
 DFLASH = MethodChoice(
     "drafts a whole block in one pass",
     weights_from="draft",
-    to_vllm=drafted("dflash", "drafter"),
+    to_vllm=_to_vllm("dflash"),
     to_sglang=sglang_block("DFLASH"),
     form=DraftForm(
         "a DFlash drafter",
@@ -38,9 +59,7 @@ DFLASH = MethodChoice(
 DSPARK = MethodChoice(
     "drafts a block, with a head that reads the token drawn before",
     weights_from="draft",
-    to_vllm=drafted(
-        *("dspark", "drafter", "vLLM runs DSpark drafters only with vanilla Markov heads.")
-    ),
+    to_vllm=_to_vllm("dspark", "vLLM runs DSpark drafters only with vanilla Markov heads."),
     to_sglang=_dspark_to_sglang,
     form=DraftForm(
         "a DSpark drafter",

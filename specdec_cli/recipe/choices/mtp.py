@@ -41,5 +41,5 @@ MTP_MODULE = MethodChoice(
     "an MTP module in its own folder",
     weights_from="draft",
     to_vllm=_to_vllm,
-    form=DraftForm("an MTP module", (speculator("mtp"),)),
+    form=DraftForm("an MTP module", (speculator("mtp"),), (speculator("mtp", others=True),)),
 )

@@ -19,7 +19,7 @@ from specdec_cli.recipe.choices.pard import PARD
 from specdec_cli.recipe.choices.peagle import PEAGLE
 from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
 from specdec_cli.recipe.choices.typical import TypicalKeys
-from specdec_cli.recipe.choices.unbuilt import UNBUILT
+from specdec_cli.recipe.choices.unbuilt import MIXED, UNBUILT
 
 Choice = TypeVar("Choice", MethodChoice, PolicyChoice, RuleChoice)
 
@@ -81,7 +81,8 @@ def fitting_forms(config: Mapping[str, Any]) -> list[Fitting]:
     forms: list[tuple[DraftForm, str | None]] = [(form, None) for form in UNBUILT]
     forms += [(choice.form, name) for name, choice in METHODS.items() if choice.form is not None]
     found = [Fitting(form, form.seen(config) or "", method) for form, method in forms]
-    return [fits for fits in found if fits.seen]
+    found = [fits for fits in found if fits.seen]
+    return found or [Fitting(MIXED, seen, None) for seen in [MIXED.seen(config)] if seen]
 
 
 def weights_from(method: object) -> WeightsFrom:

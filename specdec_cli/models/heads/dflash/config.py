@@ -31,10 +31,15 @@ MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 }
 _JOINT = re.compile("^markov_head[.](gate_proj|joint_proj)")
 # Keys for network variants of some tools, with the values that mean the plain form.
-_VARIANTS = {
-    **dict.fromkeys(("use_swa", "causal", "add_swa_attention_sink_bias"), False),
-    "is_neox_style": True,
-    "attention_value_scale": 1.0,
+_OFF = "use_swa", "causal", "is_causal", "shift_label", "add_swa_attention_sink_bias"
+_SCALES = "attention_value_scale", "input_embedding_scale", "output_multiplier"
+_VARIANTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_OFF, (False,)),
+    **dict.fromkeys(_SCALES, (1.0,)),
+    "is_neox_style": (True,),
+    "final_logit_softcapping": (0,),
+    "attention_mode": ("gqa", "mha"),
+    "attention_modes": (),
 }
 
 
@@ -133,7 +138,8 @@ class DFlashConfig(HeadConfig):
             count = self.num_features
             found = (last // 2 + 1,)
             if count > 1:
-                found = tuple(2 + round(i * (last - 4) / (count - 1)) for i in range(count))
+                # As z-lab's code: Python rounds halves to even numbers, and the 1 inside decides.
+                found = tuple(1 + round(1 + i * (last - 4) / (count - 1)) for i in range(count))
         if sorted(set(found)) != list(found) or not 0 <= found[0] <= found[-1] < last:
             raise SetupError(
                 f"the {self.noun} {self.name} reads hidden states {shown(list(found))} of a target "
@@ -165,15 +171,16 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
     is_dspark = kind is DSparkConfig
     body = raw["transformer_layer_config"] if is_nested else raw
     told = body.get("model_type", "qwen3")
-    own = raw | (raw.get("dflash_config") or {})  # keys of the kind in either place
+    # Keys of the kind are in either place. A key that is null counts as absent.
+    places = raw, raw.get("dflash_config") or {}
+    own = {key: value for keys in places for key, value in keys.items() if value is not None}
     settings = HeadSettings(kind.noun, name, own, body | {"model_type": "qwen3"})
     if told not in _KINDS:
         raise settings.bad("model_type", told, "layers of qwen3 are built")
     for key, plain in _VARIANTS.items():
-        if own.get(key, plain) not in (plain, None):
+        if key in own and own[key] not in plain:
             raise settings.bad(key, own[key], "that variant of the net is not built")
-    if "sliding_attention" in (body.get("layer_types") or ()):
-        raise settings.bad("layer_types", body["layer_types"], "layers that slide are not built")
+    _refuse_windows(settings)
     common = settings.common()
     layer = common["body"]
     key, default = "sample_from_anchor", is_dspark
@@ -193,12 +200,25 @@ def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashCon
     )
 
 
+def _refuse_windows(settings: HeadSettings) -> None:
+    """Raise `SetupError` unless all layers attend to everything. Without `layer_types`, layers from
+    `max_window_layers` on slide if two keys say so."""
+    body, told = settings.body, "layers that slide are not built"
+    if set(types := body.get("layer_types") or ()) - {"full_attention"}:
+        raise settings.bad("layer_types", types, told)
+    first, count = body.get("max_window_layers", 28), settings.count(body, "num_hidden_layers")
+    if not types and body.get("use_sliding_window") and body.get("sliding_window"):
+        if first < count:
+            raise settings.bad("use_sliding_window", body["use_sliding_window"], told)
+
+
 def _layer_ids(settings: HeadSettings, is_nested: bool, is_dspark: bool) -> tuple[int, ...] | None:
     """The layers of the target whose inputs are read. speculators names these layers, and other
     tools name the layers whose outputs are read. DeepSpec's layer -1 stands for the embedding."""
     key = "aux_hidden_state_layer_ids" if is_nested else "target_layer_ids"
     ids, least = settings.raw.get(key), 0 if is_nested or not is_dspark else -1
-    if ids is None and not is_nested and not is_dspark:
+    # DeepSpec always names them; its configs have no `dflash_config`.
+    if ids is None and not is_nested and (not is_dspark or "dflash_config" in settings.raw):
         return None
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < least for i in ids):
         raise settings.bad(key, ids, "it must be a list of layers")
