@@ -303,6 +303,12 @@ MARKOV: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"markov_head_type": "tree"}, "markov_head_type is .tree.: vanilla, gated, rnn"),
     "rank": ({"markov_rank": 9}, r"markov_w1.weight has shape \[97, 8\], and \[97, 9\]"),
     "confidence": ({"enable_confidence_head": False}, "2 unknown tensors, first conf"),
+    "no word": ({"markov_head_type": ["gated"]}, "markov_head_type is .*: vanilla, gated, rnn"),
+    "another type": (
+        {"markov_head_type": "rnn"},
+        "2 missing tensors, first markov_head.joint_proj.bias",
+    ),
+    "no number": ({"confidence_head_alpha": "1"}, "confidence_head_alpha is .1.: it must be a"),
     "no flag": ({"enable_confidence_head": "yes"}, "enable_confidence_head is .yes.: it must"),
 }
 
@@ -315,6 +321,16 @@ def test_a_markov_head_is_refused_by_its_key(
     folder = save_drafter(tmp_path / "d", pairs["gated"].drafter, "deepspec", **changes)
     with pytest.raises(SetupError, match=told):
         build(planned(replace(pairs["gated"], folder=folder)), 12)
+
+
+@pytest.mark.parametrize("layers", [None, [], {}, "x"])
+def test_layers_that_are_no_mapping(pairs: dict[str, Pair], layers: Any, tmp_path: Path) -> None:
+    drafter, keys = pairs["reduced"].drafter, {"transformer_layer_config": layers}
+    folder = save_drafter(tmp_path / "d", drafter, "speculators", **keys)
+    with pytest.raises(
+        SetupError, match=r"DFlash drafter .*: transformer_layer_config is .*: a lay"
+    ):
+        planned(replace(pairs["reduced"], folder=folder))
 
 
 def test_an_anchor_that_tools_read_differently_is_told(

@@ -311,13 +311,18 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     ),
     "speculators' keys of two kinds": (
         speculators("dflash", speculators_config={"algorithm": "eagle3"}, mask_token_id=90),
-        "a speculator of contradictory kinds",
-        'speculators_model_type: "dflash"',
+        "a draft of contradictory kinds",
+        'speculators_model_type: "dflash" and speculators_config.algorithm: "eagle3"',
     ),
     "speculators' keys of mtp and dflash": (
         speculators("mtp", speculators_config={"algorithm": "dflash"}, mask_token_id=90),
-        "a speculator of contradictory kinds",
-        'speculators_model_type: "mtp"',
+        "a draft of contradictory kinds",
+        'speculators_config.algorithm: "dflash" and speculators_model_type: "mtp"',
+    ),
+    "speculators' dflash with a Markov head": (
+        speculators("dflash", mask_token_id=90, markov_rank=256),
+        "a draft of contradictory kinds",
+        'speculators_model_type: "dflash" and markov_rank: 256',
     ),
     "dflash 2": (
         speculators("dflash2", block_size=8, mask_token_id=90, dflash_config={}, **REDUCED),

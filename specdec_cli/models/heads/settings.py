@@ -77,6 +77,13 @@ class HeadSettings:
             "quantisation": self.quantisation,
         }
 
+    def nested(self) -> dict[str, Any]:
+        """The part of a speculators config that describes the layers."""
+        body = self.raw.get("transformer_layer_config")
+        if not isinstance(body, dict) or not body:
+            raise self.bad("transformer_layer_config", body, "a layer's settings are missing")
+        return body
+
     def layers(self) -> Any:
         """transformers' config of the layers."""
         body = self.body

@@ -4,6 +4,7 @@ have."""
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from specdec_cli.text import shown
@@ -44,10 +45,16 @@ class DraftForm:
 
     def seen(self, config: Mapping[str, Any]) -> str | None:
         """The sign by which a config is of this kind; None if it is not."""
-        if any(first_seen(group, config) is not None for group in self.must_not):
-            return None
+        return None if self.barred(config) is not None else self.claimed(config)
+
+    def claimed(self, config: Mapping[str, Any]) -> str | None:
+        """The sign by which a config says that it is of this kind, whatever else it says."""
         found = [first_seen(group, config) for group in self.must]
         return None if None in found else found[0]
+
+    def barred(self, config: Mapping[str, Any]) -> str | None:
+        """The sign of another kind for which a config is not of this one."""
+        return first_seen(tuple(chain.from_iterable(self.must_not)), config)
 
 
 def first_seen(signs: tuple[Sign, ...], config: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,7 @@ from specdec_cli.recipe.choices.pard import PARD
 from specdec_cli.recipe.choices.peagle import PEAGLE
 from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
 from specdec_cli.recipe.choices.typical import TypicalKeys
-from specdec_cli.recipe.choices.unbuilt import MIXED, UNBUILT
+from specdec_cli.recipe.choices.unbuilt import UNBUILT
 
 Choice = TypeVar("Choice", MethodChoice, PolicyChoice, RuleChoice)
 
@@ -68,6 +68,9 @@ def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
     choices[name] = choice
 
 
+_MIXED = DraftForm("a draft of contradictory kinds", ())
+
+
 class Fitting(NamedTuple):
     """A draft form that a config fits, the sign of it, and the method that runs it, or None."""
 
@@ -82,7 +85,10 @@ def fitting_forms(config: Mapping[str, Any]) -> list[Fitting]:
     forms += [(choice.form, name) for name, choice in METHODS.items() if choice.form is not None]
     found = [Fitting(form, form.seen(config) or "", method) for form, method in forms]
     found = [fits for fits in found if fits.seen]
-    return found or [Fitting(MIXED, seen, None) for seen in [MIXED.seen(config)] if seen]
+    # A config that says of what kind it is, but fits none, contradicts itself.
+    told = ((form.claimed(config), form.barred(config)) for form, method in forms if method)
+    signs = [f"{own} and {other}" for own, other in told if own and other]
+    return found or [Fitting(_MIXED, sign, None) for sign in signs[:1]]
 
 
 def weights_from(method: object) -> WeightsFrom:

@@ -5,9 +5,6 @@ from specdec_cli.recipe.choices.forms import DraftForm, Sign, named, speculator,
 
 _KNOWN = "eagle3", "peagle", "dspark", "dflash", "eagle", "mtp"
 
-# The kind of a config that fits no form though it names one: its two keys contradict each other.
-MIXED = DraftForm("a speculator of contradictory kinds", (speculator(*_KNOWN),))
-
 UNBUILT = (
     DraftForm("a PARD-2 draft", (forms.PARD2,)),
     DraftForm("a draft of an unknown kind", (forms.BEYOND_PARD,), (forms.PARD2,)),

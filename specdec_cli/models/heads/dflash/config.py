@@ -6,7 +6,7 @@ z-lab and SpecForge write a flat qwen3 config with `dflash_config`, speculators 
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +18,12 @@ from specdec_cli.models.heads.settings import HeadSettings, reading
 from specdec_cli.recipe.choices.forms import DSPARK, first_seen, speculator
 from specdec_cli.text import shown
 
-_KINDS = ("qwen3", "llama")  # these keys are copied from the target's config; layers are qwen3's
+# The keys are copied from the target's config, and layers are qwen3's.
+_KINDS = "qwen3", "llama", None
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_")
 MARKOV_EMBEDDING, MARKOV_OUT = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
-MARKOV_JOINT = "markov_head.joint"  # the projection in Markov types that also read the row
+# The projection in Markov types that also read the row.
+MARKOV_JOINT = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
 CONFIDENCE = "confidence_head.proj"
 # The shape of that projection, by rank and row width; empty without one.
 MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
@@ -29,7 +31,6 @@ MARKOV_TYPES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "gated": lambda rank, width: (rank, width + rank),
     "rnn": lambda rank, width: (3 * rank, 2 * rank + width),
 }
-_JOINT = re.compile("^markov_head[.](gate_proj|joint_proj)")
 # Keys for network variants of some tools, with the values that mean the plain form.
 _OFF = "use_swa", "causal", "is_causal", "shift_label", "add_swa_attention_sink_bias"
 _SCALES = "attention_value_scale", "input_embedding_scale", "output_multiplier"
@@ -108,7 +109,6 @@ class DFlashConfig(HeadConfig):
 
     def renamed(self, name: str) -> str | None:
         own = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
-        own = _JOINT.sub(MARKOV_JOINT, own)
         return None if _HARMLESS.search(own) else own
 
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -123,7 +123,8 @@ class DFlashConfig(HeadConfig):
             found[MARKOV_EMBEDDING] = (self.vocab_size, rank)
             found[MARKOV_OUT] = (self.draft_vocab_size, rank)
         if rank and (shape := MARKOV_TYPES[self.markov_type](rank, width)):
-            found |= {f"{MARKOV_JOINT}.weight": shape, f"{MARKOV_JOINT}.bias": shape[:1]}
+            joint = MARKOV_JOINT[self.markov_type]
+            found |= {f"{joint}.weight": shape, f"{joint}.bias": shape[:1]}
         if self.confidence_width:
             found[f"{CONFIDENCE}.weight"] = (1, self.confidence_width)
             found[f"{CONFIDENCE}.bias"] = (1,)
@@ -169,12 +170,12 @@ def read_dflash_config(name: str, folder: Path) -> DFlashConfig:
 def _read(kind: type[DFlashConfig], name: str, raw: dict[str, Any]) -> DFlashConfig:
     is_nested = first_seen(speculator("dflash", "dspark"), raw) is not None
     is_dspark = kind is DSparkConfig
-    body = raw["transformer_layer_config"] if is_nested else raw
-    told = body.get("model_type", "qwen3")
     # Keys of the kind are in either place. A key that is null counts as absent.
     places = raw, raw.get("dflash_config") or {}
     own = {key: value for keys in places for key, value in keys.items() if value is not None}
-    settings = HeadSettings(kind.noun, name, own, body | {"model_type": "qwen3"})
+    settings = HeadSettings(kind.noun, name, own, raw)
+    body = settings.nested() if is_nested else raw
+    settings, told = replace(settings, body=body | {"model_type": "qwen3"}), body.get("model_type")
     if told not in _KINDS:
         raise settings.bad("model_type", told, "layers of qwen3 are built")
     for key, plain in _VARIANTS.items():
@@ -206,9 +207,9 @@ def _refuse_windows(settings: HeadSettings) -> None:
     body, told = settings.body, "layers that slide are not built"
     if set(types := body.get("layer_types") or ()) - {"full_attention"}:
         raise settings.bad("layer_types", types, told)
-    first, count = body.get("max_window_layers", 28), settings.count(body, "num_hidden_layers")
     if not types and body.get("use_sliding_window") and body.get("sliding_window"):
-        if first < count:
+        first = body.get("max_window_layers", 28)
+        if type(first) is not int or first < settings.count(body, "num_hidden_layers"):
             raise settings.bad("use_sliding_window", body["use_sliding_window"], told)
 
 
@@ -232,9 +233,10 @@ def _heads(settings: HeadSettings, is_nested: bool, width: int) -> dict[str, Any
     if type(rank) is not int or rank < 0:
         raise settings.bad("markov_rank", rank, "it must be a number")
     kind = own.get("markov_head_type") or "vanilla"
-    if kind not in MARKOV_TYPES:
+    if not isinstance(kind, str) or kind not in MARKOV_TYPES:
         raise settings.bad("markov_head_type", kind, f"{', '.join(MARKOV_TYPES)} are built")
-    alpha = own.get("confidence_head_alpha") or 0
+    if type(alpha := own.get("confidence_head_alpha", 0)) not in (int, float):
+        raise settings.bad("confidence_head_alpha", alpha, "it must be a number")
     key, both = "enable_confidence_head", "confidence_head_with_markov"
     is_sure = settings.flag(key) if key in own else is_nested or alpha > 0
     reads_both = (settings.flag(both) if both in own else is_nested) and rank

@@ -46,11 +46,12 @@ class MarkovHead:
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor]) -> None:
         self.config = config
         self.embedding = tensors.get(MARKOV_EMBEDDING)
+        joint = MARKOV_JOINT.get(config.markov_type)
         self.out, self.joint, self.confidence = (
             ops.pack_weight(tensors[name]) if name in tensors else None
-            for name in (MARKOV_OUT, f"{MARKOV_JOINT}.weight", f"{CONFIDENCE}.weight")
+            for name in (MARKOV_OUT, f"{joint}.weight", f"{CONFIDENCE}.weight")
         )
-        self.joint_bias = tensors.get(f"{MARKOV_JOINT}.bias")
+        self.joint_bias = tensors.get(f"{joint}.bias")
         self.confidence_bias = tensors.get(f"{CONFIDENCE}.bias")
 
     @property

@@ -245,11 +245,8 @@ def _refuse_other_kinds(settings: HeadSettings) -> None:
 
 def _body(settings: HeadSettings, dialect: Dialect) -> dict[str, Any]:
     """The settings of the layers."""
-    body = raw = settings.raw
-    if dialect == "speculators":
-        body = raw.get("transformer_layer_config") or {}
-        if not isinstance(body, dict) or not body:
-            raise settings.bad("transformer_layer_config", body, "a layer's settings are missing")
+    raw = settings.raw
+    body = settings.nested() if dialect == "speculators" else raw
     kind = body.get("model_type", "llama")
     # SpecForge's configs for phi4 and QwQ name the target's type, but the class has llama layers.
     classes = raw.get("architectures") or ()
