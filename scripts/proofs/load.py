@@ -13,6 +13,7 @@ with gamma:0.4. `--unseen` takes the servers of `UNSEEN` in their place.
 
 import argparse
 import heapq
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,13 +202,17 @@ def main() -> None:
     print(f"coverage of the 95 % interval at {SHARES} good requests (runs with one), {trials} runs")
     print(f"| server | load | {' | '.join(map(str, counts))} |")
     shares, every = list[float](), list[float]()
+    pooled = defaultdict[object, Array](lambda: np.zeros(2))  # hits, and runs with an interval
     for name, server in (UNSEEN if args.unseen else SERVERS).items():
         for load in (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9):
             cells = []
-            for given, hits in coverage(rng, server, load, counts, trials, shape, args.slo):
+            rows = coverage(rng, server, load, counts, trials, shape, args.slo)
+            for count, (given, hits) in zip(counts, rows, strict=True):
                 held = [hit / given for hit in hits] if given >= _SHOWN else []
                 shares += held
                 every.append(given)
+                for group in ("all", name, load, count):
+                    pooled[group] += sum(hits), len(hits) * given
                 text = ", ".join(f"{100 * one:.0f}" for one in held)
                 cells.append(f"{text} ({given:.2f})".strip())
             print(f"| {name} | {load} | {' | '.join(cells)} |", flush=True)
@@ -218,6 +223,8 @@ def main() -> None:
         f"mean {100 * found.mean():.1f}, lowest {100 * found.min():.1f}; "
         f"{100 * np.mean(every):.0f} % of runs have an interval"
     )
+    told = (f"{group} {100 * hits / given:.1f}" for group, (hits, given) in pooled.items() if given)
+    print("of all given intervals, by server, load and requests:", ", ".join(told))
     counts = (60, 200, 1000)
     print(f"called overloaded, {trials // 10} trials; columns: {counts} requests")
     for servers in (2, 16):

@@ -77,8 +77,8 @@ def test_servers_under_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         is_near = any(w["code"] == "autocorrelated" for w in found["warnings"])
         if (ends := load["goodput_ci"]) is None:
             assert is_near
-        else:  # none of 40
-            assert ends == pytest.approx([0.0, 0.0977 * load["offered_rate"]], abs=0.02)
+        else:  # none of 40, and the upper end depends on how crowded the server was
+            assert ends[0] == 0.0 and 0.056 < ends[1] / load["offered_rate"] < 0.102
         assert load["send_lag_ms"]["p50"] >= 0
         assert load["offered_rate"] == pytest.approx(39 / (due[-1] - due[0]))
         assert [s["due"] for s in own] == pytest.approx([at - due[0] for at in due], abs=1e-6)

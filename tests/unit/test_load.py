@@ -143,20 +143,21 @@ def test_blocks_are_8_to_20_and_even() -> None:
 
 def test_an_interval_by_hand() -> None:
     """Blocks of two requests: 8 means of 0 or 1. Their mean has a variance of 1/32, that of 16
-    independent requests has 1/64. With two blocks more of the latter they give 11/576 * 9/8."""
+    independent requests has 1/64. With one block more of the latter they give 17/512."""
     met = [bool(x) for pair in ((1, 1), (0, 0)) * 4 for x in pair]
-    size = 0.25 / ((0.25 + 2 / 64) / 9)
+    size = 0.25 / ((0.25 + 1 / 64) / 8)
 
     def ends(share: float, size: float, reach: float) -> list[float]:
         rare = reach**2 / size
         half = (rare * (share * (1 - share) + rare / 4)) ** 0.5
         return [(share + rare / 2 + sign * half) / (1 + rare) for sign in (-1, 1)]
 
-    reach = 2.262  # Student's t of 7 + 2 degrees of freedom
+    reach = 2.306  # Student's t of 7 + 1 degrees of freedom
     upper = ends(0.5, size, 0.92 * reach)[1]
     assert share_interval(met) == pytest.approx([ends(0.5, size, reach)[0], upper], abs=1e-3)
-    # A short window may lack bad requests: as many as 6 times a quarter of its own.
-    found = share_interval(met, 0.5)
+    # A short window may lack bad requests: as many as 6 times a quarter of its own. Its lower end
+    # rarely misses, so the upper one may miss more often.
+    found, upper = share_interval(met, 0.5), ends(0.5, size, (0.92 - 0.125) * reach)[1]
     assert found == pytest.approx([ends(0.5 / 2.5, size, reach)[0], upper], abs=1e-3)
     assert share_interval(met, 1.0) is not None and share_interval(met, 1.001) is None
     # Differences of pairs are wider where the blocks of either half are alike.
@@ -164,10 +165,12 @@ def test_an_interval_by_hand() -> None:
     pairs = mean_interval(means)
     assert pairs is not None and pairs[1] - pairs[0] > 2.2 * 2 * 2.365 * math.sqrt(1 / 28)
     assert mean_interval(means[:7]) is None
-    # All good, or all but one: at least as wide as for independent requests.
+    # All good, or all but one: about as wide as for independent requests.
     assert share_interval([True] * 16) == pytest.approx([16 / (16 + reach**2), 1.0], abs=1e-3)
     found = share_interval([True] * 99 + [False])
-    assert found is not None and found[0] <= ends(0.99, 100, reach)[0] + 1e-3 and found[1] > 0.998
+    assert (
+        found is not None and abs(found[0] - ends(0.99, 100, reach)[0]) < 5e-3 and found[1] > 0.997
+    )
     none = share_interval([False] * 16)
     rare = (0.92 * reach) ** 2
     assert none == pytest.approx([0.0, rare / (16 + rare)], abs=1e-3)
@@ -212,7 +215,7 @@ def test_windows_that_are_calm_by_chance_have_no_wrong_interval(
     """Some windows of this length have an interval: those with few requests under way."""
     rng = np.random.default_rng(8)
     ((given, hits),) = proof.coverage(rng, proof.SERVERS[name], load, (500,), 250, slo=slo)
-    assert 0.03 < given < 0.9 and min(hits) / given >= 0.93
+    assert 0.03 < given < 0.9 and 0.93 <= sum(hits) / 3 / given <= 0.98 and min(hits) / given > 0.9
 
 
 @pytest.mark.parametrize("name", ["1 in turn", "8 in turn", "batch of 16", "all share one"])
@@ -231,18 +234,18 @@ def test_crowding_by_hand() -> None:
         took = [share * n + (1 - share) * (7 * i % 13) for i, n in enumerate(number)]
         return crowding([took], number)
 
-    assert found(1.0) == pytest.approx(20 * 308 / 400), "16 windows of this length are needed"
-    assert found(0.0) == pytest.approx(20 * 8 / 400, abs=0.05) and found(0.0) < found(0.4) < 15.0
+    assert found(1.0) == pytest.approx(20 * 210 / 400), "11 windows of this length are needed"
+    assert found(0.0) == pytest.approx(20 * 10 / 400, abs=0.05) and found(0.0) < found(0.4) < 10.0
     # The latencies that follow the number most closely count.
     flat = [1.0] * 400
     assert crowding([flat, number], number) == pytest.approx(crowding([number], number))
-    assert crowding([flat], number) == crowding([], number) == pytest.approx(0.4)
+    assert crowding([flat], number) == crowding([], number) == pytest.approx(0.5)
     falling = [-1.0 * n for n in number]
-    assert crowding([falling], number) == pytest.approx(0.4), "few under way, and slow: no queue"
+    assert crowding([falling], number) == pytest.approx(0.5), "few under way, and slow: no queue"
     # A request without a latency is left out.
     some = [None if i % 3 else float(n) for i, n in enumerate(number)]
-    assert crowding([some], number) == pytest.approx(20 * 308 / 400)
-    assert crowding([[None] * 400], number) == pytest.approx(0.4)
+    assert crowding([some], number) == pytest.approx(20 * 210 / 400)
+    assert crowding([[None] * 400], number) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +398,7 @@ def test_a_window_that_is_short_against_its_queue_has_no_interval() -> None:
     wider, _ = points_of({0: wave(100.0), 1: wave(100.0)}, {"e2el_ms": 110.0}, crowded={1: 0.5})
     ends = [one.load.slo_attainment_ci for one in wider if one.load is not None]
     assert ends[0] is not None and ends[1] is not None
-    assert ends[1][0] < ends[0][0] / 2 and ends[1][1] == ends[0][1]
+    assert ends[1][0] < ends[0][0] / 2 and ends[0][0] < ends[1][1] < ends[0][1]
 
 
 def test_an_overloaded_point_has_no_latency() -> None:

@@ -15,11 +15,11 @@ FEWEST = 16  # minimum number of requests for an interval
 _FEWEST_BLOCKS, _MOST_BLOCKS = 8, 20
 _LONG = 200  # a larger block is split into more blocks
 _MOST_LIKENESS = 0.8
-_FEW = 10  # with fewer good or bad requests, the variance over blocks is unreliable
 # Chosen on simulated servers; `scripts/proofs/load.py` shows the coverage on these and on others.
-_INDEPENDENT = 2  # blocks of independent requests to add to those of the window
 _MISSED = 6.0  # bad requests that the shortest windows may lack, over their requests
-_UPPER = 0.92  # of Student's t at the upper end, since the lower end rarely misses
+# Shares of Student's t at the upper end: of a long window, and less of the shortest ones. The lower
+# end misses rarely, and the less so the shorter the window is.
+_UPPER, _LESS = 0.92, 0.25
 
 
 def meets(objectives: Mapping[str, float], latencies: Mapping[str, float | None]) -> bool:
@@ -97,15 +97,13 @@ def share_interval(met: Sequence[bool], crowding: float = 0.0) -> list[float] | 
     means = block_means([float(one) for one in met])
     if not means or crowding > 1:
         return None
-    count, share, freedom = len(met), float(np.mean(met)), len(means) - 1 + _INDEPENDENT
-    alone = share * (1 - share) / count  # the variance for independent requests
-    variance = (float(np.var(means)) + _INDEPENDENT * alone) / freedom
-    if min(sum(met), count - sum(met)) < _FEW:
-        variance = max(variance, alone)
+    count, share, freedom = len(met), float(np.mean(met)), len(means)
+    alone = share * (1 - share) / count  # the variance for independent requests, as of one block
+    variance = (float(np.var(means)) + alone) / freedom
     size = count * alone / variance if alone else float(count)
     reach = student(freedom)
     low, _ = _wilson(share / (1 + _MISSED * crowding**2), size, reach)
-    return [low, _wilson(share, size, _UPPER * reach)[1]]
+    return [low, _wilson(share, size, (_UPPER - _LESS * crowding) * reach)[1]]
 
 
 def _wilson(share: float, size: float, reach: float) -> tuple[float, float]:

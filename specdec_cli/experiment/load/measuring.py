@@ -31,7 +31,7 @@ from specdec_cli.experiment.measure import sample_of
 
 # Requests needed for an interval of goodput, per request under way. The second value applies if
 # latencies correlate with the number under way.
-_NEEDED, _FOLLOWING = 8.0, 300.0
+_NEEDED, _FOLLOWING = 10.0, 200.0
 
 
 def crowding(latencies: Iterable[Sequence[float | None]], under_way: Sequence[int]) -> float:
