@@ -166,7 +166,7 @@ def _per_category(
     rows: dict[str, CategoryMetrics] = {}
     for category in sorted({c for s in samples.values() if (c := s.category) is not None}):
         own = {i: s for i, s in samples.items() if s.category == category}
-        acceptance = acceptance_in(list(own.values()), k)
+        acceptance = acceptance_in(list(own.values()), k, is_part=len(own) < len(samples))
         rows[category] = CategoryMetrics(
             num_prompts=len(own),
             num_output_tokens=sum(s.num_output_tokens for s in own.values()),

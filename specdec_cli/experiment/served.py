@@ -11,7 +11,6 @@ from specdec_cli.experiment.folders.samples import Samples
 # The sources of acceptance, from the least to the most detailed. A point has the least detailed
 # source of its samples.
 _SOURCES = (None, "counters", "chunks", "per_request")
-_BY_COUNTERS = ("counters", "chunks")
 _REMARKS = {
     "usage_differs": "the server's usage counts other tokens than the ids that it sent: ids count "
     "here, so do not compare with figures that the server or its client derives from usage",
@@ -22,8 +21,8 @@ _REMARKS = {
     "max_new_tokens (vLLM's --max-model-len, SGLang's --context-length), or ask for fewer",
     "counters_reset": "the server's counters were reset, so acceptance is unknown: let it "
     "run on while it is measured",
-    "other_traffic": "the server answered others too: acceptance is unknown, and times are not "
-    "those of these requests alone: measure while nobody else asks it",
+    "other_traffic": "the server answered others too: its counters tell no acceptance, and times "
+    "are not those of these requests alone: measure while nobody else asks it",
     "counters_late": "the server's counters fell behind its answers, so acceptance is unknown, "
     "but times are right: measure again while the server has no other work",
     "spec_details_invalid": "the server's details of rounds contradict themselves: its counters "
@@ -52,34 +51,47 @@ def engine_fields(samples: Collection[Sample]) -> dict[str, Any]:
     return {"engine": engine, "num_retries": sum(s.num_retries for s in samples)}
 
 
-def acceptance_in(samples: Sequence[Sample], k: int) -> Acceptance:
-    """The acceptance of some of a point's prompts, by their engine's own counts."""
+def acceptance_in(samples: Sequence[Sample], k: int, *, is_part: bool = False) -> Acceptance:
+    """The acceptance of some of a point's prompts, by their engine's own counts.
+
+    is_part: whether other prompts of the point are left out, which one reading of counters may
+    cover too.
+    """
     engine = engine_of(samples)
     if engine is None or k == 0:
         return acceptance_of(samples, k)
-    source = engine.acceptance_source
-    counted = [s.counted for s in samples if s.counted is not None]
-    if source is None or (source == "counters" and not counted):
+    told = [s for s in samples if _tells_rounds(s)]
+    rest = [s for s in samples if not _tells_rounds(s)]
+    counted = [s.counted for s in rest if s.counted is not None]
+    if is_part and len(counted) < len(rest):
+        counted = []
+    if not counted and engine.acceptance_source == "chunks":
+        told, rest = list(samples), []
+    if engine.acceptance_source is None or (rest and not counted):
         return Acceptance.unknown()
-    is_whole = source == "per_request" and all(s.acceptance_histogram is None for s in samples)
-    if is_whole or (source == "chunks" and not counted):  # at a rate, chunks lack counters
-        return acceptance_of(samples, k)
+    if not rest and all(s.acceptance_histogram is None for s in told):
+        return acceptance_of(told, k)
     histogram = [0] * (k + 1)
     proposed = 0
-    if source == "per_request":
-        for s in samples:
-            for place, count in enumerate(s.acceptance_histogram or ()):
-                histogram[place] += count
-            for count in () if s.acceptance_histogram else s.accepted_per_round:
-                histogram[count] += 1
-            proposed += sum(s.proposed_per_round) or k * s.num_drafts
-        return Acceptance.of_histogram(histogram, proposed)
+    for s in told:
+        for place, count in enumerate(s.acceptance_histogram or ()):
+            histogram[place] += count
+        for count in () if s.acceptance_histogram else s.accepted_per_round:
+            histogram[count] += 1
+        proposed += sum(s.proposed_per_round) or k * s.num_drafts
     for one in counted:
         reached = [one.num_drafts, *one.num_accepted_tokens_per_pos, 0]
         for place in range(k + 1):
             histogram[place] += reached[place] - reached[place + 1]
         proposed += one.num_draft_tokens
     return Acceptance.of_histogram(histogram, proposed)
+
+
+def _tells_rounds(sample: Sample) -> bool:
+    """True if the sample's own rounds count, and not those of the counters. At a rate, counters
+    cover requests that are not measured, and chunks take their place."""
+    source = sample.engine.acceptance_source if sample.engine is not None else None
+    return source == "per_request" or (source == "chunks" and sample.request_rate is not None)
 
 
 def in_text(samples: Iterable[Sample]) -> InText | None:

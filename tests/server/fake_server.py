@@ -40,8 +40,8 @@ class Faults:
     which counters begin anew. foreign: tokens of others beside each request. bos: tokens put
     before each prompt. most: tokens of a text, whatever is asked for. other_text: whether the last
     token is another. hits: prefix cache hits. no_ids: texts alone. no_done, no_reason: streams that
-    end without `[DONE]`, or without a finish reason. split: each round comes in two chunks. ids:
-    in place of each chunk's token ids.
+    end without `[DONE]`, or without a finish reason. end: vLLM's finish reason of an abort. split:
+    each round comes in two chunks. ids: in place of each chunk's token ids.
     """
 
     statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
@@ -49,6 +49,7 @@ class Faults:
     clean: bool = True
     error_event: int = 0
     abort: int = 0
+    end: str = "abort"
     hang: int = 0
     usage: int | None = 0
     early_empty: float = 0.0
@@ -72,7 +73,8 @@ class Faults:
 @dataclass
 class FakeServer:
     """dialect: vllm, sglang or openai. detailed: vLLM's per-request details. slots: requests that
-    run at a time. crowd: a round takes so many times as long for each request beside it."""
+    run at a time. crowd: a round takes so many times as long for each request beside it. ill: the
+    words of /health."""
 
     dialect: str = "vllm"
     k: int = 3
@@ -90,6 +92,7 @@ class FakeServer:
     has_metrics: bool = True
     eos_every: int = 0
     health: int = 200
+    ill: str = ""
     page: str | None = None
     faults: Faults = field(default_factory=Faults)
     written: list[Written] = field(default_factory=list)
@@ -100,7 +103,7 @@ class FakeServer:
     asked: int = 0
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=self.health)
+        return web.Response(status=self.health, text=self.ill)
 
     def _authorised(self, request: web.Request) -> None:
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -288,7 +291,7 @@ class FakeServer:
             await self._send(response, {"error": {"message": "planted in the stream"}})
             await response.write(b"data: [DONE]\n\n")
         elif abort:
-            event: dict[str, Any] = {"choices": [{"text": "", "finish_reason": "abort"}]}
+            event: dict[str, Any] = {"choices": [{"text": "", "finish_reason": self.faults.end}]}
             if self.dialect == "sglang":
                 end = {"type": "abort", "message": "planted abort", "status_code": 503}
                 event = {"text": "", "output_ids": [], "meta_info": {"finish_reason": end}}

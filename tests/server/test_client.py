@@ -205,7 +205,7 @@ def test_attempts_end() -> None:
     "fault",
     [
         *({"cut": 1}, {"cut": 1, "clean": False}, {"error_event": 1}, {"abort": 1}),
-        *({"no_done": 1}, {"no_reason": 1}),
+        *({"no_done": 1}, {"no_reason": 1}, {"abort": 1, "end": "error"}),
     ],
 )
 def test_streams_that_break_are_no_answers(dialect: str, fault: dict[str, Any]) -> None:
@@ -323,10 +323,13 @@ def test_counters_that_cannot_be_trusted_give_nothing(fault: dict[str, Any], cod
     assert all(a.served is not None and a.served.counted is None for a in answers)
 
 
-def test_others_are_told_at_k_0_too() -> None:
-    server = FakeServer(k=0, faults=Faults(foreign=7))
+@pytest.mark.parametrize("k", [0, 3])
+def test_others_are_told_where_counters_are_not_needed(k: int) -> None:
+    server = FakeServer(k=k, detailed=True, faults=Faults(foreign=7))
     with session_of(server) as ask:
-        assert remarks(ask(2)) == {"other_traffic"}
+        answers = ask(2)
+    assert remarks(answers) == {"other_traffic"}
+    assert source(answers) == ("per_request" if k else None)
 
 
 def test_counters_that_lag_are_waited_for() -> None:

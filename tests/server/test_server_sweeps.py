@@ -3,7 +3,9 @@
 import json
 import shutil
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +18,7 @@ from specdec_cli.backends.server import times
 from specdec_cli.report.runs import side_by_side
 from tests.cli.generate_helpers import Result
 from tests.cli.sweep_helpers import gain, samples, specdec, stopped_sweep
-from tests.server.fake_server import FakeServer, Faults, running
+from tests.server.fake_server import FakeServer, Faults, Written, running
 
 Run = Callable[..., Result]
 COMMON = ("demo", "--limit", 4, "--max-new-tokens", 12, "--set", "run.repeats=1", "-q")
@@ -189,6 +191,39 @@ def test_counters_alone_have_no_interval(capsys: pytest.CaptureFixture[str]) -> 
     assert found["mean_acceptance_length_ci"] is None and "in_text" not in found["metrics"]
     assert found["metrics"]["round_ms"] is None and found["metrics"]["num_rounds"] is None
     assert len(found["metrics"]["acceptance_histogram"]) == 4
+
+
+def test_details_of_some_requests_and_counters_of_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The figures are of all requests, by whichever of the two tells each."""
+
+    class OnceWithout(FakeServer):
+        def _details(self, done: Written) -> dict[str, Any]:
+            return {} if len(self.written) == 2 else super()._details(done)
+
+    server = OnceWithout(k=3, detailed=True)
+    with running(server):
+        found = point(swept(capsys, *urls(server)), 3)
+    every = [a for w in server.written[1:] for a in w.rounds]
+    assert found["engine"]["acceptance_source"] == "chunks"
+    assert found["metrics"]["acceptance_histogram"] == [every.count(i) for i in range(4)]
+
+
+@pytest.mark.parametrize("merge", [1, 2])
+def test_counters_of_several_prompts_are_not_of_a_category(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, merge: int
+) -> None:
+    server = FakeServer(k=3, faults=Faults(merge=merge))
+    words = ("--limit", 10, "--sample", "stratified", "--batch-size", 5, "-o", tmp_path)
+    with running(server):
+        found = point(swept(capsys, *urls(server), *words), 3)
+    told = {n: c["mean_acceptance_length"] for n, c in found["per_category"].items()}
+    if merge == 2:
+        assert found["metrics"]["mean_acceptance_length"] > 1 and set(told.values()) == {None}
+    for name, length in told.items() if merge == 1 else ():
+        own = [s["accepted_per_round"] for s in samples(tmp_path) if s["category"] == name]
+        assert length == pytest.approx(1 + sum(map(sum, own)) / sum(map(len, own)))
 
 
 @pytest.mark.parametrize(
@@ -379,8 +414,12 @@ def test_a_key_is_sent_and_written_nowhere(
     with running(server):
         told = specdec(capsys, "sweep-k", *map(str, COMMON), *urls(server))
         assert told.code == 5 and "OPENAI_API_KEY" in told.err
-        monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
+        monkeypatch.setenv("OPENAI_API_KEY", "secret-7\n")  # as a file has it
         swept(capsys, *urls(server), "-o", tmp_path)
+    ill = FakeServer(health=503, ill=f"{'no ' * 97}secret-7 is no key")
+    with running(ill):
+        code, words = _told(capsys, *urls(ill), "--set", "engine.start_timeout_s=0.05")
+        assert code == 5 and "HTTP 503: no no" in words and "secr" not in words
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert files and not [f for f in files if b"secret-7" in f.read_bytes()]
 
@@ -420,13 +459,26 @@ def test_a_password_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
         assert code == 2 and "hush" not in told and "host" in told and "OPENAI_API_KEY" in told
 
 
+def _greet(listener: socket.socket) -> None:
+    """Answer one connection as a program that does not speak HTTP."""
+    caller, _ = listener.accept()
+    with caller:
+        caller.recv(1)
+        caller.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+
 def test_servers_that_do_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = FakeServer("openai", page="<html>hello</html>")
     two = FakeServer(models=("one", "two"))
     ill = FakeServer(health=503)
     fast, other = FakeServer(k=3), FakeServer(k=3)
-    with running(page, two, ill, fast, other):
-        assert _told(capsys, *urls(page))[0] == 5
+    none, shell = FakeServer(models=()), socket.create_server(("127.0.0.1", 0))
+    with running(page, two, ill, fast, other, none), shell:
+        url = f"http://127.0.0.1:{shell.getsockname()[1]}"
+        threading.Thread(target=_greet, args=[shell], daemon=True).start()
+        for address in (page.url, none.url, url):
+            code, told = _told(capsys, "--server", address)
+            assert code == 5 and f"{address} is not an OpenAI-compatible server" in told
         code, told = _told(capsys, *urls(two))
         assert code == 2 and "one, two" in told and "engine.served_model" in told
         code, told = _told(capsys, *urls(two), "--set", "engine.served_model=three")

@@ -76,6 +76,17 @@ def test_a_server_for_each_k(capsys: pytest.CaptureFixture[str], tmp_path: Path)
             assert refused == [1, 0, 0]
 
 
+def test_flags_of_ours_alone_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the user asked for is not: the point says why it failed."""
+    found = specdec(capsys, *words("vllm", "0,2"), "--serve-args", "--theirs 3", "--json")
+    document = json.loads(found.out)
+    assert found.code == 1
+    for point in document["points"]:
+        assert "unrecognized arguments: --theirs 3" in point["reason"]
+    (told,) = [w for w in document["warnings"] if w["code"] == "flags_left_out"]
+    assert told["evidence"]["flags"] == ["--per-request-spec-decode-metrics"]
+
+
 def test_what_a_server_dies_of_is_the_points_reason(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -111,6 +111,7 @@ def test_the_number_of_measured_requests() -> None:
 
     assert measured(None) == measured(5.0) == 30
     assert measured(7.6) == 31
+    assert measured(50.0, 1.1) == 55, "floats have 55.00000000000001"
     assert measured(1e6, "inf") == 30
 
 

@@ -125,15 +125,15 @@ def all_rounds(
     without counters.
     """
     remarks: set[str] = set()
+    others = {OTHERS} if counted == OTHERS else set()
     if k == 0:
-        has_others = counted == OTHERS
-        return None, [NO_ROUNDS] * len(answers), None, {OTHERS} if has_others else set()
+        return None, [NO_ROUNDS] * len(answers), None, others
     told = [rounds_by_details(a, k, may_skip=may_skip) for a in answers]
     if any(one == INVALID for one in told):
         remarks.add(INVALID)
     by_request = [one for one in told if isinstance(one, Rounds)]
     if answers and len(by_request) == len(answers) and any(a.reading.details for a in answers):
-        return "per_request", by_request, None, remarks
+        return "per_request", by_request, None, remarks | others
     unknown = [NO_ROUNDS] * len(answers)
     if counted is None or isinstance(counted, str):
         return None, unknown, None, remarks | ({counted} if counted else set())

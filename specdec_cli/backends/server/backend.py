@@ -88,7 +88,8 @@ class ServerBackend:
                 facts = self._up(f"http://{HOST}:{port}", recipe, process, name, told)
                 break
             except RunError:
-                unknown = process.unknown_flags
+                ours = {flag[0] for flag in command.flags}
+                unknown = [one for one in process.unknown_flags if one in ours]
                 less = command.without(unknown)
                 self.stop()
                 if less is None:

@@ -5,7 +5,6 @@ It measures times on its own clock, the same for all requests of a run. Dialects
 
 import asyncio
 import json
-import os
 import random
 import re
 import secrets
@@ -24,12 +23,13 @@ from specdec_cli.backends.server.dialects import (
     Reading,
     Refused,
     ServerFacts,
+    key,
+    without_key,
     words_of,
 )
 from specdec_cli.core.types import Arrivals, Request, SamplingParams
 
 _AGAIN = (429, 500, 502, 503, 504)
-_KEY = "OPENAI_API_KEY"
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
@@ -108,10 +108,9 @@ class Events:
 def new_session() -> aiohttp.ClientSession:
     """A session of connections without a limit on their number. The key is taken from the
     environment."""
-    key = os.environ.get(_KEY)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
-        headers={"Authorization": f"Bearer {key}"} if key else None,
+        headers={"Authorization": f"Bearer {own}"} if (own := key()) else None,
         timeout=aiohttp.ClientTimeout(total=None),
     )
 
@@ -192,9 +191,9 @@ class Client:
             except TimeoutError:
                 answer.error = f"no answer within {limits.timeout_s:g} s (engine.request_timeout_s)"
             except Refused as refused:
-                answer.error = _without_key(str(refused))
+                answer.error = str(refused)
             except (Broken, aiohttp.ClientError, OSError, ValueError) as problem:
-                answer.error = _without_key(str(problem) or type(problem).__name__)
+                answer.error = without_key(str(problem) or type(problem).__name__)
                 answer.lost_tokens += most_new
                 if attempt < limits.retries:
                     backoff = times.RETRY_S * 2**attempt * random.uniform(0.75, 1.25)
@@ -282,9 +281,3 @@ async def error_words(response: aiohttp.ClientResponse) -> str:
     except ValueError:
         found = text.strip() or response.reason
     return words_of(found)
-
-
-def _without_key(words: str) -> str:
-    """A server's words without the key, which the server may quote."""
-    key = os.environ.get(_KEY)
-    return words.replace(key, "***") if key else words

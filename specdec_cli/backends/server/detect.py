@@ -53,12 +53,11 @@ async def look_at(
             f"the server at {url} wants a key (HTTP {status})", "set OPENAI_API_KEY to its key"
         )
     listed = models.get("data") if isinstance(models, Mapping) else None
-    if not isinstance(listed, list) or not all(isinstance(m, Mapping) for m in listed):
-        raise SetupError(
-            f"{url} is not an OpenAI-compatible server: /v1/models gives no list of models",
-            "check its port: another program may answer there",
-        )
-    chosen = _chosen(url, {str(m.get("id")): m for m in listed}, served_model)
+    entries = listed if isinstance(listed, list) else []
+    named = {str(m["id"]): m for m in entries if isinstance(m, Mapping) and m.get("id")}
+    if not named:
+        raise _other_program(url, "/v1/models lists no model")
+    chosen = _chosen(url, named, served_model)
     most = chosen.get("max_model_len")
     common: dict[str, Any] = {
         "url": url,
@@ -98,7 +97,7 @@ def _sglang_k(info: Mapping[str, Any]) -> int:
 def _chosen(
     url: str, models: Mapping[str, Mapping[str, Any]], wanted: str | None
 ) -> Mapping[str, Any]:
-    names = ", ".join(map(one_line, models)) or "none"
+    names = ", ".join(map(one_line, models))
     if wanted is not None:
         if wanted not in models:
             raise UsageError(f"engine.served_model: {url} serves no {wanted}, but {names}")
@@ -109,6 +108,13 @@ def _chosen(
             "choose one with --set engine.served_model=NAME",
         )
     return next(iter(models.values()))
+
+
+def _other_program(url: str, why: str) -> SetupError:
+    return SetupError(
+        f"{url} is not an OpenAI-compatible server: {why}",
+        "check its port: another program may answer there",
+    )
 
 
 async def _healthy(http: aiohttp.ClientSession, url: str, patience_s: float) -> None:
@@ -125,6 +131,8 @@ async def _healthy(http: aiohttp.ClientSession, url: str, patience_s: float) -> 
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as problem:
             why = words_of(getattr(problem, "strerror", None) or problem)
             raise SetupError(f"no server answers at {url}: {why}", _UNREACHED) from None
+        except aiohttp.ClientResponseError as problem:
+            raise _other_program(url, words_of(problem.message)) from None
         except (aiohttp.ClientError, OSError) as problem:
             told = words_of(problem) or "no answer"
         if time.monotonic() + times.LOOK_S > deadline:

@@ -3,6 +3,7 @@
 A dialect does no input or output.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -118,12 +119,23 @@ def listed(found: object) -> tuple[Any, ...]:
     return tuple(found) if isinstance(found, list) else ()
 
 
+def key() -> str:
+    """The key for servers, without the line end that a file may have added; empty without a key."""
+    return os.environ.get("OPENAI_API_KEY", "").strip()
+
+
+def without_key(words: str) -> str:
+    """A server's words without the key, which the server may quote."""
+    return words.replace(own, "***") if (own := key()) else words
+
+
 def words_of(found: object) -> str:
-    """The words of a server's error, in one line, from any of the forms that servers use."""
+    """The words of a server's error, in one line and without the key, from any of the forms that
+    servers use."""
     while isinstance(found, Mapping):
         inner = (found.get(name) for name in ("error", "message", "detail", "object"))
         found = next((one for one in inner if one), "an error without a message")
-    return inert(" ".join(str(found).split()))[:_MOST_WORDS]
+    return inert(without_key(" ".join(str(found).split())))[:_MOST_WORDS]
 
 
 def refuse_error(event: Mapping[str, Any]) -> None:

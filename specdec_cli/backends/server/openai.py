@@ -66,8 +66,9 @@ def read_completion(event: Mapping[str, Any], reading: Reading) -> Mapping[str, 
     match choice.get("finish_reason"):
         case None:
             pass
-        case "abort":
-            raise Broken(f"the server aborted the request: {words_of(choice.get('stop_reason'))}")
+        case "abort" | "error" as end:
+            told = words_of(choice.get("stop_reason") or end)
+            raise Broken(f"the server aborted the request: {told}")
         case "length":
             reading.finish_reason = "length"
         case _:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -126,4 +127,6 @@ class Offered:
         fewest = prompts * repeats
         if rate == "inf" or self.duration_s is None:
             return fewest
-        return max(fewest, math.ceil(rate * self.duration_s))
+        # Floats would round 0.07 * 100 up to 8.
+        asked = Fraction(str(rate)) * Fraction(str(self.duration_s))
+        return max(fewest, math.ceil(asked))
