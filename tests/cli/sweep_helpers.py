@@ -84,9 +84,8 @@ def sweep_process(arguments: list[str | Path]) -> Iterator[tuple[int, int]]:
             def acknowledged(self: RunFolder, name: str, *records: Record) -> None:
                 append(self, name, *records)
                 for record in records if name == "samples.jsonl" else ():
-                    key = [
-                        getattr(record, field) for field in ("draft", "batch_size", "k", "index")
-                    ]
+                    line = record.as_dict()
+                    key = [line[field] for field in ("draft", "batch_size", "k", "index")]
                     os.write(writing, (json.dumps(key) + "\n").encode())
 
             RunFolder.append = acknowledged  # type: ignore[method-assign]

@@ -72,6 +72,20 @@ def test_a_killed_run_goes_on(
     assert len((moved / "points.jsonl").read_text().splitlines()) == 1
 
 
+def test_plain_decoding_names_no_draft_and_goes_on(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier folders named the draft that k = 0 did not use."""
+    run = [*GIVEN, "-k", "0"]
+    assert killed(capsys, monkeypatch, 2, *run, "-o", tmp_path).code == 130
+    lines = (tmp_path / "samples.jsonl").read_text()
+    assert lines.count('"draft": null, "k": 0') == 2
+    (tmp_path / "samples.jsonl").write_text(lines.replace("null", '"demo:draft"', 1))
+    resumed = generate(capsys, *run, "-o", tmp_path, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 5
+
+
 def test_the_folder_is_enough(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

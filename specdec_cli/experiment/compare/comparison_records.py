@@ -45,6 +45,10 @@ class ComparisonSettings(RunSettings):
     batches: int | None
 
     @property
+    def plain_draft(self) -> str:
+        return self.draft
+
+    @property
     def pairs(self) -> list[Pair]:
         return [Pair(t, d) for t, d in product(self.target_tps, self.draft_tps)]
 
@@ -74,9 +78,8 @@ class ComparisonSettings(RunSettings):
             return None
         if (pair := Pair.of(record)) not in self.pairs:
             return f"its degrees are {pair}"
-        return self.misfit_in(
-            record, draft=[self.draft], k=(0, self.k), batch_size=self.batch_sizes
-        )
+        drafts = [self.draft] if record.k else [self.draft, None]
+        return self.misfit_in(record, draft=drafts, k=(0, self.k), batch_size=self.batch_sizes)
 
 
 _OF_REPEATS = (

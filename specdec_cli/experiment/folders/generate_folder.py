@@ -56,7 +56,8 @@ def open_folder(
     settings = GenerateSettings(**common_settings(recipe, job), batch_size=recipe.run.batch_size)
     done: dict[int, Sample] = {}
     key = key_of(job)
-    known = {"draft": (key.draft,), "k": (key.k,), "batch_size": (key.batch_size,)}
+    drafts = (key.draft,) if key.k else (key.draft, None)
+    known = {"draft": drafts, "k": (key.k,), "batch_size": (key.batch_size,)}
 
     def problem(sample: Sample) -> str | None:
         return elsewhere(sample, known) or not_measured(sample, len(job.prompts), 1)

@@ -79,7 +79,17 @@ class Key:
         return point | given(**others)
 
 
-class Sample(Record):
+class OfPoint(Record):
+    """A record that belongs to a point."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as written to the folder. At k = 0 the draft is left out, whichever arm
+        measured it, so that the records of a point name it alike in all files."""
+        found = super().as_dict()
+        return found | {"draft": None} if found["k"] == 0 and "draft" in found else found
+
+
+class Sample(OfPoint):
     """One prompt at one point, a line of samples.jsonl. The contract defines the fields up to
     `seconds`; metrics are computed from the others.
 
@@ -286,7 +296,7 @@ class Prediction(Record):
     drafts_of_k: int | None = None
 
 
-class Stretch(Record):
+class Stretch(OfPoint):
     """The measured window of a point at a rate, a line of load.jsonl. The point's samples are
     complete once this line is written. window_seconds: the time from the first measured due time to
     the last, plus one mean gap; if all requests arrive at once, the time to the last answer.
@@ -340,7 +350,7 @@ def rate_in_words(rate: Rate) -> str:
     return "all requests at once" if rate == "inf" else f"{rate_name(rate)} requests/s"
 
 
-class Point(Record):
+class Point(OfPoint):
     """A line of points.jsonl, and an entry of a document's `points`.
 
     Points of sweeps have `draft` and predictions, but no degrees. Points of comparisons have
@@ -383,12 +393,6 @@ class Point(Record):
     engine: EngineFacts | None = None
     num_retries: Count = 0
     load: Load | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The point as written to the folder. At k = 0 the draft is left out, whichever arm
-        measured it."""
-        found = super().as_dict()
-        return found | {"draft": None} if self.k == 0 and "draft" in found else found
 
     @property
     def is_ok(self) -> bool:
@@ -434,7 +438,7 @@ class Point(Record):
         return self
 
 
-class _PartCounts(Record):
+class _PartCounts(OfPoint):
     draft: Name | None
     batch_size: Count
     k: Count

@@ -132,8 +132,7 @@ def _several_dates(paths: Sequence[Path]) -> list[Notice]:
 
 def _read(path: Path, kind: type[R], settings: SweepSettings, whole: SweepSettings) -> list[R]:
     """A shard's records, with the draft names of the whole sweep."""
-    plain = whole.key(whole.drafts[0], 1, 0).draft
-    names = {None: plain, **dict(zip(settings.drafts, whole.drafts, strict=True))}
+    names = {None: whole.plain_draft, **dict(zip(settings.drafts, whole.drafts, strict=True))}
     found = read_kept(path, kind, settings)
     return [record.model_copy(update={"draft": names[record.draft]}) for record in found]
 

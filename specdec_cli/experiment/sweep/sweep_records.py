@@ -42,9 +42,13 @@ class SweepSettings(RunSettings):
 
     @property
     def shares_baseline(self) -> bool:
-        """True if several arms share one point at k = 0, whose records name no draft. With a single
-        arm, its records at k = 0 have the arm's name."""
+        """True if several arms share one point at k = 0."""
         return len(self.drafts) > 1
+
+    @property
+    def plain_draft(self) -> str | None:
+        """The draft in the keys of k = 0: a single arm's name. Files name none."""
+        return None if self.shares_baseline else self.drafts[0]
 
     @property
     def offered(self) -> Offered | None:
@@ -71,8 +75,7 @@ class SweepSettings(RunSettings):
 
     def key(self, draft: str | None, batch_size: int, k: int, rate: Rate | None = None) -> Key:
         """The point of an arm at a k."""
-        own = None if self.shares_baseline and k == 0 else draft
-        return Key(own, batch_size, k, request_rate=rate)
+        return Key(draft if k else self.plain_draft, batch_size, k, request_rate=rate)
 
     def keys(self, batch_size: int, ks: Iterable[int], rate: Rate | None = None) -> list[Key]:
         """The points of one level, arm by arm. A point shared by all arms occurs once, at the
@@ -105,6 +108,10 @@ class SweepSettings(RunSettings):
 
 
 class Settings(Protocol):
+    @property
+    def plain_draft(self) -> str | None:
+        """The draft in the keys of k = 0, which files do not name."""
+
     def misfit(self, record: Record) -> str | None:
         """The reason why a record belongs to no point of the run, or None."""
 
@@ -222,6 +229,13 @@ R = TypeVar("R", bound=Record)
 
 
 def read_kept(folder: Path, kind: type[R], settings: Settings) -> list[R]:
-    """The records of one kind in a run's folder. Raises `SetupError` for a record that belongs to
-    no point of the run."""
-    return read_records(folder / _FILES[kind], kind, settings.misfit)
+    """The records of one kind in a run's folder, with the draft of their key at k = 0. Raises
+    `SetupError` for a record that belongs to no point of the run."""
+    found = read_records(folder / _FILES[kind], kind, settings.misfit)
+    own = {"draft": settings.plain_draft}
+    return [
+        record.model_copy(update=own)
+        if getattr(record, "k", None) == 0 and "draft" in record.model_fields_set
+        else record
+        for record in found
+    ]
