@@ -154,12 +154,12 @@ def compare_tp_ranks(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Run one rank of one pair; only `compare-tp` starts it."""
+    """Run one rank of one pair. Only `compare-tp` calls this command."""
     place: Place = ctx.obj
     if place.seat is None or place.seat.folder is None:
         raise UsageError(f"only compare-tp starts {RANKS_COMMAND}", "run specdec compare-tp")
     set_up_logging(verbose=verbose)
-    # Standard output belongs to the parent's document.
+    # The parent writes its document to standard output, so nothing else may.
     with (
         contextlib.redirect_stdout(sys.stderr),
         join(place, num_ranks, device=device, timeout_s=timeout_s) as world,
@@ -183,7 +183,7 @@ def compare_tp_ranks(
 def degrees_of(
     target_tp: str | None, draft_tp: str | None, recipe_tp: int
 ) -> tuple[list[int], list[int]]:
-    """The target TP degrees and draft TP degrees to compare, each in ascending order."""
+    """Return the target TP degrees and draft TP degrees to compare, each in ascending order."""
     targets = sorted(options.parse_counts(target_tp, "--target-tp") or [recipe_tp])
     drafts = sorted(options.parse_counts(draft_tp, "--draft-tp"))
     divisors = {d for t in targets for d in range(1, t + 1) if t % d == 0}
@@ -191,6 +191,6 @@ def degrees_of(
 
 
 def ranks_program(asked: Asked) -> list[str]:
-    """The module and arguments that start a rank in the same way as this process."""
+    """Return the module and arguments that start a rank in the same way as this process."""
     flags = ["-q"] * asked.quiet + ["-v"] * asked.verbose
     return [asked.place.program[0], RANKS_COMMAND, *flags]

@@ -1,6 +1,6 @@
 """`specdec generate`: what does this pair write, how fast, how much of the draft was accepted?
 
-Parses and prepares; `generate_run` runs and shows.
+Parses the command line and prepares the run; `generate_run` runs it and shows the results.
 """
 
 import os
@@ -99,7 +99,8 @@ def generate(
 
 
 def _check_turns(prompts: "list[specdec_cli.prompts.Prompt]", file: Path) -> None:
-    """Raise `UsageError` if --next-turns would have nothing to write, or its file exists."""
+    """Raise `UsageError` if --next-turns would have nothing to write, or if its file already
+    exists."""
     if not any(prompt.later for prompt in prompts):
         raise UsageError(
             "--next-turns: no conversation has a further turn",

@@ -64,8 +64,8 @@ class Ready:
     """Everything that a run needs.
 
     recipe: the recipe to record, which can run again. where: the record of the environment. kept:
-    the run folder, if one was asked for, with the samples that it holds. session: the loaded
-    models; None if nothing is left to do.
+    the run folder, if the user asked for one, and the samples in it. session: the loaded models;
+    None if nothing is left to do.
     """
 
     recipe: Recipe
@@ -87,9 +87,9 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The command's own options. is_single: whether the only prompt is on the command line; the run
-    fails if that prompt cannot run. checks: whether to compare the texts with those of the target
-    alone. strict: whether disturbed times make a run partial."""
+    """The command's own options. is_single: whether the command line gives the only prompt, so that
+    the run fails if that prompt cannot run. checks: whether to compare the texts with those of the
+    target alone. strict: whether disturbed times make a run partial."""
 
     resume: bool
     next_turns: Path | None
@@ -187,8 +187,8 @@ def write(world: World, ready: Ready, asked: Asked, own: Own) -> ExitCode:
 
 
 def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
-    """Compare the texts of a few prompts with texts of the target alone. A greedy run's own texts
-    are compared; for a sampled run, greedy texts are generated first."""
+    """Compare the texts of a few prompts with texts of the target alone. If the run is greedy, its
+    own texts are compared; if it samples, greedy texts are generated first."""
     job, session = ready.job.part(0, PROMPTS), ready.session
     assert session is not None, "a run with a check has a session"
     plan = job.plan
@@ -203,7 +203,8 @@ def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
 def _run(
     world: World, ready: Ready, asked: Asked, watch: MachineWatch
 ) -> tuple[list[Output], Metrics, dict[int, Sample]]:
-    """Run the prompts that are left; each output is shown and written to disk as soon as it comes.
+    """Run the remaining prompts. Each output is shown and written to disk as soon as it is
+    complete.
 
     For a resumed run and a run on a server, the metrics cover all samples in the folder, which are
     returned too.
@@ -237,8 +238,8 @@ def _run(
         if ready.session is not None:
             plan = job.plan
             left = ready.left
-            # A server's answers arrive together at the end of a batch. Small batches limit what a
-            # kill loses.
+            # A server's answers arrive together at the end of a batch. In small batches, less is
+            # lost if the process is killed.
             units = [left] if job.backend.is_native else units_of(left, plan.recipe.run.batch_size)
             metrics = None
             for unit in units:
@@ -257,7 +258,8 @@ def _run(
 
 
 def _next_turns(job: Job, outputs: list[Output]) -> str:
-    """The text of a .jsonl file: each conversation with its answer and the user's next turn."""
+    """Return the text of a .jsonl file with each conversation, its answer and the user's next
+    turn."""
     pairs = zip(job.prompts, outputs, strict=True)
     found = [next_turn(prompt, output.text) for prompt, output in pairs if output.error is None]
     return jsonl_of(prompt for prompt in found if prompt is not None)
@@ -291,7 +293,7 @@ def _summarise(
 
 
 def _remarks(job: Job) -> list[str]:
-    """Remarks on how far the text and the acceptance can be trusted."""
+    """Return remarks on how far the text and the acceptance can be trusted."""
     plan = job.plan
     rule = plan.recipe.speculation.acceptance
     found = [f"{rule} acceptance: {plan.remark}"] if plan.remark is not None else []

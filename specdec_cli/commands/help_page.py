@@ -1,5 +1,5 @@
-"""Command classes: help that fits 80 columns, a check against two prompt files, and hints for
-command lines that the parser refuses.
+"""Command classes with help that fits 80 columns and a check against two prompt files, and hints
+for command lines that the parser refuses.
 
 Imports nothing heavy, since `specdec --help` imports this module.
 """
@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from specdec_cli.errors import UsageError
 
-# typer contains a copy of click since 0.29; this is the base class of its parser's errors.
+# Since 0.29, typer contains a copy of click. This is the base class of the copy's parser errors.
 ParserError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
@@ -59,7 +59,7 @@ class OneSource(Command):
     """A command that refuses a second prompt file instead of silently dropping the first."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as typer does; raises `UsageError` for a second file."""
+        """Parse as typer does, but raise `UsageError` for a second file."""
         with suppress(ParserError):  # the parser below raises these errors again
             _, _, given = self.make_parser(ctx).parse_args(args=list(args))
             self._refuse_second(given)
@@ -77,7 +77,7 @@ class OneSource(Command):
 
 _MOST_GUESSES = 3
 
-# Each of our option names, with the names that other tools use for it, without dashes.
+# The names of our options, each with the names that other tools use for it, without dashes.
 _OTHER_NAMES: Final = {
     "--target": "checkpoint model",
     "--dataset FILE::COLUMN": "column",
@@ -98,7 +98,7 @@ _OTHER_NAMES: Final = {
 
 
 def explained(error: Any) -> tuple[str, str]:
-    """The message and the hint for an error of typer's parser."""
+    """Return the message and the hint for an error of typer's parser."""
     message: str = getattr(error, "format_message", error.__str__)()
     context = getattr(error, "ctx", None)
     hint = f"see `{context.command_path if context else 'specdec'} --help`"
@@ -130,8 +130,8 @@ def explained(error: Any) -> tuple[str, str]:
 
 
 def _guess(given: str, known: Sequence[str]) -> str:
-    """A question such as `did you mean --target? `, or "" if no name is similar. Names that start
-    with the given text are preferred, then recipe keys, then names spelled like it."""
+    """Return a question such as `did you mean --target? `, or "" if no name is similar. It prefers
+    names that start with the given text, then recipe keys, then names with a similar spelling."""
     name = given.replace("_", "-")
     tried = name.lstrip("-")
     other = next((ours for ours, others in _OTHER_NAMES.items() if tried in others.split()), "")
@@ -145,8 +145,8 @@ def _guess(given: str, known: Sequence[str]) -> str:
 
 
 def _key(option: str, known: Sequence[str]) -> str:
-    """For commands with --set, a sentence that names the recipe key spelled like the option; "" if
-    there is none."""
+    """Return a sentence that names the recipe key spelled like the option; "" if there is none, or
+    if the command has no --set."""
     if "--set" not in known:
         return ""
     from specdec_cli.recipe.schema import key_fields

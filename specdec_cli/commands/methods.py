@@ -1,4 +1,4 @@
-"""`specdec methods`: the methods, rules, policies and bundled models that a command line may name.
+"""`specdec methods`: lists the methods, rules, policies and bundled models that options may name.
 
 Imports nothing heavy.
 """
@@ -59,7 +59,7 @@ def methods(
 
 
 def _draft(name: str) -> dict[str, str] | None:
-    """The row for a bundled draft, with its name, method and target; None for a target."""
+    """Make the row of a bundled draft: its name, method and target. Return None for a target."""
     from specdec_cli.recipe.choices.registry import fitting_forms
 
     if name == "target":

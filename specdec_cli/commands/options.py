@@ -1,4 +1,4 @@
-"""The options that commands share, and how they become a recipe.
+"""Defines the options that commands share, and turns them into a recipe.
 
 This module maps option names to the dotted keys that they set. The recipe's schema checks the
 values. Imports nothing heavy, since `specdec --help` imports this module.
@@ -31,15 +31,15 @@ _SUCH_AS = {
     "--set": "--set sampling.top_p=0.9",
     "--template": "--template enable_thinking=false",
 }
-# The limits in the recipe's schema, which is too heavy to import here.
+# Copies of limits in the recipe's schema, which is too heavy to import here.
 _MAX_COUNT, _MAX_BATCH = 2**31 - 1, 2**16
 
 
 def option(
     flags: str, metavar: str | None, help: str, panel: str | None = None, **more: Any
 ) -> Any:
-    """A typer option for `Annotated`. flags: its spellings, separated by spaces. metavar: the name
-    of its value; None for a flag.
+    """Make a typer option for `Annotated`. flags: its spellings, separated by spaces. metavar: the
+    name of its value; None for a flag.
 
     more: further arguments of `typer.Option`.
     """
@@ -47,7 +47,7 @@ def option(
 
 
 def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
-    """The bundled recipes whose names begin with this text. The shell completes file names
+    """Return the bundled recipes whose names begin with this text. The shell completes file names
     itself."""
     from specdec_cli.recipe import bundled_recipes
 
@@ -55,7 +55,7 @@ def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_set(incomplete: str) -> list[str]:
-    """`KEY=` for each recipe key that begins with this text, for the shell's completion."""
+    """Complete this text for the shell: return `KEY=` for each recipe key that begins with it."""
     from specdec_cli.recipe.schema import key_fields
 
     return [f"{key}=" for key in key_fields() if f"{key}=".startswith(incomplete)]
@@ -196,8 +196,8 @@ OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     for name, key in _KEYS.items()
 }
 
-# The options that set a recipe key, shared by all commands with a recipe, grouped by help panel.
-# Each row has the parameter, its type, the name of its value, and its help.
+# Options that set a recipe key, by help panel. All commands with a recipe share them. Each row has
+# the parameter, its type, the name of its value, and its help.
 _KEY_OPTIONS: Final = {
     _MODELS: (
         ("target", str, "MODEL", "Target model."),
@@ -227,7 +227,7 @@ _SPELLINGS = {_K: "-k --k --num-speculative-tokens", "ignore_eos": "--ignore-eos
 
 
 def _key_parameters() -> Iterator[inspect.Parameter]:
-    """`_KEY_OPTIONS` as parameters that typer reads."""
+    """Yield `_KEY_OPTIONS` as parameters that typer can read."""
     for panel, rows in _KEY_OPTIONS.items():
         for name, kind, metavar, told in rows:
             flags = _SPELLINGS.get(name, OPTION_KEYS[name][0])
@@ -278,15 +278,15 @@ class Asked:
         return self.place.rank is None or self.place.rank.tells_user
 
     def permissions(self) -> Permissions:
-        """The permissions that the command line gives."""
+        """Return the permissions that the command line gives."""
         plugins = tuple(os.path.abspath(file) for file in self.plugin or ())
         return Permissions(self.trust_remote_code, self.allow_pickle, plugins)
 
     def resolve(
         self, own: Mapping[str, object], sets: Sequence[str] = ()
     ) -> "specdec_cli.recipe.Recipe":
-        """The recipe of the command line, with the method that its draft needs. It has the target's
-        own sampling if `sampling.from` says so.
+        """Resolve the recipe of the command line, with the method that its draft needs and, if
+        `sampling.from` says so, the target's own sampling.
 
         own: the command's own options, as for the function `resolve`. sets: further values of
         `--set`.
@@ -299,7 +299,7 @@ class Asked:
         if found.load.request_rate is not None and "request_rate" not in own:
             told = "load.request_rate: only sweep-k sends requests at a rate"
             raise UsageError(told, "pass --set load.request_rate=null")
-        # An option overrides the recipe. A draft named by an option also brings its method.
+        # An option overrides the recipe. A draft that an option names also sets the method.
         is_free = options.get("draft") is not None
         names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None
         return with_sampling(with_method(found, is_free=is_free and not names_method))
@@ -371,7 +371,7 @@ def use_threads(count: int) -> None:
 def resolve(
     recipe: str | None, sets: Sequence[str] | None, options: Mapping[str, object]
 ) -> "specdec_cli.recipe.Recipe":
-    """The recipe of a command line, by precedence: option > `--set` > recipe > default.
+    """Resolve the recipe of a command line, by precedence: option > `--set` > recipe > default.
 
     `options` maps names of `OPTION_KEYS` to values; None stands for an option that was not given.
     `--draft` may also name a method that needs no draft model.
@@ -399,8 +399,8 @@ def resolve(
 
 
 def _typed(ctx: typer.Context, asked: Asked, where: Collection[str]) -> set[str]:
-    """The keys of the run's settings that the command line sets. where: the parameters for the
-    source of prompts."""
+    """Return the keys of the run's settings that the command line sets. where: the names of the
+    parameters for the source of prompts."""
     keys = set(parse_sets(asked.sets or ()))
     for name in ctx.params:
         if (source := ctx.get_parameter_source(name)) is None or source.name != "COMMANDLINE":
@@ -420,7 +420,7 @@ def load_plugins(files: Sequence[str] | None) -> None:
 
 
 def parse_sets(sets: Sequence[str], option: str = "--set") -> dict[str, object]:
-    """Parse `["a.b=1"]` into `{"a.b": 1}`; the last value of a repeated key counts."""
+    """Parse `["a.b=1"]` into `{"a.b": 1}`; a repeated key has its last value."""
     from specdec_cli.recipe.source import parse_value
 
     overrides: dict[str, object] = {}
@@ -435,7 +435,7 @@ def parse_sets(sets: Sequence[str], option: str = "--set") -> dict[str, object]:
 
 
 def parse_counts(text: str | None, option: str) -> list[int]:
-    """Parse `1,8` into distinct numbers; an empty result if the option was not given."""
+    """Parse `1,8` into distinct numbers; empty if the option was not given."""
     if text is None:
         return []
     parts = [part.strip() for part in text.split(",")]

@@ -122,8 +122,8 @@ def _measured(
             where = native.environment(native.prepared(planned))
             RunFolder.create(asked.output, resolved, where).close()
         profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
-        # Make the document before `ready` starts its timeouts: estimating the draft at other
-        # degrees takes a while.
+        # Make the document before `ready` starts timeouts, because it takes a while to estimate the
+        # draft at other degrees.
         found = document(resolved, profile) if world.is_first else {}
     world.ready()
     return found
@@ -136,8 +136,9 @@ def _estimated(
     rooms: Sequence[tuple[int, bool] | None],
     context: int | None,
 ) -> "tuple[specdec_cli.recipe.Recipe, dict[str, object]]":
-    """The recipe and the document of the first point that fits; the document has a row for each
-    point. rooms: the result of `_rooms`; if it has several sizes, rows have `device_memory_bytes`.
+    """Return the recipe and the document of the first point that fits. The document has a row for
+    each point. rooms: the result of `_rooms`; if it has several sizes, rows have
+    `device_memory_bytes`.
 
     Raises `SetupError` if no point fits, and the first point's problem if all points are skipped.
     """
@@ -192,8 +193,8 @@ def _estimated(
 
 
 def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int, bool] | None]:
-    """The memory sizes to estimate for, in bytes, each with whether it applies to GPUs only. None
-    stands for this machine's memory."""
+    """Parse the memory sizes to estimate for: their bytes, and whether they apply to GPUs only.
+    None stands for this machine's memory."""
     if device_memory is not None and memory is not None:
         raise UsageError("--memory and --device-memory exclude each other", "leave one out")
     flag, text = ("--memory", memory) if memory is not None else ("--device-memory", device_memory)
@@ -209,8 +210,8 @@ def _rooms(device_memory: str | None, memory: str | None) -> Sequence[tuple[int,
 
 @contextmanager
 def _naming_shapes() -> Iterator[None]:
-    """Extend the hint about a missing model by the bundled recipes with configs only, which need no
-    hub."""
+    """In the hint about a missing model, add the bundled recipes that have only configs and need no
+    download."""
     try:
         yield
     except SetupError as problem:
@@ -251,7 +252,7 @@ def _prompts(
     asked: Asked,
     context: int | None,
 ) -> "list[specdec_cli.prompts.Prompt]":
-    """The prompts, read only if nothing else determines the sequence length; otherwise an empty
+    """Read the prompts if nothing else determines the sequence length; otherwise return an empty
     list."""
     from specdec_cli.commands.reading import find_prompts
 
@@ -264,8 +265,8 @@ def _prompts(
 
 
 def _points(lists: Mapping[str, Sequence[object]], devices: int = 1) -> Iterator[dict[str, object]]:
-    """All combinations of the lists' values. devices: the number of memory sizes to estimate each
-    for."""
+    """Yield all combinations of the lists' values. devices: the number of memory sizes for which
+    each is estimated."""
     count = math.prod(map(len, lists.values())) * devices
     if count > _MOST_POINTS:
         raise UsageError(f"the lists make {count} combinations; at most {_MOST_POINTS} are taken")

@@ -1,4 +1,4 @@
-"""The prompts that a command line names, and the data section that describes them.
+"""Reads the prompts that a command line names, and makes the data section that describes them.
 
 Imports pydantic, so commands import it inside functions.
 """
@@ -39,7 +39,7 @@ _TEMPLATE_CHARACTERS = 1 << 20
 
 
 def recipe_options(source: options.Prompts) -> dict[str, object]:
-    """The options of `source` that set recipe keys, by their names in `OPTION_KEYS`.
+    """Return the options of `source` that set recipe keys, by their names in `OPTION_KEYS`.
 
     Raises `UsageError` for options that exclude each other.
     """
@@ -64,10 +64,11 @@ def find_prompts(
     *,
     reads_pipe: bool = False,
 ) -> PromptSet:
-    """Prompts from the options, else from a pipe (reads_pipe), else from the recipe's data.
+    """Read the prompts from the options, else from a pipe if `reads_pipe` is set, else from the
+    recipe's data.
 
-    `resolved` already contains the values of `recipe_options`. Prompts that no recipe can name go
-    into the run folder, if there is one.
+    `resolved` already contains the values of `recipe_options`. Prompts that a recipe cannot refer
+    to go into the run folder, if there is one.
     """
     chat, system = _chat_of(source, resolved.data)
     data, skip = resolved.data, source.skip_bad
@@ -95,7 +96,7 @@ def find_prompts(
 def _loose(
     source: options.Prompts, resolved: Recipe, asked: Asked, *, reads_pipe: bool
 ) -> list[Prompt] | None:
-    """Prompts that no recipe can name: from the command line, and from standard input."""
+    """Read prompts that a recipe cannot refer to, from the command line or standard input."""
     given, file = source.prompt or [], source.prompt_file
     is_given = bool(given) or file is not None
     if not is_given and not (reads_pipe and _is_piped()):
@@ -126,7 +127,7 @@ def _from_data(
     sets = options.parse_sets(asked.sets or ())
     own = {name for name, value in recipe_options(source).items() if value is not None}
     if own:
-        # The recipe's settings describe its own prompts. This file is described by options only.
+        # The recipe's settings describe the recipe's own prompts; only options describe this file.
         given = {options.OPTION_KEYS[name][1] for name in own} | sets.keys()
         stale = [key for key in ABOUT_ROWS if not {"data", f"data.{key}"} & given]
         data = data.model_copy(update={k: DataSection.model_fields[k].default for k in stale})
@@ -148,7 +149,8 @@ def _from_data(
 
 
 def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, str | None]:
-    """`data.chat` and `data.system` with the options applied, for prompts from any source."""
+    """Return `data.chat` and `data.system` with the options applied, for prompts from any
+    source."""
     chat, system = source.chat, source.system
     chosen = [f"--{name.replace('_', '-')}" for name in _OF_CHAT if getattr(source, name)]
     if chat is False:
@@ -167,8 +169,8 @@ def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, st
 def _template_of(
     source: options.Prompts, data: DataSection | None, output: Path | None
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """The keys of `data` about the chat template, with the options applied, and the template's
-    inputs: its switches, the replacement template if one is named, and the date that it may
+    """Return the keys of `data` about the chat template, with the options applied, and the
+    template's inputs: its switches, the replacement template if one is named, and the date to
     insert."""
     switches: dict[str, Any] = dict(data.template) if data is not None else {}
     switches |= options.parse_sets(source.template or (), "--template")
@@ -188,7 +190,7 @@ def _template_of(
 
 
 def _template_file(path: str) -> str:
-    """The chat template in a file."""
+    """Read the chat template in a file."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_TEMPLATE_CHARACTERS + 1)
@@ -200,7 +202,7 @@ def _template_file(path: str) -> str:
 
 
 def _kept_date(output: Path | None) -> str | None:
-    """The date in the prompts of the run in this folder, if any."""
+    """Return the date in the prompts of the folder's run, if any."""
     with suppress(SpecdecError, OSError):  # opening the folder later reports its errors
         if output is not None and (output / "recipe.yaml").is_file():
             kept = load_recipe(str(output / "recipe.yaml")).data

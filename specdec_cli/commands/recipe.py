@@ -1,6 +1,6 @@
 """`specdec recipe`: lists, shows and checks recipes without loading models.
 
-It does not look at models and devices, so it cannot tell whether a recipe can run here.
+It does not look at models or devices, so it cannot tell whether a recipe can run here.
 """
 
 import json

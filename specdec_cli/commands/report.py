@@ -128,7 +128,7 @@ def _report_runs(
 
 
 def _in_short(notices: Sequence[Notice]) -> list[str]:
-    """The report's own warnings, and one line with the codes of the warnings that the run
+    """Return the report's own warnings, and one line with the codes of the warnings that the run
     printed."""
     own = [one.message for one in notices if one.code in ("report", "damaged")]
     codes = [one.code for one in notices if one.code not in ("report", "damaged")]
@@ -144,7 +144,8 @@ def _in_short(notices: Sequence[Notice]) -> list[str]:
 def _tell(
     document: dict[str, Any], lines: Sequence[str], warnings: Sequence[str], *, as_json: bool
 ) -> None:
-    """Print the document as JSON; or, as text, `lines`, the names of the files, and `warnings`."""
+    """Print the document as JSON, or print `lines`, the names of the files and `warnings` as
+    text."""
     if as_json:
         typer.echo(inert_json(json.dumps(document, ensure_ascii=False)))
         return

@@ -1,5 +1,5 @@
-"""Resuming: takes settings that the command line leaves out from the run folder, and shows the
-command that resumes an interrupted run."""
+"""Completes a command line with --resume by the settings in the run folder, and shows the command
+that resumes an interrupted run."""
 
 import json
 import os
@@ -22,8 +22,8 @@ from specdec_cli.text import counted, inert
 def resumed(
     asked: Asked, kind: "type[specdec_cli.experiment.folders.settings_file.RunSettings]"
 ) -> tuple[Asked, dict[str, Any]]:
-    """The completed command line, and with --resume the settings of the run to resume; {} if the
-    folder has none yet.
+    """Return the completed command line, and the settings of the run to resume; {} if the folder
+    has none yet.
 
     A command line without a recipe gets the folder's recipe. kind: the class of the command's
     settings. Raises `UsageError` for --resume without a folder, and for a new folder if no model is
@@ -63,14 +63,15 @@ def _use_threads_of(folder: Path) -> None:
 
 
 def folder_of_servers(asked: Asked, kept: Mapping[str, Any]) -> Path | None:
-    """The folder of the resumed run if its samples come from servers that the user started;
+    """Return the resumed run's folder if its samples come from servers that the user started;
     otherwise None."""
     is_theirs = kept and kept["device"].startswith("server") and "engine" not in kept["recipe"]
     return asked.output if is_theirs else None
 
 
 def names_of_drafts(asked: Asked, kept: Mapping[str, Any]) -> list[str | None]:
-    """The names of the sweep's arms if the recipe is from the sweep's folder; otherwise [None]."""
+    """Return the names of the sweep's arms if the recipe is from the sweep's folder; otherwise
+    [None]."""
     return list(kept["drafts"]) if kept and _has_its_recipe(asked) else [None]
 
 
@@ -102,7 +103,7 @@ def saying_what_is_kept(
 ) -> Iterator[None]:
     """Report what the folder keeps if the run is interrupted or its ranks fail.
 
-    noun: what one line of samples.jsonl is called, in the singular. own: as for `say_kept`.
+    noun: the singular noun for a line of samples.jsonl. own: as for `say_kept`.
     """
     try:
         yield

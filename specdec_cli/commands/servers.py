@@ -1,5 +1,5 @@
-"""The servers that a command line names, and the proposal lengths to measure. Other modules import
-it inside functions."""
+"""Reads which servers a command line names, and which proposal lengths to measure. Other modules
+import it inside functions."""
 
 import os
 import shlex
@@ -27,8 +27,8 @@ class Named(Record):
     """The servers of a command line.
 
     urls: addresses of the servers to measure. plain_url: the address of a server without
-    speculation. baseline: a run folder with k = 0. ks: the proposal lengths of `--k`; None for the
-    lengths of all servers.
+    speculation. baseline: a run folder with k = 0. ks: the proposal lengths in `--k`; None for
+    those of all servers.
     """
 
     urls: list[str]
@@ -44,10 +44,10 @@ def named(
     ks: list[int] | None,
     earlier: Path | None,
 ) -> Named:
-    """The servers that options name.
+    """Return the servers that the options name.
 
-    earlier: the folder of a resumed run, which names the servers that options leave out; None for a
-    new run. Raises `UsageError` for text that is not an address, or an option that needs --server.
+    earlier: the folder of a resumed run, from which missing servers are taken; None for a new run.
+    Raises `UsageError` for text that is not an address, or an option that needs --server.
     """
     servers = Named(
         urls=[address(url, "--server") for url in urls or ()],
@@ -64,12 +64,12 @@ def named(
 
 
 def keep(folder: RunFolder, servers: Named) -> None:
-    """Write the servers to the run folder, for the command that resumes the run."""
+    """Write the servers into the run folder, for a command that resumes the run."""
     folder.write(_FILE, to_json(servers) + "\n")
 
 
 def _as_before(servers: Named, folder: Path) -> Named:
-    """Fill in the servers that the command line leaves out from the folder."""
+    """Take servers that the command line does not name from the folder."""
     kept = checked(read_json(folder / _FILE), Named)
     if isinstance(kept, Named):
         if not servers.urls:  # show where prompts and the API key will be sent
@@ -121,7 +121,7 @@ def _enter(backend: ServerBackend, facts: ServerFacts, asked: list[int] | None) 
 
 
 def with_args(recipe: Recipe, words: str | None) -> Recipe:
-    """The recipe with further command-line arguments for its servers."""
+    """Return the recipe with further command-line arguments for its servers."""
     try:
         args = tuple(shlex.split(words or ""))
     except ValueError as problem:
@@ -133,8 +133,8 @@ def with_args(recipe: Recipe, words: str | None) -> Recipe:
 
 
 def logs_in(output: Path | None, until_end: ExitStack) -> Path:
-    """The folder for the servers' logs: in the run folder, or a temporary one that the command
-    deletes at its end."""
+    """Return the folder for the servers' logs: in the run folder, or a temporary one that the
+    command deletes when it ends."""
     if output is not None:
         return output / "servers"
     return Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="specdec-servers-")))

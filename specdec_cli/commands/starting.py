@@ -1,5 +1,5 @@
-"""The start of a command's work: imports of heavy packages, and ranks, which this process starts or
-joins. Imports nothing heavy itself."""
+"""Starts a command's work: imports heavy packages, and starts ranks or joins them. Loading this
+module imports nothing heavy."""
 
 import gc
 import importlib.util
@@ -21,8 +21,8 @@ from specdec_cli.stages import begin_stage
 
 T = TypeVar("T")
 
-# Address space that imports need. Measured: 120 MiB for numpy, and 470 MiB for everything after
-# torch.
+# Address space that imports need. Measured were 120 MiB for numpy, and 470 MiB for all imports
+# after torch.
 NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 
 
@@ -47,8 +47,8 @@ def importing(device: str = "cpu") -> Iterator[None]:
         if driver is not None:  # not a daemon: a process must not end while its driver starts
             Thread(target=_start_driver, args=(driver, device)).start()
         begin_stage("importing torch")
-        # The load from other processes is measured for the first quarter of a second. Imports
-        # without torch fill the rest of that time.
+        # The load from other processes is measured for the first quarter of a second. Meanwhile,
+        # import modules that do not need torch.
         import specdec_cli.experiment.folders.settings_file  # noqa: F401
 
         choose_spins()
@@ -65,8 +65,8 @@ def importing(device: str = "cpu") -> Iterator[None]:
 
 
 def _driver() -> Any:
-    """CUDA's driver; None without one, or under a memory limit, which a CUDA context would
-    exceed."""
+    """Load CUDA's driver. None if there is none, or under a memory limit, which a CUDA context
+    would exceed."""
     import ctypes
 
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
@@ -88,7 +88,7 @@ def _start_driver(driver: Any, device: str) -> None:
     with suppress(Exception):  # without NVML, the monitor skips the GPU
         import pynvml
 
-        pynvml.nvmlInit()  # the monitor then finds NVML started
+        pynvml.nvmlInit()  # so that the monitor need not start it
 
 
 def _begin_hashing() -> None:
@@ -133,12 +133,13 @@ def joined(
     *,
     computes: bool = True,
 ) -> Iterator[tuple[World, T]]:
-    """For the block, provide the world of the recipes' ranks and the inputs that `read` returns.
+    """Provide the block with the world of the recipes' ranks and the inputs that `read` returns.
 
-    computes: whether models run here, on ranks. A client of servers needs only one process.
+    computes: whether models run on ranks of this machine; a client of servers needs one process
+    only.
 
     If this process must start the ranks, it checks the recipes, waits for the ranks and exits with
-    their exit code. recipes: all of them need the same number of ranks.
+    their exit code. recipes: recipes for the same number of ranks.
     """
     from specdec_cli.models.ahead import check_ahead
 

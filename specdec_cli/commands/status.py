@@ -1,4 +1,4 @@
-"""A command's messages and log on stderr, and the plots in its run folder.
+"""Shows a command's messages and log on stderr, and draws the plots in its run folder.
 
 Imports nothing heavy.
 """
@@ -41,7 +41,7 @@ def show(
 
 
 def strictly(code: ExitCode, warnings: Iterable[Notice], *, strict: bool) -> ExitCode:
-    """The exit code of a run. With --strict, a run with disturbed times is partial (3)."""
+    """Return the exit code of a run. With --strict, a run with disturbed times is partial (3)."""
     from specdec_cli.experiment.statistics.noise import disturbances
 
     is_bad = strict and code == ExitCode.OK and disturbances(warnings)
@@ -133,8 +133,8 @@ class _Kept(logging.Filter):
 
 
 def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
-    """Make a log record of any library, escaped and shortened, because it may contain names of
-    files and tensors."""
+    """Make a log record for any library. Its message is escaped and shortened, because it may
+    contain names of files and tensors."""
     record = logging.LogRecord(*fields, **more)
     with contextlib.suppress(
         TypeError, ValueError
@@ -144,7 +144,7 @@ def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
 
 
 def set_up_logging(*, verbose: bool) -> None:
-    """Send the package's logger to stderr: warnings, and everything with -v.
+    """Send the package's log to stderr: only warnings, or everything with -v.
 
     Warnings also go into the command's document.
     """

@@ -85,7 +85,7 @@ Minutes = Annotated[float | None, option("--minutes", "M", _MINUTES, min=0.1)]
 _PAIRS = "Compare arms by category of prompt too."
 Pairs = Annotated[bool, option("--pairs", None, _PAIRS)]
 _DEFAULT_KS = "0-8"
-_ALL = 1024  # more prompts than the bundled file has
+_ALL = 1024  # more than the number of prompts in the bundled file
 
 
 @shared("num_speculative_tokens")

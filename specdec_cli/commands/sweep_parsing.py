@@ -1,4 +1,4 @@
-"""Values of the options of `specdec sweep-k`: lists of numbers, objectives, shards.
+"""Parses the option values of `specdec sweep-k`: lists of numbers, objectives and shards.
 
 Each function raises a `UsageError` that names the option if the text is not valid.
 """
@@ -66,8 +66,8 @@ def refuse_beside(option: str, **unfit: object) -> None:
 
 
 def shard_of(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """The shard's index and the number of shards, from the option or else from a Slurm array task.
-    None if all prompts are taken."""
+    """Return the shard's index and the number of shards, from the option or else from a Slurm array
+    task. None if the run has no shards."""
     if text is None:
         return _slurm_shard(environ)
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())

@@ -26,7 +26,7 @@ def refuse_special_files(folder: Path) -> None:
     Reading a pipe may never end, and devices and huge files would fill the memory.
     """
     if not os.path.isdir(folder):
-        return  # the code that reads this folder's files reports that
+        return  # the caller reports this when it reads a file
     with or_setup_error(f"cannot read {folder}"), os.scandir(folder) as entries:
         for entry in entries:
             is_file = os.path.isfile(entry.path)

@@ -41,7 +41,8 @@ _OFTEN_OFF_BY = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The speeds of a device, per second: bytes read, and floating-point operations in matmuls."""
+    """A device's speeds: bytes read per second, and floating-point operations per second in
+    matmuls."""
 
     bytes: float
     operations: float
@@ -55,8 +56,8 @@ def own_plan(job: Job) -> Plan:
 
 @cache
 def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
-    """The speeds of `device` in this dtype, measured once per process in some hundredths of a
-    second, so that all estimates of a command agree."""
+    """Measure the speeds of `device` in this dtype, once per process, so that all estimates of a
+    command agree. This takes a few hundredths of a second."""
     many = _PROBE_BYTES // 4 * (16 if device.type == "cuda" else 1)
     numbers = torch.ones(many // 1024, 1024, dtype=torch.float32, device=device)
     vector = torch.ones(1024, dtype=torch.float32, device=device)
@@ -96,7 +97,7 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class DurationEstimate:
-    """Times of one job's runs, in seconds.
+    """Estimates how many seconds the runs of one job take.
 
     degrees: the numbers of ranks over which the target and the draft are split, if the job's plan
     describes whole models; (1, 1) if it describes the parts on one rank.
@@ -108,13 +109,13 @@ class DurationEstimate:
     _shapes: dict[str, _Shape] = field(default_factory=dict, init=False)
 
     def pass_seconds(self, model: Draft, tokens: int) -> float:
-        """The seconds of a model's pass over `tokens` tokens."""
+        """The seconds that a model needs for a pass over `tokens` tokens."""
         role = model.spec.role
         shape = self._shapes[role] = self._shapes.get(role) or _shape_of(model)
         products = 2 * shape.parameters * tokens / self.speeds.operations
         work = shape.bytes_read(tokens) / self.speeds.bytes + products
         degree = self.degrees[0 if role == "target" else 1]
-        # CPU ranks share the measured speeds; each GPU rank has them in full.
+        # CPU ranks share the measured speeds; each GPU rank has the full speeds.
         shared = 1 if self._is_cuda else self.degrees[0]
         sums = 2 * (_SUM_CUDA if self._is_cuda else _SUM_CPU) if degree > 1 else 0.0
         layer = _LAYER_CAPTURED if self._plan.no_cuda_graphs is None else _LAYER_LAUNCHED
@@ -130,7 +131,7 @@ class DurationEstimate:
         return self._plan.device.type == "cuda"
 
     def round_seconds(self, key: Key) -> float:
-        """The seconds of one round of a full batch."""
+        """The seconds that one round of a full batch takes."""
         plan, batch = self._plan, min(key.batch_size, len(self.job.prompts))
         found = self.pass_seconds(plan.target, batch * (key.k + 1))
         if key.k and plan.draft is not None:
@@ -139,8 +140,8 @@ class DurationEstimate:
         return found
 
     def tokens_a_round(self, k: int) -> float:
-        """The tokens per round, from the given acceptance if there is one, otherwise from a
-        guess."""
+        """The tokens per round, computed from the recipe's acceptance rates or, without them, from
+        a guess."""
         speculation = self._plan.recipe.speculation
         if (rates := speculation.synthetic_acceptance_rates) is not None:
             return 1 + sum(rates[:k])
@@ -148,8 +149,8 @@ class DurationEstimate:
         return (1 - chance ** (k + 1)) / (1 - chance)
 
     def run_seconds(self, key: Key, num_prompts: int, params: SamplingParams) -> float:
-        """The seconds of one run of the first prompts at a point, with texts as long as they may
-        be."""
+        """The seconds that one run of the first prompts at a point takes if all texts reach their
+        maximum length."""
         plan, lengths = self._plan, self.job.token_ids[:num_prompts]
         prefill = sum(self.pass_seconds(plan.target, max(1, len(ids))) for ids in lengths)
         if key.k and plan.draft is not None:
@@ -160,8 +161,8 @@ class DurationEstimate:
         return prefill + rounds / min(key.batch_size, num_prompts) * self.round_seconds(key)
 
     def point_seconds(self, key: Key, num_prompts: int, most_warm_up: int | None = None) -> float:
-        """The seconds of a point's warm-up and repeats. most_warm_up: the maximum new tokens in the
-        warm-up."""
+        """The seconds that a point's warm-up and repeats take. most_warm_up: the maximum number of
+        new tokens in the warm-up."""
         run, params = self._plan.recipe.run, self._plan.params
         most = min(most_warm_up or params.max_new_tokens, params.max_new_tokens)
         first = min(key.batch_size, num_prompts)
@@ -216,8 +217,8 @@ def total_seconds(
 
 
 def estimated(jobs: Mapping[Key, Job], **more: Any) -> tuple[str, dict[str, Any]]:
-    """A dry run's line about the run's duration, and the document's fields for it. more: arguments
-    of `total_seconds`."""
+    """Return a line about the run's duration for a dry run, and the document's fields about it.
+    more: arguments of `total_seconds`."""
     seconds = total_seconds(jobs, **more)
     line = (
         f"time: about {in_words(seconds)}, usually right within a factor of {_OFTEN_OFF_BY:g}; "
@@ -228,7 +229,7 @@ def estimated(jobs: Mapping[Key, Job], **more: Any) -> tuple[str, dict[str, Any]
 
 
 def in_words(seconds: float) -> str:
-    """A duration in words: `40 s`, `12 min` or `3.5 h`."""
+    """Format a duration in words: `40 s`, `12 min` or `3.5 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,12 +1,12 @@
-"""Predictions of points: the rounds of replayed texts, at the costs of the time curve.
+"""Predicts points: replayed texts give the rounds, and the time curve gives their costs.
 
 Rounds of other proposal lengths are predicted on texts that already exist, from the records of each
-prompt. For lossless decoding this is valid for the following reason. For any k the text follows the
-target's distribution. Given the text, a token x at a proposed position was an accepted proposal
-with probability min(1, q(x) / p(x)), independently of where rounds began. (Proposal d ~ q is
-accepted as x with probability min(p(x), q(x)), and x is generated with probability p(x).) So one
-text with these probabilities gives the expected rounds for every k. In greedy decoding the
-probabilities are 0 or 1, and the replay gives exactly the rounds of a run.
+prompt. This is valid if decoding is lossless: for any k the text follows the target's distribution.
+Given the text, a token x at a proposed position was an accepted proposal with probability min(1,
+q(x) / p(x)), independently of where rounds began. (Proposal d ~ q is accepted as x with probability
+min(p(x), q(x)), and x is generated with probability p(x).) So one text with these probabilities
+gives the expected rounds for every k. In greedy decoding the probabilities are 0 or 1, and the
+replay gives exactly the rounds of a run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -141,7 +141,7 @@ def expected_rounds(texts: Iterable[Text], k: int) -> ExpectedRounds:
 
 
 def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, int]:
-    """The text of a greedy run, corrected by its own rounds, with the number of corrections.
+    """Correct a greedy run's text by its recorded rounds, and count the corrections.
 
     rounds: the numbers of proposed and accepted tokens of each round in order, without rounds that
     proposed nothing. A pass over a whole text rounds differently from passes over single tokens, so
@@ -187,13 +187,13 @@ class Forecasts:
     _known: dict[tuple[int, int], ExpectedRounds] = field(default_factory=dict, init=False)
 
     def rounds(self, index: int, k: int) -> ExpectedRounds:
-        """The expected rounds of one prompt at a k."""
+        """The expected rounds of one prompt at proposal length `k`."""
         if (index, k) not in self._known:
             self._known[index, k] = expected_rounds([self.texts[index]], k)
         return self._known[index, k]
 
     def all_rounds(self, k: int) -> ExpectedRounds:
-        """The expected rounds of all prompts at a k."""
+        """The expected rounds of all prompts at proposal length `k`."""
         return sum((self.rounds(index, k) for index in sorted(self.texts)), ExpectedRounds(k))
 
     def gain(self, k: int, prompts: Iterable[int], parts: Iterable[int]) -> Product | None:
@@ -210,7 +210,7 @@ class Forecasts:
         )
 
     def break_even(self, k: int, seed: int) -> BreakEven | None:
-        """The break-even at a k, by the costs of the time curve; None without costs."""
+        """The break-even at `k`, from the costs in the time curve; None without costs."""
         parts = sorted(self.timed(0, k))
         if k == 0 or not parts or not self.texts:
             return None
@@ -218,12 +218,13 @@ class Forecasts:
         return break_even(MidRatio(costs, (1, -1)), self.all_rounds(k), seed)
 
     def other_k(self, k: int) -> int | None:
-        """The k whose proposals stand in for those of `k`; None if proposals do not depend on k."""
+        """The k whose proposals are used in place of those at `k`; None if proposals do not depend
+        on k."""
         only = {text.only_k for text in self.texts.values() if text.only_k is not None}
         return next((one for one in only if k not in (0, one)), None)
 
     def timed(self, *ks: int) -> set[int]:
-        """The parts of the time curve that cover all of the given ks."""
+        """The parts of the time curve that were measured at all of `ks`."""
         return set.intersection(*(set(self.parts.get(k, ())) for k in ks))
 
 
@@ -235,7 +236,7 @@ def prediction_of(
     baseline: Samples,
     seed: int,
 ) -> Prediction | None:
-    """The predicted mean length and speed-up, with their errors if the point was measured. samples,
+    """Predict mean length and speed-up, with their errors if the point was measured. samples,
     baseline: the samples of the point and of k = 0, without samples that ended in an error."""
     if not forecasts.texts:
         return None
@@ -305,8 +306,8 @@ _STEPS = 50  # steps of a bisection
 
 
 def break_even(cost: SumRatio | MidRatio, rounds: ExpectedRounds, seed: int) -> BreakEven:
-    """The break-even of a point. cost: the seconds of a sequence's round, divided by those of a
-    round at k = 0."""
+    """Compute the break-even of a point. cost: the seconds of a sequence's round, divided by those
+    of a round at k = 0."""
     is_predicted = isinstance(cost, MidRatio)
     ends = cost.interval() if isinstance(cost, MidRatio) else interval_of(cost, seed)
     needed, share = cost.value, rounds.drafts / rounds.total if rounds.total else 0.0
@@ -324,7 +325,7 @@ def break_even(cost: SumRatio | MidRatio, rounds: ExpectedRounds, seed: int) -> 
 
 
 def chance_for(length: float, k: int) -> float | None:
-    """The chance of acceptance at which `iid_length` is `length`; None if even certain acceptance
+    """Find the chance of acceptance at which `iid_length` is `length`; None if even a chance of 1
     is not enough."""
     if length > k + 1:
         return None

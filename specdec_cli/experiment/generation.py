@@ -25,7 +25,7 @@ from specdec_cli.text import digest, is_unicode
 _log = logging.getLogger("specdec")
 _ANOTHER_DAY = "2001-02-03T04:05:06"
 _BASELINE_TOKENS = 32
-_BASELINE_LEAST = 16  # minimum number of tokens in a run for a speed comparison
+_BASELINE_LEAST = 16  # a run with fewer tokens is not compared with k = 0
 
 
 class Output(Record):
@@ -51,7 +51,7 @@ class Output(Record):
 class Job:
     """A checked pair of models and its tokenised prompts; no weights are loaded yet.
 
-    Each conversation among the prompts has its text, as the target's chat template renders it.
+    Conversations among the prompts are already rendered to text by the target's chat template.
     backend: the engine that made `plan` and runs it.
     """
 
@@ -108,8 +108,8 @@ class Job:
 
 
 def prepare(backend: Backend, recipe: Recipe, prompts: PromptSet, permissions: Permissions) -> Job:
-    """The job that `tokenised` makes. A warning is logged if texts may outgrow the draft's
-    context."""
+    """Check the recipe and tokenise the prompts into a job. Log a warning if texts may outgrow the
+    draft's context."""
     planned = backend.prepare(recipe, permissions)
     job = tokenised(backend, planned, prompts.prompts, skip_bad=prompts.skip_bad)
     if (warning := draft_context_warning(job.plan, job.token_ids)) is not None:
@@ -144,14 +144,15 @@ def tokenised(
 
 
 def dated(recipe: Recipe, job: Job) -> Recipe:
-    """The recipe to record, including the date that the chat template wrote into the prompts."""
+    """Return the recipe to record, with the date that the chat template wrote into the prompts."""
     if recipe.data is None or (date := job.date) is None:
         return recipe
     return recipe.changed("data", date=date)
 
 
 def draft_context_warning(planned: Prepared, token_ids: list[tuple[int, ...]]) -> str | None:
-    """A warning if texts may outgrow the draft's context; None if all fit or there is no draft.
+    """Return a warning if texts may outgrow the draft's context; None if all fit or there is no
+    draft.
 
     Proposals are lost (see `types.Sequence.room`) if a text may exceed the context by two tokens,
     because the last token is always the target's own.
@@ -283,9 +284,9 @@ def output_of(job: Job, prompt: Prompt, answer: Finished | Sample, seconds: floa
 
 
 def baseline(session: Session, job: Job, outputs: list[Output]) -> Metrics | None:
-    """Measure a few tokens of the first prompts at k = 0, to tell whether speculation pays. None if
-    the run generated too little for a comparison, or left too little GPU memory for rounds at k =
-    0; the run itself is complete."""
+    """Decode a few tokens of the first prompts at k = 0, to tell whether speculation pays. Return
+    None if the run generated too little for a comparison, or left too little GPU memory for rounds
+    at k = 0."""
     ran = [o.index for o in outputs if o.error is None]
     params = job.plan.params
     if sum(len(o.token_ids) for o in outputs) < _BASELINE_LEAST:

@@ -21,7 +21,7 @@ from specdec_cli.experiment.generation import Job, requests
 from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
 
-PROMPTS = 4  # number of prompts to decode for the check if the run's own texts cannot be compared
+PROMPTS = 4  # prompts to decode for the check if the run's own texts cannot be compared
 _MOST_LOOKED_AT = 16  # maximum divergences to examine per point; each takes two passes over a text
 _WIDEST = 256  # maximum tokens in the second pass; each has a row of logits
 _NEAR = 2.0  # largest gap of a near-tie, in multiples of the rounding; see docs/correctness.md
@@ -114,8 +114,8 @@ def refuse_unfit(plan: Prepared, ks: Sequence[int]) -> None:
 
 
 def greedy_texts(session: Session, job: Job, k: int, world: World) -> dict[int, list[int]]:
-    """The job's outputs under greedy decoding at a k, by prompt; prompts that cannot run are left
-    out."""
+    """Decode the job greedily at proposal length `k`. Return the outputs by prompt, without prompts
+    that cannot run."""
     params: SamplingParams = replace(job.plan.params, temperature=0.0)
     found: list[Finished] = []
 
@@ -130,13 +130,13 @@ def greedy_texts(session: Session, job: Job, k: int, world: World) -> dict[int, 
 def texts_of(
     job: Job, written: Mapping[int, Sequence[int]], plain: Mapping[int, Sequence[int]]
 ) -> dict[int, TextPair]:
-    """For each prompt in both `written` and `plain`, its pair of texts."""
+    """Return the pair of texts of each prompt that is in both `written` and `plain`."""
     ids = {prompt.index: ids for prompt, ids in zip(job.prompts, job.token_ids, strict=True)}
     return {i: TextPair(ids[i], written[i], plain[i]) for i in ids if i in written and i in plain}
 
 
 def failed_check(check: CheckResult | None) -> list[Notice]:
-    """A warning if a check was made and failed."""
+    """Return a warning if a check was made and failed."""
     if check is None or check.passed:
         return []
     told = (

@@ -16,13 +16,13 @@ from typing import Any
 from specdec_cli.errors import Notice
 
 _APART = 0.25  # minimum seconds between two readings
-_SHORTEST = 3.0  # minimum seconds of measuring to judge shares of the time
-_BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # minimum seconds, and share, to warn after short measuring
+_SHORTEST = 3.0  # minimum measured seconds before shares of the time are judged
+_BRIEF, _STARVED_BRIEFLY = 0.4, 0.4  # minimum seconds and share for a short run's warning
 _STARVED = 0.05  # share of the time for which this process was ready but did not run
 _STARVED_HALF = 0.10  # the same share in one half of the time
 _LEAST_RUNNING = 0.8  # processor seconds per second of passes on a CPU
 _THROTTLED = 0.01  # share of the time for which the control group was throttled
-_WAITING = 0.5  # processes ready to run in excess of the processors, on average
+_WAITING = 0.5  # average number of processes that are ready to run but have no processor
 _ALONE = "measure while no other program runs"
 # NVML's bits for slowed clocks: hardware slowdown, software thermal, hardware thermal, power brake.
 _SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
@@ -30,7 +30,7 @@ _SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power br
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One reading of the machine. wall, process: seconds of the clock, and of this process on
+    """One reading of the machine. wall, process: the clock's seconds, and this process's seconds on
     processors. waited: the seconds for which each thread was ready and waited for a processor;
     empty if unknown. throttled: the seconds for which the control group was held back. runnable:
     the number of processes that are ready to run. slowed: NVML's bits for the reasons of slowed
@@ -47,9 +47,9 @@ class _Reading:
 
 @dataclass(slots=True)
 class MachineWatch:
-    """Takes readings of the machine in stretches of measuring. device: the device of a backend's
-    plan. ranks: the number of ranks on this host, which wait for each other and may outnumber the
-    processors."""
+    """Takes readings of the machine while something is measured, in stretches. device: the device
+    of a backend's plan. ranks: the number of ranks on this host, which wait for each other and may
+    outnumber the processors."""
 
     device: Any
     ranks: int = 1
@@ -57,7 +57,7 @@ class MachineWatch:
     _gpu: Any = None
 
     def begin(self) -> None:
-        """Begin a stretch of measuring."""
+        """Begin a stretch of measurement."""
         if self.device.type == "cuda" and self._gpu is None:
             self._gpu = _nvml_device(self.device)
         self._stretches.append([self._read()])
@@ -100,7 +100,7 @@ class MachineWatch:
         return []
 
     def _starved_briefly(self, spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Notice]:
-        """A warning about a short measurement, for which only a large share of lost time counts."""
+        """Warn about a short measurement only if it lost a large share of its time."""
         share = _most_waited(spans) / max(wall, 1e-9)
         if self.ranks > 1 or wall < _BRIEF or share <= _STARVED_BRIEFLY:
             return []
@@ -142,7 +142,7 @@ class MachineWatch:
     def _read(self) -> _Reading:
         slowed = on_gpu = None
         if self._gpu is not None:
-            with suppress(Exception):  # a driver may lack one of these readings
+            with suppress(Exception):  # a driver may not provide one of these readings
                 import pynvml
 
                 slowed = int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu))
@@ -159,7 +159,7 @@ class MachineWatch:
 
 
 def _waited(spans: list[tuple[_Reading, _Reading]]) -> float | None:
-    """The share of the time in which the process was ready and waited; None if unknown."""
+    """The share of the time for which the process was ready but waited; None if unknown."""
     wall = sum(b.wall - a.wall for a, b in spans)
     if wall < _SHORTEST / 2 or not all(a.waited and b.waited for a, b in spans):
         return None
@@ -187,7 +187,7 @@ def _throttled(spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Noti
 
 
 def _waited_seconds(*, all_threads: bool) -> dict[int, float]:
-    """The seconds for which the main thread, or each thread, was ready and waited for a
+    """The seconds for which the main thread, or each thread, was ready but waited for a
     processor."""
     threads = [os.getpid()]
     with suppress(OSError):

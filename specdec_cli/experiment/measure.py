@@ -1,6 +1,6 @@
-"""The measuring loop of sweeps and comparisons: a warm-up, then every k over a few prompts at a
-time. Each group of prompts goes through all points, in a balanced order, before the next group
-starts, so that disturbances of the machine affect every point alike."""
+"""The measuring loop of sweeps and comparisons: a warm-up, then every k on a few prompts at a time.
+Each group of prompts goes through all points, in a balanced order, before the next group starts, so
+that disturbances of the machine affect every point alike."""
 
 import logging
 import random
@@ -30,10 +30,10 @@ class Watcher:
     """Receives the progress of a sweep or a comparison. This base class shows nothing."""
 
     def begin(self, what: Any) -> None:
-        """Handle the start of a sweep's stage or a comparison's pair, given by name."""
+        """Handle the start of a sweep's stage or of a comparison's pair. what: its name."""
 
     def told(self, line: str) -> None:
-        """Handle a message while nothing is measured."""
+        """Handle a message that comes while nothing is measured."""
 
     def sample(self, key: Key, sample: Sample) -> None: ...
 
@@ -45,7 +45,7 @@ class Watcher:
 
 
 def units_of(job: Job, batch_size: int) -> list[Job]:
-    """The job, cut into units of even size. Each unit goes through every k before the next unit
+    """Cut the job into units of even size. Each unit goes through every k before the next unit
     starts."""
     size = 1 if batch_size == 1 else _BATCHES_A_UNIT * batch_size
     total = len(job.prompts)
@@ -59,9 +59,9 @@ class MeasuringLoop:
     """Runs prompts at points and hands over each sample once its last repeat is done.
 
     session_of: returns the session for a point; sessions run one at a time. keep: stores the
-    samples of a point that one round finished; called on every rank. peak_memory: returns the peak
-    number of bytes held so far. guard: runs a part of a point and handles its failure; by default
-    errors propagate. seconds: the time in rounds and prefill passes of measured runs.
+    samples of a point that a round has finished; called on every rank. peak_memory: returns the
+    peak number of bytes held so far. guard: runs a part of a point and handles its failure; by
+    default errors propagate. seconds: the time in rounds and prefill passes of measured runs.
     """
 
     session_of: Callable[[Key], Session]
@@ -84,7 +84,8 @@ class MeasuringLoop:
                 self.guard(key, partial(self.run, key, first, params))
 
     def measure(self, jobs: Mapping[Key, Job], number: int) -> None:
-        """Run all repeats of each point's prompts. number: the number of the prompts' unit."""
+        """Run all repeats of each point's prompts. number: the index of the unit that the prompts
+        form."""
         taken: dict[Key, dict[int, list[Finished]]] = {key: defaultdict(list) for key in jobs}
         if not jobs:
             return
@@ -131,7 +132,7 @@ class MeasuringLoop:
 def sample_of(
     key: Key, category: str | None, runs: Sequence[Finished], limit: int, peak_memory_bytes: int
 ) -> Sample:
-    """The sample of one prompt at one point, from its answer in each repeat."""
+    """Make the sample of one prompt at one point from its answers in all repeats."""
     first = runs[0]
     if any(other.token_ids != first.token_ids for other in runs):
         _log.warning("prompt %d at k = %d: repeats wrote different tokens", first.index, key.k)
@@ -170,7 +171,7 @@ def sample_of(
 
 
 def _served_fields(runs: Sequence[Served]) -> dict[str, Any]:
-    """The sample fields that only servers have, from the answers of all repeats."""
+    """Make the sample fields that only servers have from the answers in all repeats."""
     first = runs[0]
     return {
         "engine": first.engine,
@@ -190,7 +191,7 @@ T = TypeVar("T")
 
 
 def balanced(values: Sequence[T], turn: int, seed: int) -> list[T]:
-    """The order of `values` at a turn, the same on every rank.
+    """Return `values` in the order for a turn, which is the same on every rank.
 
     Over n turns each value occurs once at every position, and once directly after every other
     value; if n is odd, this takes 2n turns and happens twice. So the effects of one point on the

@@ -38,7 +38,7 @@ from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from
 
-_MOST_UTILIZATION = 0.98  # largest share to recommend, since memory use fluctuates
+_MOST_UTILIZATION = 0.98  # largest utilization to recommend, since memory use fluctuates
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Profile:
         return cache_need(self.plan, self.context)
 
     def capacity(self, num_blocks: int) -> dict[str, int]:
-        """The capacity of a cache with a number of blocks. Block 0 holds no tokens."""
+        """The capacity of a cache with `num_blocks` blocks. Block 0 holds no tokens."""
         usable = max(0, num_blocks - 1)
         return {
             "num_blocks": num_blocks,
@@ -71,7 +71,7 @@ class Profile:
         }
 
     def longest(self, num_blocks: int) -> int:
-        """The largest length at which a full batch fits into the blocks."""
+        """The maximum length of the sequences in a full batch that fits into the blocks."""
         need, usable = self.need, max(0, num_blocks - 1)
         return max(0, usable // need.batch_size * self.block_size - 2 * (need.k + 1))
 
@@ -100,7 +100,7 @@ def measure_blocks(
     return Profile(planned, split, tokens)
 
 
-# The bytes of each GPU or of a CPU's host, and whether they must belong to a GPU.
+# The bytes of memory of each GPU, or of a CPU's host, and whether the memory must be a GPU's.
 Room = tuple[int, bool]
 
 
@@ -116,7 +116,7 @@ class Estimator:
     _describe: Describe = field(default_factory=lambda: functools.cache(describe))
 
     def estimate(self, recipe: Recipe, prompts: list[Prompt], room: Room | None) -> Profile:
-        """The estimated profile. Raises `SetupError` and `UsageError` as the run would."""
+        """Estimate a profile. Raises `SetupError` and `UsageError` where the run would."""
         device, machine = _machine(recipe, room)
         plans = plan_all_ranks(recipe, self.permissions, device, self._describe)
         tokens = _context(plans[0], prompts, self.context)
@@ -131,7 +131,8 @@ class Estimator:
 
 
 def _machine(recipe: Recipe, room: Room | None) -> tuple[torch.device, Machine]:
-    """The device and its memory: the given memory, or this machine's current free memory."""
+    """Return the device and its memory: `room` if given, else this machine's current free
+    memory."""
     num_ranks = recipe.target.tensor_parallel_size
     wanted = recipe.run.device
     if room is None:
@@ -156,8 +157,8 @@ def _split(plans: Sequence[Plan], machine: Machine) -> Split:
 
 
 def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
-    """The document of `profile-blocks --json`, without the `points` of an estimate over several
-    settings."""
+    """Build the document of `profile-blocks --json`, without the `points` that an estimate over
+    several settings has."""
     planned, split, cost = profile.plan, profile.split, _draft_cost(profile)
     device = None if profile.machine is None else torch.device("cpu")
     where = native.environment(native.prepared(planned), device)
@@ -180,7 +181,7 @@ def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
 
 
 def point(recipe: Recipe, profile: Profile) -> dict[str, Any]:
-    """One point of an estimate over several settings."""
+    """Make one point of an estimate over several settings."""
     split, fate = profile.split, {"status": "ok"}
     try:
         split.check(profile.block_size)
@@ -211,8 +212,8 @@ def _rank(rank: RankMemory, split: Split) -> dict[str, Any]:
 
 
 def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
-    """The length of a sequence, from the first of these that is known: the option, the longest
-    prompt with its output, and the model's limit."""
+    """Return the length of a sequence: the option's value if given, else the length of the longest
+    prompt with its output, else the model's limit."""
     recipe, most = planned.recipe, planned.max_model_len
     if wanted is not None:
         if wanted > most:
@@ -245,7 +246,7 @@ def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
-    """Changes to the recipe, each enough to make the batch fit."""
+    """List changes to the recipe, each of which would make the batch fit."""
     need, split = profile.need, profile.split
     asked = profile.plan.recipe.cache.num_blocks
     if need.num_blocks <= split.num_blocks:
@@ -261,7 +262,7 @@ def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
 
 
 def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
-    """Advice if memory is short."""
+    """Return advice for the case that memory is short."""
     need, split, planned = profile.need, profile.split, profile.plan
     found = []
     if batch := profile.capacity(split.num_blocks)["max_sequences"]:
@@ -287,9 +288,9 @@ def _more_room(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
 
 
 def _draft_cost(profile: Profile) -> dict[str, Any] | None:
-    """The draft's cost in capacity, compared with the target alone, at each degree of the draft;
-    None without a draft. For measured ranks, only the bytes of the draft's weights and blocks
-    change; they follow from its config."""
+    """Compute how much capacity the draft costs at each of its degrees, compared with the target
+    alone; None without a draft. For measured ranks, only the bytes of the draft's weights and
+    blocks change; they follow from its config."""
     planned = profile.plan
     if planned.draft is None:
         return None
@@ -311,7 +312,7 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
             except SpecdecError as problem:
                 rows.append({"draft_tp": degree, "status": "skipped", "reason": problem.message})
                 continue
-        # The lost share of the target's own capacity.
+        # The share of the target's own capacity that is lost.
         lost = 1.0 - found.num_blocks / alone.num_blocks if alone.num_blocks else 0.0
         rows.append(
             {
@@ -327,8 +328,8 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
 
 
 def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
-    """The ranks' memory with the weights and blocks of a different draft. shares: the bytes of both
-    on each rank."""
+    """Return the ranks' memory for a different draft. shares: the bytes of its weights and of its
+    blocks on each rank."""
     on_gpu = profile.plan.device.type == "cuda"
     ranks = []
     for rank, (weights, block) in zip(profile.split.ranks, shares, strict=True):
@@ -347,7 +348,8 @@ def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
 def memory_cost(
     plan: Plan, longest_prompt: int, where: Mapping[str, Any], pair: Pair | None = None
 ) -> MemoryCost:
-    """The memory of a plan's draft beside its target, on a rank that holds a part of both.
+    """Compute the memory that a plan's draft adds to its target, on a rank that holds a part of
+    both.
 
     where: the record of the run's environment. pair: the degrees in a comparison; without it the
     plan's own degrees are used.

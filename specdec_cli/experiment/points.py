@@ -1,4 +1,4 @@
-"""Points from samples: metrics, intervals, predictions.
+"""Computes points from samples: metrics, intervals and predictions.
 
 Everything is computed from the records of a run folder, so that interrupted, sharded and merged
 sweeps give the same points as a single one.
@@ -26,14 +26,14 @@ from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed, speedup
 
 # A round at k costs at least as much as one at k = 0, so no speed-up exceeds the tokens per round.
-# If one does by more than this factor, which allows for noise, its times are wrong.
+# If a speed-up exceeds them by more than this factor, which allows for noise, its times are wrong.
 _BEYOND = 1.05
 DISTURBED_BEYOND = "the times were disturbed so much that no speculation could explain the ratios"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The status and reason of a point without metrics. code: the command's exit code if every
+    """The status of a point without metrics, and the reason. code: the command's exit code if every
     point failed in this way.
     """
 
@@ -49,8 +49,8 @@ def arm_points(
     forecasts: Forecasts,
     seed: int,
 ) -> list[Point]:
-    """The points of one arm and batch size, in the order of `keys`, which begins with k = 0.
-    samples: the samples by point and prompt index. failures: the failures of points without
+    """Compute the points of one arm and batch size, in the order of `keys`, which begins with k =
+    0. samples: the samples by point and prompt index. failures: the failures of points without
     metrics."""
 
     def usable(k: int) -> Samples:
@@ -79,8 +79,8 @@ def arm_points(
 def measured(
     key: Key, samples: Samples, baseline: Samples, failure: Failure | None, seed: int
 ) -> dict[str, Any]:
-    """The measured fields of a `Point`. baseline: samples of the same prompts at k = 0. failure:
-    given if the point has no metrics.
+    """Compute the measured fields of a `Point`. baseline: samples of the same prompts at k = 0.
+    failure: the failure of a point without metrics; None otherwise.
     """
     usable = without_errors(samples)
     if failure is None and not usable:
@@ -123,7 +123,7 @@ def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
 
 
 def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
-    """The contract's `metrics` for one point. Times are means over repeats.
+    """Compute the contract's `metrics` for one point. Times are means over repeats.
 
     `num_rounds` is the sum of the sequences' shares in engine rounds, rounded.
     """
@@ -131,7 +131,7 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     if any(s.engine is not None for s in done):
         return served_metrics(done, key)
     decode = sum(s.usual_seconds for s in done)
-    # The distinct experts that each round read, summed over rounds.
+    # The number of distinct experts that each round read, summed over rounds.
     experts = [
         s.usual_mean([count * share for count, share in zip(read, s.round_share, strict=True)])
         for s in done
@@ -209,7 +209,7 @@ def most_speedup(samples: Samples) -> float:
 
 
 def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> BreakEven | None:
-    """The break-even of a point over the prompts that it has in common with k = 0."""
+    """Compute the break-even of a point over the prompts that it has in common with k = 0."""
     common = sorted(samples.keys() & baseline.keys())
     if k == 0 or not common:
         return None
@@ -228,8 +228,8 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
 
 
 def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) -> list[float] | None:
-    """The 95 % interval of a mean length, within 1 and k + 1; None if no prompt has known rounds
-    with proposals.
+    """Compute the 95 % interval of a mean length, limited to 1 to k + 1; None if no prompt has
+    known rounds with proposals.
 
     Unlike times in one batch, identical rounds are still separate observations; if all are
     identical, the interval is the length itself. mean: the point's mean length, from which the
@@ -251,7 +251,7 @@ def _length_interval(samples: Samples, mean: float | None, k: int, seed: int) ->
 def intervals_of(
     samples: Mapping[int, Sample], k: int, seed: int, metrics: Metrics
 ) -> dict[str, Any]:
-    """The intervals of figures of a point's metrics.
+    """Compute the intervals of figures in a point's metrics.
 
     A server's counters include proposals that were accepted beyond the ends of texts, but its
     chunks do not. So the interval of a rate is widened to include the counted rate.

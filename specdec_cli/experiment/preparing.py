@@ -15,14 +15,14 @@ from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
 _USUAL_PENALTY = 1.2  # ends the demo target's loops; 1.1 does not
-# An output loops if a span of at most _LONGEST_TURN tokens comes at least _TURNS times in a row,
-# over at least _LEAST_LOOP tokens.
+# An output loops if its last tokens, at least _LEAST_LOOP of them, repeat a sequence of at most
+# _LONGEST_TURN tokens at least _TURNS times.
 _TURNS, _LEAST_LOOP, _LONGEST_TURN = 4, 32, 64
 
 
 def with_weights(section: dict[str, Any], plan: Prepared, role: str) -> dict[str, Any]:
-    """A model's section of the recipe, for the settings. If the model takes part in the run,
-    `weights` becomes the fingerprint of its weights. The recipe's own value then becomes
+    """Return a model's section of the recipe as stored in the settings. If the model takes part in
+    the run, `weights` becomes the fingerprint of its weights. The recipe's own value then becomes
     `weights_as`, unless it is auto."""
     found, form = plan.fingerprint(role), section["weights"]
     if found is None:
@@ -54,10 +54,9 @@ def common_settings(
 
 
 def warnings_of_job(job: Job, chat: str) -> list[Notice]:
-    """Warnings about few threads, a cache that changes the text, the target's own sampling, a
-    doubled first token, a chat template that is not used although nobody chose that, and values
-    that a template never reads. chat: the value of `data.chat`; `auto` does not count as a
-    choice."""
+    """Warn about few threads, a cache that changes the text, the target's own sampling, a doubled
+    first token, a chat template that is unused although nobody chose that, and values that a
+    template never reads. chat: the value of `data.chat`; `auto` does not count as a choice."""
     tokenizer, count, found = job.plan.tokenizer, len(job.prompts), other_sampling(job.plan)
     if job.plan.few_threads is not None:
         found.append(job.plan.few_threads)

@@ -1,4 +1,4 @@
-"""Figures of server points, from their samples."""
+"""Computes the figures of server points from their samples."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -52,10 +52,9 @@ def engine_fields(samples: Collection[Sample]) -> dict[str, Any]:
 
 
 def acceptance_in(samples: Sequence[Sample], k: int, *, is_part: bool = False) -> Acceptance:
-    """The acceptance of some of a point's prompts, by their engine's own counts.
+    """Compute the acceptance of some of a point's prompts, as counted by their engine.
 
-    is_part: whether other prompts of the point are left out, which one reading of counters may
-    cover too.
+    is_part: whether the point has other prompts too, which the same reading of counters may cover.
     """
     engine = engine_of(samples)
     if engine is None or k == 0:
@@ -95,7 +94,7 @@ def _tells_rounds(sample: Sample) -> bool:
 
 
 def in_text(samples: Iterable[Sample]) -> InText | None:
-    """The acceptance within texts, as our own engine counts it; None if a text's rounds are
+    """Compute the acceptance within texts, as our own engine counts it; None if a text's rounds are
     unknown. The last allowed token of a text is never proposed, and proposals beyond a text's end
     do not count."""
     drafts = accepted = 0
@@ -120,7 +119,7 @@ def in_text(samples: Iterable[Sample]) -> InText | None:
 
 
 def served_metrics(done: Sequence[Sample], key: Key) -> Metrics:
-    """The `metrics` of a server point, with the client's times."""
+    """Compute the `metrics` of a server point, from times measured by the client."""
     decode = sum(s.usual_seconds for s in done)
     whole = sum(s.usual_mean(s.seconds) for s in done)
     rounds = sum(s.usual_mean(s.round_share) for s in done)
@@ -153,7 +152,7 @@ def served_metrics(done: Sequence[Sample], key: Key) -> Metrics:
 
 
 def remarks_of(samples: Iterable[Samples]) -> list[Notice]:
-    """Warnings about servers, each once, with the number of samples and the first sample's
+    """Return each warning about servers once, with the number of samples and the first sample's
     prompt."""
     found: dict[str, list[Sample]] = {}
     for of in samples:

@@ -1,4 +1,4 @@
-"""The card at the top of a report: the verdict, its gain and cost, and the servers' commands.
+"""Fills the card at the top of a report: the verdict, its gain and cost, and the servers' commands.
 
 HTML is made elsewhere.
 """
@@ -28,7 +28,8 @@ _VERDICTS = {
 def card(
     run: ReportedRun, bests: Sequence[Finding], deployment: Deployment | None
 ) -> list[tuple[str, str]]:
-    """The card's titles and texts, for the first batch size; empty if nothing was measured."""
+    """Return the card's titles and texts, for the first batch size; empty if nothing was
+    measured."""
     best = next((one for one in bests if one.point is not None), None)
     if best is None or best.recorded is None:
         return []
@@ -51,7 +52,7 @@ def card(
 
 
 def _memory(run: ReportedRun, point: Point) -> list[str]:
-    """How much memory a point's draft takes, if the run recorded it."""
+    """Say how much memory a point's draft takes, if the run recorded it."""
     if run.setting("engine", "kind") not in (None, "native"):
         return ["not reported by the servers"]
     costs = run.summary.memory
@@ -72,7 +73,7 @@ def _memory(run: ReportedRun, point: Point) -> list[str]:
 
 
 def _sequences(cost: MemoryCost) -> str:
-    """How many sequences fewer fit because of the draft's memory, in words."""
+    """Say by how many sequences the draft's memory reduces the capacity."""
     length = cost.longest_tokens
     plain = cost.target_token_bytes * length
     if cost.device_bytes is None:
@@ -106,7 +107,7 @@ def _would_change(best: Finding, shown: Point | None) -> list[str]:
 
 
 def _needed_acceptance(shown: Point | None) -> str | None:
-    """The share of accepted proposals at which a point is as fast as plain decoding, in words."""
+    """Say at which share of accepted proposals a point is as fast as plain decoding."""
     even = shown.break_even if shown is not None else None
     rate = shown.number("draft_acceptance_rate") if shown is not None else None
     if even is None or rate is None:

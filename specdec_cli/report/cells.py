@@ -1,5 +1,5 @@
-"""Cells: the figures of points in tables for people. Each heading, unit and value is defined once
-for terminals and reports. CSV files use field names instead; see `export`."""
+"""Cells show the figures of points in tables for people. Each heading, unit and value is defined
+once for terminals and reports. CSV files use field names instead; see `export`."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ class Cell:
     """A figure of a row's object, for example a point. title, unit: the title and unit of a
     report's column. digits: the number of digits after the decimal point; None for text and whole
     numbers. heading, places: the title and digits on a terminal, where the heading includes the
-    unit. interval: gives the figure's 95 % interval, or None."""
+    unit. interval: a function that returns the figure's 95 % interval, or None."""
 
     title: str
     of: Callable[[Any], Value]
@@ -39,7 +39,7 @@ class Cell:
     interval: Callable[[Any], Sequence[float] | None] | None = None
 
     def text(self, row: Any) -> str:
-        """The figure and its interval as text for a terminal; empty without a figure."""
+        """Format the figure and its interval for a terminal; empty without a figure."""
         value = self.of(row)
         if value is None or isinstance(value, str) or self.digits is None:
             return "" if value is None else str(value)
@@ -49,13 +49,13 @@ class Cell:
 
 
 def span_after(ends: Sequence[float] | None) -> str:
-    """An interval as a suffix of a value: ` (1.20–1.31)`; empty if there is no interval or it has
-    no width."""
+    """Format an interval as a suffix of a value: ` (1.20–1.31)`; empty if there is no interval or
+    it has no width."""
     return "" if ends is None or ends[0] == ends[1] else f" ({ends[0]:.2f}–{ends[1]:.2f})"
 
 
 def number(name: str, part: str | None = None) -> Callable[[Figures], float | None]:
-    """A function that returns a figure by its name."""
+    """Return a function that reads the figure with this name."""
     return lambda found: found.number(name, part)
 
 
@@ -72,14 +72,14 @@ def span(ends: Sequence[float] | None) -> str | None:
 
 
 def span_of(found: Figures, ends: Sequence[float] | None) -> str | None:
-    """An interval, or a note that there are too few prompts for one."""
+    """Format an interval, or say that there are too few prompts for one."""
     if ends is None and found.is_ok and (found.number("num_prompts") or FEWEST) < FEWEST:
         return "too few prompts"
     return span(ends)
 
 
 def first_token_part(name: str, point: Point) -> float | None:
-    """A part of the mean time to the first token; None if it was not recorded."""
+    """Return a part of the mean time to the first token; None if it was not recorded."""
     return (point.metrics.ttft_parts_ms or {}).get(name) if point.metrics is not None else None
 
 
@@ -136,7 +136,7 @@ LATENCIES = [
 
 
 def columns_of(cells: Sequence[Cell], rows: Sequence[Any]) -> dict[str, list[str]]:
-    """The columns of a terminal table, by heading."""
+    """Return the columns of a terminal table, by heading."""
     return {c.heading or c.title: [c.text(row) for row in rows] for c in cells}
 
 
@@ -194,7 +194,7 @@ def table_of(
     cells: Sequence[Cell],
     strong: frozenset[int] = frozenset(),
 ) -> Table:
-    """A table with a row for each item. A figure with an interval takes two columns.
+    """Make a table with a row for each item. A figure with an interval takes two columns.
 
     texts: the table's name, title and note.
     """
@@ -218,7 +218,7 @@ def by_point(
     cells: Sequence[Cell],
     strong: frozenset[int] = frozenset(),
 ) -> Table:
-    """A table with a row for each point. The first cells name the point."""
+    """Make a table with a row for each point. The first cells name the point."""
     draft = Cell("draft", lambda p: run.labels[p.draft])
     setting = (TARGET_TP, DRAFT_TP) if run.is_comparison else (draft,)
     rate = (RATE,) if any(p.request_rate is not None for p in run.points) else ()
@@ -226,7 +226,7 @@ def by_point(
 
 
 def rows_of(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """The environment as dotted keys and values."""
+    """Flatten the environment into dotted keys and values."""
     found: list[tuple[str, str]] = []
     for key, value in environment.items():
         if isinstance(value, Mapping):

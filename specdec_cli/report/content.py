@@ -1,5 +1,6 @@
-"""The content of a report, the same for every format, with a conclusion for each section.
-Conclusions appear at the top of sections and in plot captions. Drawing is elsewhere."""
+"""Collects the content of a report, which is the same for every format, and writes a conclusion for
+each section. Conclusions appear at the top of sections and in plot captions. Drawing is
+elsewhere."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,8 +29,8 @@ class Content:
 
     answers: the answer for each batch size. reasons: why each decided answer was chosen, as the run
     recorded it. lossless: the result of the lossless check. tables: the tables by name; a table
-    without rows is not shown. category_point, shown: the point of the category table, in words and
-    as a record.
+    without rows is not shown. category_point, shown: the category table's point, in words and as a
+    record.
     """
 
     def __init__(self, run: ReportedRun) -> None:
@@ -72,7 +73,7 @@ class Content:
 
 
 def _point_for_categories(run: ReportedRun, bests: list[Finding]) -> Point | None:
-    """The point that the category table shows: the best one, or the fastest with proposals if the
+    """Choose the point for the category table: the best one, or the fastest with proposals if the
     best has none."""
     for best in bests:
         if best.point is not None and best.point.is_ok and not best.point.is_baseline:
@@ -82,7 +83,7 @@ def _point_for_categories(run: ReportedRun, bests: list[Finding]) -> Point | Non
 
 
 def _setup(run: ReportedRun) -> str:
-    """The setup of a run in one line."""
+    """Describe the setup of a run in one line."""
     parts = [f"target {run.setting('target', 'model') or '?'}"]
     drafts = sorted({p.draft for p in run.points if p.draft is not None})
     named: Any = ", ".join(drafts) or run.setting("draft", "model")
@@ -102,7 +103,7 @@ def _setup(run: ReportedRun) -> str:
 
 
 def conclusion(name: str, content: Content) -> str:
-    """The conclusion of a section, by its plot's or table's name; "" if there is none."""
+    """Return the conclusion of the section whose plot or table has this name; "" if it has none."""
     return _CONCLUSIONS[name](content).strip() if name in _CONCLUSIONS else ""
 
 
@@ -111,8 +112,8 @@ def speedup(content: Content) -> str:
 
 
 def break_even(content: Content) -> str:
-    """A sentence about the point farthest above its break-even, or the closest one if none is
-    above."""
+    """Describe the point that is farthest above its break-even or, if none is above, closest to
+    it."""
     run = content.run
     found = [
         (length / needed, point, even)
@@ -136,7 +137,7 @@ def break_even(content: Content) -> str:
 
 
 def comparisons(content: Content) -> str:
-    """The comparison of each pair of drafts, in words."""
+    """Compare each pair of drafts in words."""
     told = []
     for one in content.run.comparisons:
         if not (one.arm.k and one.against.k) or one.speed_ratio is None:
@@ -150,7 +151,7 @@ def comparisons(content: Content) -> str:
 
 
 def acceptance(content: Content) -> str:
-    """The acceptance rates that the plot shows, at the first and the last position of each draft's
+    """Name the acceptance rates in the plot at the first and the last position of each draft's
     longest proposal."""
     told = []
     for point in longest_proposals(content.run).values():
@@ -163,7 +164,7 @@ def acceptance(content: Content) -> str:
 
 
 def latencies(content: Content) -> str:
-    """The median latencies of plain decoding and of the point in the category table."""
+    """Compare the median latencies of plain decoding and of the category table's point."""
     point = content.shown
     plain = baseline_of(content.run.points, point) if point is not None else None
     if point is None or plain is None:
@@ -180,7 +181,7 @@ def latencies(content: Content) -> str:
 
 
 def rounds(content: Content) -> str:
-    """The longest stage of a round, for the point in the category table."""
+    """Name the longest stage of a round of the category table's point."""
     point = content.shown
     whole = point.number("round_ms") if point is not None else None
     if point is None or not whole:
@@ -192,8 +193,7 @@ def rounds(content: Content) -> str:
 
 
 def experts(content: Content) -> str:
-    """A sentence on how the number of experts read and the verify time grow up to the widest
-    pass."""
+    """Say how the number of experts read and the verify time grow up to the widest pass."""
     is_random = content.run.setting("target", "load_format") == "dummy"
     remark = " The weights are random, so experts are chosen evenly, unlike with trained routers."
     known = [p for p in content.run.points if p.number("distinct_experts")]
@@ -211,7 +211,7 @@ def experts(content: Content) -> str:
 
 
 def categories(content: Content) -> str:
-    """The fastest and the slowest category, and whether the difference is significant."""
+    """Name the fastest and the slowest category, and say whether the difference is significant."""
     point = content.shown
     rows = point.per_category.items() if point is not None else ()
     known = sorted((row.speedup, name, row.speedup_ci) for name, row in rows if row.speedup)

@@ -1,4 +1,4 @@
-"""Reports in formats for other programs: CSV tables with field names and unrounded figures, LaTeX
+"""Writes reports for other programs: CSV tables with field names and unrounded figures, LaTeX
 tables, and markdown for notes and pull requests."""
 
 import csv
@@ -39,13 +39,13 @@ def _setting(point: Point) -> dict[str, Value]:
 
 
 def _ends(of: str, found: object, prefix: str = "") -> dict[str, Value]:
-    """The interval's ends, as two columns. of: the figure's name."""
+    """Return the ends of a figure's interval as two columns. of: the figure's name."""
     ends = getattr(found, f"{of}_ci", None) or (None, None)
     return {f"{prefix}{of}_{end}": value for end, value in zip(("lo", "hi"), ends, strict=True)}
 
 
 def raw_points(run: ReportedRun) -> Table:
-    """A row for each point with all its figures."""
+    """Make a table with a row for each point, with all its figures."""
     setting: tuple[str, ...] = ("draft", "k", "batch_size")
     names = (*_FIGURES, *(["distinct_experts"] if counts_experts(run) else ()))
     if run.is_comparison:
@@ -81,7 +81,7 @@ def raw_points(run: ReportedRun) -> Table:
 
 
 def _of_load(point: Point) -> dict[str, Value]:
-    """The columns of a point's load, which are empty if the point has none."""
+    """Return the columns of a point's load, which are empty if the point has none."""
     load = point.load
     found = {name: getattr(load, name, None) for name in _LOAD}
     found |= _ends("slo_attainment", load) | _ends("goodput", load)
@@ -93,13 +93,14 @@ def _of_load(point: Point) -> dict[str, Value]:
 
 
 def _table(name: str, rows: Sequence[Mapping[str, Value]]) -> Table:
-    """A table of rows by column; every row has the same columns."""
+    """Make a table of rows that all have the same columns."""
     columns = tuple(Column(title) for title in (rows[0] if rows else ()))
     return Table(name, "", columns, tuple(tuple(row.values()) for row in rows))
 
 
 def raw_comparisons(run: ReportedRun) -> Table:
-    """A row for each pair of arms, followed by a row for each category of the pair."""
+    """Make a table with a row for each pair of arms, followed by a row for each category of the
+    pair."""
     rows: list[dict[str, Value]] = []
     for one in run.comparisons:
         setting = {
@@ -115,7 +116,7 @@ def raw_comparisons(run: ReportedRun) -> Table:
 
 
 def raw_acceptance(run: ReportedRun) -> Table:
-    """A row for each point and position."""
+    """Make a table with a row for each point and position."""
     rows = []
     for point in run.points:
         rates = ("acceptance_rate", "conditional_acceptance_rate")
@@ -128,7 +129,7 @@ def raw_acceptance(run: ReportedRun) -> Table:
 
 
 def raw_categories(run: ReportedRun) -> Table:
-    """A row for each point and category."""
+    """Make a table with a row for each point and category."""
     names = ("num_prompts", "mean_acceptance_length", "draft_acceptance_rate", "speedup")
     rows = [
         _setting(point)
@@ -148,8 +149,8 @@ _MARKUP = re.compile(r"([\\`*_\[\]|<>~$&]|^[-+#=](?![\d.]))")
 
 
 def csv_tables(run: ReportedRun) -> dict[str, str]:
-    """CSV files by name: points.csv, and the files of acceptance, categories and comparisons if
-    these have rows."""
+    """Return CSV files by name: points.csv, and the files of acceptance, categories and comparisons
+    if these have rows."""
     found = [raw_points(run), raw_acceptance(run), raw_categories(run), raw_comparisons(run)]
     return {f"{table.name}.csv": csv_of(table) for table in found if table.rows}
 
@@ -162,13 +163,13 @@ _TEX = {
 
 
 def latex_tables(content: Content) -> dict[str, str]:
-    """LaTeX files by name, each with a `tabular` for a document that loads booktabs."""
+    """Return LaTeX files by name, each with a `tabular` for a document that loads booktabs."""
     found = content.tables.items()
     return {f"{name}.tex": latex_of(table) for name, table in found if table.rows}
 
 
 def latex_of(table: Table) -> str:
-    """A table as a LaTeX `tabular`."""
+    """Write a table as a LaTeX `tabular`."""
     sides = ["l" if is_text(table, place) else "r" for place in range(len(table.columns))]
     rows = [" & ".join(map(_tex, table.shown(row))) for row in table.rows]
     head = " & ".join(map(_tex, table.titles))
@@ -188,12 +189,12 @@ def latex_of(table: Table) -> str:
 
 
 def _tex(text: str) -> str:
-    """Text escaped for LaTeX, on one line."""
+    """Escape text for LaTeX, on one line."""
     return "".join(_TEX.get(sign, sign) for sign in one_line(inert(text)))
 
 
 def csv_of(table: Table) -> str:
-    """A table as CSV."""
+    """Write a table as CSV."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([_cell(column.title) for column in table.columns])
@@ -202,21 +203,21 @@ def csv_of(table: Table) -> str:
 
 
 def _cell(value: Value) -> str:
-    """A cell as text. Text that a spreadsheet would run as a formula gets an apostrophe in
-    front."""
+    """Write a cell as text, with an apostrophe before text that a spreadsheet would run as a
+    formula."""
     if value is None:
         return ""
     if not isinstance(value, str):
         return repr(value)
     text = inert(value)
-    # Spreadsheets read full-width signs as plain ones, and skip blanks before them.
+    # Spreadsheets read full-width characters as plain ones, and skip blanks before them.
     plain = unicodedata.normalize("NFKC", text)
     is_formula = plain.startswith(_FORMULA) or plain.lstrip().startswith(_FORMULA)
     return f"'{text}" if is_formula else text
 
 
 def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
-    """The report as markdown. folder: the folder of its pictures, relative to the report."""
+    """Write the report as markdown. folder: the folder of its pictures, relative to the report."""
     lines = [f"# {_plain(content.title)}", "", f"**{_plain(content.headline)}**", ""]
     lines += [f"> - {_plain(warning)}" for warning in content.warnings]
     lines.append("")
@@ -251,7 +252,7 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
 
 
 def aligned(table: Table) -> list[str]:
-    """A table as lines of text with aligned columns."""
+    """Write a table as lines of text with aligned columns."""
     shown = (table.titles, *map(table.shown, table.rows))
     rows = [[one_line(cell) for cell in row] for row in shown]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -265,7 +266,7 @@ def aligned(table: Table) -> list[str]:
 
 
 def runs_markdown(whole: SideBySide, warnings: Sequence[str]) -> str:
-    """A report on several runs as markdown."""
+    """Write a report on several runs as markdown."""
     lines = [f"# {_plain(', '.join(whole.names))}", ""]
     lines += [f"**{_plain(one)}**" + "\n" for one in whole.answers]
     lines += [f"> {_plain(one)}" for one in warnings]
@@ -283,13 +284,13 @@ def _markdown_table(table: Table) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text escaped for markdown, on one line, without invisible characters."""
+    """Escape text for markdown, on one line, without invisible characters."""
     line = "".join(one_line(text[i : i + 80]) for i in range(0, len(text), 80))
     return _MARKUP.sub(r"\\\1", line)
 
 
 def _fenced(text: str, language: str) -> list[str]:
-    """A block of code whose fence is longer than any fence inside it."""
+    """Return the lines of a code block whose fence is longer than any fence inside it."""
     inner = inert(text)
     longest = max((len(run) for run in re.findall(r"`+", inner)), default=0)
     fence = "`" * max(3, longest + 1)

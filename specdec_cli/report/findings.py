@@ -1,6 +1,6 @@
-"""The findings of a run: the best point by batch size, and the answer in words.
+"""Computes the findings of a run: the best point by batch size, and the answer in words.
 
-If the run was cut short, they are computed from its points. HTML and plots are made elsewhere.
+If the run was cut short, only its points are used. HTML and plots are made elsewhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from specdec_cli.experiment.sweep.recommend import in_words
 from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
 
-# Recorded warnings that a report words differently.
+# Recorded warnings with these beginnings are stated in other words by a report.
 _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 
@@ -25,10 +25,10 @@ class Finding:
     """The finding at the batch size or request rate of the point `at`.
 
     point: the best point, with k = 0 for no speculation; None if nothing could be measured.
-    recorded: the run's own record of the best point; without one, the best point is the fastest of
-    those measured. tied: other points that do not differ statistically from the fastest, in words.
-    is_disturbed: whether the run warned of disturbed times. fastest: the fastest point, with which
-    the recommended point is tied; None without a record.
+    recorded: the run's own record of the best point; without a record, the best point is the
+    fastest measured one. tied: other points that do not differ statistically from the fastest, in
+    words. is_disturbed: whether the run warned of disturbed times. fastest: the fastest point,
+    which the recommended point is tied with; None without a record.
     """
 
     at: Point
@@ -60,9 +60,9 @@ class Finding:
 
 
 def longest_proposals(run: ReportedRun) -> dict[str, Point]:
-    """For each draft, the point with the largest k, at the smallest batch size with that k. Points
-    with unknown acceptance, which some servers do not report, are left out. A comparison has a
-    single point, under the key `all`."""
+    """Return, for each draft, the point with the largest k at the smallest batch size with that k.
+    Points with unknown acceptance, which some servers do not report, are left out. For a comparison
+    there is a single point, under the key `all`."""
     longest: dict[str, Point] = {}
     for point in run.points:
         is_known = point.metrics is not None and point.metrics.acceptance_rate_per_pos is not None
@@ -81,7 +81,8 @@ def residual(point: Point) -> float | None:
 
 
 def residuals_in_words(run: ReportedRun) -> str:
-    """The mean error of predictions, as a sentence for captions, or ""."""
+    """Return a sentence about the mean error of predictions for captions; "" without
+    predictions."""
     points = [p for p in run.points if not p.is_baseline and residual(p) is not None]
     errors = [residual(p) or 0.0 for p in points]
     if not errors:
@@ -104,7 +105,7 @@ def residuals_in_words(run: ReportedRun) -> str:
 
 
 def best_by_batch_size(run: ReportedRun) -> list[Finding]:
-    """The best point at each batch size or rate, in order."""
+    """Find the best point at each batch size or rate, in order."""
     found = []
     for level in sorted({p.level for p in run.points}):
         at = [p for p in run.points if p.level == level]
@@ -162,7 +163,7 @@ _measured = attrgetter("speedup")
 
 
 def _speed(point: Point) -> float:
-    """A point's tokens/s; 0 without them."""
+    """A point's tokens/s; 0 if they are unknown."""
     return point.number("decode_tokens_per_second") or 0.0
 
 
@@ -173,7 +174,7 @@ def _gain(point: Point) -> float:
 
 
 def _named(k: int, draft: str | None) -> str:
-    """A point in words, without a draft at k = 0."""
+    """Name a point, without a draft at k = 0."""
     return in_words(k, draft, with_draft=draft is not None)
 
 
@@ -186,7 +187,7 @@ def _fastest(run: ReportedRun, every: Sequence[Point]) -> Finding:
 
 
 def setting_in_words(run: ReportedRun, point: Point) -> str:
-    """The name of a point's setting: `k = 4 with draft-1b`."""
+    """Name a point's setting: `k = 4 with draft-1b`."""
     if point.is_baseline:
         is_comparison = run.is_comparison
         return f"target TP {point.target_tp} alone" if is_comparison else "no speculation"
@@ -197,7 +198,7 @@ def setting_in_words(run: ReportedRun, point: Point) -> str:
 
 
 def times(value: float) -> str:
-    """A speed-up as text."""
+    """Write a speed-up as text."""
     return f"{value:.2f}×"
 
 
@@ -206,7 +207,7 @@ def interval_in_words(interval: Sequence[float] | None) -> str:
 
 
 def answer(run: ReportedRun, best: Finding) -> str:
-    """The finding at one batch size, in a sentence or two."""
+    """Describe the finding at one batch size in a sentence or two."""
     point = best.point
     at = f"at {best.at.level_in_words}"
     if best.is_open:
@@ -263,16 +264,15 @@ def _against_fastest(run: ReportedRun, best: Finding) -> str:
 def fastest_with_proposals(
     run: ReportedRun, best: Finding, gain: Callable[[Point], float | None] = _gain
 ) -> Point | None:
-    """The fastest point with proposals at the finding's batch size or rate, by `gain`. The
-    speed-ups of a comparison have several baselines, so there the point with the most tokens/s
-    counts."""
+    """Find the fastest point with proposals at the finding's batch size or rate, by `gain`. In a
+    comparison, where speed-ups have several baselines, it is the point with the most tokens/s."""
     points = [p for p in run.points if p.level == best.at.level and not p.is_baseline]
     by = _speed if run.is_comparison else gain
     return max(filter(gain, points), key=lambda p: by(p) or 0.0, default=None)
 
 
 def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
-    """True if plain decoding was chosen because faster points may be faster by chance."""
+    """True if plain decoding was chosen because other points may be faster only by chance."""
     point, plain = fastest_with_proposals(run, best, _measured), best.point
     if point is None or plain is None or best.recorded is None:
         return False
@@ -282,7 +282,7 @@ def _is_within_chance(run: ReportedRun, best: Finding) -> bool:
 
 
 def headline(run: ReportedRun, bests: list[Finding]) -> str:
-    """The answer of the whole run, in one line."""
+    """Return the whole run's answer in one line."""
     found = [best for best in bests if best.point is not None or best.is_open]
     if not found:
         return "No point was measured."

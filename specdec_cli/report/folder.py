@@ -60,12 +60,12 @@ class ReportedRun:
         return self.summary.comparisons
 
     def method_of(self, draft: str | None) -> Any:
-        """The method that proposed with a draft. In a sweep of several drafts it may be the draft's
-        own; otherwise it is the recipe's."""
+        """Return the method that a draft was used with. In a sweep of several drafts it may be the
+        draft's own; otherwise it is the recipe's."""
         return self.summary.method_of(draft) or self.setting("speculation", "method")
 
     def setting(self, section: str, key: str) -> Any:
-        """A key of the recipe, or None."""
+        """Return the value of a key of the recipe, or None."""
         values = self.recipe.get(section)
         return values.get(key) if isinstance(values, Mapping) else None
 
@@ -76,7 +76,7 @@ def read_folder(path: Path) -> ReportedRun:
     Raises `UsageError` if the folder has no run that a report can show, and `SetupError` for files
     that cannot be read safely.
     """
-    if not os.path.isdir(path):  # a name may be too long
+    if not os.path.isdir(path):  # False also for a name that is too long
         what = "is a file" if os.path.exists(path) else "no such folder"
         raise UsageError(f"{path}: {what}", "name a run folder (what -o was given)")
     refuse_special_files(path)
@@ -122,7 +122,7 @@ def read_folder(path: Path) -> ReportedRun:
 def _intact(
     found: dict[str, Any], kind: type[SweepSummary | ComparisonSummary], notes: list[str]
 ) -> SweepSummary | ComparisonSummary:
-    """The summary in a document, without damaged parts. A note is added for each damaged part."""
+    """Return the summary in a document, without damaged parts. Add a note for each damaged part."""
     while True:
         try:
             return kind.model_validate(found)
@@ -143,7 +143,7 @@ def _intact(
 
 
 def _refuse_unfinished(path: Path, settings: Mapping[str, Any] | None) -> None:
-    """Raise `UsageError` if a run was begun but has no finished point."""
+    """Raise `UsageError` if a run was started but has no finished point."""
     if settings is None:
         return
     is_sweep = "ks" in (settings.get("settings") or ())
@@ -155,7 +155,7 @@ def _refuse_unfinished(path: Path, settings: Mapping[str, Any] | None) -> None:
 
 
 def _latest(records: list[Point]) -> tuple[Point, ...]:
-    """The last record of each setting, since a resumed run retries failed points."""
+    """Keep the last record of each setting, since a resumed run retries failed points."""
 
     def place(p: Point) -> tuple[Any, ...]:
         rate, size = p.level
@@ -167,8 +167,8 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
 
 
 def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
-    """The point with its speed-up, computed from decoding speeds if the run ended before recording
-    it."""
+    """Return the point with its speed-up, which is computed from decoding speeds if the run ended
+    before recording it."""
     is_known = point.speedup is not None or point.impossible_speedup is not None
     if is_known or point.load is not None or point.metrics is None:
         return point
@@ -182,14 +182,14 @@ def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
 
 
 def baseline_of(points: Sequence[Point], point: Point) -> Point | None:
-    """The baseline of a point: plain decoding at its batch size or rate and target TP."""
+    """Find the baseline of a point: plain decoding at its batch size or rate and target TP."""
     place = (point.level, point.target_tp)
     same = [p for p in points if p.is_ok and p.is_baseline and (p.level, p.target_tp) == place]
     return next(iter([p for p in same if p.draft == point.draft] or same), None)
 
 
 def _labels(points: Sequence[Point]) -> dict[str | None, str]:
-    """A short name for each draft: the last part of its path, if that is unique."""
+    """Choose a short name for each draft: the last part of its path, if that is unique."""
     names = sorted({p.draft for p in points if p.draft is not None})
     labels: dict[str | None, str] = {None: "no draft"}
     for name in names:
@@ -223,7 +223,7 @@ def _document(
 
 
 def intact_records(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
-    """The intact records of a .jsonl file. A note is added for every other line, such as a last
+    """Yield the intact records of a .jsonl file. Add a note for every other line, such as a last
     line that a crash left incomplete."""
     try:
         lines = path.read_bytes().split(b"\n")

@@ -1,4 +1,4 @@
-"""The plot of a memory profile: a stacked bar for each rank."""
+"""Draws a memory profile: a stacked bar for each rank."""
 
 import io
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _GIB = 2**30
 
 
 def write_memory_picture(document: Mapping[str, Any], file: Path) -> None:
-    """Write a document of `profile-blocks --json` as PNG.
+    """Draw a document of `profile-blocks --json` and write it as PNG.
 
     Raises `ImportError` without matplotlib, `SetupError` if the file cannot be written.
     """

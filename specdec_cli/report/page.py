@@ -1,4 +1,5 @@
-"""A report as one self-contained HTML page: no scripts, no links, plots inside.
+"""Writes a report as one self-contained HTML page, without scripts or links, that contains its
+plots.
 
 The template engine escapes everything from the folder; only the plots, which the report draws, are
 inserted as they are.
@@ -16,7 +17,7 @@ from specdec_cli.report.plots import Plot
 from specdec_cli.text import inert
 
 _MOST_ROWS = 12  # a table with more rows is folded
-# The sections in order: the heading, plot and table of each.
+# The sections in order, each with its heading and the names of its plot and table.
 SECTIONS = (
     ("The best draft TP", "speeds", "degrees"),
     ("Speed", "speedup", "results"),
@@ -37,7 +38,8 @@ SECTIONS = (
 @dataclass(frozen=True, slots=True)
 class Part:
     """A section of a page. picture: the name of its plot. conclusion: what the section shows, in a
-    sentence. is_folded: whether the table is folded, because it is long or its plot is enough."""
+    sentence. is_folded: whether the table is folded, because it is long or because the plot is
+    enough."""
 
     title: str
     picture: str
@@ -47,7 +49,7 @@ class Part:
 
 
 def page(content: Content, plots: Sequence[Plot]) -> str:
-    """The page's text."""
+    """Return the page's text."""
     return rendered(
         "page.html.j2",
         content=content,
@@ -58,7 +60,7 @@ def page(content: Content, plots: Sequence[Plot]) -> str:
 
 
 def parts(content: Content, plots: Sequence[Plot]) -> list[Part]:
-    """The sections that have a plot or rows."""
+    """Return the sections that have a plot or rows."""
     drawn, found = {plot.name for plot in plots}, []
     for title, picture, name in SECTIONS:
         table = content.tables.get(name)
@@ -86,6 +88,6 @@ def rendered(template: str, **values: Any) -> str:
     )
     engine.filters["inert"] = lambda value: inert(str(value))
     engine.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
-    engine.filters["drawn"] = Markup  # drawing escaped the text in plots
+    engine.filters["drawn"] = Markup  # text in plots was escaped when they were drawn
     engine.globals["is_text"] = is_text
     return engine.get_template(template).render(**values)

@@ -1,4 +1,4 @@
-"""The plots of a report, drawn with matplotlib without a display."""
+"""Draws the plots of a report with matplotlib, without a display."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -28,8 +28,9 @@ from specdec_cli.report.drawings.rows import draw_categories, draw_comparisons
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A drawn plot. about: its content, in words. conclusion: the conclusion from it, or "". svg:
-    an element for a page, or empty. files: the plot's bytes in each requested format of `PICTURES`.
+    """A drawn plot. about: its content in words. conclusion: the conclusion that it shows, or "".
+    svg: an element for a page, or empty. files: the plot's bytes in each requested format of
+    `PICTURES`.
     """
 
     name: str
@@ -56,9 +57,9 @@ def drawing(
     svg: bool,
     conclusion: str = "",
 ) -> Plot | None:
-    """One plot; None if there is nothing to draw. Raises `SetupError` without matplotlib.
+    """Draw one plot; None if there is nothing to draw. Raises `SetupError` without matplotlib.
 
-    draw: draws into a figure, and returns whether there was anything to draw.
+    draw: a function that draws into a figure and returns whether there was anything to draw.
     """
     without_display()
     try:
@@ -136,8 +137,8 @@ _DRAWINGS: Mapping[str, tuple[str, Callable[..., bool]]] = {
 def plots(
     content: Content, pictures: Collection[str] = ("png",), *, svg: bool = True
 ) -> list[Plot]:
-    """All plots for which the run has data. Raises `SetupError` without matplotlib. pictures: the
-    formats of files. svg: whether to draw for a page too."""
+    """Draw all plots for which the run has data. Raises `SetupError` without matplotlib. pictures:
+    the formats of files. svg: whether to draw for a page too."""
     names = {"axis": axis_of(content.run), "point": content.category_point}
     found = [
         drawing(

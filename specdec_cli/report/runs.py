@@ -1,5 +1,5 @@
-"""Several runs side by side: paired figures on the prompts that they share, and differences between
-their recipes and environments.
+"""Compares several runs side by side: paired figures on the prompts that they share, and
+differences between their recipes and environments.
 
 HTML and plots are made elsewhere.
 """
@@ -63,7 +63,7 @@ class SideBySide:
     points of each pair of runs at one batch size, the faster one first, with the ratio of their
     speeds. differences: the keys of recipe and environment that differ, with a value for each run.
     by_engine: points at the same k and batch size from several runs, if any is from a server, each
-    with its ratio to the first of them."""
+    with its speed relative to the first of them."""
 
     names: Sequence[str]
     runs: Sequence[ReportedRun]
@@ -73,8 +73,8 @@ class SideBySide:
     by_engine: Sequence[tuple[Shown, Ratio | None]] = ()
 
     def against_first(self, one: Shown) -> Ratio | None:
-        """The ratio of a point to the first run's point of the same arm and batch size; None if
-        there is no such point."""
+        """Return the ratio of a point to the first run's point with the same arm and batch size;
+        None if there is no such point."""
         level = one.point.level
         same = [s for s in self.shown if s.run == self.names[0] and s.point.level == level]
         same = [s for s in same if s.point.is_baseline == one.point.is_baseline]
@@ -89,7 +89,7 @@ class SideBySide:
 
     @property
     def answers(self) -> list[str]:
-        """A sentence for each pair of runs at each batch size."""
+        """Return a sentence for each pair of runs at each batch size."""
         found = []
         for one, other, ratio in self.pairs:
             at = one.point.level_in_words
@@ -111,7 +111,7 @@ class SideBySide:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON document's `runs`, `points`, `comparisons` and `differences`."""
+        """Return the JSON document's `runs`, `points`, `comparisons` and `differences`."""
         points = [
             {
                 "run": one.run,
@@ -177,9 +177,9 @@ def side_by_side(folders: Sequence[Path]) -> SideBySide:
 def _by_engine(
     names: Sequence[str], runs: Sequence[ReportedRun]
 ) -> list[tuple[Shown, Ratio | None]]:
-    """Points at the same k and batch size from several runs, if one of the runs is from a server.
-    Each point is restricted to the prompts common to its group, and has its ratio to the group's
-    first point."""
+    """Group points of several runs by k and batch size, if one of the runs is from a server. Each
+    point is restricted to its group's common prompts, and has its ratio to the group's first
+    point."""
     found: dict[tuple[tuple[float, int], int], list[Shown]] = defaultdict(list)
     for name, run in zip(names, runs, strict=True):
         samples = _samples(run)
@@ -199,7 +199,7 @@ def _by_engine(
 
 
 def warnings_of(whole: SideBySide) -> list[str]:
-    """The warnings of all runs, each prefixed with the run's name."""
+    """Return the warnings of all runs, each prefixed with the run's name."""
     return [
         f"{name}: {notice.message}"
         for name, run in zip(whole.names, whole.runs, strict=True)
@@ -208,7 +208,7 @@ def warnings_of(whole: SideBySide) -> list[str]:
 
 
 def ratio_of(one: Shown, other: Shown) -> Ratio | None:
-    """The ratio of two points' speeds over common prompts; None without common prompts."""
+    """Compute the ratio of two points' speeds over common prompts; None without common prompts."""
     common = sorted(one.samples.keys() & other.samples.keys())
     if not common:
         return None
@@ -221,7 +221,7 @@ def ratio_of(one: Shown, other: Shown) -> Ratio | None:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names, or their paths if names are not unique."""
+    """Name the runs after their folders, or after the folders' paths if names are not unique."""
     short = [folder.resolve().name for folder in folders]
     paths = [str(folder) for folder in folders]
     names = [s if short.count(s) == 1 else p for s, p in zip(short, paths, strict=True)]
@@ -229,7 +229,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _shown(name: str, run: ReportedRun) -> list[Shown]:
-    """Plain decoding and each arm at its fastest point, by batch size."""
+    """Return plain decoding and each arm's fastest point, by batch size."""
     samples = _samples(run)
     found = []
     for level in sorted({p.level for p in run.points}):
@@ -274,7 +274,7 @@ def _speed(point: Point) -> float:
 
 
 def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
-    """The samples without errors, by point and prompt."""
+    """Read the samples without errors, by point and prompt."""
     found: dict[tuple[Any, ...], dict[Prompt, Sample]] = defaultdict(dict)
     counts: dict[tuple[Any, ...], dict[tuple[int, ...], set[int]]] = defaultdict(
         lambda: defaultdict(set)
@@ -290,7 +290,7 @@ def _samples(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Sample]]:
 
 
 def _differing(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
-    """The keys of recipes and environments that differ, with the value of each run."""
+    """Find the keys of recipes and environments that differ, with each run's value."""
     whole = []
     for run in runs:
         found = dict(rows_of(run.recipe))

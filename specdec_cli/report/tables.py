@@ -1,4 +1,5 @@
-"""The tables of a report, for HTML, markdown and LaTeX alike. A table without rows is not shown."""
+"""Makes the tables of a report, which are the same for HTML, markdown and LaTeX. A table without
+rows is not shown."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from specdec_cli.report.folder import ReportedRun
 
 
 def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
-    """Speed and acceptance of every point, including failed ones."""
+    """Make the table of every point's speed and acceptance, including failed points."""
     cells = [cell.SPEEDUP, cell.SPEED, cell.LENGTH, cell.ACCEPTED]
     if any(cell.PROPOSING.of(point) is not None for point in run.points):
         cells[-1:-1] = [cell.PROPOSING, cell.OVERALL]
@@ -48,7 +49,7 @@ def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
 
 
 def load(run: ReportedRun, bests: Sequence[Finding]) -> Table:
-    """Figures of every point at a rate; no rows without such points."""
+    """Make the table of points at request rates; no rows without such points."""
     points = [p for p in run.points if p.load is not None]
     best = {id(b.point) for b in bests if b.point is not None and not b.is_open}
     strong = frozenset(i for i, p in enumerate(points) if id(p) in best)
@@ -60,7 +61,7 @@ def load(run: ReportedRun, bests: Sequence[Finding]) -> Table:
 
 
 def break_even(run: ReportedRun) -> Table:
-    """The acceptance at which each point is as fast as plain decoding."""
+    """Make the table of the acceptance at which each point is as fast as plain decoding."""
     points = [p for p in run.points if p.break_even is not None]
     cells = [
         Cell("tokens a round, all rounds", tokens_over_all_rounds, "", 2),
@@ -93,8 +94,8 @@ def _needed(rate: float | None) -> Value:
 
 
 def tokens_over_all_rounds(point: Point) -> float | None:
-    """The measured tokens per round over all rounds, or else the tokens implied by the predicted
-    speed-up."""
+    """Return the measured tokens per round over all rounds or, without them, those implied by the
+    predicted speed-up."""
     found = point.number("tokens_per_round")
     if found is not None or point.break_even is None or point.predicted_speedup is None:
         return found
@@ -102,7 +103,8 @@ def tokens_over_all_rounds(point: Point) -> float | None:
 
 
 def degrees(run: ReportedRun) -> Table:
-    """The best draft TP for each target TP, as the run recorded it, with the deciding stage."""
+    """Make the table of the best draft TP for each target TP, as the run recorded it, with the
+    deciding stage."""
     rows = [
         (target, size, best)
         for target, row in run.summary.best_by_target_tp.items()
@@ -127,7 +129,7 @@ def degrees(run: ReportedRun) -> Table:
 
 
 def times_of_a_round(run: ReportedRun) -> Table:
-    """The time of a round by stage."""
+    """Make the table of a round's time by stage."""
     cells = [cell.TIMES[stage] for stage in stages_in(p.metrics for p in run.points)]
     cells += [replace(cell.TIMES["round"], interval=lambda p: p.round_ms_ci), cell.PREFILL]
     if counts_experts(run):
@@ -142,7 +144,7 @@ def counts_experts(run: ReportedRun) -> bool:
 
 
 def latencies(run: ReportedRun) -> Table:
-    """Time to the first token and per token after it, over prompts."""
+    """Make the table of the time to the first token and per token after it, over prompts."""
     note = "Percentiles over prompts: to the first token (TTFT), and per token after it (TPOT)."
     return by_point(
         ("latencies", "Latency", note), run, [p for p in run.points if p.is_ok], cell.LATENCIES
@@ -150,7 +152,7 @@ def latencies(run: ReportedRun) -> Table:
 
 
 def predictions(run: ReportedRun) -> Table:
-    """The predicted and the measured speed-ups."""
+    """Make the table of predicted and measured speed-ups."""
     points = [p for p in run.points if not p.is_baseline and p.predicted_speedup is not None]
     cells = [
         replace(
@@ -167,7 +169,7 @@ def predictions(run: ReportedRun) -> Table:
 
 
 def _method(points: Sequence[Point]) -> str:
-    """The method of prediction in words, as far as the points record it."""
+    """Describe the method of prediction, as far as the points record it."""
     are_exact = [p.prediction.is_exact for p in points if p.prediction is not None]
     if not are_exact:
         return ""
@@ -183,8 +185,8 @@ def _method(points: Sequence[Point]) -> str:
 
 
 def categories(run: ReportedRun, point: Point | None, best: Finding | None = None) -> Table:
-    """The figures of one point by category of prompt. best: the finding at the point's batch size,
-    with the run's own recommendation for each category."""
+    """Make the table of one point's figures by category of prompt. best: the finding at the point's
+    batch size, with the run's own recommendation for each category."""
     own = best.by_category if best is not None else {}
     rows = sorted(
         point.per_category.items() if point is not None else (),
@@ -213,7 +215,7 @@ _OF_CATEGORIES = (cell.PROMPTS, cell.LENGTH, cell.ACCEPTED, cell.SPEED, cell.SPE
 
 
 def _of_category(one: Cell) -> list[Cell]:
-    """The cells of a category's figure for rows that begin with the category's name."""
+    """Return the cells of a figure for rows of (category, figures of the category)."""
     found = [Cell(one.title, lambda row: one.of(row[1]), one.unit, one.digits)]
     if (ends := one.interval) is not None:
         found.append(Cell("95 % interval", lambda row: span_of(row[1], ends(row[1]))))
@@ -221,7 +223,8 @@ def _of_category(one: Cell) -> list[Cell]:
 
 
 def _advice(run: ReportedRun, one: Best | None) -> str | None:
-    """The recommendation for a category, or "inconclusive" with few prompts or disturbed times."""
+    """Return the recommendation for a category, or "inconclusive" with few prompts or disturbed
+    times."""
     is_open = one is not None and one.verdict == "inconclusive"
     return "inconclusive" if is_open else _named(run, one)
 
@@ -237,21 +240,21 @@ def _named(run: ReportedRun, one: Best | Fastest | None) -> str | None:
 
 
 def comparisons(run: ReportedRun) -> Table:
-    """Comparisons of arms; no rows without several drafts."""
+    """Make the table of comparisons of arms; no rows without several drafts."""
     note = "Each draft at its fastest k, the faster one first; speeds over the same prompts."
     rows = [(one, "", one) for one in _pairs_of_drafts(run)]
     return _pairs_table(run, ("comparisons", "Arm against arm", note), rows)
 
 
 def category_pairs(run: ReportedRun) -> Table:
-    """Comparisons of arms by category of prompt; no rows without several drafts."""
+    """Make the table of comparisons by category of prompt; no rows without several drafts."""
     rows = [(one, *part) for one in _pairs_of_drafts(run) for part in one.per_category.items()]
     note = "Each at 95 %: of many such comparisons one in twenty differs by chance."
     return _pairs_table(run, ("category_pairs", "Arm against arm, by category", note), rows)
 
 
 def _pairs_of_drafts(run: ReportedRun) -> Sequence[Comparison]:
-    """The comparisons of a run with several drafts."""
+    """Return the comparisons if the run has several drafts; otherwise none."""
     drafts = {side.draft for one in run.comparisons for side in (one.arm, one.against)} - {None}
     return run.comparisons if len(drafts) > 1 else ()
 
@@ -278,7 +281,7 @@ def _pairs_table(
 
 
 def arm_in_words(run: ReportedRun, arm: Arm) -> str:
-    """One side of a comparison: `draft-1b, k = 4`."""
+    """Name one side of a comparison: `draft-1b, k = 4`."""
     return f"{run.labels.get(arm.draft, arm.draft)}, k = {arm.k}" if arm.k else "no speculation"
 
 
@@ -290,7 +293,7 @@ _NOTE = (
 
 
 def first_tokens(run: ReportedRun) -> Table:
-    """The parts of the time to the first token, for points that recorded them."""
+    """Make the table of the parts of the time to the first token, for points that recorded them."""
     points = [p for p in run.points if p.metrics is not None and p.metrics.ttft_parts_ms]
     cells = [
         Cell("first token", number("ttft_ms", "mean"), "ms", 1),

@@ -1,5 +1,5 @@
-"""The recommendation for deployment: vLLM's `speculative_config`, its restrictions, and SGLang's
-command.
+"""Makes the recommendation for deployment: vLLM's `speculative_config`, its restrictions, and
+SGLang's command.
 
 The names follow vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). This module runs nothing.
 """
@@ -28,7 +28,7 @@ class Deployment:
     starts a vLLM server. recommendation: the report's answer for each batch size, with the
     recommended point, the fastest point and tied points. sglang_command: the command that starts an
     SGLang server; None if SGLang lacks the method. places: notes on models that servers cannot find
-    by these names, also included in `notes`.
+    under the names used here; `notes` includes them.
     """
 
     speculative_config: dict[str, Any] | None
@@ -41,7 +41,8 @@ class Deployment:
 
 
 def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> list[str]:
-    """Notes on the models in `command` that a server cannot find by the names used here."""
+    """Return notes on the models in `command` that a server cannot find under the names used
+    here."""
     drafts = [b.point.draft for b in bests if b.point is not None and not b.point.is_baseline]
     names = [run.setting("target", "model"), run.setting("draft", "model"), *drafts]
     notes = []
@@ -69,8 +70,8 @@ def _in_place_of(run: ReportedRun, bests: Sequence[Finding], command: str) -> li
 
 
 def deployment(run: ReportedRun, bests: Sequence[Finding]) -> Deployment | None:
-    """The recommendation for the best point, with a schedule if the best k changes with batch size;
-    None without a point."""
+    """Make the recommendation for the best point, with a schedule if the best k changes with batch
+    size; None without a point."""
     found = [b for b in bests if b.point is not None or b.is_open]
     if not found:
         return None
@@ -176,7 +177,8 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
 
 
 def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
-    """The schedule as [first batch size, last batch size, k] in order; empty if k is constant."""
+    """Return the schedule as [first batch size, last batch size, k] in order; empty if k is
+    constant."""
     ks = [
         (best.point.batch_size, best.point.k)
         for best in bests
@@ -193,8 +195,8 @@ def _schedule(bests: Sequence[Finding], draft: str | None) -> list[list[int]]:
 
 
 def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
-    """The config with synthetic acceptance. vLLM needs k marginal rates, none of which exceeds the
-    rate before it.
+    """Return the config with synthetic acceptance. vLLM needs k marginal rates, none of which
+    exceeds the rate before it.
 
     A predicted point has no rates, so its mean length is used.
     """
@@ -212,8 +214,8 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
 
 
 def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:
-    """The flags for tensor parallelism, fp8 weights and an fp8 cache. size: the name of the flag
-    for several GPUs."""
+    """Return the flags for tensor parallelism, fp8 weights and an fp8 cache. size: the name of the
+    flag for the number of GPUs."""
     tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
     flags = [size, str(tp)] if isinstance(tp, int) and tp > 1 else []
     in_fp8 = fp8_flags(run.setting("target", "weights"), run.setting("cache", "dtype"))
@@ -221,8 +223,8 @@ def _flags(run: ReportedRun, point: Point | None, size: str) -> list[str]:
 
 
 def _sglang(run: ReportedRun, target: str, point: Point | None) -> str | None:
-    """The command that starts SGLang 0.5 with the same method (`server_args.py`); None if SGLang
-    lacks the method."""
+    """Write the command that starts SGLang 0.5 with the same method (`server_args.py`); None if
+    SGLang lacks the method."""
     parts = ["python", "-m", "sglang.launch_server", "--model-path", target]
     parts += _flags(run, point, "--tp-size")
     if point is None or point.is_baseline:

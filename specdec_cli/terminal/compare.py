@@ -39,8 +39,8 @@ def print_results(document: Mapping[str, Any]) -> None:
 
 
 def results_tables(points: Sequence[Point], width: int) -> list[Table]:
-    """Tables with a row for each point; k = 0 comes first at each target TP. Round times get their
-    own table if one table would be wider than `width`. An empty list if nothing ran.
+    """Make tables with a row for each point; k = 0 comes first at each target TP. Round times get
+    their own table if one table would be wider than `width`. Return an empty list if nothing ran.
     """
     shown = [point for point in points if point.status != "skipped"]
     if not shown:
@@ -70,7 +70,8 @@ def _table(points: Sequence[Point], cells: Sequence[Cell], *, is_narrow: bool = 
 
 
 def _without_results(points: Sequence[Point]) -> list[str]:
-    """A line for each point without a result, because the reason does not fit into a column."""
+    """Return a line for each point without a result, because the reason does not fit into a
+    column."""
     skipped = (f"{_pair_of(p)}: skipped: {p.reason}" for p in points if p.status == "skipped")
     failed = (point_line(p) for p in points if p.status in ("failed", "oom"))
     return [*dict.fromkeys(skipped), *failed]

@@ -32,7 +32,8 @@ _WIDTH = 72
 
 
 def parts(rank: Document, num_blocks: int) -> dict[str, int]:
-    """Bytes of each part of a rank's memory, in the order of `PARTS`; they add up to its total."""
+    """Return the bytes of each part of a rank's memory, in the order of `PARTS`. They add up to the
+    rank's total."""
     return {
         name: rank[key] * (num_blocks if key.endswith("block_bytes") else 1)
         for name, _, _, key in PARTS
@@ -40,8 +41,8 @@ def parts(rank: Document, num_blocks: int) -> dict[str, int]:
 
 
 def cells(sizes: Mapping[str, int], width: int) -> dict[str, int]:
-    """The number of cells of a bar for each part, in proportion to its size. A part of at least a
-    tenth of a cell gets one whole cell."""
+    """Return how many cells of a bar each part gets, in proportion to its size. A part of at least
+    a tenth of a cell gets one whole cell."""
     total = sum(sizes.values())
     found = {
         name: max(round(width * size / total), int(10 * width * size >= total))
@@ -88,7 +89,7 @@ def print_profile(document: Document) -> None:
 
 
 def answers(document: Document) -> list[str]:
-    """The conclusions from the profile, one sentence each."""
+    """Return the conclusions from the profile, one sentence each."""
     fit, context = document["fit"], document["context"]
     found = [
         f"{document['num_blocks']:,} blocks of {document['block_size']} tokens fit "
@@ -125,7 +126,7 @@ def answers(document: Document) -> list[str]:
 
 
 def size(count: int) -> str:
-    """A number of bytes in a readable unit."""
+    """Write a number of bytes in a readable unit."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:,.2f} {unit}"
@@ -133,7 +134,7 @@ def size(count: int) -> str:
 
 
 def _table(document: Document) -> Table:
-    """The table with a column for each rank."""
+    """Make the table, with a column for each rank."""
     table, ranks = plain_table(), document["ranks"]
     held = [parts(rank, document["num_blocks"]) for rank in ranks]
     rows = {

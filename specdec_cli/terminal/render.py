@@ -24,19 +24,20 @@ from specdec_cli.experiment.statistics.stats import among_rounds
 from specdec_cli.text import counted, inert
 
 _WORD = 20  # columns
-_WIDE = 1000  # width of a table in a file, in columns: no row is folded
+_WIDE = 1000  # columns for a table in a file, so that no row is folded
 _NO_LIMIT = 100_000  # columns
 _NO_PROPOSALS = "no round had a proposal"
 ACCEPTED, PROMPT, HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
 
 def console(stream: TextIO) -> Console:
-    """A console without markup, highlighting or emoji."""
+    """Make a console without markup, highlighting or emoji."""
     return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def console_of_results() -> Console:
-    """The console on stdout. If stdout is no terminal, it is wide enough for any table."""
+    """Make the console on stdout. If stdout is not a terminal, the console is wide enough for any
+    table."""
     out = console(sys.stdout)
     if not sys.stdout.isatty():
         out.width = _WIDE
@@ -51,7 +52,7 @@ def table_within(
     names: Sequence[str] = (),
     long: Sequence[str] = (),
 ) -> Table:
-    """A table of the given columns, by heading.
+    """Make a table of the given columns, by heading.
 
     spare: columns that may be left out to stay within `width`, in this order. names: columns that
     are left-aligned and folded instead of cut. long: columns whose cells may take several lines.
@@ -73,7 +74,7 @@ def table_within(
 
 
 def plain_table(*headings: str, no_wrap: bool = False, show_header: bool = True) -> Table:
-    """A table without borders, with right-aligned columns."""
+    """Make a table without borders, with right-aligned columns."""
     table = Table(box=None, pad_edge=False, show_header=show_header)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=no_wrap)
@@ -86,7 +87,7 @@ def say(line: str, out: Console | None = None) -> None:
 
 
 def least_width(columns: Mapping[str, Sequence[str]], wrapped: Collection[str]) -> int:
-    """The least width at which nothing is cut. Wrapped columns need room for a word."""
+    """Return the smallest width at which nothing is cut. Wrapped columns need room for a word."""
     widths = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
     for name in widths.keys() & wrapped:
         widths[name] = min(widths[name], max(cell_len(name), _WORD))
@@ -94,7 +95,7 @@ def least_width(columns: Mapping[str, Sequence[str]], wrapped: Collection[str]) 
 
 
 def table_width(table: Table) -> Measurement:
-    """The width of a table: the minimum, with all cells folded, and the maximum, with none
+    """Measure a table's width: the minimum, with all cells folded, and the maximum, with none
     folded."""
     out = console(sys.stdout)
     return Measurement.get(out, out.options.update(width=_NO_LIMIT), table)
@@ -107,8 +108,8 @@ def has_colour(stream: TextIO) -> bool:
 
 
 def progress_bar() -> Progress:
-    """A bar over prompts. It is shown on stderr if that is a terminal, or as part of a
-    `live_view`."""
+    """Make a progress bar over prompts. It is shown on stderr if that is a terminal, or as part of
+    a `live_view`."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -139,7 +140,7 @@ def summary_table(
     tinted: bool,
     remarks: Sequence[str] = (),
 ) -> Table:
-    """A small table of acceptance and times, with k = 0 if it was measured. tinted: whether
+    """Make a small table of acceptance and times, with k = 0 if it was measured. tinted: whether
     accepted tokens are tinted in the text above. remarks: notes on the text and the figures.
     """
     table = plain_table(show_header=False)
@@ -184,7 +185,7 @@ def summary_table(
 
 
 def first_token_parts(metrics: Metrics) -> str:
-    """The mean parts of the time to the first token in words; those under 0.05 ms are left out."""
+    """List the mean parts of the time to the first token in words, without parts under 0.05 ms."""
     parts = metrics.ttft_parts_ms or {}
     shown = [
         f"{what} {parts[name]:.1f}"
@@ -195,7 +196,7 @@ def first_token_parts(metrics: Metrics) -> str:
 
 
 def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
-    """The metrics of a run in one line, for logs."""
+    """Write the metrics of a run in one line, for logs."""
     line = (
         f"{counted(metrics.num_prompts, 'prompt')}, {counted(metrics.num_output_tokens, 'token')}, "
         f"{metrics.decode_tokens_per_second:.1f} tokens/s decoding, k={metrics.k}"
@@ -212,7 +213,7 @@ def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
 
 
 def verdict_line(metrics: Metrics, baseline: Metrics) -> str:
-    """One line on whether speculation pays."""
+    """Say in one line whether speculation pays."""
     speedup = metrics.decode_tokens_per_second / baseline.decode_tokens_per_second
     if speedup < 1.0:
         return (
@@ -244,7 +245,8 @@ _LOOK_S = 1.0
 
 
 class Ticker:
-    """Prints `text()` from a thread after every half minute without output, until `close`."""
+    """Prints the result of `text()` from a thread after every half minute without output, until
+    `close`."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         self._text = text

@@ -1,4 +1,4 @@
-"""Sinks of outputs: the terminal, plain text, a progress bar, a run folder.
+"""Sinks for outputs: the terminal, plain text, a progress bar and a run folder.
 
 All sinks have the same methods.
 """
@@ -34,8 +34,8 @@ class Sink:
 
 
 class LiveText(Sink):
-    """Prints dimmed prompts and completions as they arrive, with accepted draft tokens tinted. For
-    a terminal and one sequence at a time. Lines are not wrapped, and tabs are kept.
+    """Prints dimmed prompts and completions as they arrive, with accepted draft tokens tinted. It
+    is for a terminal and one sequence at a time. Lines are not wrapped, and tabs are kept.
     """
 
     def __init__(self, job: Job) -> None:
@@ -204,7 +204,7 @@ def shows_live_text(job: Job) -> bool:
 
 
 def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool) -> list[Sink]:
-    """The sinks of one run."""
+    """Make the sinks of one run."""
     sinks: list[Sink] = []
     is_live = not as_json and shows_live_text(job)
     bar = PromptProgress(job) if len(job.prompts) > 1 and not quiet and not is_live else None
@@ -222,10 +222,10 @@ def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool)
 def collector(
     job: Job, sinks: list[Sink], earlier: Sequence[Output] = ()
 ) -> tuple[OnRound, Callable[[], list[Output]]]:
-    """A callback for `Session.run`, and a function that returns all outputs after the run.
+    """Return a callback for `Session.run`, and a function that returns all outputs after the run.
 
-    Each answer becomes an output as soon as it arrives. earlier: outputs that the sinks receive at
-    once.
+    Each answer becomes an output as soon as it arrives. earlier: outputs that the sinks receive
+    immediately.
     """
     prompts = {p.index: p for p in job.prompts}
     outputs: dict[int, Output] = {}

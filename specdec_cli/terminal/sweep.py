@@ -1,4 +1,4 @@
-"""A sweep on the terminal: progress as lines or a live table, then the results.
+"""Shows a sweep on the terminal: progress as lines or a live table, then the results.
 
 `experiment.points` computes the results.
 """
@@ -41,7 +41,7 @@ _DECIDING = {"draft", "requests/s", "batch", "k", "tokens a round", "tokens/s", 
 _MANY = "so many comparisons at 95 % each: one in twenty differs by chance"
 _NO_DRAFT = "–"
 _NO_SPECULATION = "no speculation"
-_LINE_EVERY = 0.1  # without a terminal: share of the samples between two lines of progress
+_LINE_EVERY = 0.1  # share of the samples between two lines of progress, without a terminal
 
 
 class _Progress(Watcher):
@@ -144,7 +144,7 @@ class SweepTable(_Progress):
                 sum(getattr(s, name) for s in own.values())
                 for name in ("num_drafts", "num_accepted")
             )
-            # The speed-up so far covers only prompts that k = 0 has also decoded.
+            # The speed-up so far covers only prompts that were also decoded at k = 0.
             gain = speedup(own, plain.get(Pair.of(key), {}))
             ratio = gain.value if gain is not None else math.nan
             is_result = math.isfinite(ratio) and not is_impossible(ratio, most_speedup(own))
@@ -159,14 +159,14 @@ class SweepTable(_Progress):
 
 
 def watcher(total: int, unseen: Callable[[], Iterable[Sample]] = tuple, *, quiet: bool) -> Watcher:
-    """The progress display for this stderr. unseen: as for `_Progress`."""
+    """Choose the progress display for this stderr. unseen: as for `_Progress`."""
     if quiet:
         return Watcher()
     return (SweepTable if sys.stderr.isatty() else SweepLines)(total, unseen)
 
 
 def point_line(point: Point) -> str:
-    """A point in one line for logs."""
+    """Describe a point in one line for logs."""
     at = f"batch {point.batch_size}" if point.request_rate is None else point.level_in_words
     name = f"{point.draft or 'no draft'}, {at}, k={point.k}"
     if point.target_tp is not None:
@@ -235,7 +235,7 @@ def print_results(document: Mapping[str, Any], *, with_pairs: bool = False) -> N
 
 
 def load_table(points: Sequence[Point], width: int) -> Table | None:
-    """The table of points at request rates; None if there are no such points."""
+    """Make the table of points at request rates; None if there are no such points."""
     shown = [p for p in points if p.load is not None]
     if not shown:
         return None
@@ -247,7 +247,7 @@ def load_table(points: Sequence[Point], width: int) -> Table | None:
 
 
 def _judged(best: Best) -> str:
-    """The verdict in words, followed by the reason."""
+    """Write the verdict in words, followed by the reason."""
     words = {"use": "recommended: ", "inconclusive": "inconclusive: "}
     return f"{words.get(best.verdict or '', '')}{best.reason}"
 
@@ -255,8 +255,8 @@ def _judged(best: Best) -> str:
 def _first_token_line(
     points: Sequence[Point], batch_size: int, best: Best, *, with_draft: bool
 ) -> str | None:
-    """The mean time to the first token by its parts, at k = 0 and at the recommended (or else the
-    fastest) point; None if the parts are unknown."""
+    """Write the mean time to the first token and its parts, at k = 0 and at the recommended (or
+    else the fastest) point; None if the parts are unknown."""
     arm = best if best.k else best.fastest or best
     shown = []
     for p in points:
@@ -272,7 +272,8 @@ def _first_token_line(
 def results_table(
     points: Sequence[Point], width: int, best: Mapping[str, Best] | None = None
 ) -> tuple[Table, int]:
-    """The table of points, and the width that all columns would need, or 0 if all are shown.
+    """Make the table of points. Return it with the width that all columns would need, or 0 if all
+    are shown.
 
     Draft and batch size are columns only if there are several of them; `stages_in` chooses the
     stages. best: the recommendations by batch size. If the table is too wide, recommended and tied
@@ -303,7 +304,8 @@ def results_table(
 
 
 def _mark(point: Point, best: Best | None) -> str:
-    """The mark of a point that is recommended or tied with the fastest; "" for other points."""
+    """Return the mark of a point that is recommended or tied with the fastest; "" for other
+    points."""
     if best is None or point.request_rate is not None:
         return ""
     arm = point.k, point.draft if point.k else None
@@ -319,7 +321,7 @@ def _length(point: Point) -> Value:
 
 
 def _speed(point: Point) -> Value:
-    """The decoding speed, or the reason why there is none."""
+    """Return the decoding speed, or the reason why there is none."""
     if point.metrics is not None:
         return point.metrics.decode_tokens_per_second
     why = "" if point.status == "skipped" else f": {inert(point.reason or '')[:60]}"
@@ -328,7 +330,8 @@ def _speed(point: Point) -> Value:
 
 _DRAFT = Cell("draft", lambda p: one_line(p.draft or _NO_DRAFT))
 _LENGTH, _SPEED = replace(cell.LENGTH, of=_length), replace(cell.SPEED, of=_speed)
-# Show the interval only for points that were not measured: with all, the table would be too wide.
+# Show the interval only for points that were not measured: with every interval, the table would be
+# too wide.
 _PREDICTED = replace(
     cell.PREDICTED,
     interval=lambda p: p.prediction.speedup_ci if not p.metrics and p.prediction else None,
@@ -342,8 +345,8 @@ def _speedup(row: CategoryMetrics) -> str:
 
 
 def _break_even(point: Point) -> str:
-    """`1.72 (31%)`: the tokens per round at which a point breaks even, and the acceptance that this
-    needs."""
+    """Write the tokens per round at which a point breaks even and the acceptance needed for it,
+    such as `1.72 (31%)`."""
     if (even := point.break_even) is None or even.tokens_per_round is None:
         return ""
     rate = even.draft_acceptance_rate
@@ -354,8 +357,8 @@ _EVEN = Cell("break-even", _break_even)
 
 
 def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Table]:
-    """The table of comparisons of arms, and one by category if categories were compared; no table
-    without comparisons."""
+    """Make the table of comparisons of arms, and one by category if categories were compared; no
+    table without comparisons."""
     if not comparisons:
         return []
     with_batch = len({one.batch_size for one in comparisons}) > 1
@@ -390,9 +393,9 @@ def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Tab
 
 
 def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
-    """Speed-ups by category at the recommended point, or None without categories.
+    """Make the table of speed-ups by category at the recommended point; None without categories.
 
-    If no speculation is recommended, they are those of the fastest point.
+    If no speculation is recommended, the table shows the fastest point.
     """
     best: Best = document["best"]
     shown = best if best.k else best.fastest
@@ -420,7 +423,7 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
 
 
 def _advice(best: Best, *, with_draft: bool) -> str:
-    """The recommendation for a category, or the reason why there is none."""
+    """Return the recommendation for a category, or the reason why there is none."""
     if best.verdict == "inconclusive" or best.k is None:
         return "inconclusive"
     if best.k == 0:
@@ -438,7 +441,7 @@ def _fastest_here(fastest: Fastest | None, *, with_draft: bool) -> str:
 
 
 def _tied(best: Best, *, with_draft: bool) -> str:
-    """The other points tied with the fastest, in words, except those named in the reason."""
+    """Name the other points tied with the fastest, except those named in the reason."""
     named = {(one.k, one.draft) for one in (best, best.fastest) if one is not None}
     if with_draft:
         others = [p for p in best.tied_points if (p.k, p.draft) not in named]

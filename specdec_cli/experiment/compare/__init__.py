@@ -1,2 +1,2 @@
-"""`specdec compare-tp`: a target and a draft at every pair of degrees, each pair in its own
+"""`specdec compare-tp`: measures every pair of a target TP and a draft TP, each in its own
 ranks."""

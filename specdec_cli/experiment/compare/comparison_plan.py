@@ -34,8 +34,8 @@ from specdec_cli.recipe.choices.registry import weights_from
 class ComparisonPlan:
     """A checked comparison.
 
-    recipe: the resolved recipe, with the first pair and batch size. job: the prompts, and the
-    models as they are on one rank. skips: the pairs that are not run. notices, own_prompts: as in
+    recipe: the resolved recipe, with the first pair and batch size. job: the prompts, and both
+    models planned for one rank. skips: the pairs that will not run. notices, own_prompts: as in
     `SweepPlan`.
     """
 
@@ -116,9 +116,9 @@ def plan_comparison(
 
 
 def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
-    """The pairs that are not run, with the reasons. num_gpus: the number of this machine's GPUs;
-    None for ranks on CPUs. Raises `UsageError` if no pair is legal, and `SetupError` if every legal
-    pair needs more GPUs than this machine has."""
+    """Return the pairs that will not run, each with the reason. num_gpus: the number of this
+    machine's GPUs; None for ranks on CPUs. Raises `UsageError` if no pair is legal, and
+    `SetupError` if every legal pair needs more GPUs than this machine has."""
     found: dict[Pair, Skip] = {}
     own = own_plan(job)
     target, device = own.target.spec, own.device
@@ -158,7 +158,8 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
 
 
 def _draft_at(own: Plan, part: TensorParallel) -> Draft:
-    """The draft, described at a different degree. A borrowed head is split like the target's."""
+    """Describe the draft at a different degree. A head borrowed from the target is split like the
+    target."""
     assert own.draft is not None
     if "lm_head" in own.draft.shared:
         own = replace(own, target=describe(own.target.spec, own.device, part))
@@ -166,7 +167,7 @@ def _draft_at(own: Plan, part: TensorParallel) -> Draft:
 
 
 def _cannot_split(described: Callable[[TensorParallel], object], size: int) -> str | None:
-    """The reason why a model cannot be split over `size` ranks, or None."""
+    """Return the reason why a model cannot be split over `size` ranks, or None if it can."""
     if size == 1:
         return None
     try:
@@ -200,7 +201,7 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
 
 
 def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
-    """The document of `--dry-run`, with a readable `text`."""
+    """Build the document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
     prompts = ", ".join(f"{s.num_prompts(b)} at batch size {b}" for b in s.batch_sizes)
     pairs, listed = [], []

@@ -24,7 +24,7 @@ from specdec_cli.text import digest
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """The reason why a pair is not run. expected: whether the pair could run on no machine, so that
+    """The reason why a pair is not run. expected: whether no machine could run the pair, so that
     its absence is not a failure."""
 
     reason: str
@@ -66,11 +66,11 @@ class ComparisonSettings(RunSettings):
         return count if self.batches is None else min(count, self.batches * batch_size)
 
     def key(self, pair: Pair, batch_size: int, k: int) -> Key:
-        """The key of the samples that a pair's ranks write at a k."""
+        """The key of the samples that a pair's ranks write at proposal length `k`."""
         return Key(self.draft, batch_size, k, pair.target_tp, pair.draft_tp)
 
     def keys(self, pair: Pair, batch_size: int) -> list[Key]:
-        """The key of the samples at k = 0, then the key of those at the comparison's k."""
+        """The two keys of a pair's samples: at k = 0, and at the comparison's k."""
         return [self.key(pair, batch_size, k) for k in (0, self.k)]
 
     def misfit(self, record: Record) -> str | None:
@@ -90,9 +90,9 @@ _OF_REPEATS = (
 
 @dataclass(slots=True)
 class ComparisonRecords:
-    """The records of a comparison, and why some pairs have none. skips: the pairs that are not run.
-    failures: the failures in this run of the command, by pair and batch size. points: the points as
-    last computed."""
+    """The records of a comparison, and the reasons why some pairs have none. skips: the pairs that
+    are not run. failures: the failures in this run of the command, by pair and batch size. points:
+    the points as last computed."""
 
     settings: ComparisonSettings
     skips: Mapping[Pair, Skip]
@@ -101,8 +101,8 @@ class ComparisonRecords:
     points: list[Point] = field(default_factory=list)
 
     def load(self, folder: RunFolder, of: Iterable[Pair] = ()) -> bool:
-        """Replace these records by those of a folder. Return whether a pair in `of` is not fully
-        measured."""
+        """Replace these records with those of a folder. Return whether any pair in `of` is not
+        fully measured."""
         self.kept = SweepRecords(folder)
         self.kept.load(folder.path, self.settings)
         self.points = list(self.kept.points.values())
@@ -170,7 +170,7 @@ class ComparisonRecords:
         return point.model_copy(update=update)
 
     def _plain(self, target_tp: int, batch_size: int) -> Point | None:
-        """The point of k = 0 at a target TP. All pairs at this TP measure it, and their
+        """The point at k = 0 for a target TP. All pairs with this TP measure it, and their
         measurements count as repeats."""
         # A pair with an illegal draft TP does not count as a failure of plain decoding.
         pairs = [p for p in self.settings.pairs if p.target_tp == target_tp and p.divides]
@@ -190,15 +190,15 @@ class ComparisonRecords:
         return self.failures.get((pair, batch_size))
 
     def _blocks(self, pairs: Iterable[Pair]) -> dict[str, Any]:
-        """The numbers of blocks of the pair with the smallest cache."""
+        """Return the block counts of the pair with the smallest cache."""
         known = [self.kept.facts[pair] for pair in pairs if pair in self.kept.facts]
         least = min(known, key=lambda fact: fact.num_blocks, default=None)
         return {name: getattr(least, name, None) for name in ("num_blocks", "blocks_per_rank")}
 
 
 def point_of(key: Key, own: Samples, plain: Samples, failure: Failure | None, seed: int) -> Point:
-    """A point without its comparison to other pairs. own, plain: the samples at `key` and at k
-    = 0."""
+    """Compute a point, without comparing it to other pairs. own, plain: the samples at `key` and at
+    k = 0."""
     found = points.measured(key, own, without_errors(plain), failure, seed)
     metrics = found["metrics"]
     texts = [[i, s.token_ids] for i, s in sorted(own.items())]
@@ -218,7 +218,7 @@ def point_of(key: Key, own: Samples, plain: Samples, failure: Failure | None, se
 
 
 def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
-    """The samples of one point from several worlds, merged as repeats.
+    """Merge the samples of one point from several worlds, as if they were repeats.
 
     A prompt counts as run if it ran in any world.
     """
@@ -240,8 +240,8 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
 
 
 def _joined(ours: Any, theirs: Any) -> Any:
-    """The values of our repeats followed by theirs, by stage or part; None if either side has
-    none."""
+    """Join the values of our repeats and theirs, by stage or part; None if either side has no
+    values."""
     if ours is None or theirs is None:
         return None
     if isinstance(ours, dict):

@@ -94,7 +94,7 @@ def conclusion(
     warnings: Sequence[Notice],
     where: dict[str, Any],
 ) -> tuple[dict[str, Any], ExitCode]:
-    """The document of `compare-tp --json` and summary.json, and the exit code.
+    """Build the document of `compare-tp --json` and summary.json, and choose the exit code.
 
     where: the document's environment.
     """
@@ -129,8 +129,8 @@ def conclusion(
 
 
 def code_of(records: ComparisonRecords, tokens: Tokens) -> ExitCode:
-    """The exit code of a comparison. It is also partial if the result of a skipped pair is missing.
-    tokens: the document's `tokens`."""
+    """Return the exit code of a comparison. A skipped pair makes it partial, unless no machine
+    could run the pair. tokens: the document's `tokens`."""
     return exit_code(
         records.points,
         records.kept.samples.values(),

@@ -24,15 +24,16 @@ from specdec_cli.experiment.statistics.stats import SumRatio, measured_speed
 
 Verdict = dict[str, Any]
 
-_NOTABLE = 0.1  # least share of the difference between two rounds for a stage to be mentioned
+_NOTABLE = 0.1  # smaller shares of the difference between two rounds are not mentioned
 _ALIKE = 1e-6  # milliseconds; smaller differences are rounding
-_SAME = 0.01  # least relative difference of tokens per round that is mentioned
+_SAME = 0.01  # smaller relative differences in tokens per round are not mentioned
 
 
 def verdict_of(records: ComparisonRecords, disturbed: Sequence[Notice] = ()) -> Verdict:
-    """The part of the document that concerns all points together.
+    """Compute the part of the document that is about all points together.
 
-    disturbed: signs that something disturbed the times; with them nothing is called significant.
+    disturbed: signs that something disturbed the times; if there are any, nothing is called
+    significant.
     """
     settings = records.settings
     sizes = settings.batch_sizes
@@ -57,12 +58,12 @@ def best_of(
     batch_size: int,
     disturbed: Sequence[Notice] = (),
 ) -> BestPair:
-    """The fastest pair at a batch size among some target TPs, the pairs tied with it, and the
-    deciding stage.
+    """Find the fastest pair at a batch size among some target TPs, the pairs tied with it, and the
+    stage that decides.
 
-    Speeds are compared on the same prompts. A pair is tied if it does not differ from the best at
-    95 % over prompts; variation between starts of the ranks is not included. A deciding stage is
-    given only if nothing disturbed the times and stages differ beyond their intervals.
+    Speeds are compared on the same prompts. A pair is tied if its 95 % interval over prompts does
+    not separate it from the best; variation between starts of the ranks is not included. A deciding
+    stage is given only if nothing disturbed the times and stages differ beyond their intervals.
     """
     chosen, settings = set(target_tps), records.settings
     at = [p for p in records.points if p.is_ok and p.batch_size == batch_size]
@@ -77,7 +78,7 @@ def best_of(
             target_tp=None, draft_tp=None, k=None, tied=[], reason=reason, verdict="inconclusive"
         )
     best = max(candidates, key=_speed_of)
-    # Speeds cover the prompts that all pairs have.
+    # Speeds are computed over the prompts that all pairs have.
     own = [records.of(Pair.of(p), batch_size, settings.k) for p in candidates]
     common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
     tied: list[Point] = []
@@ -131,14 +132,15 @@ def _against_plain(records: ComparisonRecords, best: Point, plain: Point | None)
 
 
 def _seconds(records: ComparisonRecords, points: Iterable[Point]) -> float:
-    """The seconds spent in the rounds of some pairs, including those of k = 0 on the same ranks."""
+    """The seconds that some pairs spent in rounds, including rounds at k = 0 on the same ranks."""
     taken = (records.of(Pair.of(p), p.batch_size, k).values() for p in points for k in (0, p.k))
     return sum(sum(sample.decode_seconds) for samples in taken for sample in samples)
 
 
 def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[str, float]:
-    """The milliseconds that a round of the best pair saves, for each stage that differs beyond its
-    95 % interval over prompts. `host` is the part of a round outside all stages."""
+    """Return the milliseconds per round that the best pair saves in each stage whose difference is
+    beyond chance, by its 95 % interval over prompts. `host` is the part of a round outside all
+    stages."""
     ours, theirs = (
         without_errors(records.of(Pair.of(p), p.batch_size, p.k)) for p in (best, rival)
     )
@@ -156,7 +158,7 @@ def _differing(records: ComparisonRecords, best: Point, rival: Point) -> dict[st
 
 
 def _stage_ms(sample: Sample, stage: str) -> float:
-    """The milliseconds of a stage in one round of a prompt, averaged over repeats."""
+    """The milliseconds that a stage takes per round of a prompt, averaged over repeats."""
     rounds = max(sum(sample.round_share), 1e-9)
     if stage == "host":
         spent = 1e3 * sum(sample.decode_seconds) - sum(map(sum, sample.stage_ms.values()))
@@ -189,8 +191,8 @@ def _reason(
 
 
 def _saved(best: Point, rival: Point) -> dict[str, float]:
-    """The milliseconds that a round of the best pair saves, by stage. `host` is the part of a round
-    outside all stages."""
+    """Return the milliseconds per round that the best pair saves in each stage. `host` is the part
+    of a round outside all stages."""
     ours, theirs = _metrics(best), _metrics(rival)
     parts = {stage: theirs.stage_ms(stage) - ours.stage_ms(stage) for stage in STAGES}
     return parts | {"host": _round_ms(theirs) - _round_ms(ours) - sum(parts.values())}
@@ -206,8 +208,7 @@ def _name(point: Point) -> str:
 
 
 def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
-    """A comparison in words, stage by stage, of the best pair and the next best pair at its target
-    TP."""
+    """Compare the best pair in words with the next best pair at its target TP, stage by stage."""
     ours, theirs = _metrics(best), _metrics(rival)
     name = f"draft TP {rival.draft_tp}"
     faster = _round_ms(theirs) - _round_ms(ours)
@@ -231,12 +232,12 @@ def _against(best: Point, rival: Point, differing: Mapping[str, float]) -> str:
 
 
 def _difference(milliseconds: float) -> str:
-    """The difference of a stage in words. It is positive if the best pair spends less."""
+    """Describe a stage's difference in words. It is positive if the best pair takes less time."""
     return f"{abs(milliseconds):.2f} ms {'less' if milliseconds >= 0 else 'more'}"
 
 
 def _flips(target_tp: int, row: Mapping[int, BestPair]) -> list[dict[str, Any]]:
-    """The batch sizes at which the best draft TP of a target TP changes.
+    """List the batch sizes at which the best draft TP of a target TP changes.
 
     is_tied: whether the previous best is still tied at that size.
     """
@@ -282,8 +283,8 @@ def _line(size: str, best: BestPair, sizes: Mapping[str, BestPair]) -> str:
 
 
 def _degrees_line(target_tp: str, row: Mapping[str, BestPair]) -> str:
-    """The best degrees in words: `at target TP 4 the best draft TP is 1 (tied: 2) at batch size 1,
-    8; 4 at batch size 32`."""
+    """Describe the best degrees in words: `at target TP 4 the best draft TP is 1 (tied: 2) at batch
+    size 1, 8; 4 at batch size 32`."""
     parts = []
 
     def degree_of(item: tuple[str, BestPair]) -> str:

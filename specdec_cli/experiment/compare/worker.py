@@ -36,8 +36,8 @@ WARM_UP_TOKENS = 32
 @dataclass(frozen=True, slots=True)
 class PairTask:
     """The task of a pair's ranks. recipe: the comparison's recipe; the pair's degrees replace those
-    in it. batch_sizes: the batch sizes that are left to measure. warnings: the warnings about the
-    machine from earlier ranks of the pair."""
+    in it. batch_sizes: the batch sizes still to measure. warnings: the warnings about the machine
+    from earlier ranks of the pair."""
 
     pair: Pair
     settings: ComparisonSettings
@@ -56,7 +56,7 @@ def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
 
 
 def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> None:
-    """Measure a pair in a world of its target's ranks. Every rank calls this.
+    """Measure a pair. Every rank of `world`, which holds the target's ranks, calls this.
 
     on_point: called on rank 0 after each batch size, once for k = 0 and once for the comparison's
     k.
@@ -134,8 +134,8 @@ def _measure_size(
 
 
 def _warnings(pair: Pair, by_rank: Sequence[Sequence[Notice]]) -> list[dict[str, Any]]:
-    """One warning of each kind about a pair, with the message of the first rank that has it and the
-    list of all ranks that have it."""
+    """Merge the ranks' warnings about a pair: one warning of each kind, with the first rank's
+    message and a list of all ranks that gave it."""
     found: dict[str, dict[str, Any]] = {}
     for rank, notices in enumerate(by_rank):
         for one in notices:
@@ -147,8 +147,8 @@ def _warnings(pair: Pair, by_rank: Sequence[Sequence[Notice]]) -> list[dict[str,
 
 def _blocks_per_rank(planned: Plan, held: int) -> list[int]:
     """The number of KV blocks that would fit on each rank beside the models. held: the number of
-    allocated blocks. The engine takes the same number on every rank: as many as fit on the rank
-    with the least room, and at most as many as the run can use."""
+    allocated blocks. The engine allocates the same number on every rank: as many as fit on the rank
+    with the least free memory, but no more than the run can use."""
     cache, block = planned.recipe.cache, sum(block_bytes_of(planned))
     if planned.device.type == "cuda":
         fits = held + max(0, room_now(planned.device, cache)) // block

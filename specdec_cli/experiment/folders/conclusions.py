@@ -20,7 +20,7 @@ VERSION = 1
 
 
 def refuse_other_version(path: Path, found: Mapping[str, Any]) -> None:
-    """Raise `UsageError` if a document, read from the file `path` of a run folder, has another
+    """Raise `UsageError` if the document `found`, read from the file `path`, has another
     version."""
     if (version := found.get("version")) == VERSION:
         return
@@ -38,7 +38,7 @@ Verdict = Literal["use", "none", "inconclusive"]
 class Needed(Record):
     """The measurement that would settle an undecided verdict. prompts: how many prompts it needs.
     minutes: how long it takes; None if unknown. at_least: whether too few prompts were measured to
-    tell how many would settle it; then `prompts` are enough to tell."""
+    estimate that number; then `prompts` is the number needed to estimate it."""
 
     prompts: Count
     minutes: Figure = None
@@ -272,7 +272,8 @@ class Summary(Record):
     best_by_target_tp: dict[Name, dict[Name, BestPair]] = Field(default_factory=dict)
 
     def method_of(self, draft: str | None) -> str | None:
-        """In a sweep of several drafts, the method in a draft's own section; otherwise None."""
+        """Return the method in a draft's own section of a sweep with several drafts; None in other
+        runs."""
         found = (one for one in self.sweep.recipe.drafts if one is not None)
         return next((one.method for one in found if one.model == draft), None)
 

@@ -1,4 +1,4 @@
-"""The run folder of `generate`: creating it, resuming in it, and the point of the run."""
+"""Creates and resumes the run folder of `generate`, and makes the point of the run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,8 +80,8 @@ def open_folder(
 def point_of_run(
     outputs: Sequence[Output], metrics: Metrics, key: Key, of_engine: dict[str, Any]
 ) -> Point:
-    """The point of a single run, which has no baseline. of_engine: further fields of the point, for
-    a run on a server."""
+    """Make the point of a single run, which has no baseline. of_engine: further fields of the
+    point, for a run on a server."""
     why = next((o.error for o in outputs if o.error is not None), None)
     could_run = any(o.error is None for o in outputs)
     return Point(

@@ -22,8 +22,8 @@ R = TypeVar("R", bound=Record)
 def read_records(
     path: Path, kind: type[R], further: Callable[[R], str | None] = lambda _: None
 ) -> list[R]:
-    """The records of a .jsonl file; none if the file is missing. An unfinished last line is left
-    out.
+    """Read the records of a .jsonl file; none if the file is missing. An unfinished last line is
+    ignored.
 
     further: an additional check, which returns a record's error or None. Raises `SetupError` if the
     file cannot be read, or at the first line without a valid record.
@@ -48,7 +48,7 @@ def read_records(
 
 
 def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
-    """Return a function that gives the records added to a .jsonl file since its previous call."""
+    """Return a function that reads the records added to a .jsonl file since its previous call."""
     offset = 0
 
     def read() -> list[R]:
@@ -67,12 +67,13 @@ def added_records(path: Path, kind: type[R]) -> Callable[[], list[R]]:
 
 
 def parsed(line: bytes, kind: type[R]) -> R | str:
-    """The record in a line, or an error message; "" if the line is not a JSON object."""
+    """Parse a line into a record, or return an error message; "" if the line is not a JSON
+    object."""
     return checked(json_of(line), kind)
 
 
 def json_of(text: bytes | str) -> Any:
-    """The value in a JSON text; None if it is damaged."""
+    """Parse a JSON text; None if it is damaged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -80,7 +81,7 @@ def json_of(text: bytes | str) -> Any:
 
 
 def checked(found: object, kind: type[R]) -> R | str:
-    """The record in a value read from JSON, or an error message."""
+    """Turn a value read from JSON into a record, or return an error message."""
     if not isinstance(found, dict):
         return ""
     try:
@@ -91,8 +92,8 @@ def checked(found: object, kind: type[R]) -> R | str:
 
 
 def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | None:
-    """A message about the first field with an unknown value; None if all values are known. known:
-    the possible values of each field, by the field's name."""
+    """Return a message about the first field with an unknown value, or None if all values are
+    known. known: the possible values of each field, by the field's name."""
     for name, values in known.items():
         if (value := getattr(record, name, None)) not in values and hasattr(record, name):
             return f"its {name} is {one_line(str(value))}"
@@ -113,7 +114,8 @@ def described(error: ErrorDetails) -> str:
 
 
 def to_json(document: Any) -> str:
-    """One line of strict JSON, escaped for terminals. A number that is not finite becomes null."""
+    """Write a document as one line of strict JSON, escaped for terminals. A number that is not
+    finite becomes null."""
     try:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, default=_as_dict)
     except ValueError:  # some number is not finite

@@ -30,7 +30,7 @@ from specdec_cli.core.figures import (
 _LONGEST = 1e12  # milliseconds, about 30 years
 Time = Annotated[
     float, Field(ge=0, lt=_LONGEST)
-]  # also the limit for shares of rounds and mean counts
+]  # shares of rounds and mean counts have the same limit
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -91,11 +91,11 @@ class OfPoint(Record):
 
 class Sample(OfPoint):
     """One prompt at one point, a line of samples.jsonl. The contract defines the fields up to
-    `seconds`; metrics are computed from the others.
+    `seconds`; the fields after it are there to compute metrics.
 
     target_tp, draft_tp: the degrees of a pair, in comparisons only. Each list of times has one
-    value per repeat. The shares of all prompts add up to the engine's time, rounds and stages.
-    error: the reason why a prompt could not run, if `finish_reason` is "error".
+    value per repeat. Summed over all prompts, the shares equal the engine's time, rounds and
+    stages. error: the reason why a prompt could not run, if `finish_reason` is "error".
     num_tokens_from_prefill: as in `Metrics`; `rounds_without_proposal` includes these tokens, but
     times and shares of rounds do not. ttft_parts_ms: the parts of `ttft_ms`, one list for each
     part. distinct_experts: as in `Metrics`, over the prompt's own rounds, one value per repeat;
@@ -216,12 +216,12 @@ class Sample(OfPoint):
         return self
 
 
-FEWEST = 3  # minimum prompts for an interval; with two it would span several powers of ten
+FEWEST = 3  # minimum prompts for an interval; two would give one that spans several powers of ten
 OUTLYING = 1.5  # a repeat is an outlier above this many times the fastest repeat's time
 
 
 def usual_repeats(seconds: Sequence[float]) -> list[int]:
-    """The indices of the repeats that did not take far longer than the fastest.
+    """Return the indices of the repeats that did not take far longer than the fastest.
 
     Repeats do the same work, and a disturbance only adds time. So the fastest repeat is the
     reliable one, even if most repeats were disturbed.
@@ -249,7 +249,7 @@ class CategoryMetrics(Record):
         return True
 
     def number(self, name: str, _: str | None = None) -> float | None:
-        """The figure of this name, as in `Point.number`."""
+        """Return the figure with this name, like `Point.number`."""
         value: float | None = getattr(self, name, None)
         return value
 
@@ -299,12 +299,12 @@ class Prediction(Record):
 class Stretch(OfPoint):
     """The measured window of a point at a rate, a line of load.jsonl. The point's samples are
     complete once this line is written. window_seconds: the time from the first measured due time to
-    the last, plus one mean gap; if all requests arrive at once, the time to the last answer.
-    num_requests: the number of measured requests. num_answered: the number of answers in the
-    window, including those to requests that are not measured. num_unmeasured: the number of
+    the last, plus the mean time between requests; if all requests arrive at once, the time to the
+    last answer. num_requests: the number of measured requests. num_answered: the number of answers
+    in the window, including those to requests that are not measured. num_unmeasured: the number of
     requests that were due but not measured. max_in_flight: the largest number of requests that were
     due and not yet answered. crowding: the number of requests that an interval of goodput needs,
-    over that of the window. shard: the number of the shard, in merged folders."""
+    divided by the number in the window. shard: the number of the shard, in merged folders."""
 
     draft: Name | None
     batch_size: Slots
@@ -416,11 +416,12 @@ class Point(OfPoint):
 
     @property
     def is_predicted(self) -> bool:
-        """True if the run predicted this point, as asked, instead of measuring it."""
+        """True if the run was told to predict this point instead of measuring it."""
         return self.status == "skipped" and self.predicted_speedup is not None
 
     def number(self, name: str, part: str | None = None) -> float | None:
-        """A figure of the point or else of its metrics; None if it was not measured.
+        """Return a figure of the point or, if it has no such field, of its metrics; None if not
+        measured.
 
         part: for a figure with percentiles, the part to return, such as p50.
         """
@@ -473,13 +474,13 @@ class PairFacts(Record):
 
 
 def blocks_in_words(blocks: Sequence[int] | None) -> str:
-    """The number of blocks on each rank: `4 x 1,024` if all ranks have the same number, otherwise a
-    list."""
+    """Write the number of blocks on each rank: as `4 x 1,024` if all ranks have the same number,
+    otherwise as a list."""
     if blocks and len(set(blocks)) == 1:
         return f"{len(blocks)} x {blocks[0]:,}"
     return " ".join(f"{b:,}" for b in blocks or ())
 
 
 def given(**fields: Any) -> dict[str, Any]:
-    """The fields that are not None, for records without empty fields."""
+    """Return the fields that are not None, so that a record has no empty fields."""
     return {name: value for name, value in fields.items() if value is not None}

@@ -47,7 +47,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunFolder":
-        """The folder of an earlier run, locked and repaired."""
+        """Open the folder of an earlier run: lock it and repair its files."""
         folder = cls(path)
         folder._claim()
         folder.mend()
@@ -57,8 +57,8 @@ class RunFolder:
     def create(
         cls, path: Path, recipe: Recipe, where: dict[str, Any], own_prompts: str | None = None
     ) -> "RunFolder":
-        """Create a folder with its recipe and environment. own_prompts: the text of prompts.jsonl,
-        if the folder must store the prompts itself."""
+        """Create a folder, and write the recipe and the environment into it. own_prompts: the text
+        of prompts.jsonl, if the folder must store the prompts itself."""
         folder = cls(path)
         if own_prompts is not None:
             folder.refuse_foreign(PROMPTS)
@@ -189,9 +189,9 @@ def _or_unusable(path: Path) -> AbstractContextManager[None]:
 
 
 def found_from_anywhere(recipe: Recipe) -> Recipe:
-    """The recipe with absolute paths, so that it can run from any folder.
+    """Return the recipe with absolute paths, so that it can run from any folder.
 
-    Raises `UsageError` for a path that no recipe can name.
+    Raises `UsageError` for a path that cannot be written into a recipe.
     """
     for section, key in (("target", "model"), ("draft", "model"), ("data", "path")):
         values = getattr(recipe, section)

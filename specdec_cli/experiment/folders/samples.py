@@ -1,5 +1,5 @@
-"""Selects samples of a point: those without errors, those of the baseline, those of a category.
-Also checks samples read from a file."""
+"""Selects a point's samples: without errors, of the baseline, or of a category. Also checks samples
+that were read from a file."""
 
 from collections.abc import Iterable, Mapping
 
@@ -25,7 +25,8 @@ def could_run_no_prompt(reason: str | None) -> bool:
 
 
 def baseline_key(samples: Mapping[Key, Samples], key: Key) -> Key:
-    """An arm's own point of k = 0 if it has samples, else the point that all arms share."""
+    """The key of an arm's own point at k = 0 if it has samples, else of the point that all arms
+    share."""
     own, shared = (
         Key(draft, key.batch_size, 0, request_rate=key.request_rate) for draft in (key.draft, None)
     )
@@ -33,13 +34,13 @@ def baseline_key(samples: Mapping[Key, Samples], key: Key) -> Key:
 
 
 def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
-    """The samples of `baseline_key`; empty if there are none."""
+    """The samples at `baseline_key`; empty if there are none."""
     return samples.get(baseline_key(samples, key), {})
 
 
 def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, list[int]]:
-    """The indices of each category's prompts among `prompts`, in ascending order; empty for fewer
-    than two categories."""
+    """Group the indices in `prompts` by category, in ascending order. Empty for fewer than two
+    categories."""
     found: dict[str, list[int]] = {}
     for index in sorted(prompts):
         if (name := samples[index].category) is not None:
@@ -48,8 +49,8 @@ def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, l
 
 
 def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
-    """The reason why the sample cannot be from a run with this number of prompts and repeats, or
-    None."""
+    """Return the reason why the sample cannot be from a run with so many prompts and repeats, or
+    None if it can."""
     if sample.index >= num_prompts:
         return f"its index is {sample.index}, of {num_prompts} prompts"
     repeats = repeats if sample.request is None else 1

@@ -1,5 +1,5 @@
-"""settings.json of a run folder: the settings behind its records, and whether a run may resume
-there."""
+"""Stores the settings that a run's records depend on in settings.json, and decides whether a run
+may resume in its folder."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ class RunSettings:
 
     kind: the kind of run, in words. mark: a field that only settings of this kind have. recipe: the
     resolved recipe, without the keys that other fields cover. prompts: the number of prompts, and
-    hashes of their tokens and categories. device: the name of the device's kind. dtype: the
+    hashes of their tokens and categories. device: the name of the kind of device. dtype: the
     target's dtype.
     """
 
@@ -69,7 +69,7 @@ class RunSettings:
         return found
 
     def in_document(self) -> dict[str, Any]:
-        """The settings as in documents, with their hash."""
+        """The settings as documents show them, with their hash."""
         return self.as_dict() | {"settings_hash": self.digest}
 
     def misfit_in(self, record: Record, **known: Collection[Any]) -> str | None:
@@ -94,9 +94,9 @@ def opened(
 ) -> RunFolder:
     """Open a run's folder: a new one or, with `resume`, an existing one with the same settings.
 
-    load: reads an existing folder, and returns whether anything is left to measure. notices:
-    warnings to keep in a new folder. own_prompts: as for `RunFolder.create`. Raises `UsageError` if
-    the folder holds a run with other settings, or of another command.
+    load: a function that reads an existing folder and returns whether anything is left to measure.
+    notices: warnings to keep in a new folder. own_prompts: as for `RunFolder.create`. Raises
+    `UsageError` if the folder holds a run with other settings, or of another command.
     """
     if not resume or not (path / SETTINGS).exists():
         folder = RunFolder.create(path, recipe, where, own_prompts)
@@ -132,7 +132,7 @@ def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[
 
 
 def kept_settings(path: Path, kind: type[RunSettings]) -> dict[str, Any]:
-    """The settings in the folder of a run of this kind; empty if the run is of another kind.
+    """Read the settings in a run's folder; empty if the run is not of this kind.
 
     Raises `SetupError` if the settings are damaged, and the errors of `read_settings_file`.
     """
@@ -237,14 +237,14 @@ def keep_warning(folder: RunFolder, settings: RunSettings, found: Notice) -> Non
 
 
 def unsaid(found: Iterable[Notice], said: Iterable[Notice]) -> list[Notice]:
-    """The warnings in `found` whose messages are not in `said`, each once."""
+    """Return the warnings in `found` whose messages are not in `said`, without duplicates."""
     known = {one.message for one in said}
     return list({one.message: one for one in found if one.message not in known}.values())
 
 
 def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
-    """The environment in a folder's summary; without a summary, the one recorded at the run's
-    start; otherwise `where`."""
+    """Return the environment in a folder's summary or, without a summary, the one recorded at the
+    run's start, or else `where`."""
     summary = read_json(path / "summary.json")
     measured = summary.get("environment") if isinstance(summary, dict) else None
     found = measured, read_json(path / "environment.json"), where
@@ -255,12 +255,12 @@ Document = dict[str, Any]
 
 
 def first_difference(ours: Any, theirs: Any) -> tuple[str, Any, Any] | None:
-    """The first dotted key at which two documents differ, with both values."""
+    """Find the first dotted key at which two documents differ, with both values."""
     return next(differences(ours, theirs), None)
 
 
 def differences(ours: Any, theirs: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The dotted keys at which two documents differ, each with both values."""
+    """Yield each dotted key at which two documents differ, with both values."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for name in [*ours, *(n for n in theirs if n not in ours)]:
             inner = f"{key}.{name}" if key else str(name)
@@ -296,8 +296,8 @@ _MOST_OTHERS = 4
 def settings_difference(
     there: Document, now: Document, typed: Collection[str] = ()
 ) -> Difference | None:
-    """The first difference between two settings, or None. typed: keys, or their sections, whose
-    differences come first.
+    """Find the first difference between two settings; None if they are equal. typed: keys, or their
+    sections, whose differences come first.
 
     Models with equal fingerprints are the same, whatever their names. If a fingerprint is missing,
     names are compared. The drafts' names are always compared, since they label records.
@@ -325,7 +325,7 @@ def settings_difference(
     names = there.get("drafts"), now.get("drafts")
     if key == "recipe.drafts" and names[0] != names[1]:
         key, was, is_now = "recipe.drafts", *names
-    # The recipes' own sections are compared first, so they agree here.
+    # The recipes' own sections were compared before, so they agree here.
     same_model = key in ("draft", "drafts") and not any(
         one[0].startswith("recipe.draft") for one in found
     )
@@ -339,7 +339,7 @@ def settings_difference(
 
 
 def _models(there: Document, now: Document) -> Iterator[tuple[str, Document, Document]]:
-    """For each model in both settings at the same place, its key and both sections."""
+    """Yield each model that both settings have at the same place: its key, then both sections."""
     was, is_now = there.get("recipe"), now.get("recipe")
     if not isinstance(was, dict) or not isinstance(is_now, dict):
         return

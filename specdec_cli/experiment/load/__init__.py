@@ -1,1 +1,1 @@
-"""Requests that arrive at a rate: due times, the measured window, and the conclusions from it."""
+"""Requests that arrive at a rate: their due times, the measured window, and the conclusions."""

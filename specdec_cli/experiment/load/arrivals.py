@@ -101,8 +101,8 @@ def gaps(process: Process, rate: Rate, seed: int, stream: int) -> Iterator[float
 class Offered:
     """The load of a run, as in its settings.
 
-    rates: the request rates, ascending, with inf last. arrivals: the process of arrivals, as the
-    recipe names it. slo: the objectives in milliseconds, by the name of their figure.
+    rates: the request rates, ascending, with inf last. arrivals: the arrival process, as written in
+    the recipe. slo: the objectives in milliseconds, by the name of their figure.
     """
 
     rates: tuple[Rate, ...]
@@ -113,7 +113,7 @@ class Offered:
 
     @classmethod
     def of(cls, section: Mapping[str, Any], seed: int) -> "Offered":
-        """Make the load from the recipe's section `load`."""
+        """Read the load from the recipe's section `load`."""
         return cls(
             rates=tuple(section["request_rate"]),
             arrivals=section["arrivals"],

@@ -30,7 +30,7 @@ from specdec_cli.experiment.load.goodput import (
 from specdec_cli.experiment.points import Failure, measured
 
 _LONGER = 4.0  # recommended duration, as a multiple of the shortest window with an interval
-_LATE = 0.05  # minimum send delay to report, in mean gaps
+_LATE = 0.05  # smallest send delay to report, as a share of the mean gap between requests
 _NO_LATENCIES = {name: Spread.of([]) for name in ("ttft_ms", "tpot_ms", "e2el_ms")}
 
 
@@ -41,7 +41,7 @@ def points_at_rate(
     keys: Sequence[Key],
     failures: Mapping[Key, Failure],
 ) -> list[Point]:
-    """The points of one rate, in the order of `keys`."""
+    """Compute the points of one rate, in the order of `keys`."""
     found = []
     for key in keys:
         own = {} if key in failures else samples.get(key, {})
@@ -53,8 +53,8 @@ def points_at_rate(
             of_plain = stretches.get(plain, {}).values()
             is_slow = load.overloaded or any(one.overloaded for one in of_plain)
             gain = _gain(own, {} if is_slow or plain in failures else samples.get(plain, {}))
-            # Latencies count from the due time. An overloaded point has none, because they grow
-            # without bound.
+            # Latencies are measured from the due time. An overloaded point has no latencies,
+            # because they grow without bound.
             whole = {"e2el_ms": Spread.of([ms for s in own.values() for ms in s.e2el_ms])}
             latencies = _NO_LATENCIES if load.overloaded else whole
             metrics = point.metrics.model_copy(update=latencies)
@@ -64,8 +64,8 @@ def points_at_rate(
 
 
 def load_of(key: Key, samples: Samples, stretches: Sequence[Stretch], offered: Offered) -> Load:
-    """The record of a point's load. Failed requests do not count as good. An overloaded point has
-    no goodput, because its request times depend on the length of the run."""
+    """Compute the record of a point's load. Failed requests do not count as good. An overloaded
+    point has no goodput, because its request times depend on the length of the run."""
     window = sum(one.window_seconds for one in stretches)
     count, answered = len(samples), sum(one.num_answered for one in stretches)
     ordered = [samples[number] for number in sorted(samples)]
@@ -109,8 +109,8 @@ def is_met(samples: Sequence[Sample], slo: Mapping[str, float]) -> list[bool]:
 
 
 def _gain(own: Samples, plain: Samples) -> dict[str, Any]:
-    """The mean time of a request at k = 0 divided by the mean time at this point, over the requests
-    that both points answered. The interval is over blocks of requests."""
+    """Compute the speed-up: the mean time of a request at k = 0 divided by the mean time at this
+    point, over the requests that both points answered. The interval is over blocks of requests."""
     both = sorted(without_errors(own).keys() & without_errors(plain).keys())
     times = [[of[i].e2el_ms[0] for i in both] for of in (plain, own)]
     if not both:
@@ -168,12 +168,12 @@ class Scored:
     met: tuple[float, ...] = ()
 
     def is_faster(self, other: "Scored") -> bool:
-        """True if requests of this point take less time than the other's, beyond chance."""
+        """True if requests take less time at this point than at the other, beyond chance."""
         ends = ratio_interval(other.times, self.times)
         return ends is not None and ends[0] > 1.0
 
     def is_better(self, other: "Scored") -> bool:
-        """True if more requests of this point meet the objectives than of the other, beyond
+        """True if more requests meet the objectives at this point than at the other, beyond
         chance."""
         pairs = zip(block_means(self.met), block_means(other.met), strict=True)
         ends = mean_interval([a - b for a, b in pairs])
@@ -181,7 +181,7 @@ class Scored:
 
 
 def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scored]:
-    """The results of all measured points that are not overloaded."""
+    """Return the results of all measured points that are not overloaded."""
     chosen = [p for p in points if p.is_ok and p.load is not None and not p.load.overloaded]
     if not chosen:
         return []
@@ -199,10 +199,10 @@ def scored(points: Sequence[Point], samples: Mapping[Key, Samples]) -> list[Scor
 
 
 def best_at_rate(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Best:
-    """The recommendation among the points of one rate.
+    """Recommend one of the points at one rate.
 
     If there are objectives, goodput decides. Points that are tied with the best are then compared
-    by latency, and the smallest k among those still tied is chosen. A k > 0 is recommended only if
+    by latency; among those still tied, the smallest k is chosen. A k > 0 is recommended only if
     goodput or latency is better than at k = 0 beyond chance, or if k = 0 has no result. Overloaded
     points are never recommended.
     """
@@ -262,8 +262,8 @@ def _reason(
 
 
 def crossover(best: Mapping[Rate, Best]) -> Crossover:
-    """The largest rate at which some k > 0 is recommended, and the smallest at which k = 0 is
-    recommended."""
+    """Find the largest rate at which some k > 0 is recommended, and the smallest rate at which k =
+    0 is recommended."""
     known = {rate: one.k for rate, one in best.items() if rate != "inf" and one.k is not None}
     speculating = [rate for rate, k in known.items() if k]
     plain = [rate for rate, k in known.items() if not k]

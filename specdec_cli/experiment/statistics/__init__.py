@@ -1,1 +1,1 @@
-"""Estimates, intervals and noise of measured rounds. Only samples are read."""
+"""Computes estimates and intervals from samples of measured rounds, and finds noise in them."""

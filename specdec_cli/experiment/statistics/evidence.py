@@ -9,16 +9,16 @@ from specdec_cli.experiment.statistics.stats import student
 from specdec_cli.text import counted
 
 NEGLIGIBLE = 0.03  # a gain up to this is not worth a draft, so the verdict may be "none"
-_SURE = 1.96 + 0.84  # standard errors from 1 that decide in four of five measurements
-_ENOUGH = 8  # fewest prompts whose interval has enough degrees of freedom
+_SURE = 1.96 + 0.84  # at this many standard errors from 1, four of five measurements decide
+_ENOUGH = 8  # minimum prompts for an interval with enough degrees of freedom
 Ends = Sequence[float] | None
 
 
 def verdict_of(chosen: Ends, others: Iterable[Ends], *, is_disturbed: bool) -> Verdict:
-    """The verdict: "use" if the chosen point is faster beyond chance, "none" if it is beyond chance
-    that no point gains more than `NEGLIGIBLE`, otherwise "inconclusive". With disturbed times it is
-    always "inconclusive". chosen: the interval of the chosen point's speed-up; None for plain
-    decoding or without an interval. others: the intervals of all points with proposals."""
+    """Return "use" if the chosen point is faster beyond chance, "none" if beyond chance no point
+    gains more than `NEGLIGIBLE`, and otherwise, or if the times were disturbed, "inconclusive".
+    chosen: the interval of the chosen point's speed-up; None for plain decoding or without an
+    interval. others: the intervals of all points with proposals."""
     if is_disturbed:
         return "inconclusive"
     if chosen is not None and chosen[0] > 1.0:
@@ -34,7 +34,7 @@ def judged(
     leader: tuple[float, Ends, int, float, int] | None,
     disturbed: Sequence[Notice],
 ) -> tuple[Verdict, Needed | None, str]:
-    """The verdict, the measurement that would settle it if it is inconclusive, and a text about
+    """Return the verdict, the measurement that would settle an inconclusive one, and a text about
     both to append to a reason. chosen, others: as for `verdict_of`. leader: the arguments of
     `needed_for` for the fastest point with proposals; None without such a point. disturbed: signs
     that something disturbed the times."""
@@ -52,10 +52,10 @@ def judged(
 def needed_for(
     gain: float, ends: Ends, count: int, seconds: float, batch_size: int, *, is_disturbed: bool
 ) -> Needed:
-    """The number of prompts that would settle a gain four times in five, if they scatter like the
-    measured ones: they would show that it is above 1, or that it is not worth having. If only the
-    times were disturbed, the same prompts are measured again. Too few prompts do not show their
-    scatter; then the result is the number of prompts that would. ends: the gain's interval over
+    """Estimate how many prompts would settle a gain four times in five, if they scatter like the
+    measured ones: they would show that the gain is above 1, or that it is not worth having. If only
+    the times were disturbed, the same prompts are measured again. If there are too few prompts to
+    estimate their scatter, the result is the number needed for that. ends: the gain's interval over
     `count` prompts, which took `seconds` to measure."""
     is_unknown = ends is None or count < _ENOUGH
     if ends is None or is_unknown:
@@ -73,8 +73,8 @@ def needed_for(
 
 
 def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
-    """The needed measurement in words: `; about 60 prompts like these would decide, in about 4
-    minutes`. count: the number of measured prompts."""
+    """Describe the needed measurement in words: `; about 60 prompts like these would decide, in
+    about 4 minutes`. count: the number of measured prompts."""
     if needed.at_least:
         told = f"{counted(count, 'prompt')} cannot tell how many would decide: measure at least"
         return f"; {told} {needed.prompts:,}"
@@ -88,12 +88,12 @@ def needed_in_words(needed: Needed, count: int, *, is_disturbed: bool) -> str:
 
 
 def minutes_in_words(minutes: float, *, is_quiet: bool) -> str:
-    """Minutes in words: `about 12 quiet minutes`, or `a minute`."""
+    """Write minutes in words: `about 12 quiet minutes`, or `a minute`."""
     count, quiet = _rounded(math.ceil(minutes)), "quiet " if is_quiet else ""
     return f"about {count:,} {quiet}minutes" if count > 1 else f"a {quiet}minute"
 
 
 def _rounded(count: int) -> int:
-    """A count, rounded up to two digits."""
+    """Round a count up to two digits."""
     unit = int(10 ** max(0, len(str(count)) - 2))
     return -(-count // unit) * unit

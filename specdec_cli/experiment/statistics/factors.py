@@ -1,4 +1,4 @@
-"""Measures over one or two kinds of observations, and the choice of the best measure.
+"""Defines measures over one or two kinds of observations, and chooses the best of them.
 
 A prediction rests on two kinds of observations: the rounds of prompts, and the cost of rounds in
 the parts of a time curve. Knows no engine and no files.
@@ -18,7 +18,7 @@ _FEW = 8  # observations
 
 @dataclass(frozen=True, slots=True)
 class MidRatio:
-    """A product of midmeans over observations, each to the power +1 or -1.
+    """A product of midmeans over observations, each factor to the power +1 or -1.
 
     A midmean leaves out the lowest and the highest quarter, which may be outliers. columns: fp64
     [N, M], a row for each observation. powers: +1 or -1 for each column.
@@ -32,7 +32,7 @@ class MidRatio:
         return prod(midmean(c) ** p for c, p in zip(self.columns.T, self.powers, strict=True))
 
     def over(self, other: "MidRatio") -> "MidRatio":
-        """This measure divided by another of the same observations."""
+        """Divide this measure by another over the same observations."""
         both = np.concatenate((self.columns, other.columns), axis=1)
         return MidRatio(both, self.powers + tuple(-p for p in other.powers))
 
@@ -70,16 +70,16 @@ class Product:
         return self.prompts.value * self.parts.value
 
     def over(self, other: "Product") -> "Product":
-        """This measure divided by another of the same prompts and parts."""
+        """Divide this measure by another over the same prompts and parts."""
         return Product(self.prompts.over(other.prompts), self.parts.over(other.parts))
 
     def interval(self, seed: int) -> list[float] | None:
         """The 95 % interval; None if one of the factors has none.
 
-        The distances of the factors' ends from their values are combined on a logarithmic scale, by
-        the root of the sum of squares (Zou and Donner, Construction of confidence limits about
-        effect measures, Statistics in Medicine 2008). If all prompts are alike, their factor has an
-        interval of width 0.
+        The distances from the factors' values to the ends of their intervals are combined on a
+        logarithmic scale, by the root of the sum of squares (Zou and Donner, Construction of
+        confidence limits about effect measures, Statistics in Medicine 2008). If all prompts are
+        alike, their factor has an interval of width 0.
         """
         prompts, parts = stats.interval(self.prompts, seed), self.parts.interval()
         if prompts is None and len(self.prompts.columns) >= stats.FEWEST:
@@ -134,7 +134,7 @@ def choose(measures: Sequence[Measure], seed: int = 0) -> Ranking:
 
 
 def ratio_of(measure: Measure, other: Measure) -> Measure:
-    """A measure divided by another of the same kind and the same observations."""
+    """Divide a measure by another of the same kind over the same observations."""
     if isinstance(measure, Product):
         assert isinstance(other, Product)
         return measure.over(other)

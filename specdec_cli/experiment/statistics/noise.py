@@ -1,5 +1,5 @@
 """Finds signs in a run's samples that something disturbed its times, and outlying repeats, which do
-not count. Only records are used, so that merged and resumed runs are treated like any other."""
+not count. Only records are read, so that merged and resumed runs are treated like any other run."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -17,15 +17,15 @@ from specdec_cli.experiment.statistics import stats
 from specdec_cli.experiment.statistics.stats import SumRatio
 from specdec_cli.text import counted
 
-_DRIFT = 0.10  # least relative change of a round's time, minus its error, that is reported
+_DRIFT = 0.10  # smallest relative change of a round's time, minus its error, to report
 # The number of standard errors that are subtracted from a change. It is large, because the largest
-# change among many splits counts and no machine is entirely quiet: 28 quiet sweeps on two shared
+# change among many splits is tested and no machine is entirely quiet: 28 quiet sweeps on two shared
 # cores had changes of at most 9 %, and 18 sweeps beside other work of at least 13 %.
 _CERTAIN = 4.5
-_FEWEST = 8  # minimum batches of prompts for a drift
+_FEWEST = 8  # minimum batches of prompts to detect a drift
 _FEWEST_AT_SEAM = 5
-_DISAGREE = 0.03  # least reported difference of two repeats, at the near end of its interval
-_OFF = 0.03  # least relative error of a prediction that is reported
+_DISAGREE = 0.03  # smallest difference of two repeats to report, at its interval's end near 0
+_OFF = 0.03  # smallest relative error of a prediction to report
 
 
 def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
@@ -37,7 +37,8 @@ def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
 
 
 def _by_run(samples: Mapping[Key, Samples]) -> Iterable[dict[Key, Samples]]:
-    """The samples of each batch size and pair of degrees, whose points were measured in turns."""
+    """Group the samples by batch size and pair of degrees. The points of one group were measured in
+    turns."""
     by_run: dict[tuple[int, Pair], dict[Key, Samples]] = {}
     for key, of in samples.items():
         if usable := without_errors(of):
@@ -56,7 +57,7 @@ def seams_in(samples: Mapping[Key, Samples], earlier: Collection[int]) -> list[N
 def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> list[Notice]:
     """A warning if rounds became permanently slower or faster at some prompt.
 
-    earlier: the prompts before a seam, if only a change at the seam counts.
+    earlier: the prompts measured before the run was resumed, if only a change at that point counts.
 
     Prompts are measured in the order of their indices, each at every point. So the time of a round,
     relative to the median of its point and averaged over points, shows the machine's speed. The
@@ -85,8 +86,8 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
     lengths = by_batch(_context(samples[plain][i]) for i in used)
     edge = max(2, count // 8)
     places = [seam] if earlier else range(edge, count - edge + 1)
-    # A fixed split needs no margin for choosing among many, but with few prompts its error is
-    # uncertain.
+    # A fixed split needs no margin for the choice among many splits, but with few prompts its error
+    # is uncertain.
     certain = 1.5 * stats.student(count - 3) if earlier else _CERTAIN
     splits = [(_step(speeds, lengths, split), split) for split in places]
     sure = [(abs(change) - certain * error, change, place) for (change, error), place in splits]
@@ -114,8 +115,8 @@ def _drift(samples: Mapping[Key, Samples], earlier: Collection[int] = ()) -> lis
 def _step(
     values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], split: int
 ) -> tuple[float, float]:
-    """The step of the mean at a split, and the step's standard error. Least squares fits the step
-    together with a term proportional to `lengths`. The lengths may all be equal."""
+    """Estimate the step of the mean at a split, and the step's standard error. Least squares fits
+    the step together with a term proportional to `lengths`. The lengths may all be equal."""
     after = (np.arange(len(values)) >= split).astype(float)
     known = np.stack((np.ones(len(values)), lengths - lengths.mean()), axis=1)
     # The residuals of the values and of the step after fitting the mean and the lengths.
@@ -133,7 +134,7 @@ def _context(sample: Sample) -> float:
 
 
 def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
-    """A warning if outlying repeats cast doubt on those that count.
+    """Return a warning if outlying repeats cast doubt on the other repeats.
 
     A single outlier that lost no more than a time slice is harmless, because the prompt's figure is
     the mean of its other repeats.
@@ -233,8 +234,8 @@ def proposals_of_another_k(points: Iterable[Point]) -> list[Notice]:
 
 
 def _round_seconds(sample: Sample) -> float:
-    """Seconds of one round of a prompt, over its repeats. If rounds are unknown, seconds of one
-    token."""
+    """The mean seconds per round of a prompt, over its repeats; per token if its rounds are
+    unknown."""
     rounds = sum(sample.round_share) or sample.decoded_tokens * len(sample.decode_seconds)
     return max(sum(sample.decode_seconds) / max(rounds, 1e-9), 1e-9)
 
@@ -251,7 +252,7 @@ _WEIGHT = 0.01  # an outlier is not long if it lost less than this share of its 
 # Share of repeats that are outliers on an idle system: 0 to 1.4 % in the same sweeps. If outliers
 # were independent, two repeats of one prompt would both be outliers in 4 of 10,000 prompts.
 _SELDOM = 0.02
-_CHANCE = 0.001  # outliers are too many if their number is less likely than this at rest
+_CHANCE = 0.001  # outliers are too many if an idle system has so many with a lower probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +271,8 @@ class Outlier:
 class Outliers:
     """The outliers among the repeats of several points. repeats: the number of repeats of all
     prompts. disturbances: the number of outliers, where one that slows a whole batch counts once.
-    chances: the number of repeats, counted in the same way: how many disturbances were possible.
-    seconds: the time of all repeats of each point."""
+    chances: how many disturbances were possible, counted in the same way. seconds: the time of all
+    repeats of each point."""
 
     found: list[Outlier]
     repeats: int
@@ -304,7 +305,7 @@ class Outliers:
     @property
     def are_long(self) -> bool:
         """True if an outlier lost over `_SLICE` seconds and `_WEIGHT` of its point's time. A longer
-        disturbance may also have slowed the neighbouring repeats, too little to be noticed."""
+        disturbance may also have slowed neighbouring repeats by too little to be noticed."""
         return any(one.lost > max(_SLICE, _WEIGHT * self.seconds[one.key]) for one in self.found)
 
     @property
@@ -336,7 +337,8 @@ DISTURBED = frozenset(
 
 
 def off_points(points: Iterable[Point]) -> list[tuple[Point, float]]:
-    """The points whose prediction is off by more than its interval, with the relative error.
+    """List the points whose prediction is wrong by more than its interval, each with the relative
+    error.
 
     Predictions from the proposals of another k may be off without any disturbance.
     """

@@ -26,7 +26,7 @@ _SAMPLED = "sampled text follows the target's distribution, and is not compared 
 
 
 def tokens_line(tokens: Tokens) -> str | None:
-    """The result of comparing a run's points in words, or None if there was nothing to compare."""
+    """Say whether a run's points gave the same tokens; None if there was nothing to compare."""
     if tokens.identical is None:
         return None
     if tokens.identical:
@@ -44,7 +44,7 @@ def tokens_line(tokens: Tokens) -> str | None:
 
 
 def check_line(check: CheckResult) -> str:
-    """The result of `--check-lossless` in a line."""
+    """Describe the result of `--check-lossless` in a line."""
     compared, parted, count = check.num_compared, check.num_diverging, check.num_prompts
     of = f"{counted(count, 'prompt')}, {counted(compared, 'text')} against the target alone"
     if not parted:
@@ -65,7 +65,8 @@ def check_line(check: CheckResult) -> str:
 
 
 def lossless_in_words(summary: Summary) -> str | None:
-    """A line about the losslessness of a run, with the promise; None if there is nothing to say."""
+    """Describe in a line whether a run was lossless, with the guarantee; None if there is nothing
+    to say."""
     if (tokens := summary.tokens) is None:
         return None
     found = check_line(check) if (check := summary.lossless_check) is not None else None
@@ -86,12 +87,12 @@ def lossless_in_words(summary: Summary) -> str | None:
 
 
 def compare_tokens(settings: RunSettings, points: Mapping[Key, Samples]) -> Tokens:
-    """The document's `tokens` for the samples of `points`, in their order.
+    """Compute the document's `tokens` from the samples of `points`, in their order.
 
     Points are comparable if decoding is greedy and acceptance is not synthetic. The tokens of each
     prompt are compared with those of the first point that has the prompt. In float32 a difference
-    is a fault. In narrower formats another order of sums can flip near-ties, so there the number of
-    diverging prompts is informational.
+    is a fault. In narrower formats a different order of sums can flip near-ties, so the number of
+    diverging prompts is only informational.
     """
     is_comparable = settings.is_greedy and not settings.has_given_acceptance
     reference: dict[int, list[int] | str | None] = {}

@@ -1,4 +1,4 @@
-"""Intervals and comparisons over prompts, by the bootstrap.
+"""Computes intervals and comparisons over prompts with the bootstrap.
 
 Every measure of a sweep is a product of sums over prompts, some of them in the denominator. Mean
 acceptance length is (accepted + drafts) / drafts. A speed-up is tokens / time over the same ratio
@@ -30,13 +30,13 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 # interval.
 _LEAST_ERROR = 0.25
 _NORMAL = NormalDist().inv_cdf(0.975)
-_FEW_WITHOUT = 0.1  # minimum share of rounds without proposals to mention
+_FEW_WITHOUT = 0.1  # smaller shares of rounds without proposals are not mentioned
 _CHUNK = 2_000_000  # values in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SumRatio:
-    """A product of sums over prompts, each to the power +1 or -1.
+    """A product of sums over prompts, each factor to the power +1 or -1.
 
     columns: fp64 [N, M], a row for each prompt. powers: +1 or -1 for each column; their sum is 0,
     so that the measure does not grow with the number of prompts.
@@ -58,13 +58,13 @@ class SumRatio:
         return float(np.prod(sums ** np.array(self.powers, float)))
 
     def over(self, other: "SumRatio") -> "SumRatio":
-        """This measure divided by another of the same prompts."""
+        """Divide this measure by another over the same prompts."""
         both = np.concatenate((self.columns, other.columns), axis=1)
         return SumRatio(both, self.powers + tuple(-p for p in other.powers))
 
 
 def mean_acceptance_length(accepted: Sequence[float], drafts: Sequence[float]) -> SumRatio:
-    """1 + accepted / drafts, from each prompt's counts."""
+    """Return the measure 1 + accepted / drafts, from each prompt's counts."""
     a, d = np.asarray(accepted, float), np.asarray(drafts, float)
     return SumRatio(np.stack((a + d, d), axis=1), (1, -1))
 
@@ -81,19 +81,21 @@ def proposing_rate(metrics: Metrics) -> float | None:
 
 
 def among_rounds(metrics: Metrics) -> str:
-    """A suffix that says which rounds an acceptance length covers; "" if nearly all."""
+    """Return a suffix that says which rounds an acceptance length covers; "" if it covers nearly
+    all."""
     rate = proposing_rate(metrics)
     return "" if rate is None else f" in the {100 * rate:.0f}% that proposed"
 
 
 def speed(tokens: Sequence[float], seconds: Sequence[float]) -> SumRatio:
-    """Tokens per second, from each prompt's tokens and its share of the time."""
+    """Return the measure tokens per second, from each prompt's tokens and its share of the time."""
     return SumRatio(np.stack((np.asarray(tokens, float), np.asarray(seconds, float)), 1), (1, -1))
 
 
 def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> list[float] | None:
-    """The 95 % interval [low, high] of `measure`. It is None for fewer than three prompts, and if
-    all prompts are exactly alike, as with time shares in one batch that begins and ends together.
+    """The 95 % interval [low, high] of `measure`. It is None for fewer than three prompts, or if
+    all prompts are exactly alike, as when one batch begins and ends together and its prompts share
+    the time equally.
 
     This is the bootstrap-t of the logarithm, with the linearised standard error (Efron and
     Tibshirani, An Introduction to the Bootstrap, chapter 12.5). The percentile interval is too
@@ -123,8 +125,8 @@ def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> li
 
 
 def _resamples(n: int, seed: int, resamples: int) -> Iterable[Counts]:
-    """The counts of the N prompts in each resample, uint16 [R, N], in parts that fit into
-    memory."""
+    """Return how often each of the N prompts occurs in each resample, uint16 [R, N], in parts that
+    fit into memory."""
     step = max(1, _CHUNK // n)
     if resamples <= step:
         return (_kept_resamples(n, seed, resamples),)
@@ -135,8 +137,8 @@ def _resamples(n: int, seed: int, resamples: int) -> Iterable[Counts]:
 
 @functools.lru_cache(maxsize=16)
 def _kept_resamples(n: int, seed: int, resamples: int) -> Counts:
-    """The counts are cached: they take most of an interval's time, and a report asks for hundreds
-    of intervals over the same prompts."""
+    """Return cached counts: they take most of an interval's time, and a report computes hundreds of
+    intervals over the same prompts."""
     return _drawn(np.random.default_rng(seed), n, resamples)
 
 
@@ -174,8 +176,8 @@ def student(freedom: int) -> float:
 
 
 def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
-    """The logarithm of the measure and its linearised standard error, both [R], for weights [R,
-    N]."""
+    """Return the logarithm of the measure and its linearised standard error, both [R], for weights
+    [R, N]."""
     n = x.shape[0]
     means = weights @ x / n  # [R, M]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -187,13 +189,14 @@ def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
 
 
 def measured_speed(samples: Iterable[Sample]) -> SumRatio:
-    """The output tokens that rounds decided, per second of round time."""
+    """Return the measure of output tokens from rounds per second of round time."""
     chosen = list(samples)
     return speed([s.decoded_tokens for s in chosen], [s.usual_seconds for s in chosen])
 
 
 def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
-    """Decoding speed relative to the same prompts at k = 0; None without common prompts."""
+    """Return the decoding speed relative to the same prompts at k = 0; None without common
+    prompts."""
     common = sorted(samples.keys() & baseline.keys())
     if not common:
         return None

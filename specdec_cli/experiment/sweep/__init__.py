@@ -1,1 +1,1 @@
-"""A sweep over proposal lengths: planned, measured, recorded and shown."""
+"""Plans, measures and records a sweep over proposal lengths, and computes its results."""

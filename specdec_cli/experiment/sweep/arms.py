@@ -27,9 +27,9 @@ class Arms:
     _weights: object = None
 
     def together(self, jobs: Sequence[Job]) -> dict[str | None, Session] | None:
-        """The sessions of these arms, by name, without arms that cannot be loaded.
+        """Open these arms and return their sessions by name, without arms that cannot be loaded.
 
-        None, now and from then on, if the arms do not fit in memory together.
+        If the arms do not fit in memory together, this call and all later ones return None.
         """
         for job in jobs:
             name = job.plan.proposer
@@ -49,7 +49,8 @@ class Arms:
         return {name: self._sessions[name] for name in names if name in self._sessions}
 
     def alone(self, job: Job) -> Session | None:
-        """The session of one arm, which replaces the previous one; None if it cannot be loaded."""
+        """Open one arm in place of the previous one, and return its session; None if it cannot be
+        loaded."""
         self._forget()
         name = job.plan.proposer
         if name not in self.failures:
@@ -60,8 +61,8 @@ class Arms:
         """Load an arm, beside `first` if given, and store its session or its failure. If it does
         not fit beside `first`, store neither.
 
-        Raises if it is the only arm, and with several ranks: a rank with a part of the draft may
-        fail while the others do not.
+        Raises the error instead if it is the only arm, or if there are several ranks, since a rank
+        with a part of the draft may fail while the other ranks do not.
         """
         self.begin("loading models")
         self.world.loading()

@@ -33,8 +33,8 @@ class Fit:
 
 
 def fitting(plan: SweepPlan, seconds: float) -> Fit:
-    """The largest size of a sweep that takes at most `seconds`. Repeats are reduced first, since
-    intervals are over prompts. Then tokens are reduced to 64, prompts to 8, and tokens to 16.
+    """Find the largest size of a sweep that takes at most `seconds`. Repeats are reduced first,
+    since intervals are over prompts. Then tokens are reduced to 64, prompts to 8, and tokens to 16.
     Raises `UsageError` if even the smallest size takes longer."""
     found = None
     for size in _sizes(plan):
@@ -84,6 +84,6 @@ def _seconds(plan: SweepPlan, size: Fit) -> float:
 
 
 def of_size(recipe: Recipe, size: Fit) -> Recipe:
-    """The recipe with the tokens and repeats of a size."""
+    """Return the recipe with the tokens and repeats of `size`."""
     fewer = recipe.changed("sampling", max_new_tokens=size.max_new_tokens)
     return fewer.changed("run", repeats=size.repeats)

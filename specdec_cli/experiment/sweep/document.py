@@ -1,4 +1,4 @@
-"""The document of a sweep, from its records.
+"""Builds the document of a sweep from its records.
 
 Everything is computed from the run folder.
 """
@@ -43,8 +43,8 @@ def points_at(
     failures: Mapping[Key, Failure],
     rate: Rate | None = None,
 ) -> list[Point]:
-    """The points of one level, from the records. A point shared by several arms occurs once, at the
-    start."""
+    """Compute the points of one level from the records. A point shared by several arms occurs once,
+    at the start."""
     if (offered := settings.offered) is not None:
         keys = settings.keys(batch_size, settings.ks, rate)
         return points_at_rate(offered, records.samples, records.stretches, keys, failures)
@@ -65,7 +65,7 @@ def points_at(
 def forecasts_of(
     settings: SweepSettings, records: SweepRecords, draft: str | None, batch_size: int
 ) -> Forecasts:
-    """The basis of an arm's predictions at a batch size."""
+    """Collect the data for an arm's predictions at a batch size."""
     largest = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
     # Synthetic acceptance gives a different text at each k; at best the lengths agree.
     is_exact = settings.is_greedy and not settings.has_given_acceptance
@@ -102,8 +102,8 @@ def sweep_document(
     failures: Collection[Failure] = (),
     check: CheckResult | None = None,
 ) -> tuple[dict[str, Any], ExitCode]:
-    """The document of `sweep-k --json` and summary.json, with an `error` if no point was measured,
-    and the exit code.
+    """Build the document of `sweep-k --json` and summary.json, with an `error` if no point was
+    measured. Return it with the exit code.
 
     failures: the failures in this run of the command. check: the result of the check for
     losslessness, if one was asked for.
@@ -201,7 +201,8 @@ def _at_rates(
 
 
 def order_of(settings: SweepSettings) -> Callable[[Key], tuple[float, ...]]:
-    """The sort key of points: by rate, batch size, draft in the given order, and k."""
+    """Return a function that gives a point's sort key: rate, batch size, draft in the given order,
+    and k."""
     places = {draft: place for place, draft in enumerate(settings.drafts)}
     return lambda key: (
         float(key.request_rate or 0.0),
@@ -237,7 +238,7 @@ def exit_code(
     *,
     is_partial: bool = False,
 ) -> ExitCode:
-    """The exit code of a sweep or a comparison.
+    """Return the exit code of a sweep or a comparison.
 
     It is partial if a point or a prompt failed, if no prompt could run, or if `is_partial` is true.
     If every point failed, it is the code of their failures. If tokens differ although they must be

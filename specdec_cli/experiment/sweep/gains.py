@@ -1,4 +1,4 @@
-"""The speed-ups that compare the points of one batch size, over the same prompts.
+"""Computes the speed-ups of the points of one batch size over the same prompts, to compare them.
 
 Knows no engine and no folder.
 """
@@ -61,7 +61,7 @@ class Gains:
 
 
 def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Gains:
-    """The speed-ups of points that were measured."""
+    """Compute the speed-ups of points that were measured."""
     chosen = [p for p in points if p.status == "ok" and p.speedup is not None]
     if not chosen:
         return Gains(why_none="no point could be compared with k = 0")
@@ -83,7 +83,7 @@ def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> G
 def seconds_of(
     samples: Mapping[Key, Samples], points: Iterable[Point], prompts: Iterable[int]
 ) -> float:
-    """The seconds that the rounds of some prompts took at some points, in all repeats."""
+    """The seconds that the rounds of some prompts took at some points, summed over repeats."""
     chosen = list(prompts)
     return sum(sum(samples[Key.of(p)][i].decode_seconds) for p in points for i in chosen)
 
@@ -101,7 +101,8 @@ def _why_not_compared(points: Sequence[Point]) -> str:
 
 
 def predicted_gains(points: Sequence[Point], forecasts: Mapping[str | None, Forecasts]) -> Gains:
-    """The predicted speed-ups of points. forecasts: the basis of predictions for each arm."""
+    """Compute the predicted speed-ups of points. forecasts: the data for the predictions of each
+    arm."""
     chosen = [p for p in points if p.predicted_speedup is not None]
     if not chosen:
         return Gains(why_none="nothing could be predicted")
@@ -122,8 +123,8 @@ def predicted_gains(points: Sequence[Point], forecasts: Mapping[str | None, Fore
 def compare_arms(
     points: Sequence[Point], gains: Gains, samples: Mapping[Key, Samples], seed: int
 ) -> list[Comparison]:
-    """Comparisons of all pairs of arms of one batch size, each arm at its own fastest k. The faster
-    arm comes first, and plain decoding is an arm too. All comparisons are over the same prompts."""
+    """Compare all pairs of arms at one batch size, each arm at its own fastest k. The faster arm
+    comes first, and plain decoding is an arm too. All comparisons are over the same prompts."""
     fastest: dict[str | None, Point] = {}
     for point in gains.points:
         name = point.draft if point.k else None
@@ -147,7 +148,7 @@ def compare_arms(
 
 
 def figures_of(ratio: Measure, seed: int) -> dict[str, Any]:
-    """The figures of a `SpeedRatio`."""
+    """Compute the figures of a `SpeedRatio`."""
     ends = interval_of(ratio, seed)
     return {
         "speed_ratio": ratio.value,
@@ -159,8 +160,8 @@ def figures_of(ratio: Measure, seed: int) -> dict[str, Any]:
 def _by_category(
     arm: Point, other: Point, prompts: Iterable[int], samples: Mapping[Key, Samples], seed: int
 ) -> dict[str, SpeedRatio]:
-    """The figures of a pair by category. A category has no ratio where one of the two points has no
-    valid speed-up for it."""
+    """Compute the figures of a pair for each category. A category has no ratio if either point has
+    no valid speed-up for it."""
     ours, theirs = samples[Key.of(arm)], samples[Key.of(other)]
     found = {}
     for name, chosen in prompts_by_category(ours, prompts).items():

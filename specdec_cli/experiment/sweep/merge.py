@@ -90,7 +90,8 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
 
 
 def _recipe_for(output: Path, shard: Path) -> tuple[Recipe, str | None]:
-    """The recipe of the whole sweep, and the text of the prompts that its folder must store."""
+    """Return the recipe of the whole sweep, and the text of the prompts that its folder must
+    store."""
     recipe = load_recipe(str(shard / "recipe.yaml"))
     data, own = recipe.data, shard / PROMPTS
     if data is None or data.path != os.path.abspath(own):
@@ -101,7 +102,7 @@ def _recipe_for(output: Path, shard: Path) -> tuple[Recipe, str | None]:
 
 
 def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
-    """A warning that names the shards of the sweep that are not in `shards`."""
+    """Return a warning that names the sweep's shards that are missing from `shards`."""
     there = [settings.shard for settings in shards if settings.shard is not None]
     if not there or len(there) < len(shards) or len({count for _, count in there}) > 1:
         return []
@@ -131,7 +132,7 @@ def _several_dates(paths: Sequence[Path]) -> list[Notice]:
 
 
 def _read(path: Path, kind: type[R], settings: SweepSettings, whole: SweepSettings) -> list[R]:
-    """A shard's records, with the draft names of the whole sweep."""
+    """Read a shard's records, and replace its draft names with those of the whole sweep."""
     names = {None: whole.plain_draft, **dict(zip(settings.drafts, whole.drafts, strict=True))}
     found = read_kept(path, kind, settings)
     return [record.model_copy(update={"draft": names[record.draft]}) for record in found]
@@ -188,7 +189,7 @@ def _lacks(key: Key, whole: SweepSettings, records: SweepRecords) -> bool:
 
 
 def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict[Key, Failure]:
-    """The points that failed in a shard, which other shards cannot complete."""
+    """Return the points that failed in a shard. Other shards cannot complete them."""
     last = {Key.of(point): point for point in _read(path, Point, settings, whole)}
     return {
         key: Failure(point.status, f"{path.resolve().name}: {point.reason}")
@@ -210,7 +211,7 @@ def _missing(whole: SweepSettings, records: SweepRecords) -> list[Notice]:
 
 
 def _environments(paths: Sequence[Path]) -> dict[str, Any]:
-    """The first shard's environment, with the environments of other shards if they differ."""
+    """Return the first shard's environment, and add those of the other shards if they differ."""
     found: list[dict[str, Any]] = []
     for path in paths:
         file = path / "environment.json"

@@ -1,4 +1,4 @@
-"""The recommended k: the contract's `best` among a sweep's points."""
+"""Recommends a k: computes the contract's `best` among a sweep's points."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,13 +18,13 @@ from specdec_cli.text import counted
 def recommend(
     points: Sequence[Point], gains: Gains, seed: int, disturbed: Sequence[Notice] = ()
 ) -> Best:
-    """The contract's `best` among the points of one batch size, over all drafts.
+    """Compute the contract's `best` among the points of one batch size, over all drafts.
 
     Candidates are the points that are tied with the fastest and faster than k = 0 beyond chance.
-    The draft is that of the fastest candidate. k is the smallest candidate with that draft, or 0
-    ("no speculation") without candidates. In sweeps with predicted points, predictions replace
-    measured speeds and pass the same test. disturbed: signs that something disturbed the times;
-    with them no recommendation is called significant.
+    The draft is that of the fastest candidate. k is the smallest among the candidates with that
+    draft, or 0 ("no speculation") without candidates. In sweeps with predicted points, predictions
+    replace measured speeds and pass the same test. disturbed: signs that something disturbed the
+    times; if there are any, no recommendation is called significant.
     """
     candidates = list(gains.points)
     if not candidates:
@@ -35,9 +35,9 @@ def recommend(
     fastest = candidates[choice.best]
     paying = [p for p in tied if _pays(p, gains)]
     if paying:
-        # The draft is that of the fastest point, or else of the fastest point that pays. A smaller
-        # k is preferred only for the same draft, since proposals of different drafts differ in
-        # cost.
+        # Take the draft of the fastest point or, if that does not pay, of the fastest point that
+        # does. A smaller k is preferred only for the same draft, since proposals of different
+        # drafts differ in cost.
         draft = max(paying, key=lambda p: (p is fastest, gains.value(p))).draft
         chosen = min((p for p in paying if p.draft == draft), key=lambda p: p.k)
     else:
@@ -81,7 +81,7 @@ def recommend(
 def recommend_by_category(
     gains: Gains, samples: Mapping[Key, Samples], seed: int, disturbed: Sequence[Notice] = ()
 ) -> dict[str, Best]:
-    """The recommendation for each category; empty for fewer than two categories and for
+    """Compute a recommendation for each category; empty for fewer than two categories and for
     predictions."""
     if gains.is_predicted or not gains.points:
         return {}
@@ -129,7 +129,7 @@ def _pays(point: Point, gains: Gains) -> bool:
 def _reason(
     chosen: Point, fastest: Point, gains: Gains, least_tied: int, *, with_draft: bool, is_open: bool
 ) -> str:
-    """The recommendation in words.
+    """Explain the recommendation in words.
 
     least_tied: the smallest tied k with the chosen draft. is_open: whether the verdict is open.
     """

@@ -30,12 +30,12 @@ from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_unit
 from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
-_MOST_PASSES = 4  # passes of each arm over a batch size's prompts, if arms are loaded in turn
+_MOST_PASSES = 4  # maximum times to load each arm per batch size, if arms are loaded in turn
 
 
 @dataclass(eq=False)
 class Sweep(Running):
-    """A sweep in which all batch sizes share the sessions."""
+    """A sweep whose batch sizes all use the same sessions."""
 
     def __post_init__(self) -> None:
         plan, samples = self.plan, self.records.samples
@@ -125,8 +125,8 @@ class Sweep(Running):
         return [key for key in keys if key.draft == draft]
 
     def _open_jobs(self, batch_size: int) -> list[Job]:
-        """The arms that lack samples or data for predictions at a batch size. If only the k = 0
-        that all arms share is incomplete, this is the first arm."""
+        """Return the arms that lack samples or data for predictions at a batch size. If only the k
+        = 0 that all arms share is incomplete, return the first arm."""
         settings, jobs = self.plan.settings, self.plan.jobs
         found = [job for job in jobs if self._is_open(job, batch_size)]
         shared = [key for key in settings.keys(batch_size, [0]) if settings.shares_baseline]
@@ -213,7 +213,7 @@ class Sweep(Running):
         loop = self._loop(session_of)
         self._begin("warming up")
         cold = keys
-        if not self._backend.is_native:  # do not ask servers again that have answered everything
+        if not self._backend.is_native:  # send no warm-up to servers that have answered everything
             cold = [key for key in keys if self._lack(hosts[key.draft], [key], [])]
         loop.warm_up({key: hosts[key.draft] for key in cold})
         self._begin("measuring")
@@ -222,7 +222,7 @@ class Sweep(Running):
         parts = range(curve_parts(plain, batch_size))
         with self.clock.measures():
             for number in numbers:
-                # The time curve is part of neither measuring nor recording.
+                # The time curve does not count as time spent measuring or recording.
                 with self.clock.measures(-1):
                     for part in parts:
                         if curve_unit(plain, batch_size, part) == number:
@@ -253,8 +253,8 @@ class Sweep(Running):
     def _check(
         self, hosts: Mapping[str | None, Job], session_of: Callable[[Key], Session], batch_size: int
     ) -> None:
-        """Compare texts with those of the target alone, if --check-lossless is given. These are the
-        run's own texts if it is greedy, else greedy texts of a few prompts. hosts: the job of each
+        """Compare texts with those of the target alone, if --check-lossless is given. The texts are
+        the run's own if it is greedy, else greedy texts of a few prompts. hosts: the job of each
         arm that was measured at this batch size."""
         settings = self.plan.settings
         if self.check is None or not (settings.is_greedy or batch_size == settings.batch_sizes[0]):
@@ -329,7 +329,7 @@ class Sweep(Running):
             )
 
     def _without_text(self, job: Job) -> list[int]:
-        """The prompts with a sample at the largest k but without a replay record."""
+        """The indices of the prompts with a sample at the largest k but without a replay record."""
         settings, draft = self.plan.settings, job.plan.proposer
         if max(settings.ks) == 0 or not self._backend.is_native:
             return []
@@ -357,8 +357,9 @@ class Sweep(Running):
         except (SetupError, UsageError):
             raise
         except Exception as caught:
-            # All ranks raise these at the same place: rank 0's verdict, and a lack of memory in a
-            # pass. Any other error of one of several ranks ends the sweep.
+            # All ranks raise two kinds of errors at the same place: a failure found by rank 0, and
+            # a lack of memory in a pass. If there are several ranks, any other error ends the
+            # sweep.
             is_common = isinstance(caught, RunError) or is_out_of_memory(caught)
             if self.world.size > 1 and not is_common:
                 raise

@@ -1,6 +1,6 @@
-"""The common part of all sweeps: keeping records, showing progress, and measuring load points. Also
-sweeps that start servers, one after another, each for all batch sizes. A server has one k, so arms
-take turns server by server, not prompt by prompt."""
+"""The common part of all sweeps: it keeps records, shows progress and measures load points. Also
+sweeps that start one server after another, each for all batch sizes. A server has one k, so arms
+take turns after each server, not after each group of prompts."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ _log = logging.getLogger("specdec")
 
 @dataclass(eq=False)
 class Running:
-    """Runs a plan. records: all finished work, the same on every rank, because it determines the
-    remaining work; only the folder is rank 0's."""
+    """Runs a plan. records: all finished work. It is the same on every rank, because it determines
+    the remaining work; only rank 0 has a folder."""
 
     plan: SweepPlan
     records: SweepRecords
@@ -65,8 +65,8 @@ class Running:
         return MeasuringLoop(session_of, self.world, self._keep, self._most_memory, self._guarded)
 
     def _measure_at_rate(self, key: Key, job: Job, session: Session) -> None:
-        """Measure a load point without interruption. A closed batch comes first as a warm-up if the
-        k is new."""
+        """Measure a load point without interruption. If its arm and k are new, first run a closed
+        batch as a warm-up."""
         if (key.draft, key.k) not in self._warm:
             self._begin("warming up")
             self._loop(lambda _: session).warm_up({key: job})
@@ -102,11 +102,11 @@ class Starter(Protocol):
     notices: list[Notice]
 
     def start(self, plan: Prepared, k: int, told: Callable[[str], None]) -> None:
-        """Start the server of a k, and wait until it is healthy. Raises `RunError` if it ends
-        earlier or is not healthy in time."""
+        """Start the server for proposal length `k`, and wait until it is healthy. Raises `RunError`
+        if it ends earlier or is not healthy in time."""
 
     def stop(self) -> None:
-        """End the server that runs, if any."""
+        """Stop the running server, if any."""
 
 
 @dataclass(eq=False)

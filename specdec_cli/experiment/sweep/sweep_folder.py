@@ -1,5 +1,5 @@
-"""The run folder of a sweep: creating, resuming and reading it. Also takes the samples of k = 0
-from another run."""
+"""Creates, resumes and reads the run folder of a sweep. Also takes the samples at k = 0 from
+another run."""
 
 import math
 from collections.abc import Sequence
@@ -60,7 +60,8 @@ def read_settings(path: Path) -> SweepSettings:
 def finish(
     sweep: Running, points: Sequence[Point], warnings: Sequence[Notice]
 ) -> tuple[dict[str, Any], ExitCode]:
-    """The sweep's document, also written as the folder's summary, and the exit code."""
+    """Build the sweep's document and write it as the folder's summary. Return it with the exit
+    code."""
     plan, records, clock = sweep.plan, sweep.records, sweep.clock
     warnings = [*warnings, *prompts_that_failed(records.samples.values())]
     where = _where(plan)
@@ -108,8 +109,8 @@ def _where(plan: SweepPlan) -> dict[str, Any]:
 
 
 def _by_draft(plan: SweepPlan) -> dict[str, dict[str, Any]]:
-    """The parts of each draft's environment that differ between drafts, such as how their
-    checkpoints are read."""
+    """Return the parts of each draft's environment that differ between drafts, such as the way
+    their checkpoints are read."""
     each = {str(job.plan.proposer): job.backend.environment(job.plan) for job in plan.jobs}
     return {
         name: {
@@ -122,8 +123,8 @@ def _by_draft(plan: SweepPlan) -> dict[str, dict[str, Any]]:
 
 
 def samples_of(folder: Path, plan: SweepPlan) -> list[Sample]:
-    """The samples of the plan's prompts at k = 0 in another run's folder, as samples of the plan's
-    own arm.
+    """Read the samples of the plan's prompts at k = 0 from another run's folder, as samples of the
+    plan's own arm.
 
     Raises `UsageError` if the folder has none, or if they are for different prompts or settings.
     """

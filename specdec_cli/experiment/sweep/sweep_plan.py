@@ -18,7 +18,7 @@ from specdec_cli.prompts.types import PromptSet
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, weights_from
 
-_OFF = 0.1  # maximum relative difference of two rates without a warning
+_OFF = 0.1  # larger relative differences between two rates cause a warning
 
 _LONG_S = 3600.0  # for a longer sweep, the plan mentions --minutes
 
@@ -28,9 +28,9 @@ class SweepPlan:
     """A checked sweep, whose weights are not loaded yet.
 
     recipe: the command line's resolved recipe. jobs: one for each draft, with this shard's prompts.
-    notices: further warnings, the same for all shards. own_prompts: the text of the prompts, which
-    the run folder keeps if no other file holds them. check_lossless: whether to compare texts with
-    those of the target alone.
+    notices: further warnings, the same for all shards. own_prompts: the text of the prompts if the
+    run folder must store them, because no other file does. check_lossless: whether to compare texts
+    with those of the target alone.
     """
 
     recipe: Recipe
@@ -46,7 +46,7 @@ class SweepPlan:
 
     @property
     def measured_jobs(self) -> dict[Key, Job]:
-        """The job for each point to measure."""
+        """The points to measure, each with its job."""
         jobs = dict(zip(self.settings.drafts, self.jobs, strict=True))
         return {key: jobs.get(key.draft, self.jobs[0]) for key in self.settings.measured_keys}
 
@@ -136,7 +136,8 @@ def plan_sweep(
 
 def _with_load(recipe: Recipe) -> Recipe:
     """The recipe, with an absolute path to its file of due times, if any. Raises `UsageError` if
-    the recipe's arrivals name no process, or if a file of due times is given with several rates."""
+    the recipe's arrivals are not a known process, or if a file of due times is given with several
+    rates."""
     load = recipe.load
     if load.request_rate is None:
         return recipe
@@ -168,7 +169,8 @@ def _other_rate(recipe: Recipe) -> list[Notice]:
 
 
 def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
-    """A draft's section of the settings, with its method if that differs from the recipe's."""
+    """Return a draft's section of the settings, with its method if it differs from the recipe's
+    method."""
     recipe = job.plan.recipe
     if recipe.draft is None:
         return None
@@ -214,7 +216,7 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
 
 
 def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
-    """The document of `--dry-run`; its `text` is for people."""
+    """Build the document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
     longest = max(job.longest_prompt for job in plan.jobs)
     repeats = run.repeats if s.offered is None else 1

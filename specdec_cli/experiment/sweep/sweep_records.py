@@ -74,19 +74,19 @@ class SweepSettings(RunSettings):
         return (0, max(self.ks)) if self.predict_only and max(self.ks) else self.ks
 
     def key(self, draft: str | None, batch_size: int, k: int, rate: Rate | None = None) -> Key:
-        """The point of an arm at a k."""
+        """The key of an arm's point at proposal length `k`."""
         return Key(draft if k else self.plain_draft, batch_size, k, request_rate=rate)
 
     def keys(self, batch_size: int, ks: Iterable[int], rate: Rate | None = None) -> list[Key]:
-        """The points of one level, arm by arm. A point shared by all arms occurs once, at the
-        start."""
+        """The keys of one level's points, arm by arm. A point shared by all arms occurs once, at
+        the start."""
         chosen = list(ks)
         found = (self.key(d, batch_size, k, rate) for d in self.drafts for k in chosen)
         return list(dict.fromkeys(found))
 
     @property
     def measured_keys(self) -> list[Key]:
-        """All points to measure rather than predict."""
+        """The keys of all points to measure rather than predict."""
         return [key for b, rate in self.levels for key in self.keys(b, self.measured_ks, rate)]
 
     def misfit(self, record: Record) -> str | None:
@@ -100,7 +100,7 @@ class SweepSettings(RunSettings):
 
     @classmethod
     def of_dict(cls, found: Mapping[str, Any]) -> "SweepSettings":
-        """The settings that `as_dict` returned."""
+        """Make the settings from the result of `as_dict`."""
         values: dict[str, Any] = {
             n: tuple(v) if isinstance(v, list) else v for n, v in found.items()
         }
@@ -119,8 +119,8 @@ class Settings(Protocol):
 @dataclass(slots=True)
 class SweepClock:
     """The duration of a sweep, in seconds. rounds: the time in rounds and prefill passes of
-    measured runs. measuring: the whole measured part, including recording and writing. processor:
-    this process's CPU time during the measured part."""
+    measured runs. measuring: the time of the whole measured part, including recording and writing.
+    processor: this process's CPU time during the measured part."""
 
     rounds: float = 0.0
     measuring: float = 0.0
@@ -128,8 +128,8 @@ class SweepClock:
 
     @contextmanager
     def measures(self, sign: int = 1) -> Iterator[None]:
-        """During the block, add to the measured time if it ends without an error. sign: -1 to
-        subtract other work inside a measured part."""
+        """Add the block's duration to the measured time if the block ends without an error. sign:
+        -1 to subtract other work inside a measured part."""
         began, processor = time.perf_counter(), time.process_time()
         yield
         self.measuring += sign * (time.perf_counter() - began)
@@ -144,8 +144,8 @@ class SweepClock:
 class SweepRecords:
     """The records of a sweep or a comparison, in memory and in its folder.
 
-    samples: at a rate, a point's samples need its stretches; without them they cover only a part of
-    a window. texts: the texts for predictions, by draft and prompt. costs: the parts of the time
+    samples: the samples by point and place; at a rate, samples without a stretch cover only a part
+    of a window. texts: the texts for predictions, by draft and prompt. costs: the parts of the time
     curves. facts: the facts about the pairs of a comparison whose models were loaded.
     earlier_clock, earlier_where: the clock and the environment in the summary of the last process
     that measured anything. They are kept here, since the first new record removes that summary.
@@ -213,7 +213,7 @@ class SweepRecords:
 
 
 def _as_kept(point: Point) -> Point:
-    """The point as in its file: without a draft at k = 0."""
+    """Return the point as its file stores it: without a draft at k = 0."""
     return point if point.k or point.draft is None else point.model_copy(update={"draft": None})
 
 
@@ -229,8 +229,8 @@ R = TypeVar("R", bound=Record)
 
 
 def read_kept(folder: Path, kind: type[R], settings: Settings) -> list[R]:
-    """The records of one kind in a run's folder, with the draft of their key at k = 0. Raises
-    `SetupError` for a record that belongs to no point of the run."""
+    """Read the records of one kind in a run's folder, and give those of k = 0 the draft of their
+    key. Raises `SetupError` for a record that belongs to no point of the run."""
     found = read_records(folder / _FILES[kind], kind, settings.misfit)
     own = {"draft": settings.plain_draft}
     return [

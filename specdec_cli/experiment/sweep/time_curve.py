@@ -35,7 +35,7 @@ def curve_unit(job: Job, batch_size: int, part: int) -> int:
 
 
 def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
-    """The cost of a round at one point, from the parts of the time curve.
+    """Compute the cost of a round at one point from the parts of the time curve.
 
     draft_ms_per_step: the method's whole time, including `commit_ms`, divided by k.
     `distinct_experts` is included only if all parts counted experts.
@@ -62,5 +62,6 @@ def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
 
 
 def cost_by_part(parts: Iterable[CurvePart]) -> dict[int, float]:
-    """The seconds per sequence-round, for each part in which at least one prompt could run."""
+    """The seconds per round of one sequence, for each part in which at least one prompt could
+    run."""
     return {p.part: p.decode_seconds / p.sequence_rounds for p in parts if p.sequence_rounds}

@@ -13,9 +13,9 @@ from typing import Any
 
 from specdec_cli.text import inert, one_line
 
-# Okabe and Ito's colours for colour-blind readers: the ones visible on both black and white.
+# The colours of Okabe and Ito for colour-blind readers that are visible on both black and white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-# One marker more than colours makes the combinations of both repeat as late as possible.
+# One marker more than there are colours, so that combinations repeat as late as possible.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _INK = "#1b1e24"  # SVG uses the page's own text colour instead
 FAINT = "#8a8f98"
@@ -42,7 +42,7 @@ STYLE = {
 
 
 def without_display() -> None:
-    """Prepare the first import of matplotlib, which fails if MPLBACKEND names no backend."""
+    """Prepare the import of matplotlib, which would fail if MPLBACKEND is an unknown backend."""
     os.environ["MPLBACKEND"] = "agg"
 
 
@@ -69,7 +69,7 @@ _METADATA: Mapping[str, Mapping[str, None]] = {
 
 
 def picture_of(figure: Any, form: str, name: str, **look: Any) -> bytes:
-    """The figure as a file of this format, on white. name: makes the ids in SVG reproducible."""
+    """Return the figure as a file in this format, on white. name: a seed for the ids in SVG."""
     import matplotlib
 
     buffer = io.BytesIO()
@@ -79,7 +79,7 @@ def picture_of(figure: Any, form: str, name: str, **look: Any) -> bytes:
 
 
 def svg_of(figure: Any, name: str) -> str:
-    """The figure as an SVG element for a page, with the page's background and ink."""
+    """Return the figure as an SVG element, with the page's background and text colour."""
     text = picture_of(figure, "svg", name, transparent=True).decode()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
     # Ids must be unique across the plots of a page.
@@ -136,7 +136,7 @@ def style_of(index: int) -> dict[str, Any]:
 
 
 def reach(value: float, ends: Sequence[float]) -> list[list[float]]:
-    """The lengths of an error bar, down and up from a value to the ends of its interval."""
+    """Return the lengths of an error bar, from a value down and up to the ends of its interval."""
     return [[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]]
 
 
@@ -157,12 +157,12 @@ def name_rows(axis: Any, names: Sequence[str]) -> None:
 
 
 def line_at_one(axis: Any) -> None:
-    """Draw the vertical line of equal speeds."""
+    """Draw the vertical line at which speeds are equal."""
     axis.axvline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
 
 
 def dodged(index: int, count: int) -> float:
-    """The x offset of one of several lines, so that their intervals do not overlap."""
+    """Return the x offset of one of several lines, which keeps their intervals from overlapping."""
     return (index - (count - 1) / 2) * min(0.14, 0.5 / max(1, count))
 
 
@@ -185,7 +185,7 @@ def add_intervals(
     ends: Sequence[Sequence[float] | None],
     **look: Any,
 ) -> None:
-    """Draw the interval of each value that has one. Drawing all of them at once is quicker."""
+    """Draw the interval of each value that has one, all in one call, which is faster."""
     known = [
         (place, value, *(arm for (arm,) in reach(value, interval)))
         for place, value, interval in zip(places, values, ends, strict=True)

@@ -1,7 +1,7 @@
-"""Lines over proposal lengths or draft TPs, with a panel for each setting.
+"""Draws lines over proposal lengths or draft TPs, with a panel for each setting.
 
-The drawings: speed-ups over plain decoding, tokens per round with the break-even, errors of
-predicted speed-ups, and decoding speeds of a comparison.
+They show speed-ups over plain decoding, tokens per round with the break-even, errors of predicted
+speed-ups, or decoding speeds of a comparison.
 """
 
 from collections.abc import Sequence

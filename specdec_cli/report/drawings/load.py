@@ -1,4 +1,4 @@
-"""Goodput and latency of each k by request rate, and the recommended k at each rate."""
+"""Draws goodput and latency of each k by request rate, and the recommended k at each rate."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The arrangement of points in drawings: a panel for each setting, a line for each draft."""
+"""Arranges points in drawings: a panel for each setting, and a line for each draft."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Panels = Mapping[str, dict[str, dict[int, Point]]]  # points by panel, line and 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a panel. points: the points by x. shift: the x offset that keeps intervals from
+    """A line in a panel. points: the points by x. shift: the x offset that keeps intervals from
     overlapping. is_log: whether x is on a logarithmic scale."""
 
     axis: Any
@@ -50,7 +50,7 @@ def x_label(run: ReportedRun) -> str:
 
 
 def placed(run: ReportedRun, keep: Callable[[Point], object] = lambda p: p.is_ok) -> Panels:
-    """The points with proposals for which `keep` is true, by panel, line and x."""
+    """Arrange the points with proposals for which `keep` is true, by panel, line and x."""
     found: dict[str, dict[str, dict[int, Point]]] = {}
     for point in run.points:
         if point.is_baseline or not keep(point) or (run.is_comparison and point.draft_tp is None):
@@ -73,8 +73,8 @@ def draw_panels(
     from_zero: bool = False,
     is_titled: bool = True,
 ) -> list[Any]:
-    """Draw the lines of each panel. Returns the axes, an empty list without panels. begin: called
-    with each of the axes before its lines are drawn. from_zero: whether lines begin at k = 0.
+    """Draw the lines of each panel. Returns the axes; an empty list without panels. begin: called
+    with the axes of each panel before its lines are drawn. from_zero: whether lines begin at k = 0.
     is_titled: whether a single panel has a title."""
     panels = dict(list(panels.items())[:MOST_PANELS])
     if not panels:

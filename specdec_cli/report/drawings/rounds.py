@@ -1,5 +1,5 @@
-"""Drawings of a round: its time by stage, acceptance by position in the proposal, and, by the
-number of scored tokens, the verify time and the distinct experts read."""
+"""Draws rounds: their time by stage, the acceptance by position in the proposal, and the verify
+time and distinct experts by the number of scored tokens."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ _COLOURS = ("#e69f00", "#cc79a7", "#0072b2", "#009e73", "#d55e00", "#999999")
 
 
 def draw_rounds(figure: Any, run: ReportedRun) -> bool:
-    """Draw bars of the stages of a round. Returns whether there are any."""
+    """Draw a bar for each round, divided into stages. Returns whether there are any."""
     groups: dict[str, dict[int, Point]] = {}
     for panel, lines in placed(run).items():
         for name, line in lines.items():
@@ -42,7 +42,7 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
     if not groups:
         return False
     groups = dict(list(groups.items())[:MOST_PANELS])
-    # Use a row for each panel of the speed-up plot, if no panel has more than 3 lines.
+    # Use a row for each panel of the speed-up plot, unless a panel has more than 3 lines.
     widest = max((len(lines) for lines in placed(run).values()), default=1)
     axes = make_axes(figure, len(groups), 2.7, widest if 1 < widest <= 3 else 3)
     for axis, (title, group) in zip(axes, groups.items(), strict=True):
@@ -110,7 +110,8 @@ def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
 
 
 def draw_experts(figure: Any, run: ReportedRun) -> bool:
-    """Draw verify time and distinct experts by width. Returns whether any experts were counted."""
+    """Draw verify time and distinct experts by the number of scored tokens. Returns whether any
+    experts were counted."""
     panels = {} if run.is_comparison else _panels(run)
     if not panels:
         return False
@@ -147,7 +148,7 @@ def draw_experts(figure: Any, run: ReportedRun) -> bool:
 
 
 def _panels(run: ReportedRun) -> dict[str, dict[str, list[Point]]]:
-    """The points with a count of experts, by batch size and draft. Each list is sorted by k and
+    """Group the points that counted experts by batch size and draft. Each list is sorted by k and
     starts with plain decoding."""
     found: dict[str, dict[str, list[Point]]] = {}
     for panel, lines in list(placed(run).items())[:MOST_PANELS]:

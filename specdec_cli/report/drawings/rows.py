@@ -1,5 +1,5 @@
-"""Drawings with a value and its interval in each row: categories of prompts at one point, pairs of
-arms, and points of several runs relative to those of the first."""
+"""Draws a value and its interval in each row: for categories of prompts at one point, for pairs of
+arms, or for points of several runs relative to the first run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -83,7 +83,7 @@ def draw_comparisons(figure: Any, run: ReportedRun) -> bool:
 
 
 def _pairs(run: ReportedRun) -> list[tuple[str, SpeedRatio, bool]]:
-    """Each row's name, its figures, and whether they are over all prompts."""
+    """Return each row's name, its figures, and whether the figures are over all prompts."""
     with_batch = len({one.batch_size for one in run.comparisons}) > 1
     rows: list[tuple[str, SpeedRatio, bool]] = []
     for one in run.comparisons:
