@@ -15,9 +15,9 @@ FP8_MAX = tl.constexpr(448.0)
 
 @triton.jit
 def coded(x, scale):
-    """Values as an fp8 cache stores them, in fp32; see `call.Side.coded`. The rounding is explicit,
-    because a conversion to fp8 and back would be wrong: ptxas 12.8 reads a converted value from a
-    wrong register if the value is also packed into a word.
+    """Round values as an fp8 cache stores them, and return them in fp32; see `call.Side.coded`. The
+    rounding is explicit, because a conversion to fp8 and back would be wrong: ptxas 12.8 reads a
+    converted value from a wrong register if the value is also packed into a word.
     """
     x = tl.div_rn(x.to(tl.float32), scale)
     x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -30,7 +30,7 @@ def coded(x, scale):
 
 @triton.jit
 def row_of(start_ptr, token, num_rows, STEPS: tl.constexpr):
-    """Largest row b with start[b] <= token, found by bisection; needs 2**STEPS >= num_rows."""
+    """Return the largest row b with start[b] <= token, by bisection; needs 2**STEPS >= num_rows."""
     low = token * 0
     high = low + num_rows - 1
     for _ in tl.static_range(STEPS):
@@ -41,8 +41,8 @@ def row_of(start_ptr, token, num_rows, STEPS: tl.constexpr):
     return low
 
 
-# Counts change from pass to pass, and compiling a variant for each kind of value would take
-# seconds.
+# Counts change from pass to pass, so do not specialise on them: each variant would take seconds to
+# compile.
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_columns", "table_stride"])
 def slot_mapping_kernel(
     block_tables_ptr,  # [B, MB] int32

@@ -1,5 +1,4 @@
-"""A layer's arguments to attention, and its cache. Both are values that the model hands to the
-kernels."""
+"""The arguments of a layer's attention, and its KV cache. The model passes both to the kernels."""
 
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ class LayerCache(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """True if shapes and layouts fit, and the cache is in fp8 exactly if it has scales."""
+        """True if shapes and layouts fit, and the cache has scales if and only if it is in fp8."""
         keys, values, scales = self
         is_alike = keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
         has_scales = scales is None or (
@@ -48,13 +47,13 @@ class Side(NamedTuple):
     scales: Tensor | None
 
     def coded(self, x: Tensor) -> Tensor:
-        """Heads [..., Hkv, D] converted to the pool's form."""
+        """Convert heads [..., Hkv, D] to the format in which the pool stores them."""
         if self.scales is None:
             return x
         return (x.float() / self.scales[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
     def decoded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Heads [..., Hkv, D] of the pool, converted to `dtype`."""
+        """Convert heads [..., Hkv, D] from the pool to `dtype`."""
         return x if self.scales is None else (x.float() * self.scales[:, None]).to(dtype)
 
 
@@ -75,8 +74,8 @@ class AttentionCall(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Sizes of a layer and its cache that are constants of compiled kernels. group: query heads of
-    a key head."""
+    """Sizes of a layer and its cache that are compile-time constants of kernels. group: the number
+    of query heads per key head."""
 
     kv_heads: int
     group: int
@@ -89,7 +88,7 @@ class Form(NamedTuple):
 
 
 def form_of(call: AttentionCall, num_heads: int, cache: LayerCache) -> Form:
-    """The form of a layer with `num_heads` heads of queries."""
+    """Return the sizes of a layer with `num_heads` query heads."""
     _, block_size, kv_heads, dim = cache.keys.shape
     return Form(
         *(kv_heads, num_heads // kv_heads, dim, cache.values.shape[3], block_size),

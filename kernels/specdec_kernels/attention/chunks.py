@@ -1,4 +1,4 @@
-"""Attention of long chunks of prompts over copies of their keys and values.
+"""Attention for long prompt chunks over contiguous copies of their keys and values.
 
 TMA loads large tiles without using the warps that multiply, but cache blocks are too small for it.
 Therefore, if many queries read one sequence's keys and values, these are first gathered into
@@ -27,14 +27,14 @@ class Bound(NamedTuple):
 
 
 # Bounds by compute capability. Other devices use `paged_attention` for all sequences. On an H200
-# gathering makes four chunks of 511 queries a quarter faster with 2048 keys each (heads of 128),
-# and slower with 511 keys.
+# with heads of 128, gathering makes four chunks of 511 queries a quarter faster if each has 2048
+# keys, and slower if each has 511.
 BOUNDS = {(9, 0): Bound(448, 2**20)}
 
 
 class LongChunk(NamedTuple):
-    """One sequence's chunk of a prompt that is long enough to gather its keys and values.
-    context: the number of these."""
+    """One sequence's prompt chunk that is long enough to gather its keys and values. context: the
+    number of its keys."""
 
     sequence: int
     tokens: slice
@@ -54,8 +54,8 @@ class ShortRun(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The gathered chunks of a pass, for all of its layers. longest: tokens of the longest
-    context."""
+    """The gathered chunks of a pass, for all of its layers. longest: the number of tokens in the
+    longest context."""
 
     chunks: list[LongChunk]
     runs: list[ShortRun]
@@ -70,7 +70,7 @@ def bound_of(device: torch.device) -> Bound | None:
 def plan_chunks(
     query_lens: list[int], context_lens: list[int], device: torch.device, bound: Bound | None
 ) -> ChunkPlan | None:
-    """The plan of a pass with a long chunk; None for other passes."""
+    """Return the plan for a pass with a long chunk, and None for other passes."""
     if bound is None or max(query_lens, default=0) < bound.queries:
         return None
     starts = [0, *accumulate(query_lens)]

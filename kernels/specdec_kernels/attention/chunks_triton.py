@@ -1,4 +1,4 @@
-"""Gathering of the keys and values of long chunks, and attention over them."""
+"""Gathers the keys and values of long chunks, and computes attention over them."""
 
 import torch
 import triton
@@ -10,11 +10,11 @@ from specdec_kernels.attention.chunks import HEAD_DIMS, ChunkPlan
 from specdec_kernels.attention.reference import dense_attention, gather_kv, paged_attention
 from specdec_kernels.launch_triton import launch_options
 
-ROWS = 8  # positions that a gathering program copies
+ROWS = 8  # positions that each gathering program copies
 
 
-# Lengths change from pass to pass, and a compiled variant for each kind of value would cost
-# seconds.
+# Lengths change from pass to pass, so do not specialise on them: each variant would take seconds to
+# compile.
 @triton.jit(do_not_specialize=["context"])
 def gather_kv_kernel(
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D]
@@ -75,7 +75,8 @@ def gather_kv_triton(
 def takes_chunks(
     plan: ChunkPlan | None, cache: LayerCache, call: AttentionCall, dtype: torch.dtype
 ) -> bool:
-    """True if chunks can be gathered: 16 bits, a suitable head, and no mask but the causal one."""
+    """True if chunks can be gathered: 16-bit values, a suitable head size, and only a causal
+    mask."""
     return (
         plan is not None
         and dtype.itemsize == 2
@@ -96,7 +97,7 @@ def attend_chunks(
     plan: ChunkPlan,
     call: AttentionCall,
 ) -> Tensor:
-    """`ops.paged_attention` of a layer that `takes_chunks`.
+    """Compute `ops.paged_attention` for a layer for which `takes_chunks` is true.
 
     Args:
         query: [T, H, D], heads and features contiguous.

@@ -3,8 +3,8 @@
 The queries of sequence b are its last context positions, and their keys are already in the cache. A
 `GatherPlan` holds every index and mask of one forward pass, for all of its layers.
 
-Legend: T packed query tokens, B sequences, H query heads, Hkv key heads (H // Hkv query heads in a
-row share one), BS slots of a block, C context positions.
+Legend: T packed query tokens, B sequences, H query heads, Hkv key heads (each is shared by H // Hkv
+consecutive query heads), BS slots per block, C context positions.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ FEW_QUERIES = 16
 
 
 class View(NamedTuple):
-    """The keys that a layer's rows see, as in `AttentionCall`."""
+    """The settings that decide which keys a layer's queries see, as in `AttentionCall`."""
 
     window: int
     causal: bool = True
@@ -75,7 +75,8 @@ class GatherPlan:
         return found
 
     def mask(self, view: View, part: int, group: int, dtype: torch.dtype) -> Tensor | None:
-        """[n, 1, group * Q, C] additive mask of one part, in the dtype the attention runs in."""
+        """Return the additive mask [n, 1, group * Q, C] of one part, in the dtype of the
+        attention."""
         key = (view, part, group, dtype)
         if key not in self.masks:
             self.masks[key] = self._build_mask(self.parts(view)[part], group, dtype)
@@ -104,9 +105,9 @@ class GatherPlan:
         return parts
 
     def _in_one_piece(self, b: int, first_token: int, view: View) -> GatherPart | None:
-        """The part for a sequence whose keys are contiguous in the cache; None otherwise. This is
-        the usual case for a single sequence, where the dozen operations of `_build_part` would slow
-        rounds."""
+        """Return the part for a sequence whose keys are contiguous in the cache, otherwise None.
+        This is the usual case for a single sequence, where the dozen operations of `_build_part`
+        would slow rounds."""
         num_queries, context = self.query_lens[b], self.context_lens[b]
         older = context - num_queries
         if older < 0 or self._ends(view)[b] < context:
@@ -199,7 +200,8 @@ def gather_plan(
 ) -> GatherPlan:
     """Precompute the indices and masks of `gather_attention`; arguments as in `paged_attention`.
 
-    Reads the lengths on the host. Valid for one forward pass over the block tables as they are.
+    This reads the lengths on the host. The plan is valid for one forward pass, as long as the block
+    tables do not change.
     """
     starts = query_start.tolist()
     query_lens = [end - start for start, end in pairwise(starts)]
@@ -220,8 +222,8 @@ def gather_attention(
     plan: GatherPlan,
     call: AttentionCall,
 ) -> Tensor:
-    """`ops.paged_attention` through the slots of a plan; a group's query heads become query
-    rows."""
+    """Compute `ops.paged_attention` with the slots of a plan. The query heads of a group become
+    query rows."""
     (num_tokens, num_heads, dk), (kv_heads, dv) = query.shape, cache.values.shape[2:]
     group = num_heads // kv_heads
     sides = cache.sides

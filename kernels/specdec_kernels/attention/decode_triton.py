@@ -1,11 +1,12 @@
 """Rotary embedding, KV write and paged attention of a layer in one kernel, for few queries.
 
-A program holds all rows (query token x query head of one key head) of a sequence and one part of
-its context (Flash-Decoding). New keys and values come from the projection and are stored in the
-same kernel. Older ones come from the cache and do not depend on the preceding kernel, so the first
-of them are loaded while it still runs. When all programs of a key head are done, each combines the
-parts of some rows. Shapes determine the maximum number of parts, and the lengths on the device the
-number in use. A short context uses few parts, which are combined faster.
+A program processes all rows of a sequence for one key head, over one part of its context
+(Flash-Decoding). A row is a pair of a query token and a query head. New keys and values come from
+the projection and are stored in the same kernel. Older ones come from the cache and do not depend
+on the preceding kernel, so the first of them are loaded while it still runs. When all programs of a
+key head are done, each combines the parts of some rows. Shapes determine the maximum number of
+parts, and the lengths on the device determine how many are used. A short context uses few parts,
+which are combined faster.
 """
 
 import torch
@@ -109,7 +110,7 @@ def rope_attention_kernel(
     out_ptr,  # [T, H, D], out
     partial_ptr,  # [B, Hkv, SPLITS, BLOCK_M, BLOCK_D] fp32, out; only with SPLITS > 1
     stats_ptr,  # [B, Hkv, SPLITS, BLOCK_M] int64, `packed_stats`, out; only with SPLITS > 1
-    epochs_ptr,  # [>= B Hkv, 2] int32, in and out: `arrive` and `wait_for`; only with SPLITS > 1
+    epochs_ptr,  # [>= B Hkv, 2] int32, in and out, for `arrive` and `wait_for`; only with SPLITS > 1
     scale,
     softcap,
     eps,
@@ -149,7 +150,7 @@ def rope_attention_kernel(
     end_of_all = tl.load(query_start_ptr + num_sequences)
     context = tl.load(context_lens_ptr + sequence)
 
-    # Older keys that some query sees: [low, old). This program has [first, high).
+    # Older keys that some query sees: [low, old). This program processes [first, high).
     old = tl.maximum(context - query_len, 0)
     early = tl.maximum(query_len - context, 0)  # padding before the first token; no query sees it
     low, begin = first_seen(old, FORM, CUT)
@@ -167,8 +168,8 @@ def rope_attention_kernel(
         first = begin
         high = old
 
-    # Reads before the wait do not depend on the preceding kernel: older keys, cosines, sines,
-    # slots.
+    # Data that is read before the wait does not depend on the preceding kernel: older keys,
+    # cosines, sines and slots.
     dim = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_HALF)
     half_live = half < FORM.dim // 2
@@ -296,7 +297,7 @@ def rope_attention_kernel(
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-MAX_ROWS = 128  # rows of a tile for heads of up to 256 bytes
+MAX_ROWS = 128  # maximum rows of a tile for heads of up to 256 bytes
 
 
 def rope_attention_triton(

@@ -1,8 +1,8 @@
-"""Attention of a chunk of a prompt over contiguous keys and values, which TMA loads.
+"""Attention for a prompt chunk over contiguous keys and values, which TMA loads.
 
-A program holds the rows (query token x query head) of one tile of queries and one key head. Loads
-need no registers or address computations in the warps that multiply, so tiles can be larger than in
-`paged_triton`. The programs with the most keys start first.
+A program processes one tile of queries for one key head; a row is a pair of a query token and a
+query head. Loads need no registers or address computations in the warps that multiply, so tiles can
+be larger than in `paged_triton`. The programs with the most keys start first.
 """
 
 from typing import NamedTuple
@@ -19,13 +19,13 @@ from specdec_kernels.launch_triton import INTERPRETED, launch_options
 class DenseTiles(NamedTuple):
     """Launch configuration of `dense_attention_kernel`."""
 
-    block_m: int  # rows: query tokens times query heads of a key head
-    block_n: int  # keys of one step
+    block_m: int  # rows of a tile: query tokens times query heads per key head
+    block_n: int  # keys per step
     num_warps: int
     num_stages: int
 
 
-# Tiles by features of a head, measured on an H200 with the heads of an 8B model
+# Tiles by head dimension, measured on an H200 with the heads of an 8B model
 # (scripts/bench/chunks.py).
 TILES = {64: DenseTiles(64, 64, 4, 2), 128: DenseTiles(128, 64, 8, 3)}
 
@@ -40,7 +40,7 @@ def added(
     unit,
     MASKED: tl.constexpr,
 ):
-    """Add a tile of keys and values to the softmax. Every row sees a key of the first tile."""
+    """Add a tile of keys and values to the softmax. Every row must see a key of the first tile."""
     row_max, row_sum, acc = softmax
     if INTERPRETED:
         key = key.to(tl.float32)
@@ -92,7 +92,7 @@ def dense_attention_kernel(
         tl.zeros([BLOCK_M], tl.float32),
         tl.zeros([BLOCK_M, D], tl.float32),
     )
-    whole = (older + first + 1) // BLOCK_N * BLOCK_N  # every query sees the keys before
+    whole = (older + first + 1) // BLOCK_N * BLOCK_N  # every query sees all keys before this one
     for start in range(0, whole, BLOCK_N):
         key = key_desc.load([start, kv_head * D])
         value = value_desc.load([start, kv_head * D])

@@ -1,16 +1,17 @@
 """Ragged paged attention: one Triton kernel for prefill, decoding and scoring, and a combine step.
 
-A program holds the rows (query token x query head) of one tile of queries and one key head. It
-walks the context tile by tile through the block table with an online softmax (Milakov and
-Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). With few queries there are too few
-programs to fill a GPU, so the context is also split, and the partial results are combined
-(Flash-Decoding). The number of splits is chosen from shapes alone: the lengths stay on the device.
+A program processes one tile of queries for one key head; a row is a pair of a query token and a
+query head. It reads the context tile by tile through the block table with an online softmax
+(Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). With few queries there are
+too few programs to fill a GPU, so the context is also split, and the partial results are combined
+(Flash-Decoding). The number of splits is chosen from shapes alone, because the lengths stay on the
+device.
 
-Tiles are numbered by sequence, and each sequence has as many as the longest may need. If that makes
-fewer tiles, they are numbered by packed token: sequence b then has the tiles from query_start[b] //
-TILE + b on, which are enough. Programs start in the order of their numbers. A prompt's last tiles
-see the most keys, so those of all heads come first; otherwise the device would wait for a few slow
-programs at the end.
+Tiles are numbered by sequence, and each sequence has as many as the longest may need; or, if that
+makes fewer tiles, by packed token. Then the tiles of sequence b begin at number query_start[b] //
+TILE + b, which leaves enough for every sequence. Programs start in the order of their numbers. A
+prompt's last tiles see the most keys, so those of all heads come first; otherwise the device would
+wait for a few slow programs at the end.
 """
 
 import torch
@@ -35,7 +36,7 @@ from specdec_kernels.launch_triton import INTERPRETED, launch_options, options_o
 
 @triton.jit
 def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
-    """The sequence of a tile, if tiles are numbered by packed token."""
+    """Return the sequence to which a tile belongs, if tiles are numbered by packed token."""
     low = tile * 0
     high = low + num_sequences - 1
     while low < high:
@@ -53,7 +54,7 @@ def joined(
     query,  # [M, BLOCK_DK]
     cache,  # for a key head: pointers to keys and values, and the block table
     start,  # position of the first key
-    limits,  # the key positions' end, the number of older keys, and the queries' positions [M]
+    limits,  # end of the key positions, number of older keys, and positions of the queries [M]
     slots_ptr,  # slots of the tokens after the older ones, or None
     scaling,
     FORM: tl.constexpr,
@@ -121,7 +122,8 @@ def joined(
     return new_max, row_sum, acc
 
 
-# Counts change from pass to pass, and a compiled variant for each kind of value would cost seconds.
+# Counts change from pass to pass, so do not specialise on them: each variant would take seconds to
+# compile.
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "table_stride"])
 def paged_attention_kernel(
     query_ptr,  # [T, H, DK]
@@ -153,7 +155,7 @@ def paged_attention_kernel(
     SPLITS: tl.constexpr = TILES.splits
     GROUP: tl.constexpr = FORM.group
     DV: tl.constexpr = FORM.value_dim
-    TILE: tl.constexpr = BLOCK_M // GROUP  # query tokens of a program
+    TILE: tl.constexpr = BLOCK_M // GROUP  # query tokens per program
     kv_head = tl.program_id(0).to(tl.int64)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     if TILES.packed:
@@ -213,7 +215,7 @@ def paged_attention_kernel(
     if FORM.window > 0:
         low = tl.maximum(first_position - FORM.window + 1, 0)
     high = context
-    certain = context - query_len  # without a window every query sees every key before this place
+    certain = context - query_len  # without a window, every query sees all keys before this position
     if FORM.causal:
         high = tl.minimum(context, first_position + TILE)
         certain = first_position + 1

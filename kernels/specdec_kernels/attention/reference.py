@@ -4,12 +4,12 @@ Rotary embedding (Su et al., arXiv 2104.09864) has the layout of transformers' L
 a head form the pairs that are rotated. Per-head norms are those of Qwen 3.
 
 Block 0 of a cache is the trash block. Legend: T packed tokens, B sequences, H query heads, Hkv key
-heads, D features of a head, NB blocks of BS slots, MB block-table columns. The paged arguments are
-the layer's cache; block_tables [B, MB] int32; query_start [B + 1] int32, where each sequence begins
-among the tokens; context_lens [B] int32, tokens in the cache, this pass's included; max_query_len,
-at least the longest sequence's number of queries; and slots [T] int64, as `slot_mapping` returns
-them. cos and sin are [T, D]. Norms of query and key, [D], are the weights of per-head RMS norms
-before the rotation, with their eps.
+heads, D features per head, NB blocks of BS slots each, MB block-table columns. The paged arguments
+are the layer's cache; block_tables [B, MB] int32; query_start [B + 1] int32, where each sequence
+begins among the tokens; context_lens [B] int32, the number of tokens in the cache, including this
+pass's; max_query_len, at least the longest sequence's number of queries; and slots [T] int64, as
+`slot_mapping` returns them. cos and sin are [T, D]. Norms of query and key, [D], are the weights of
+per-head RMS norms before the rotation, with their eps.
 """
 
 from typing import NamedTuple, Self
@@ -30,7 +30,8 @@ MANY = 64  # shorter runs of slots are not worth detecting
 def slot_mapping(
     block_tables: Tensor, out_start: Tensor, positions: Tensor, block_size: int
 ) -> Tensor:
-    """KV cache slot of every token: `block_tables[b, pos // block_size]`, at `pos % block_size`.
+    """Return the KV cache slot of every token: `block_tables[b, pos // block_size]`, at `pos %
+    block_size`.
 
     Positions past the block table's end, and tokens at or past `out_start[B]`, go to the trash
     block. out_start: [B + 1] int32, where each row begins in `positions`, int64 [T]. Returns int64
@@ -89,7 +90,7 @@ def paged_attention(
     their own keys are already in the cache. fp32, fp16 or bf16, accumulated in fp32.
 
     query: [T, H, Dk]; tokens at or past `query_start[B]` give zeros. Head h reads key head h // (H
-    // Hkv). slots: the places of the queries' keys. Slots in block 0 belong to padding at the
+    // Hkv). slots: the cache slots of the queries' keys. Slots in block 0 belong to padding at the
     beginning or the end of a sequence's queries. Rows that are not causal do not see this padding;
     causal rows do not need the slots. Returns [T, H, Dv], contiguous.
     """
@@ -177,17 +178,18 @@ def rope_attention(
     eps: float = 1e-6,
     chunks: ChunkPlan | None = None,
 ) -> Tensor:
-    """Rotary embedding, storing the new keys and values, and `paged_attention` of one layer.
+    """Apply rotary embedding, store the new keys and values, and compute `paged_attention`.
 
-    New tokens' keys and values are rounded as the cache holds them. On CUDA all other inputs than
-    `qkv` must be complete before the kernel that writes `qkv` starts, since they are read while
-    that kernel runs.
+    New tokens' keys and values are rounded as the cache holds them. On CUDA all inputs except `qkv`
+    must be complete before the kernel that writes `qkv` starts, since they are read while that
+    kernel runs.
 
     qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token. Tokens at
-    or past `query_start[B]` give zeros. slots: those of a sequence's last positions, or in block 0,
-    whose contents are then undefined. If a sequence has more queries than context tokens, the first
-    queries are padding in block 0. chunks: the pass's long chunks. On CUDA another kernel takes
-    them if that is faster, with the same result within rounding. Returns [T, H * D], contiguous.
+    or past `query_start[B]` give zeros. slots: those of each sequence's last positions, or slots in
+    block 0, whose contents are then undefined. If a sequence has more queries than context tokens,
+    the first queries are padding in block 0. chunks: the pass's long chunks. On CUDA another kernel
+    processes them if that is faster, with the same result within rounding. Returns [T, H * D],
+    contiguous.
     """
     _, block_size, kv_heads, head_dim = cache.keys.shape
     query, key, value = split_heads_reference(
@@ -215,10 +217,10 @@ def gather_kv(
 
 @kernel("specdec_kernels.attention.dense_triton:dense_attention_triton")
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> None:
-    """Causal attention of the last L of C positions, written to `out` [L, H, D].
+    """Write the causal attention of the last L of C positions to `out` [L, H, D].
 
-    query: [L, H, D]. Heads and features of query and out are contiguous. CUDA needs 16 bits, a
-    power of 2 as D, and Hopper or later. key, value: [C, Hkv, D], contiguous. scale: positive.
+    query: [L, H, D]. Heads and features of query and out are contiguous. CUDA needs 16-bit values,
+    a power of 2 as D, and Hopper or later. key, value: [C, Hkv, D], contiguous. scale: positive.
     """
     group, older = query.shape[1] // key.shape[1], key.shape[0] - query.shape[0]
     q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))

@@ -17,7 +17,7 @@ from specdec_kernels.launch_triton import after_predecessor, dependence
 
 @triton.jit
 def normed(first, second, norm_ptr, half, eps, D: tl.constexpr):
-    """RMS norm of fp32 rows [R, D], given as halves."""
+    """Apply an RMS norm to fp32 rows [R, D], given as halves."""
     live = half < D // 2
     norm_first = tl.load(norm_ptr + half, mask=live, other=0.0).to(tl.float32)
     norm_second = tl.load(norm_ptr + D // 2 + half, mask=live, other=0.0).to(tl.float32)
@@ -28,8 +28,8 @@ def normed(first, second, norm_ptr, half, eps, D: tl.constexpr):
 
 @triton.jit
 def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr):
-    """Heads [R, D] as halves, normed (unless the pointer is None) and rotated in fp32. turn:
-    cosines and sines.
+    """Norm heads [R, D], given as halves (unless `norm_ptr` is None), and rotate them in fp32.
+    turn: the cosines and sines.
     """
     first, second = head
     cos, sin = turn
@@ -45,7 +45,8 @@ def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr):
 
 @triton.jit
 def load_turn(cos_ptr, sin_ptr, token, half, mask, rope_stride):
-    """Cosines and sines [R, D / 2] of tokens [R], complete before the predecessor starts."""
+    """Load the cosines and sines [R, D / 2] of tokens [R]. These must be complete before the
+    preceding kernel starts."""
     at = token[:, None] * rope_stride + half[None, :]
     cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
@@ -54,7 +55,7 @@ def load_turn(cos_ptr, sin_ptr, token, half, mask, rope_stride):
 
 @triton.jit
 def load_queries(qkv_ptr, token, head, half, mask, qkv_stride, D: tl.constexpr):
-    """Query heads from the projection as halves [R, D / 2], one `head` [R] of each token [R]."""
+    """Load one query head of each token from the projection, as halves [R, D / 2]."""
     at = qkv_ptr + (token * qkv_stride + head * D)[:, None] + half[None, :]
     first = tl.load(at, mask=mask, other=0.0)
     second = tl.load(at + D // 2, mask=mask, other=0.0)
@@ -63,7 +64,7 @@ def load_queries(qkv_ptr, token, head, half, mask, qkv_stride, D: tl.constexpr):
 
 @triton.jit
 def load_heads(key_ptr, value_ptr, token, live, half, dim, qkv_stride, D: tl.constexpr):
-    """New tokens' keys as halves [N, D / 2] and values [N, D], from the projection."""
+    """Load new tokens' keys, as halves [N, D / 2], and values [N, D] from the projection."""
     at = token * qkv_stride
     mask = live[:, None] & (half < D // 2)[None, :]
     key_at = key_ptr + at[:, None] + half[None, :]

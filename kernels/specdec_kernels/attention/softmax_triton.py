@@ -25,8 +25,8 @@ def attend(
 ):
     """Add one tile of keys to the softmax.
 
-    Returns the new maxima, the factor [M] of the earlier sums, the tile's weights [M, N], which the
-    caller must still sum, and the new `acc`.
+    Returns the new maxima, the factor [M] for the earlier sums, the tile's weights [M, N], which
+    the caller must still sum, and the new `acc`.
     """
     key, value, visible = tile
     value = value.to(query[0].dtype)
@@ -38,7 +38,8 @@ def attend(
 
 @triton.jit
 def weighed(row_max, scores, unit):
-    """A step of the online softmax: new maxima, the factor of earlier sums, and weights [M, N]."""
+    """Return the new maxima, the factor for earlier sums, and weights [M, N] of an online softmax
+    step."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
     base = finite(new_max)
     weights = tl.exp2(scores * unit - base[:, None])
@@ -71,7 +72,8 @@ def attend_both(query, tile, fresh_tile, scaling, FORM: tl.constexpr):
 
 @triton.jit
 def scored(query, key, visible, scaling, FORM: tl.constexpr):
-    """Scores [M, N], -inf where not visible, and the factor that makes them logarithms base 2."""
+    """Return scores [M, N], -inf where not visible, and the factor that makes them base-2
+    exponents."""
     query_first, query_second = query
     key_first, key_second = key
     if INTERPRETED:
@@ -87,7 +89,7 @@ def scored(query, key, visible, scaling, FORM: tl.constexpr):
 
 @triton.jit
 def capped(scores, scaling, FORM: tl.constexpr):
-    """Scores after the softcap, if there is one, and the same factor as from `scored`."""
+    """Return the scores after the softcap, if there is one, and the same factor as `scored`."""
     scale, softcap = scaling
     if FORM.has_softcap:
         # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
@@ -98,7 +100,7 @@ def capped(scores, scaling, FORM: tl.constexpr):
 
 @triton.jit
 def weighted(weights, value, acc):
-    """acc + weights @ value."""
+    """Return acc + weights @ value."""
     if INTERPRETED:
         value = value.to(tl.float32)
     return tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
@@ -106,14 +108,15 @@ def weighted(weights, value, acc):
 
 @triton.jit
 def finite(row_max):
-    """The maxima, with 0 for rows that see no key: theirs are -inf, and inf - inf would be NaN."""
+    """Replace the maxima of rows that see no key by 0: they are -inf, and inf - inf would be
+    NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
 def weighted_mean(row_max, row_sum, acc, sinks_ptr, head, live):
-    """The weighted mean of the values [M, D]; zeros for a row that sees no key. sinks_ptr: sinks of
-    all heads, or None. A sink is a key without a value. head: [M].
+    """Return the weighted mean of the values [M, D]; zeros for a row that sees no key. sinks_ptr:
+    the sinks of all heads, or None. A sink is a key without a value. head: [M].
     """
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
@@ -126,7 +129,7 @@ def weighted_mean(row_max, row_sum, acc, sinks_ptr, head, live):
 
 @triton.jit
 def first_seen(old, FORM: tl.constexpr, CUT: tl.constexpr):
-    """The first of `old` older keys that some query sees, and the start of the first tile.
+    """Return the first of `old` older keys that some query sees, and the start of the first tile.
 
     Tiles of whole blocks start at a block boundary.
     """
@@ -147,7 +150,7 @@ def cached_tile(
     FORM: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """The tile of keys and values from position `start` on.
+    """Load the tile of keys and values from position `start` on.
 
     Without a window the mask is [1, N]: all queries see the positions in [low, high).
     """
@@ -189,7 +192,7 @@ def cached_tile(
 
 @triton.jit
 def new_tile(key, value, fresh, fresh_live, token, early, FORM: tl.constexpr):
-    """The tile of new keys, given as rows of halves [N, D / 2], and values.
+    """Make the tile of new keys, which are given as rows of halves [N, D / 2], and values.
 
     A query of `token` [M] sees the new tokens within its window, and up to itself if it is causal,
     except the first `early`.

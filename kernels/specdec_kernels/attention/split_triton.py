@@ -15,7 +15,8 @@ NOTHING = tl.constexpr(-(0x800000 << 32))  # `packed_stats` for a maximum of -in
 
 @triton.jit
 def part_of(keys, part, alone, min_keys, UNIT: tl.constexpr, CUT: tl.constexpr):
-    """The number of parts of `keys` older keys, at most SPLITS, and the begin and end of one part.
+    """Return the number of parts for `keys` older keys, at most SPLITS, and one part's begin and
+    end.
 
     Each part has an equal share of at least `min_keys`. Part 0 also has the new keys, which arrive
     later and need more work. So it has `min_keys` fewer older keys, unless another part would then
@@ -37,7 +38,7 @@ def part_of(keys, part, alone, min_keys, UNIT: tl.constexpr, CUT: tl.constexpr):
 
 @triton.jit
 def packed_stats(row_max, row_sum):
-    """A part's maximum and sum of a row as 64 bits, so that one load reads both."""
+    """Pack a row's maximum and sum over one part into 64 bits, so that one load reads both."""
     upper = row_max.to(tl.int32, bitcast=True).to(tl.int64) << 32
     return upper | (row_sum.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
 
@@ -68,9 +69,9 @@ def few_parts(
     row,  # [R], below M
     CUT: tl.constexpr,
 ):
-    """The maxima and sums [R] and weighted values [R, BLOCK_D] of a softmax over parts. Every
-    thread iterates over all parts. The loads are independent, so all are in flight together, and
-    threads exchange nothing.
+    """Combine the parts of a softmax. Returns maxima [R], sums [R] and weighted values [R,
+    BLOCK_D]. Every thread iterates over all parts. The loads are independent, so all are in flight
+    together, and threads exchange nothing.
     """
     PARTS: tl.constexpr = CUT.few_parts
     dim = tl.arange(0, CUT.block_d)
@@ -136,7 +137,7 @@ def combine_rows(
     FEW: tl.constexpr,
 ):
     """Combine the parts of some rows from `first` on, then from `first + step` on, and so on, and
-    store them. FEW: whether there are few parts.
+    store the results. FEW: whether there are few parts.
     """
     HEADS: tl.constexpr = FORM.kv_heads * FORM.group
     partial_ptr, stats_ptr, sinks_ptr, out_ptr = memory

@@ -27,16 +27,16 @@ class Cut(NamedTuple):
     """Launch configuration of `decode_triton.rope_attention_kernel`."""
 
     splits: int  # maximum parts of the context
-    few_parts: int  # up to this many parts are combined `few_rows` at a time, more `many_rows`
+    few_parts: int  # up to this many parts, rows are combined `few_rows` at a time
     few_rows: int
     many_rows: int
-    block_m: int  # rows: query tokens times query heads of a key head
+    block_m: int  # rows of a tile: query tokens times query heads per key head
     block_new: int  # new keys
-    block_n: int  # older keys of one step
+    block_n: int  # older keys per step
     block_d: int  # head dimension, padded
     num_warps: int
     num_stages: int
-    maxnreg: int | None  # registers a thread
+    maxnreg: int | None  # registers per thread
 
 
 # Pipeline stages of programs with a whole context, by maximum bytes of a padded head, rows of a
@@ -59,7 +59,7 @@ def depth_of(device: tuple[int, int], head_bytes: int, block_m: int, crowding: f
 
 
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
-    """The maximum number of parts of a context. The parts of all `programs` must be at most
+    """Return the maximum number of parts of a context. The parts of all `programs` must be at most
     `at_once`, since they wait for each other. One part has the new keys; two parts save less than
     combining them costs."""
     fitting = at_once // programs
@@ -120,17 +120,17 @@ def choose_cut(
 
 
 def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize: int) -> int:
-    """The pipeline stages over tiles of keys that fit into `room` bytes of shared memory besides
-    queries, weights, and in fp32 one more tile. With fewer than 3 there is no room for keys and
-    values."""
+    """Return the number of pipeline stages over tiles of keys that fit into `room` bytes of shared
+    memory beside queries, weights and, in fp32, one more tile. Fewer than 3 have no room for keys
+    and values."""
     tile = block_n * block_d * itemsize
     others = block_m * (block_d + block_n) * itemsize + (tile if itemsize == 4 else 0) + SCRATCH
     return max(0, room - others) // tile + 1
 
 
 def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int:
-    """The number of rows whose `parts` parts fit into a program's registers. Programs share BLOCK_M
-    rows."""
+    """Return the number of rows whose `parts` parts fit into a program's registers. Programs share
+    BLOCK_M rows."""
     fitting = COMBINED * 32 * num_warps // (parts * block_d)
     return min(block_m // 4, power_of_2_to(fitting))
 
@@ -138,8 +138,8 @@ def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int
 class PagedTiles(NamedTuple):
     """Launch configuration of `paged_triton.paged_attention_kernel`."""
 
-    block_m: int  # rows: query tokens times query heads of a key head
-    block_n: int  # keys of one step
+    block_m: int  # rows of a tile: query tokens times query heads per key head
+    block_n: int  # keys per step
     block_dk: int  # features of a key, padded
     block_dv: int  # features of a value, padded
     splits: int  # parts of the context
@@ -151,10 +151,10 @@ class PagedTiles(NamedTuple):
 def paged_tiles(
     max_query_len: int, group: int, head_bytes: int, room: int = SHARED_MEMORY
 ) -> tuple[int, int]:
-    """The rows and keys of a tile of `paged_attention`. Shared memory of `room` bytes holds a tile
-    of queries, of at most 32 KiB unless one group is larger, and two tiles each of keys and values.
-    max_query_len: that of the longest sequence. group: query heads of a key head. head_bytes: bytes
-    of a padded head.
+    """Return the rows and keys of a tile of `paged_attention`. Shared memory of `room` bytes holds
+    a tile of queries, of at most 32 KiB unless one group is larger, and two tiles each of keys and
+    values. max_query_len: that of the longest sequence. group: query heads of a key head.
+    head_bytes: bytes of a padded head.
     """
     rows = power_of_2_from(max_query_len * group)
     block_m = max(16, min(rows, 128, 2**15 // head_bytes), power_of_2_from(group))
