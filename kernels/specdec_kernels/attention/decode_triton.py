@@ -110,7 +110,7 @@ def rope_attention_kernel(
     out_ptr,  # [T, H, D], out
     partial_ptr,  # [B, Hkv, SPLITS, BLOCK_M, BLOCK_D] fp32, out; only with SPLITS > 1
     stats_ptr,  # [B, Hkv, SPLITS, BLOCK_M] int64, `packed_stats`, out; only with SPLITS > 1
-    epochs_ptr,  # [>= B Hkv, 2] int32, in and out, for `arrive` and `wait_for`; only with SPLITS > 1
+    epochs_ptr,  # [>= B Hkv, 2] int32, in and out, for `arrive`, `wait_for`; only with SPLITS > 1
     scale,
     softcap,
     eps,

@@ -215,7 +215,7 @@ def paged_attention_kernel(
     if FORM.window > 0:
         low = tl.maximum(first_position - FORM.window + 1, 0)
     high = context
-    certain = context - query_len  # without a window, every query sees all keys before this position
+    certain = context - query_len  # without a window, all queries see all keys before this position
     if FORM.causal:
         high = tl.minimum(context, first_position + TILE)
         certain = first_position + 1
