@@ -1,1 +1,1 @@
-"""Engines that answer requests, behind one interface: our own engine, and servers of models."""
+"""Engines that answer requests, behind one interface: our own engine and inference servers."""

@@ -20,7 +20,8 @@ from specdec_cli.recipe import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Figures that only answers from servers have; see `folders.records.Sample`."""
+    """Figures that only a server's answer has. `experiment.folders.records.Sample` explains
+    them."""
 
     engine: EngineFacts
     num_retries: int = 0
@@ -37,11 +38,11 @@ class Served:
 class Finished:
     """The answer to one request.
 
-    max_output_tokens: the number of tokens after which the answer had to end. *_per_round: the
-    numbers of proposed and of accepted tokens in each round with proposals, in order; None if the
-    engine does not report them. The fields after these are explained in `core.types.Sequence`.
-    arrived_at to finished_at: seconds on one clock. Shares and stage times are 0 or empty if an
-    engine has none.
+    max_output_tokens: the number of tokens after which the answer had to end. proposed_per_round,
+    accepted_per_round: how many tokens each round with proposals proposed and accepted, in order;
+    None if the engine does not report this. `core.types.Sequence` explains the later fields.
+    arrived_at, admitted_at, first_token_at, finished_at: seconds on one clock. If the engine does
+    not measure shares and stage times, they are 0 or empty.
     """
 
     index: int
@@ -71,12 +72,12 @@ class Finished:
 
     @property
     def seconds(self) -> float:
-        """The request's shares of the time of prefill and of rounds."""
+        """Seconds of prefill and decoding that are charged to this request."""
         return self.prefill_seconds + self.decode_seconds
 
 
 class Written(Protocol):
-    """Tokens of one request as they arrive; the first `num_accepted` were proposals."""
+    """New tokens of one request. The first `num_accepted` of them were proposals."""
 
     @property
     def index(self) -> int: ...
@@ -86,22 +87,24 @@ class Written(Protocol):
     def num_accepted(self) -> int: ...
 
 
-# Called once per round with the new tokens, and with the answers that they complete.
+# Called once per round, with the new tokens and with the answers that they complete.
 OnRound = Callable[[Sequence[Written], list[Finished]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A checked recipe, before anything is loaded.
+    """A recipe that passed all checks, before anything is loaded.
 
-    proposer: the name of the arm. draft_max_len: the draft's context length; None without a draft.
-    device: an object with a `type`. device_name: the device's type, or a GPU's name. random_roles:
-    the models with random weights. remark, readings: notes for readers of the results, about the
-    acceptance rule and the draft. reads_hidden: whether the draft takes the target's hidden states.
-    generation_config: what `generation_config` reads of the target. stages: the stages
-    of opening a session. fingerprint: gives, for a role, a hash that tells models of one name
-    apart; None for a role without a model. own: data of the backend itself. few_threads: the notice
-    that the backend runs on fewer threads than it could.
+    proposer: the name of the draft or of the method without a draft; None if nothing proposes.
+    draft_max_len: the draft's context length; None without a draft. device: a torch device, or
+    another object with a `type`. device_name: the device's type, or a GPU's name. random_roles: the
+    roles ("target", "draft") of models with random weights. remark: a note on the acceptance rule
+    for readers of the results. readings: the draft's conventions that tools interpret differently.
+    reads_hidden: whether the draft takes the target's hidden states. generation_config: the content
+    of the target's generation_config.json. stages: the names of the loading stages, in order.
+    fingerprint: returns a role's hash, which differs between models of the same name; None for a
+    role without a model. own: data that only the backend uses. few_threads: the notice that the
+    backend runs on fewer threads than it could; None otherwise.
     """
 
     recipe: Recipe
@@ -137,8 +140,8 @@ class Prepared:
 class Session(Protocol):
     """Loaded models that answer requests, `batch_size` at a time. Sessions run one at a time.
 
-    weights: the target's weights, which the next session may take over. reach: the text length
-    beyond which nothing is proposed.
+    weights: the target's weights, which the next session may take over. reach: the number of tokens
+    in a sequence beyond which nothing is proposed.
     """
 
     @property
@@ -155,7 +158,7 @@ class Session(Protocol):
     ) -> Metrics | None:
         """Answer every request, with at most `k` proposals per round.
 
-        Returns None if metrics follow from the answers alone, as they do for servers.
+        Returns None if the caller can compute the metrics from the answers, as it can for servers.
         """
         ...
 
@@ -166,42 +169,46 @@ class Session(Protocol):
         params: SamplingParams,
         on_sign: Callable[[], None],
     ) -> list[Finished]:
-        """Answer requests as they arrive, until `arrivals` are over. `arrivals` gets the index of
-        each answer as it ends. on_sign: called now and then, also while nothing is due.
+        """Answer requests as they arrive, until `arrivals.is_over`.
 
-        Times of answers are on the clock `time.perf_counter`, and `arrived_at` is the due time.
+        Calls `arrivals.answered` with the index of each request that ends. on_sign: called now and
+        then to show that the engine still runs, even if no request is due. The times in the answers
+        are from `time.perf_counter`, and `arrived_at` is the time at which the request was due.
         """
         ...
 
     def resized(self, batch_size: int) -> "Session":
-        """The same models with a different number of concurrent requests; 0 means no limit."""
+        """Return a session with the same models and a different number of concurrent requests. 0
+        means no limit."""
         ...
 
     def forget_rounds(self) -> None:
-        """Free the data that belong to this batch size alone."""
+        """Free the data that only this batch size needs."""
 
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
     ) -> np.ndarray:
-        """The target's logits [V], fp32, after `tokens`, as passes over `width` tokens give them,
-        processed as `params` asks: -inf for ids that cannot follow. start: the number of tokens of
-        the prompt.
+        """Compute the target's logits for the token after `tokens`: fp32 [V].
 
-        Every rank calls this; only rank 0's logits are valid.
+        The target runs in passes over `width` tokens. Its logits are then processed as `params`
+        asks; ids that cannot follow have -inf. start: the number of prompt tokens. Every rank calls
+        this, but only rank 0's logits are valid.
         """
         ...
 
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams
     ) -> Forecast | None:
-        """The acceptance of proposals along `output`; None if the method has no forecast."""
+        """Predict the acceptance of proposals at each token of `output`. Returns None if the method
+        has no forecast."""
         ...
 
 
 class Backend(Protocol):
     """An engine. `prepare` makes the plan that the other functions take.
 
-    is_native: whether the engine is our own, which stamps rounds, forecasts them and has logits.
+    is_native: whether this is our own engine. Only our own engine measures the stages of rounds,
+    forecasts acceptance and returns logits.
     """
 
     @property
@@ -210,7 +217,8 @@ class Backend(Protocol):
     def prepare(
         self, recipe: Recipe, permissions: Permissions, largest: tuple[int, int] | None = None
     ) -> Prepared:
-        """Check a recipe. largest: the largest k and batch size; None for the recipe's own."""
+        """Check a recipe, and plan its run. largest: the largest k and the largest batch size;
+        None for the recipe's own values."""
         ...
 
     def open_session(
@@ -220,7 +228,8 @@ class Backend(Protocol):
         on_stage: Callable[[str], None],
         weights: object = None,
     ) -> Session:
-        """Load the models. weights: the weights of a session that is no longer used."""
+        """Load the models. weights: the target's weights from a session that is no longer used;
+        None to read them."""
         ...
 
     def open_beside(
@@ -230,17 +239,18 @@ class Backend(Protocol):
         session: Session,
         on_stage: Callable[[str], None],
     ) -> Session | None:
-        """Open a session with a different draft on the target of `session`, which stays usable;
-        None if memory does not suffice."""
+        """Open a session with a different draft that shares the target of `session`. `session`
+        stays usable. Returns None if memory does not suffice."""
         ...
 
     def environment(self, plan: Prepared) -> dict[str, Any]:
-        """The record of the environment."""
+        """Return the versions, the device and other facts of the environment to save with the
+        results."""
         ...
 
     def peak_memory(self, plan: Prepared) -> int:
-        """The peak number of bytes held so far."""
+        """Return the peak memory so far, in bytes."""
         ...
 
     def free_memory(self, plan: Prepared) -> None:
-        """Return memory that is no longer used."""
+        """Release memory that is no longer used."""

@@ -103,7 +103,7 @@ class NativeSession:
 
 
 def finished(seq: Seq) -> Finished:
-    """The answer from a finished sequence."""
+    """Convert a finished sequence to an answer."""
     assert seq.finish_reason is not None
     own: dict[str, Any] = {
         "prompt_token_ids": seq.tokens[: seq.num_prompt_tokens],
@@ -116,7 +116,8 @@ def finished(seq: Seq) -> Finished:
 
 
 def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
-    """The recipe from which engine and cache are built, with the largest k and batch size."""
+    """Change a recipe's k and batch size to the largest ones of a run, so that the engine and its
+    cache are built for all of them."""
     recipe = recipe.model_copy(update={"speculation": for_k(recipe.speculation, largest)})
     recipe = recipe.changed("speculation", num_speculative_tokens=largest)
     return recipe.changed("run", batch_size=batch_size)
@@ -133,7 +134,7 @@ def prepare(
 
 
 def prepared(plan: Plan) -> Prepared:
-    """The engine's plan, as measurements need it."""
+    """Convert the engine's plan to the form that measurements use."""
     target, draft, device = plan.target, plan.draft, plan.device
 
     def fingerprint_of(role: str) -> str | None:
@@ -186,10 +187,11 @@ def open_beside(
 
 
 def environment(plan: Prepared, device: torch.device | None = None) -> dict[str, Any]:
-    """The record of the environment, from an allow-list: no environment variable is copied.
+    """Return the facts of the environment to save with the results.
 
-    It includes the target's dtype, and which parts were compiled or captured, and why. device: the
-    device to record; None for the plan's.
+    Only listed facts are recorded, never environment variables. They include the target's dtype,
+    which parts were compiled or captured, and why. device: the device to record; None for the
+    plan's device.
     """
     device = device or plan.device
     found: dict[str, Any] = {
@@ -215,7 +217,7 @@ def environment(plan: Prepared, device: torch.device | None = None) -> dict[str,
     return found
 
 
-@cache  # the installed packages are searched by name
+@cache  # each call searches the installed packages
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -224,7 +226,7 @@ def _version(package: str) -> str | None:
 
 
 def peak_memory(plan: Prepared) -> int:
-    """The peak of memory so far, in bytes: memory of the device that torch reserved, or on a CPU
+    """Return the peak memory so far, in bytes: on a GPU the memory that torch reserved, on a CPU
     the memory of this process."""
     if plan.device.type == "cuda":
         return torch.cuda.max_memory_reserved(plan.device)

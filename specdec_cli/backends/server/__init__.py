@@ -1,1 +1,1 @@
-"""Engines behind HTTP as a backend. Imports no torch."""
+"""A backend that measures inference servers over HTTP. Imports no torch."""

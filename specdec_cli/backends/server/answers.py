@@ -1,5 +1,5 @@
-"""Turns a server's data into answers: shares of time, and rounds as far as the server reports
-them."""
+"""Turns what a server sent into answers: computes each request's share of the time, and its rounds
+if the server reports enough."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,9 @@ INVALID = "spec_details_invalid"
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The rounds of one request. order: the numbers of tokens that each round accepted and
-    proposed. histogram: the number of rounds by accepted tokens. Both are None if unknown."""
+    """The rounds of one request. order: two lists, the tokens that each round accepted and the
+    tokens that it proposed. histogram: entry i is the number of rounds that accepted i tokens. Each
+    is None if unknown."""
 
     order: tuple[list[int], list[int]] | None = None
     histogram: list[int] | None = None
@@ -31,11 +32,11 @@ class Rounds:
 
 
 def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool) -> bool:
-    """True if details are consistent with each other and with the text.
+    """Return True if a server's details are consistent with each other and with the text.
 
     tokens_after_first: the number of tokens after the first chunk, which prefill writes. may_skip:
-    whether rounds may propose nothing, so that a text may have more tokens than the counted rounds
-    allow.
+    whether rounds may propose nothing. The server does not count such rounds, so the text may have
+    more tokens than the counted rounds can write.
     """
     numbers = (found.num_rounds, found.num_accepted, *found.histogram)
     if any(type(one) is not int or one < 0 for one in numbers) or len(found.histogram) > k + 1:
@@ -62,10 +63,12 @@ def is_sound(found: Details, k: int, tokens_after_first: int, *, may_skip: bool)
 
 
 def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
-    """The number of tokens that each round accepted, in order; None if the chunks do not fit the
-    histogram of rounds. sizes: the sizes of the chunks after the first. Every round but the last is
-    a chunk of its accepted proposals and one more token. The last round may have accepted tokens
-    beyond the text's end, which no chunk has.
+    """Return how many tokens each round accepted, in order. Returns None if the chunks do not fit
+    the histogram of rounds.
+
+    sizes: the number of tokens in each chunk after the first. Every round except the last sends one
+    chunk: its accepted proposals and one more token. The last round may have accepted tokens after
+    the end of the text, which are in no chunk.
     """
     if found.accepted is not None:
         return list(found.accepted)
@@ -80,11 +83,11 @@ def in_order(found: Details, sizes: Sequence[int]) -> list[int] | None:
 
 
 def chunks_tell(sizes: Sequence[Sequence[int]], k: int, drafts: int, accepted: int) -> bool:
-    """True if each chunk is one round, by the counters of all requests.
+    """Return True if the server's counters show that each chunk was one round.
 
-    sizes: for each request, the sizes of the chunks after its first. drafts, accepted: the server's
-    counts of drafts and of accepted tokens. The last round of a request may have accepted tokens
-    beyond its text.
+    sizes: for each request, the number of tokens in each chunk after its first. drafts, accepted:
+    the server's counts of drafts and of accepted tokens over all requests. The last round of a
+    request may have accepted tokens after the end of its text.
     """
     every = [size for own in sizes for size in own]
     seen = sum(size - 1 for size in every)
@@ -100,8 +103,8 @@ NO_ROUNDS = Rounds()
 
 
 def rounds_by_details(answer: Answer, k: int, *, may_skip: bool) -> Rounds | str | None:
-    """The rounds of one request, as the server reports them; None if it reports none, and a
-    warning's code if they are impossible."""
+    """Return the rounds that the server reports for one request. Returns None if it reports none,
+    and a warning code if its report is impossible."""
     after = answer.num_tokens - answer.tokens_in_first
     found = answer.reading.details
     if found is None:
@@ -118,11 +121,11 @@ def rounds_by_details(answer: Answer, k: int, *, may_skip: bool) -> Rounds | str
 def all_rounds(
     answers: Sequence[Answer], counted: Counted | str | None, k: int, *, may_skip: bool
 ) -> tuple[Source | None, list[Rounds], Counted | None, set[str]]:
-    """The source of acceptance data, each answer's rounds, the total counts of all answers, and
-    warning codes.
+    """Choose the best source of acceptance data. Returns the source, the rounds of each answer, the
+    total counts over all answers, and warning codes.
 
-    counted: the counts from the server's counters, or a warning's code if they are unknown; None
-    without counters.
+    counted: the counts from the server's counters, or a warning code if they are unknown; None if
+    the server has no counters.
     """
     remarks: set[str] = set()
     others = {OTHERS} if counted == OTHERS else set()
@@ -146,8 +149,8 @@ def all_rounds(
 
 
 def shares(spans: Mapping[int, tuple[float, float]]) -> dict[int, float]:
-    """Each span's share of the time in which any span runs: each instant is charged equally to the
-    spans that run then. spans: start and end in seconds, by key."""
+    """Divide time among spans that overlap: each instant is split equally among the spans that
+    run then. spans: start and end in seconds, by key. Returns seconds by the same keys."""
     times = sorted({at for span in spans.values() for at in span})
     open_at = dict.fromkeys(times, 0)
     for begin, end in spans.values():
@@ -170,9 +173,9 @@ def finished(
     times: tuple[float, float],
     most: int,
 ) -> Finished:
-    """The answer to one request. times: the request's shares of the time of decoding, and of the
-    whole time from sending to the last token. most: the number of tokens after which the answer had
-    to end."""
+    """Make the answer to one request. times: the request's share of the decoding time, and its
+    share of the whole time from sending to the last token, in seconds. most: the number of tokens
+    after which the answer had to end."""
     reading, request = answer.reading, answer.request
     served = Served(
         EngineFacts(kind=facts.kind, version=facts.version, acceptance_source=source),

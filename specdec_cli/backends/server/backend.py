@@ -1,6 +1,6 @@
-"""Servers as a backend, for which a recipe needs only a tokenizer.
+"""The backend for servers. It loads no model: of a recipe's models it needs only the tokenizer.
 
-Functions import tokenizers when they need them.
+Tokenizers are imported only in the functions that use them.
 """
 
 import platform
@@ -26,21 +26,21 @@ from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import weights_from, without_draft
 
 _UNLIMITED = 1 << 31
-_SAY_S = 30.0  # seconds between lines about a server that is starting
+_SAY_S = 30.0  # seconds between progress lines while a server starts
 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """The device of a run without computation of its own."""
+    """The device of a run whose computation happens on a server."""
 
     type: str = "elsewhere"
 
 
 class ServerBackend:
-    """Servers, by k. Use it as a context manager.
+    """A backend with one server for each k. Use it as a context manager.
 
-    logs: the folder for the logs of the servers that this backend starts, one at a time. started:
-    the facts that these servers reported. notices: warnings about these servers.
+    It can start servers itself, one at a time. logs: the folder for the logs of started servers.
+    started: the facts that these servers reported. notices: warnings about these servers.
     """
 
     is_native = False
@@ -65,14 +65,14 @@ class ServerBackend:
             self._line.close()
 
     def look(self, url: str, recipe: Recipe) -> ServerFacts:
-        """The server that answers at `url`; see `look_at`."""
+        """Find out which server answers at `url`; see `look_at`."""
         engine = recipe.engine
         return self._line.run(
             lambda http: look_at(http, url, engine.served_model, engine.start_timeout_s)
         )
 
     def start(self, plan: Prepared, k: int, told: Callable[[str], None]) -> None:
-        """Start a server for `k`, the only one, and wait until it is healthy; see `Starter`."""
+        """Start a server for `k`, and wait until it is healthy. No other server may be running."""
         recipe, engine = plan.recipe, plan.recipe.engine
         command = command_of(engine.kind, recipe, k, self._permissions)
         command = command.without(self._unknown) or command
@@ -181,7 +181,8 @@ class ServerBackend:
         )
 
     def _proposer(self, recipe: Recipe) -> str | None:
-        """The name of the recipe's draft or method, or else of the method that a server names."""
+        """Return the name of the recipe's draft, or of its method without a draft, or else the
+        method that a server reports."""
         method = recipe.speculation.method
         if weights_from(method) == "draft" and recipe.draft is not None:
             return recipe.draft.model
@@ -203,7 +204,7 @@ class ServerBackend:
             batch_size=recipe.run.batch_size,
             max_model_len=plan.max_model_len,
             limits=Limits(recipe.engine.request_timeout_s, recipe.engine.retries),
-            may_skip=weights_from(recipe.speculation.method) == "none",  # lookups may find none
+            may_skip=weights_from(recipe.speculation.method) == "none",  # a lookup may find nothing
             line=self._line,
             check=self._check,
         )
@@ -231,11 +232,11 @@ class ServerBackend:
         return 0
 
     def free_memory(self, plan: Prepared) -> None:
-        """Do nothing, because the memory is the server's."""
+        """Do nothing, because only the server holds memory."""
 
 
 def _refuse_unsent(facts: ServerFacts, recipe: Recipe) -> None:
-    """Raise `UsageError` for sampling settings that the server does not support."""
+    """Raise `UsageError` if the recipe sets a sampling option that the server does not support."""
     unsent = ["suppress_tokens"]
     if facts.kind == "openai":
         unsent += ["top_k", "repetition_penalty", "min_new_tokens", "ignore_eos"]

@@ -1,6 +1,6 @@
-"""The client sends each request when it is due and there is room, and reads the answers.
+"""The HTTP client: sends each request when it is due and a slot is free, and reads the answers.
 
-It measures times on its own clock, the same for all requests of a run. Dialects are elsewhere.
+All requests of a run are timed on one clock. `dialects` has the formats of requests and answers.
 """
 
 import asyncio
@@ -35,10 +35,14 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 @dataclass(slots=True)
 class Answer:
-    """The outcome of one request. chunks: the time and the number of new tokens of each chunk that
-    holds text or tokens. sent: the time at which the request could be sent. began: the start of the
-    attempt that was answered. error: the reason if there is no usable answer; otherwise None.
-    lost_tokens: tokens that failed attempts may have generated."""
+    """The outcome of one request. Times are in seconds on one clock.
+
+    due: when the request should be sent. sent: when the client was ready to send it, before any
+    wait for a slot; 0 if not recorded. began: when the last attempt started. chunks: the time and
+    the number of new tokens of each chunk that holds text or tokens. error: why there is no usable
+    answer; None if there is one. lost_tokens: the largest number of tokens that failed attempts may
+    have generated.
+    """
 
     request: Request
     due: float
@@ -52,7 +56,7 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """The number of output tokens, counted by ids or else by `usage`."""
+        """The number of output tokens: the number of ids, or else the server's `usage`."""
         return len(self.reading.token_ids) or self.reading.usage or 0
 
     @property
@@ -68,18 +72,18 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a request. timeout_s: the time limit of one attempt. retries: the number of
-    attempts after the first."""
+    """Limits on each request. timeout_s: the time limit of one attempt, in seconds. retries: the
+    number of further attempts after the first."""
 
     timeout_s: float
     retries: int
 
 
 class Events:
-    """A parser of one stream of server-sent events, whose pieces may be cut anywhere.
+    """A parser for one stream of server-sent events. The stream may be split into pieces anywhere.
 
-    Comments and other fields than `data` are skipped, and the lines of one event joined, as the
-    HTML standard on server-sent events says.
+    As the HTML standard says, comments and fields other than `data` are skipped, and the data lines
+    of one event are joined.
     """
 
     def __init__(self) -> None:
@@ -87,9 +91,9 @@ class Events:
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of the events that `piece` completes."""
+        """Parse the next piece, and return the data of each event that it completes."""
         text = self._rest + piece
-        # A carriage return at the end may be the first half of a line's end.
+        # A carriage return at the end may be the first half of a line ending.
         held = b"\r" if text.endswith(b"\r") else b""
         *lines, rest = _LINE_END.split(text[: len(text) - len(held)])
         self._rest = rest + held
@@ -106,7 +110,7 @@ class Events:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """A session of connections without a limit on their number. The key is taken from the
+    """Open an HTTP session with any number of connections. The key is taken from the
     environment."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
@@ -117,7 +121,8 @@ def new_session() -> aiohttp.ClientSession:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Asks one server. most: the largest number of requests under way; None for no limit."""
+    """Sends requests to one server. most: the largest number of concurrent requests; None for no
+    limit."""
 
     http: aiohttp.ClientSession
     dialect: Dialect
@@ -127,8 +132,8 @@ class Client:
     most: int | None
 
     async def ask_all(self, requests: Sequence[Request]) -> list[Answer]:
-        """Send all requests, as many at a time as allowed. Returns the outcomes in the requests'
-        order."""
+        """Send all requests, at most `most` at a time. Returns the outcomes in the order of the
+        requests."""
         room = asyncio.Semaphore(self.most if self.most is not None else max(1, len(requests)))
         start = time.perf_counter()
 
@@ -145,8 +150,8 @@ class Client:
         return [task.result() for task in tasks]
 
     async def ask_arrivals(self, arrivals: Arrivals) -> list[Answer]:
-        """Send each request when it is due and there is room, until the arrivals are over. Then
-        wait for the requests that were sent, since the server counts their tokens."""
+        """Send each request when it is due and a slot is free, until `arrivals.is_over`. Then wait
+        for the requests that were sent, since the server's counters include their tokens."""
         room = asyncio.Semaphore(self.most) if self.most is not None else None
         start, answers = time.perf_counter(), list[Answer]()
 
@@ -171,14 +176,15 @@ class Client:
                     await asyncio.sleep(wait)
                 answer.sent = time.perf_counter()
                 group.create_task(one(answer))
-                await asyncio.sleep(0)  # let answers be read even if requests are late
+                await asyncio.sleep(0)  # late requests must not keep answers from being read
 
         async with asyncio.TaskGroup() as group:
             sender = group.create_task(send(group))
         return answers
 
     async def _ask(self, answer: Answer) -> None:
-        """Send the request until it is answered or no attempt is left."""
+        """Send the request, and retry failures that may pass. Timeouts and refusals are not
+        retried."""
         limits, most_new = self.limits, self.params.max_new_tokens
         for attempt in range(limits.retries + 1):
             answer.reading, answer.chunks, answer.num_retries = Reading(), [], attempt
@@ -228,8 +234,8 @@ class Client:
                 raise Refused("the server sends neither token ids nor usage to count tokens by")
 
     def _read(self, data: bytes, reading: Reading) -> int | None:
-        """Enter an event, and return the number of its new tokens: 0 for text without ids, None
-        without text and ids."""
+        """Add an event to `reading`, and return the number of its new tokens. Returns 0 for text
+        without ids, and None if the event has neither text nor ids."""
         before = len(reading.token_ids), len(reading.text)
         event = json.loads(data)
         if not isinstance(event, dict):
@@ -250,7 +256,8 @@ class Client:
 
 
 def _changed_prompt(answer: Answer) -> str | None:
-    """An error if the server read a different prompt from the one sent."""
+    """Return an error message if the server read a different prompt from the one that was sent;
+    otherwise None."""
     sent, read = list(answer.request.token_ids), answer.reading.prompt_token_ids
     count = answer.reading.num_prompt_tokens if read is None else len(read)
     if count is not None and count != len(sent):
@@ -261,7 +268,8 @@ def _changed_prompt(answer: Answer) -> str | None:
 
 
 def _wait_asked(headers: Mapping[str, str]) -> float:
-    """The seconds that Retry-After asks for: a number, or a date."""
+    """Return the seconds that the Retry-After header asks to wait; 0 without a valid header. The
+    header holds a number of seconds or a date."""
     text = headers.get("Retry-After", "")
     try:
         return max(0.0, float(text))
@@ -274,7 +282,7 @@ def _wait_asked(headers: Mapping[str, str]) -> float:
 
 
 async def error_words(response: aiohttp.ClientResponse) -> str:
-    """The message of an answer that reports an error."""
+    """Read the error message from the body of a response, or else its HTTP reason."""
     text = (await response.content.read(1 << 16)).decode(errors="replace")
     try:
         found: Any = json.loads(text)

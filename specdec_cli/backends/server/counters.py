@@ -1,4 +1,4 @@
-"""A server's counters: how much they rose between two readings, or why that is unknown."""
+"""Reads the counters that a server shows at /metrics, and compares two readings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The counters of one reading of /metrics, and the times at which they were created."""
+    """One reading of /metrics: vLLM's counters, and the times at which they were created."""
 
     values: Mapping[Series, float]
 
     @classmethod
     def of(cls, text: str) -> "Scrape":
-        """Raises ValueError for a text in another format."""
+        """Parse the text of /metrics. Raises ValueError if it has another format."""
         from prometheus_client.parser import text_string_to_metric_families
 
         found: dict[Series, float] = {}
@@ -34,13 +34,14 @@ class Scrape:
         return cls(found)
 
     def total(self, name: str) -> float | None:
-        """The sum of a counter over its labels, such as engines; None if the counter is missing."""
+        """Return a counter's sum over its labels, for example over engines; None if the counter is
+        missing."""
         found = [value for (own, _), value in self.values.items() if own == name]
         return sum(found) if found else None
 
     @property
     def by_position(self) -> dict[int, float]:
-        """Accepted tokens by position, counted from 0."""
+        """The number of accepted tokens by position in the draft, from 0."""
         found: dict[int, float] = {}
         for (name, labels), value in self.values.items():
             if name == _PER_POSITION:
@@ -50,8 +51,8 @@ class Scrape:
 
     @property
     def k(self) -> int | None:
-        """The proposal length: the number of positions, all of which exist from the start. None
-        without counters."""
+        """The server's proposal length; None without counters. The server has a counter for each
+        position from the start, so k is the number of these counters."""
         return len(self.by_position) if self.values else None
 
     @property
@@ -64,7 +65,7 @@ class Scrape:
 
 
 def has_reset(before: Scrape, after: Scrape) -> bool:
-    """True if a counter fell, disappeared, or was recreated."""
+    """Return True if a counter fell, disappeared, or was recreated."""
     return any(
         (now := after.values.get(series)) is None
         or now < was
@@ -74,10 +75,11 @@ def has_reset(before: Scrape, after: Scrape) -> bool:
 
 
 def difference(before: Scrape, after: Scrape, k: int, tokens: int, most_more: int) -> Counted | str:
-    """The counts of a run, or the code of the reason why they are unknown.
+    """Compute the counts of a run from the readings before and after it. Returns a warning code if
+    they are unknown.
 
-    tokens: the output tokens of our requests. most_more: the maximum number of additional tokens
-    that the server may have generated for us.
+    tokens: the number of output tokens of our requests. most_more: the largest number of additional
+    tokens that the server may have generated for our requests.
     """
     if has_reset(before, after):
         return RESET

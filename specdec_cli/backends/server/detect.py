@@ -1,4 +1,4 @@
-"""A server's kind, version, k, method and model, as the server itself reports them."""
+"""Asks a server for its kind, version, proposal length, method and model."""
 
 import asyncio
 import time
@@ -19,7 +19,8 @@ _UNREACHED = "check that it is up, its host and its port; sweep-k --serve vllm s
 
 
 def address(text: str, option: str) -> str:
-    """The address of a server, without a path. Raises `UsageError` for any other text."""
+    """Return the base address of a server, without /v1. Raises `UsageError` if `text` is not an
+    HTTP address, or holds a user or a password. option: the option to name in the message."""
     _, at, host = text.strip().rpartition("@")
     if at:  # the part before it may be a password, so do not repeat it
         raise UsageError(
@@ -42,9 +43,11 @@ def address(text: str, option: str) -> str:
 async def look_at(
     http: aiohttp.ClientSession, url: str, served_model: str | None, patience_s: float
 ) -> ServerFacts:
-    """Find out which server answers at `url`, once it is healthy. served_model: the model to ask
-    for; None for the only model. Raises `SetupError` if no usable server answers in time, and
-    `UsageError` if the model is not clear.
+    """Wait until the server at `url` is healthy, and find out which server it is.
+
+    served_model: the model to ask for; None for the server's only model. patience_s: how long to
+    wait, in seconds. Raises `SetupError` if no usable server answers in time, and `UsageError` if
+    the server lacks `served_model`, or serves several models and none was named.
     """
     await _healthy(http, url, patience_s)
     status, models = await _json(http, url, "/v1/models")
@@ -84,8 +87,8 @@ async def look_at(
 
 
 def _sglang_k(info: Mapping[str, Any]) -> int:
-    """The proposal length: the tokens of a chain less the target's own, or the steps of a draft
-    tree."""
+    """Return the proposal length of a SGLang server. A chain has one token fewer than its draft
+    tokens, since the target writes one of them. A draft tree has as many as its steps."""
     if info["speculative_algorithm"] is None:
         return 0
     steps, tokens = (info.get(f"speculative_num_{name}") for name in ("steps", "draft_tokens"))
@@ -118,8 +121,8 @@ def _other_program(url: str, why: str) -> SetupError:
 
 
 async def _healthy(http: aiohttp.ClientSession, url: str, patience_s: float) -> None:
-    """Wait until /health is answered by anything but 503. Raises `SetupError` if no server answers,
-    or if the server is not healthy in time."""
+    """Wait until /health answers with any status except 503. Raises `SetupError` if no server
+    answers, or if the server is not healthy within `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -145,7 +148,8 @@ async def _healthy(http: aiohttp.ClientSession, url: str, patience_s: float) -> 
 
 
 async def _json(http: aiohttp.ClientSession, url: str, path: str) -> tuple[int, Any]:
-    """The status and the JSON at a path; None in place of a body that is not JSON."""
+    """Request a path, and return the HTTP status and the decoded JSON. The status is 0 if the
+    request fails; the JSON is None unless the status is 200."""
     try:
         async with asyncio.timeout(times.SHORT_S), http.get(url + path) as response:
             is_json = response.status == 200

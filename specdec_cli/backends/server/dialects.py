@@ -1,6 +1,7 @@
-"""The interface of dialects, the forms of servers' requests and answers, and kinds of failures.
+"""The interface of dialects, and the types and helpers that they share. A dialect is one kind of
+server's format of requests and answers.
 
-A dialect does no input or output.
+A dialect only converts data; it does no input or output.
 """
 
 import os
@@ -16,7 +17,8 @@ _MOST_WORDS = 300
 
 
 class Broken(Exception):
-    """A failure that another attempt may avoid. wait_s: the wait that the server asks for."""
+    """A failure that another attempt may avoid. wait_s: the seconds that the server asks to wait
+    before it."""
 
     def __init__(self, told: str, wait_s: float = 0.0) -> None:
         super().__init__(told)
@@ -29,9 +31,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Facts that a server reports about itself. k: the proposal length; None if the server does not
-    report it. model: the name to ask for. incremental: whether chunks of SGLang hold only new
-    tokens.
+    """Facts that a server reports about itself.
+
+    k: the proposal length; None if the server does not report it. model: the model's name in
+    requests. incremental: whether SGLang's chunks hold only new tokens, not all tokens so far.
     """
 
     url: str
@@ -46,10 +49,10 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """A server's report on the rounds of one request, unchecked.
+    """A server's report on the rounds of one request. Nothing in it has been checked.
 
-    histogram: the number of rounds by accepted proposals. accepted, proposed: the numbers of tokens
-    that each round accepted and proposed, in order; None if the server does not report them.
+    histogram: entry i is the number of rounds that accepted i proposals. accepted, proposed: how
+    many tokens each round accepted and proposed, in order; None if the server does not report them.
     """
 
     num_rounds: int
@@ -62,8 +65,8 @@ class Details:
 
 @dataclass(slots=True)
 class Reading:
-    """The part of an answer read so far in one attempt. usage: the number of output tokens, as the
-    server counts them."""
+    """The part of an answer that has been read so far. usage: the server's count of output
+    tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -76,7 +79,8 @@ class Reading:
 
 
 class Dialect(Protocol):
-    """A kind of server. counts: whether the server's counters show acceptance."""
+    """One kind of server's format of requests and answers. counts: whether such servers have
+    counters of proposed and accepted tokens."""
 
     kind: Kind
     counts: bool
@@ -84,20 +88,19 @@ class Dialect(Protocol):
     def body(
         self, facts: ServerFacts, request: Request, params: SamplingParams, salt: str
     ) -> tuple[str, dict[str, Any]]:
-        """The path and the JSON of a request. salt: a text that keeps the request from sharing
-        cached prefixes with others."""
+        """Return the URL path and the JSON body of a request. salt: a random text that keeps the
+        server from reusing cached prefixes of other requests."""
         ...
 
     def read(self, facts: ServerFacts, event: Mapping[str, Any], reading: Reading) -> None:
-        """Enter one event of the stream. Raises `Broken` for a failure that the event reports."""
+        """Add one event of the stream to `reading`. Raises `Broken` if the event reports a
+        failure."""
         ...
 
 
 def common_body(request: Request, params: SamplingParams, *, off: int) -> dict[str, Any]:
-    """All sampling fields of a request: servers take missing ones from generation_config.json.
-
-    off: the value of top-k that turns it off.
-    """
+    """Return all sampling fields of a request. None may be missing, since servers take missing
+    fields from the model's generation_config.json. off: the value that turns top-k off."""
     found: dict[str, Any] = {
         "temperature": params.temperature,
         "top_k": params.top_k or off,
@@ -110,28 +113,29 @@ def common_body(request: Request, params: SamplingParams, *, off: int) -> dict[s
 
 
 def seed_of(request: Request, params: SamplingParams) -> int:
-    """The seed of a prompt, which is the same at every k."""
+    """Return the seed for a prompt. It is the same at every k."""
     return (params.seed + request.index) % 2**31
 
 
 def listed(found: object) -> tuple[Any, ...]:
-    """The values of `found` if it is a list; otherwise ()."""
+    """Return the values of `found` as a tuple if it is a list; otherwise ()."""
     return tuple(found) if isinstance(found, list) else ()
 
 
 def key() -> str:
-    """The key for servers, without the line end that a file may have added; empty without a key."""
+    """Return the API key from OPENAI_API_KEY; empty if unset. It may have been read from a file, so
+    its line ending is removed."""
     return os.environ.get("OPENAI_API_KEY", "").strip()
 
 
 def without_key(words: str) -> str:
-    """A server's words without the key, which the server may quote."""
+    """Replace the API key in a server's message, since servers may quote it."""
     return words.replace(own, "***") if (own := key()) else words
 
 
 def words_of(found: object) -> str:
-    """The words of a server's error, in one line and without the key, from any of the forms that
-    servers use."""
+    """Return a server's error message in one line, without the API key. `found` may have any of the
+    forms that servers use."""
     while isinstance(found, Mapping):
         inner = (found.get(name) for name in ("error", "message", "detail", "object"))
         found = next((one for one in inner if one), "an error without a message")
@@ -139,6 +143,6 @@ def words_of(found: object) -> str:
 
 
 def refuse_error(event: Mapping[str, Any]) -> None:
-    """Raise `Broken` for an event that is an error inside an answer of status 200."""
+    """Raise `Broken` if an event reports an error. Servers can do so after HTTP status 200."""
     if event.get("error") or event.get("object") == "error":
         raise Broken(f"the server broke off: {words_of(event)}")

@@ -1,4 +1,4 @@
-"""The commands that start servers: they express a recipe in vLLM's or SGLang's flags."""
+"""Builds the commands that start servers: translates a recipe to vLLM's or SGLang's flags."""
 
 import json
 import re
@@ -25,8 +25,9 @@ _BOTH_FROM_RULE = {"rejection": None, "block": "block", "synthetic": "synthetic"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command that starts a server. launch: its first words. flags: our flags, each with its
-    values. args: the user's arguments."""
+    """A command that starts a server. launch: its first words. flags: the flags that follow from
+    the recipe, each with its values. args: the user's own arguments, which come last. env:
+    variables to add to the environment."""
 
     launch: tuple[str, ...]
     flags: list[tuple[str, ...]]
@@ -34,15 +35,15 @@ class Command:
     env: dict[str, str] = field(default_factory=dict)
 
     def words(self, model: str, host: str, port: int, k: int) -> list[str]:
-        """The whole command line for an address."""
+        """Return the whole command line for a server at this address."""
         values = {"model": model, "host": host, "port": str(port), "k": str(k)}
         first = [_PLACES.sub(lambda found: values[found[1]], word) for word in self.launch]
         address = [("--host", host), ("--port", str(port))]
         return [*first, *(w for flag in [*address, *self.flags] for w in flag), *self.args]
 
     def without(self, unknown: Sequence[str]) -> "Command | None":
-        """The same command without the flags that a version does not know; None if it has none of
-        these flags."""
+        """Return the same command without the flags in `unknown`, which the server's version does
+        not have. Returns None if the command has none of them."""
         kept = [flag for flag in self.flags if flag[0] not in unknown]
         if len(kept) == len(self.flags):
             return None
@@ -50,7 +51,7 @@ class Command:
 
 
 def model_words(section: ModelSection) -> str:
-    """A model as a server finds it: a folder on this machine, or its id."""
+    """Return the name to give a server for a model: its folder on this machine, or else its id."""
     from specdec_cli.models.resolve import local_place
 
     place = local_place(section.model, section.file)
@@ -58,8 +59,8 @@ def model_words(section: ModelSection) -> str:
 
 
 def _has_no_tokenizer(section: ModelSection) -> bool:
-    """True if a model folder has only a config, without a tokenizer; servers then take prompts as
-    token ids."""
+    """Return True if a model with random weights has a folder without a tokenizer. Servers then
+    take only token ids."""
     from specdec_cli.models.resolve import local_place
     from specdec_cli.models.tokenizer import has_tokenizer
 
@@ -68,9 +69,10 @@ def _has_no_tokenizer(section: ModelSection) -> bool:
 
 
 def command_of(kind: str, recipe: Recipe, k: int, permissions: Permissions) -> Command:
-    """The command that starts a server for a recipe at a k.
+    """Build the command that starts a server for a recipe with proposal length `k`.
 
-    Raises `UsageError` if the server has no such method or rule.
+    kind: "vllm" or "sglang". Raises `UsageError` if the server lacks the recipe's method or
+    acceptance rule.
     """
     engine, target = recipe.engine, recipe.target
     launch = tuple(engine.launch or _LAUNCH[kind])
@@ -113,7 +115,7 @@ def _vllm_config(recipe: Recipe, k: int) -> dict[str, Any]:
     made = choice.to_vllm(lambda section, key: (values[section] or {}).get(key), named)
     found: dict[str, Any] = {**made.config, "num_speculative_tokens": k}
     if is_own and draft is not None:
-        # vLLM refuses a draft model whose degree differs.
+        # vLLM refuses a draft model whose tensor-parallel size differs from the target's.
         found["draft_tensor_parallel_size"] = recipe.target.tensor_parallel_size
         if draft.revision is not None:
             found["revision"] = draft.revision
@@ -141,7 +143,8 @@ def _sglang_flags(recipe: Recipe, k: int) -> list[tuple[str, ...]]:
 
 
 def _sglang_length(recipe: Recipe, k: int) -> float | None:
-    """The mean length of simulated acceptance, which SGLang draws once for a whole batch."""
+    """Return the mean acceptance length to simulate; None if nothing is simulated. SGLang draws one
+    length for a whole batch, so it takes only the mean."""
     if _rule_of(recipe, "SGLang") != "synthetic":
         return None
     speculation = recipe.speculation
@@ -149,7 +152,8 @@ def _sglang_length(recipe: Recipe, k: int) -> float | None:
 
 
 def _rule_of(recipe: Recipe, engine: str) -> str | None:
-    """The server's name of the acceptance rule; None for the usual rule."""
+    """Return the server's name for the recipe's acceptance rule; None for the server's default.
+    Raises `UsageError` if the server has no such rule."""
     rule = recipe.speculation.acceptance
     if rule not in _BOTH_FROM_RULE or (rule == "block" and engine == "SGLang"):
         raise UsageError(f"speculation.acceptance: {engine} has no rule {rule}")

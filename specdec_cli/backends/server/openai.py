@@ -1,5 +1,5 @@
-"""The dialects of completions. The dialect of any OpenAI-compatible server has only texts and
-times; vLLM's dialect also has token ids, and counters or details of rounds."""
+"""The dialects for /v1/completions. Any OpenAI-compatible server sends texts, which can be timed.
+vLLM also sends token ids, and reports rounds in details or in counters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ class OpenAI:
 
 
 def completion(facts: ServerFacts, request: Request, params: SamplingParams) -> dict[str, Any]:
-    """The fields that every server of completions knows."""
+    """Return the request fields that every OpenAI-compatible server knows."""
     found: dict[str, Any] = {
         "model": facts.model,
         "prompt": list(request.token_ids),
@@ -51,7 +51,8 @@ def completion(facts: ServerFacts, request: Request, params: SamplingParams) -> 
 
 
 def read_completion(event: Mapping[str, Any], reading: Reading) -> Mapping[str, Any]:
-    """Enter a chunk of completions, and return its choice; {} if it has none."""
+    """Add one event of a completion to `reading`. Returns the event's first choice; {} if it has
+    none. Raises `Broken` if the event reports a failure."""
     refuse_error(event)
     if isinstance(usage := event.get("usage"), Mapping):
         reading.usage = usage.get("completion_tokens")

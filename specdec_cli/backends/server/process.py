@@ -1,4 +1,4 @@
-"""A server that we start: its process with a guardian, its log, and how it ended."""
+"""Starts and stops a server process. A guardian process ends the server if this process dies."""
 
 import os
 import re
@@ -18,21 +18,25 @@ from specdec_cli.text import inert
 HOST = "127.0.0.1"
 _LAST_LINES = 5
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
-_SLACK_S = 20.0  # additional time, after the stop's own limit, for killed processes to end
+_SLACK_S = 20.0  # time for killed processes to end, after the time limit for stopping
 
 
 _NOT_FOUND = 127  # the exit code of shells and of our guardian
 
 
 class NotUpError(RunError):
-    """A server cannot be started here, or is not healthy in time. The exit code is 5 if no point
-    was measured."""
+    """The server cannot be started here, or is not healthy in time. If no point was measured, the
+    command exits with 5."""
 
     code = ExitCode.ENVIRONMENT
 
 
 class Process:
-    """A server's process, which never outlives this process."""
+    """A server process that ends when this process ends.
+
+    words: the server's command line. env: variables to add to its environment. log: the file to
+    which its output is appended. stop_timeout_s: how long it may take to stop before it is killed.
+    """
 
     def __init__(
         self, words: Sequence[str], env: dict[str, str], log: Path, stop_timeout_s: float
@@ -41,7 +45,7 @@ class Process:
         self._stop_timeout_s = stop_timeout_s
         self.code: int | None = None
         mark = secrets.token_hex(8)
-        # -P: a file in the current folder could shadow a module.
+        # -P, since a file in the current folder could shadow a module.
         command = [sys.executable, "-P", str(Path(guardian.__file__)), mark, str(stop_timeout_s)]
         with log.open("ab") as file:
             self._guardian = subprocess.Popen(
@@ -54,8 +58,8 @@ class Process:
             )
 
     def has_ended(self, within_s: float = 0.0) -> bool:
-        """True if the server's first process ends within `within_s` seconds; `code` then has its
-        exit code."""
+        """Wait up to `within_s` seconds for the server's main process to end. Returns True if it
+        has ended; `code` is then its exit code."""
         if self.code is None:
             assert self._guardian.stdout is not None
             if not select.select([self._guardian.stdout], [], [], within_s)[0]:
@@ -65,8 +69,8 @@ class Process:
         return True
 
     def check(self, within_s: float = 0.0) -> None:
-        """Raise `RunError` with the server's exit code and last words if it ends within `within_s`
-        seconds."""
+        """Raise `RunError` if the server ends within `within_s` seconds. The message has the exit
+        code and the last lines of the log."""
         if self.has_ended(within_s):
             kind = NotUpError if self.code == _NOT_FOUND else RunError
             raise kind(f"the server ended with {self.end_in_words}: {self.last_words}")
@@ -78,7 +82,7 @@ class Process:
 
     @property
     def written(self) -> str:
-        """The text that the server has logged so far."""
+        """Everything that the server has written to its log so far."""
         with self._log.open("rb") as file:
             file.seek(self._from)
             return file.read().decode(errors="replace")
@@ -96,7 +100,7 @@ class Process:
         return [word.partition("=")[0] for word in words if word.startswith("-")]
 
     def stop(self) -> None:
-        """End the server; returns when none of its processes is left."""
+        """Stop the server. Returns when none of its processes is left."""
         assert self._guardian.stdin is not None and self._guardian.stdout is not None
         try:
             self._guardian.stdin.close()
@@ -111,7 +115,7 @@ class Process:
 
 
 def free_port() -> int:
-    """A port that no process listens on now."""
+    """Return a port that no process is using now."""
     with socket.socket() as found:
         found.bind((HOST, 0))
         return int(found.getsockname()[1])

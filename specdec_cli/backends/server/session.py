@@ -1,4 +1,4 @@
-"""A backend's session on servers: each run of requests goes to the server of its k."""
+"""A session that sends requests to servers. Each run uses the server with its k."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,8 +27,8 @@ _LAGGING = 128  # with more concurrent requests, counters may still rise after t
 
 @dataclass(frozen=True, slots=True)
 class AllTokens:
-    """The tokens of one whole answer. The server does not report how many of them were
-    proposals."""
+    """All tokens of one answer. `num_accepted` is 0, since servers do not report which of the
+    tokens were proposals."""
 
     index: int
     token_ids: list[int]
@@ -40,7 +40,8 @@ _Ask = Callable[[Client], Awaitable[list[Answer]]]
 
 
 class Line:
-    """The event loop and the connections that sessions share, opened when they are needed."""
+    """The event loop and the HTTP connections that all sessions share. Connections are opened when
+    they are first needed."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
@@ -59,8 +60,8 @@ class Line:
         self._runner.close()
 
     async def _closed(self) -> None:
-        # After an interruption, requests are still under way; close their connections so that they
-        # end.
+        # Requests may still be running after an interruption. Cancel them so that their connections
+        # close and the server stops working on them.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
@@ -70,7 +71,7 @@ class Line:
 
 
 async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
-    """The server's counters; None if the server shows none."""
+    """Read the server's counters from /metrics. Returns None if it shows none."""
     try:
         async with asyncio.timeout(times.SHORT_S), http.get(f"{url}/metrics") as response:
             found = Scrape.of(await response.text()) if response.status == 200 else None
@@ -81,11 +82,11 @@ async def scrape(http: aiohttp.ClientSession, url: str) -> Scrape | None:
 
 @dataclass(slots=True, eq=False)
 class ServerSession:
-    """Servers that answer requests; one server at a time is asked.
+    """A session whose requests are answered by servers, one server at a time.
 
     servers: the servers by k. batch_size: the maximum number of concurrent requests; 0 for no
-    limit. may_skip: whether the method may propose nothing in a round, as n-grams do. check: raises
-    `RunError` if a server that we started ends within the given seconds.
+    limit. may_skip: whether the method may propose nothing in a round, as n-grams do. check: a
+    function that raises `RunError` if a server that we started ends within the given seconds.
     """
 
     servers: Mapping[int, ServerFacts]
@@ -108,7 +109,7 @@ class ServerSession:
         return replace(self, batch_size=batch_size)
 
     def forget_rounds(self) -> None:
-        """Do nothing: no rounds are kept."""
+        """Do nothing, because the session keeps no data of rounds."""
 
     def logits_after(
         self, tokens: list[int], width: int, start: int, params: SamplingParams
@@ -123,8 +124,8 @@ class ServerSession:
     def run(
         self, requests: Sequence[Request], k: int, params: SamplingParams, on_round: OnRound
     ) -> None:
-        """Answer all requests. Answers are handed over together at the end, since counters cover
-        the rounds of all requests."""
+        """Answer all requests. `on_round` is called once, at the end, since the server's counters
+        cover the rounds of all requests together."""
         done = self._asked(lambda client: client.ask_all(requests), k, params)
         on_round([AllTokens(one.index, one.token_ids) for one in done], done)
 
@@ -143,7 +144,8 @@ class ServerSession:
     async def _answers(
         self, http: aiohttp.ClientSession, ask: _Ask, k: int, params: SamplingParams
     ) -> tuple[list[Answer], Counted | str | None]:
-        """The answers, and the server's counts over all of them; see `difference`."""
+        """Get the answers from the server with this k. Returns them with the server's counts over
+        all of them; see `difference`."""
         facts = self.servers[k]
         dialect = DIALECTS[facts.kind]
         before = await scrape(http, facts.url) if dialect.counts else None
@@ -152,8 +154,8 @@ class ServerSession:
         if before is None:
             return answers, None
         tokens = sum(a.num_tokens for a in answers if a.error is None)
-        # The server may have written more of a text that a stop string ended, and attempts that
-        # failed wrote tokens too.
+        # The server may have generated more tokens than we received: some after a stop string, and
+        # some in failed attempts.
         beyond = len(answers) * (k + 1) if params.stop else 0
         more = sum(a.lost_tokens for a in answers) + beyond
         lags = min(self.batch_size or len(answers), len(answers)) > _LAGGING
@@ -197,7 +199,8 @@ class ServerSession:
 def _with_common(
     found: list[Finished], of_all: Counted | None, remarks: set[str]
 ) -> list[Finished]:
-    """The answers. The last one without an error also gets the counts and warnings of all."""
+    """Return the answers. The counts and warnings of all of them are added to the last answer
+    without an error."""
     place = next((i for i in reversed(range(len(found))) if found[i].error is None), None)
     if place is not None and (served := found[place].served) is not None:
         codes = (*served.remarks, *sorted(remarks))

@@ -1,4 +1,5 @@
-"""SGLang's dialect: /generate, whose stream is cumulative and ends with details of rounds."""
+"""The dialect for SGLang's /generate. Each event holds the whole text so far, unless the server is
+set to send only new tokens. The last event has the details of rounds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -64,8 +65,8 @@ class Sglang:
 
 
 def _details(meta: Mapping[str, Any]) -> Details:
-    """The counts of rounds. `spec_accept_length` is not among them, since it includes the prefill's
-    token."""
+    """Read the counts of rounds from the event's meta_info. `spec_accept_length` is not used, since
+    it includes the token that prefill writes."""
     return Details(
         num_rounds=meta["spec_verify_ct"],
         num_accepted=meta.get("spec_num_correct_drafts", -1),
