@@ -1,1 +1,2 @@
-"""Data types below models: sequences, batches, caches, a batch's state, ranks."""
+"""Data types that models and the engine share: sequences, batches, KV caches, and the ranks that
+share a model."""

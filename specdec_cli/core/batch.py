@@ -1,4 +1,5 @@
-"""The tensors of one forward pass. Legend: B sequences, Q tokens of each, T packed tokens."""
+"""Makes the tensors for one forward pass. Legend: B sequences, Q tokens per sequence, T packed
+tokens in all."""
 
 from dataclasses import dataclass
 from functools import cache, partial
@@ -13,7 +14,7 @@ from specdec_cli.core.types import Sequence
 
 
 class Span(NamedTuple):
-    """Feed `seq.tokens[start:stop]`."""
+    """The tokens `seq.tokens[start:stop]`, which one pass feeds to a model."""
 
     seq: Sequence
     start: int
@@ -29,10 +30,11 @@ class ForwardBatch:
     """The tensors of a pass over T packed tokens of B sequences.
 
     token_ids, positions, slots: int64 [T]; slots are flat cache positions, block * block_size +
-    offset. query_start: int32 [B + 1], the rows at which sequences begin. context_lens: int32 [B],
-    tokens in the cache including this pass's. block_tables: int32 [B, widest]. logit_rows: int64
-    [M], the packed rows that need logits; None if all rows do. plan: the plan to gather keys and
-    values, on a CPU only. chunks: the plan for long chunks of prompts, on CUDA only.
+    offset. query_start: int32 [B + 1], the index of each sequence's first packed token, and T.
+    context_lens: int32 [B], the tokens in the cache including this pass's. block_tables: int32 [B,
+    widest]. logit_rows: int64 [M], the packed tokens that need logits; None if all do. plan: the
+    plan to gather keys and values, on a CPU only. chunks: the plan for long chunks of prompts, on
+    CUDA only.
     """
 
     token_ids: torch.Tensor
@@ -48,7 +50,8 @@ class ForwardBatch:
 
 
 def packed_ids(spans: list[Span], shift: int = 0) -> torch.Tensor:
-    """The tokens of `spans`, with each span shifted by `shift` tokens: int64 [T], on the host."""
+    """Return the tokens of `spans`, with each span moved `shift` tokens later: int64 [T], on the
+    host."""
     parts = [seq.packed(start + shift, stop + shift) for seq, start, stop in spans]
     return torch.frombuffer(bytearray().join(parts), dtype=torch.int64)
 
@@ -56,8 +59,8 @@ def packed_ids(spans: list[Span], shift: int = 0) -> torch.Tensor:
 def make_batch(
     spans: list[Span], logits_per_span: list[int], block_size: int, device: torch.device
 ) -> ForwardBatch:
-    """A pass over `spans`. logits_per_span: the number of last tokens of each span that need
-    logits."""
+    """Make the tensors for a pass over `spans`. logits_per_span: for each span, how many of its
+    last tokens need logits."""
     lengths, contexts = [s.length for s in spans], [s.stop for s in spans]
     query_start = [0, *accumulate(lengths)]
     rows = [
@@ -97,13 +100,14 @@ def make_batch(
 class Rectangle:
     """The tokens of one pass of a round: Q for each slot, at positions length + offset + 0..Q-1.
 
-    Token j of a slot is live iff the slot is active, the position is one of the model's
-    0..max_len-1, and lens, if there are any, >= offset + j + margin. Other tokens are padding:
-    their keys go to the trash block, and their logits are meaningless. last_only: whether logits of
-    each slot's last token are enough. first_logit: the first of a slot's tokens that needs logits.
-    cached: int64 [B], tokens of each sequence that the model's cache is known to hold; a CPU does
-    not feed them again. before: int64 [B], by how many positions each slot's length, and so its
-    tokens, are moved back.
+    Token j of a slot is live if the slot is active, the token's position is in 0..max_len-1, and
+    lens >= offset + j + margin (or lens is None). Other tokens are padding: their keys go to the
+    trash block, and their logits are meaningless.
+
+    last_only: whether only the last token of each slot needs logits. first_logit: otherwise, the
+    index of the first token of a slot that needs logits. cached: int64 [B], tokens of each sequence
+    that the model's cache is known to hold; a CPU does not feed them again. before: int64 [B], the
+    number of positions by which each slot's tokens are moved back; None for no move.
     """
 
     token_ids: torch.Tensor  # int64 [B, Q]
@@ -122,13 +126,15 @@ class Rectangle:
         return 1 if self.last_only else self.token_ids.shape[1] - self.first_logit
 
     def lengths(self, state: BatchState) -> torch.Tensor:
-        """int64 [B], the position from which the tokens' positions are counted."""
+        """Return the position in each slot from which its tokens' positions are counted: int64
+        [B]."""
         return state.length if self.before is None else torch.sub(state.length, self.before)
 
 
 class LiveRows(NamedTuple):
-    """Places of the outputs of a pass over live tokens among the rows of a padded pass. logits:
-    int64 [M], among B * `Rectangle.num_logits` rows. tokens: int64 [T], among B * Q rows."""
+    """Maps the outputs of a pass over only live tokens to the rows of the padded pass. logits:
+    int64 [M], the row of each logits among B * `Rectangle.num_logits` rows. tokens: int64 [T], the
+    row of each token among B * Q rows."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
@@ -137,7 +143,8 @@ class LiveRows(NamedTuple):
 def live_batch(
     what: Rectangle, state: BatchState, block_size: int, num_ids: int
 ) -> tuple[ForwardBatch, LiveRows]:
-    """A pass over only the live tokens of `what`, for a CPU. Ids are clamped to 0..num_ids-1."""
+    """Make a pass over only the live tokens of `what`, for a CPU. Token ids are clamped to
+    0..num_ids-1."""
     batch, width = what.token_ids.shape
     lengths, active = what.lengths(state).tolist(), state.active.tolist()
     lens = None if what.lens is None else what.lens.tolist()
@@ -197,8 +204,8 @@ def live_batch(
 
 
 def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: int) -> ForwardBatch:
-    """A pass over all tokens of `what`, in the fixed shapes that graphs need. Ids are clamped to
-    0..num_ids-1."""
+    """Make a pass over all tokens of `what`, with the fixed shapes that CUDA graphs need. Token ids
+    are clamped to 0..num_ids-1."""
     count, width = what.token_ids.shape
     ids, positions, kv_slots, context_lens = ops.padded_pass(
         *(what.token_ids, what.lengths(state), what.lens, state.active, state.block_tables),
@@ -226,8 +233,8 @@ def padded_batch(what: Rectangle, state: BatchState, block_size: int, num_ids: i
 def rectangle(
     count: int, width: int, num_logits: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The rows at which each sequence's queries begin, int32 [B + 1], and the last `num_logits`
-    rows of each sequence, int64 [B * N], or None if these are all rows."""
+    """Return the row of each sequence's first query, int32 [B + 1], and the last `num_logits` rows
+    of each sequence, int64 [B * num_logits]. The latter is None if these are all rows."""
     starts = width * torch.arange(count + 1, device=device)
     last = starts[1:, None] - torch.arange(num_logits, 0, -1, device=device)
     return starts.to(torch.int32), last.flatten() if num_logits < width else None

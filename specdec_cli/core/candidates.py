@@ -49,7 +49,7 @@ class Candidates:
     q: TokenDist | None = None
 
     def agreed(self, parallel: TensorParallel) -> "Candidates":
-        """Rank 0's proposals, which every rank gets."""
+        """Send rank 0's proposals to every rank, and return them."""
         if parallel.size == 1:
             return self
         packed = _packed(self.token_ids, self.lens)
@@ -73,23 +73,23 @@ class TargetOutput:
 class Verdict:
     """The decision of one round.
 
-    token_ids: int64 [B, K + 1]: the accepted proposals, one token from the target, and meaningless
-    entries. num_accepted: int64 [B]; -1 if the target's logits are not finite, -2 if the draft's
-    are not.
+    token_ids: int64 [B, K + 1]: the accepted proposals, then one token from the target, then
+    meaningless entries. num_accepted: int64 [B]; -1 if the target's logits are not finite, -2 if
+    the draft's logits are not.
     """
 
     token_ids: Tensor
     num_accepted: Tensor
 
     def agreed(self, parallel: TensorParallel) -> "Verdict":
-        """Rank 0's decision, which every rank gets."""
+        """Send rank 0's decision to every rank, and return it."""
         if parallel.size == 1:
             return self
         return Verdict(*_unpacked(parallel.broadcast(_packed(self.token_ids, self.num_accepted))))
 
 
 def _packed(rows: Tensor, column: Tensor) -> Tensor:
-    """Both arguments in one contiguous tensor, [B, N + 1], which one message can carry."""
+    """Join both arguments to one contiguous tensor [B, N + 1], so that one message sends them."""
 
     return torch.cat((rows, column[:, None]), dim=1)
 

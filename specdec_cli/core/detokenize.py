@@ -14,8 +14,8 @@ class Decoder(Protocol):
 
 
 class Tokenizer(Decoder, Protocol):
-    """The tokenizer that commands use. By default a tokenizer has no chat template, no token that
-    ends texts, and no vocabulary."""
+    """The tokenizer that commands use. By default it has no chat template, no end token and an
+    empty vocabulary."""
 
     @property
     def has_template(self) -> bool:
@@ -35,23 +35,24 @@ class Tokenizer(Decoder, Protocol):
     ) -> str: ...
 
     def unread(self, template: Mapping[str, object]) -> list[str]:
-        """The names in `template`, an argument of `render`, that the chat template never reads."""
+        """Return the names in `template`, an argument of `render`, that the chat template never
+        reads."""
         return []
 
     def vocabulary(self) -> dict[str, int]:
         return {}
 
     def finding(self, texts: Sequence[str]) -> Decoder:
-        """A decoder for text that is searched for `texts`. It writes special tokens if one of
-        `texts` contains any."""
+        """Return a decoder for text in which `texts` are searched. If one of `texts` contains a
+        special token, the decoder also writes special tokens."""
         return self
 
 
 class TextStream:
     """The text of a growing list of tokens, in pieces that never split a character.
 
-    Each step decodes a short window, which begins at the start of a character. If a window began
-    inside a character, some decoders would replace every byte of a run.
+    Each step decodes a short window, which begins at the start of a character. If it began inside a
+    character, some decoders would turn all following byte tokens into replacement characters.
     """
 
     def __init__(self, tokenizer: Decoder, context: Sequence[int]) -> None:
@@ -65,7 +66,8 @@ class TextStream:
         self._shown = tokenizer.decode(self._window)
 
     def feed(self, token_id: int) -> str:
-        """The text that this token completes; empty inside a multi-byte character."""
+        """Add a token, and return the text that it completes; empty inside a multi-byte
+        character."""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         if text.endswith(_REPLACEMENT) and len(self._window) < 4 * _CONTEXT:
@@ -89,8 +91,8 @@ class StopFinder:
         self._tail = ""
 
     def feed(self, tokens: Sequence[int]) -> int | None:
-        """The number of `tokens` up to the token that completes a stop string; None if none
-        does."""
+        """Add tokens. Returns the number of `tokens` up to the one that completes a stop string;
+        None if none does."""
         for count, token in enumerate(tokens, start=1):
             piece = self._stream.feed(token)
             text = self._tail + piece
@@ -101,12 +103,12 @@ class StopFinder:
 
 
 def text_before(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, ...]) -> str:
-    """A completion's text up to its first stop string, without special tokens."""
+    """Return the text of a completion before its first stop string, without special tokens."""
     decoder = tokenizer.finding(stop)
     text = cut_at_stop(whole := decoder.decode(token_ids), stop)
     if text == whole:
-        # Some tokenizers drop the space before a text's first word. The stop string was found in
-        # the text after the prompt, which has that space.
+        # Some tokenizers drop the space before the first word of a text. The stop string may begin
+        # with that space, since it was found in the text after the prompt.
         text = cut_at_stop(f" {whole}", stop)[1:]
     if decoder is tokenizer:
         return text
@@ -118,6 +120,6 @@ def text_before(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str,
 
 
 def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
-    """`text` up to the first stop string in it."""
+    """Return `text` up to the start of the first stop string in it."""
     found = [at for s in stop if (at := text.find(s)) >= 0]
     return text[: min(found)] if found else text

@@ -1,4 +1,4 @@
-"""Draws the proposals of one round from any model's logits, token by token or a block at once.
+"""Draws the proposals of one round from a draft's logits, one token or one block at a time.
 
 Legend: B sequences, K proposal length, V' vocabulary of the draft.
 """
@@ -13,12 +13,11 @@ from specdec_cli.core.logits_processors import TextsBefore
 from specdec_cli.core.sampling import by_target_ids, draw, softmax_stats
 from specdec_cli.core.types import SamplingParams
 
-# Arguments: columns of R drawn tokens, int64 [R], and the logits that they were drawn from, [R,
-# V']. Result: bool [R], True where drafting stops after the token. Each value depends on its own
-# row only.
+# Arguments: for R drawn tokens, their columns in the logits, int64 [R], and the logits, [R, V'].
+# Result: bool [R], True to end drafting after the token. Each value depends only on its own row.
 Stop = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# Argument: a draft's own confidences in tokens that are not drawn yet, fp32 [B]. Result: bool [B],
-# True where drafting ends before the token.
+# Argument: the draft's confidence in each sequence's next token, which is not drawn yet, fp32 [B].
+# Result: bool [B], True to end drafting before that token.
 Doubt = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -26,13 +25,13 @@ Doubt = Callable[[torch.Tensor], torch.Tensor]
 class Drafting:
     """One round's drafting: its limits, and the tokens drawn so far.
 
-    k: K, the maximum tokens that any sequence may propose; the same in every round of a graph.
-    caps: int64 [B], the maximum tokens that each sequence may propose, 0..K. vocab_size: the size
-    of the target's vocabulary; draft ids past it are dropped. noise: fp32 [B, K], the random
+    k: K, the largest number of tokens that any sequence may propose; fixed for a CUDA graph. caps:
+    int64 [B], the largest number of tokens that each sequence may propose, 0..K. vocab_size: the
+    size of the target's vocabulary; draft ids past it are dropped. noise: fp32 [B, K], the random
     numbers for the draws; None if decoding is greedy. keeps_dist: whether to keep the distributions
-    that tokens were drawn from, which a rank that verifies needs. stop, doubt: end a sequence's
-    drafting as `end_after` and `end_before` do. texts: process the logits before tokens are drawn
-    from them.
+    that tokens are drawn from, which only a rank that verifies needs. stop, doubt: decide where a
+    sequence's drafting ends, as `end_after` and `end_before` do. texts: processes the logits before
+    tokens are drawn from them; None to change nothing.
     """
 
     k: int
@@ -45,7 +44,7 @@ class Drafting:
     doubt: Doubt | None = None
     texts: TextsBefore | None = None
     lens: torch.Tensor = field(init=False)  # int64 [B], lengths so far: caps, or less after a stop
-    # One tensor for each group of N places that were drawn at once, [B, N, ...].
+    # One tensor for each group of N positions that were drawn at once, [B, N, ...].
     _tokens: list[torch.Tensor] = field(default_factory=list, init=False)
     _logits: list[torch.Tensor] = field(default_factory=list, init=False)
     _stats: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -66,15 +65,17 @@ class Drafting:
         return step >= self.k or (not self.lens.is_cuda and not bool((self.lens > step).any()))
 
     def draw(self, logits: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """The next token of each sequence, int64 [B], from `logits` [B, V']; see `draw_all`."""
+        """Draw the next token of each sequence, int64 [B], from `logits` [B, V']; see
+        `draw_all`."""
         return self.draw_all(logits[:, None], ids)[:, 0]
 
     def draw_all(self, logits: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """The tokens of the next N places, int64 [B, N], each drawn from its row of `logits`
-        [B, N, V' or more]; N is K for a whole block.
+        """Draw the tokens of the next N positions, int64 [B, N], each from its own row of `logits`
+        [B, N, V' or more]. N is K for a whole block.
 
-        ids: int64 [V'], the target's id of each column, all different; None if columns are ids. A
-        row that is not finite gives -1, which verification reports.
+        ids: int64 [V'], the target's id of each column, all different; None if columns are already
+        the target's ids. A row with logits that are not finite gives -1, which verification
+        reports.
         """
         step, shape = self.num_drawn, logits.shape[:2]
         if ids is not None and not (self.params.is_greedy and self.texts is None):
@@ -97,8 +98,8 @@ class Drafting:
         return self._tokens[-1]
 
     def changed(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits from which the tokens of the next places are drawn, [B, N, V'] by the target's
-        ids."""
+        """Process the logits of the next N positions before tokens are drawn from them: [B, N, V'],
+        by the target's ids."""
         if self.texts is None:
             return logits
         drawn = _joined(self._tokens) if self._tokens else self.caps.new_zeros(len(logits), 0)
@@ -119,12 +120,13 @@ class Drafting:
         self._end(stops, 1)
 
     def _end(self, stops: torch.Tensor, first: int) -> None:
-        """End each sequence's proposals at its first mark. A mark in column c leaves first + c."""
+        """End each sequence's proposals at its first mark. A mark in column c leaves first + c
+        proposals."""
         left = torch.arange(first, first + stops.shape[1], device=stops.device)
         self.lens = torch.minimum(self.lens, torch.where(stops, left, self.k).amin(dim=1))
 
     def candidates(self) -> Candidates:
-        """The proposals drawn so far, padded to K positions."""
+        """Return the proposals drawn so far, padded to K positions."""
         if not self._tokens:
             return self.nothing()
         rest = self.k - self.num_drawn  # 0 on CUDA
@@ -139,10 +141,10 @@ class Drafting:
         return Candidates(token_ids, self.lens, q)
 
     def nothing(self) -> Candidates:
-        """Empty proposals of K positions, for a rank without a part in drafting."""
+        """Return empty proposals of K positions, as for a rank that takes no part in drafting."""
         return Candidates(self.caps.new_zeros(len(self.caps), self.k), self.caps)
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor of all places, [B, N, ...], joined from tensors of some places."""
+    """Join tensors of consecutive positions to one tensor of all positions, [B, N, ...]."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

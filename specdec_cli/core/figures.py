@@ -1,9 +1,9 @@
-"""The figures of a run or a point, with vLLM's names where vLLM has them, and the base class of
-records.
+"""The metrics of a run or of a measured point, with vLLM's names where vLLM has them, and the base
+class of records.
 
-The engine makes figures, run folders keep them and reports read them. A file may be damaged or
-edited, so everything is checked as it is read. Stage times are stamped within rounds, on CUDA by
-the device's clock. Imports no torch.
+The engine computes metrics, run folders store them and reports read them. A file may be damaged or
+edited, so every field is checked when it is read. Stage times are measured within rounds, on CUDA
+by the device's clock. Imports no torch.
 """
 
 import math
@@ -24,14 +24,14 @@ from pydantic_core import PydanticCustomError
 
 from specdec_cli.core import types
 
-# The names, in words, of the parts of the time to a first token.
+# Readable names for the parts of the time to the first token.
 TTFT_PARTS = {
     "target_prefill": "target's prefill",
     "draft_prefill": "draft's prefill",
     "first_round": "first round",
     "queue": "queued before",
 }
-_MOST = 2**63  # one more than the largest int64; Python's own whole numbers have no limit
+_MOST = 2**63  # one more than the largest int64; Python's own integers have no limit
 
 
 def _none_if_infinite(value: Any) -> Any:
@@ -43,11 +43,11 @@ def _none_if_infinite(value: Any) -> Any:
 Name = InstanceOf[str]  # unlike `str`, also takes text that is not valid Unicode
 Count = Annotated[int, Field(ge=0, lt=_MOST)]
 Whole = Annotated[int, Field(gt=-_MOST, lt=_MOST)]
-# The number of requests at a time. 0 means no limit; files have null instead.
+# The number of concurrent requests. 0 means no limit, which files store as null.
 Slots = Annotated[
     Count, BeforeValidator(lambda value: value or 0), PlainSerializer(lambda value: value or None)
 ]
-# Requests per second; inf means all at once.
+# Requests per second; "inf" means all at once.
 Rate = Annotated[float, Field(gt=0)] | Literal["inf"]
 _Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
 # NaN and infinity become None in memory, since they become null in every file.
@@ -56,7 +56,7 @@ Interval = Annotated[_Ends | None, BeforeValidator(_none_if_infinite)]
 
 
 class Record(BaseModel):
-    """A line of a file, or a part of a line. Only fields that were given are written, and unknown
+    """A line of a file, or a part of a line. Only fields that were set are written, and unknown
     fields are kept."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
@@ -66,7 +66,7 @@ class Record(BaseModel):
 
 
 def impossible(told: str) -> PydanticCustomError:
-    """The error for a record's own checks. told: the description."""
+    """Make the error that a record's own checks raise. told: the description of the problem."""
     return PydanticCustomError("impossible", "{told}", {"told": told})
 
 
@@ -87,13 +87,15 @@ class Spread(Record):
 
 
 class Acceptance(Record):
-    """Counts of drafts and acceptances over sequence-rounds with k_i >= 1, and their rates.
+    """Counts of proposed and accepted tokens, and their rates.
 
-    num_drafts: the number of these rounds. *_per_pos: values by position in the draft, 1..k.
-    Marginal rates are over all drafts. Conditional rates are over drafts that proposed a token at
-    the position and had all earlier ones accepted. mean_acceptance_length: 1 + accepted / drafts,
-    the target's own token included. acceptance_histogram: the number of drafts by accepted
-    proposals, 0..k. Figures that a server does not report are None.
+    A draft is the proposal of one sequence in one round; empty proposals are not counted.
+    num_drafts: the number of drafts. *_per_pos: values by position in the draft, 1..k.
+    acceptance_rate_per_pos: the share of all drafts whose token at the position was accepted.
+    conditional_acceptance_rate_per_pos: the same share among drafts that proposed a token there and
+    had all earlier tokens accepted. mean_acceptance_length: 1 + accepted / drafts, which includes
+    the target's own token. acceptance_histogram: the number of drafts with 0..k accepted tokens.
+    Figures that a server does not report are None.
     """
 
     num_drafts: Count | None
@@ -108,12 +110,12 @@ class Acceptance(Record):
 
     @classmethod
     def of(cls, proposed: Sequence[int], accepted: Sequence[int], k: int) -> "Acceptance":
-        """The acceptance of sequence-rounds, each given by its proposal length and its number of
-        accepted proposals."""
+        """Compute the acceptance of drafts from the length and the number of accepted tokens of
+        each."""
         histogram = [0] * (k + 1)
         for count in accepted:
             histogram[count] += 1
-        # Rounds that reached position i: they proposed it, and all earlier proposals were accepted.
+        # Drafts that reached position i: they proposed it, and all earlier tokens were accepted.
         reached = [
             sum(1 for p, a in zip(proposed, accepted, strict=True) if p >= i and a >= i - 1)
             for i in range(1, k + 1)
@@ -122,9 +124,8 @@ class Acceptance(Record):
 
     @classmethod
     def of_histogram(cls, histogram: Sequence[int], tokens: int) -> "Acceptance":
-        """The acceptance of rounds that proposed k tokens each. histogram: the number of rounds by
-        accepted proposals, 0..k. tokens: the number of proposed tokens, as the server counts
-        them."""
+        """Compute the acceptance of drafts of k tokens each. histogram: the number of drafts with
+        0..k accepted tokens. tokens: the server's count of proposed tokens."""
         reached = [sum(histogram[i:]) for i in range(len(histogram) - 1)]
         return cls._counted(histogram, reached, tokens)
 
@@ -155,11 +156,12 @@ class Acceptance(Record):
 
 
 class EngineFacts(Record):
-    """The engine of a point or a sample.
+    """The engine that a point or a sample was measured on.
 
-    acceptance_source: the source of the acceptance figures: per_request (the server's details of
-    each request), counters (the server's counters before and after the requests), or chunks (these
-    counters, if as many chunks came as there were rounds). None if acceptance is unknown.
+    acceptance_source: the source of the acceptance figures. per_request: the server's details of
+    each request. counters: the server's counters before and after the requests. chunks: the sizes
+    of the chunks, if the counters show that each chunk was one round. None if acceptance is
+    unknown.
     """
 
     kind: Name
@@ -168,7 +170,7 @@ class EngineFacts(Record):
 
 
 class Counted(Record):
-    """The difference of a server's counters over some requests."""
+    """The increase of a server's counters during a group of requests."""
 
     num_drafts: Count
     num_draft_tokens: Count
@@ -176,8 +178,8 @@ class Counted(Record):
 
 
 class InText(Record):
-    """The rounds as our own engine counts them: rounds with proposals, and the accepted tokens that
-    the texts keep."""
+    """A server's acceptance, counted as our own engine counts it: only rounds with proposals, and
+    only accepted tokens that are in the final texts."""
 
     num_drafts: Count
     num_accepted_tokens: Count
@@ -185,8 +187,8 @@ class InText(Record):
 
 
 class StageTimes(Record):
-    """The milliseconds of each stage of a round, in order; `STAGES` and all lists of stages follow
-    from this class. Servers do not report these times."""
+    """The time of each stage of a round, in milliseconds. The stages are in the order in which they
+    run, and `STAGES` is derived from these fields. Servers do not report these times."""
 
     draft_ms: Figure = None
     broadcast_ms: Figure = 0.0
@@ -202,7 +204,8 @@ STAGES = tuple(name.removesuffix("_ms") for name in StageTimes.model_fields)
 
 
 def stages_in(found: Iterable[StageTimes | None]) -> list[str]:
-    """The stages that occur in `found`: a single rank has no broadcasts, and few methods commit."""
+    """Return the stages that took any time. A single rank has no broadcasts, and few methods have
+    work to commit."""
     every = [times for times in found if times is not None]
     return [stage for stage in STAGES if any(times.stage_ms(stage) > 0 for times in every)]
 
@@ -218,7 +221,7 @@ class _RunCounts(Record):
 
 
 class Times(StageTimes, _RunCounts):
-    """The figures of `Metrics` that come before the figures of `Acceptance`; `Metrics` explains
+    """The fields of `Metrics` that come before the fields of `Acceptance`. `Metrics` explains
     them."""
 
     round_ms: Figure
@@ -232,23 +235,27 @@ class Times(StageTimes, _RunCounts):
 
 
 class Metrics(Acceptance, Times):
-    """The contract's `metrics` of a run or a point: the fields of `Times`, then of `Acceptance`.
+    """The `metrics` of a run or a point in JSON: the fields of `Times`, then of `Acceptance`.
 
-    Times are in milliseconds unless the name says seconds. draft_ms to round_ms: means per engine
-    round; a round serves several sequences. broadcast_ms: the time to send proposals and decisions
-    to the target's other ranks; on ranks other than 0 it contains the wait for the draft.
+    Times are in milliseconds unless the name says seconds. An engine round serves all sequences of
+    the batch; a sequence-round is one sequence in one round.
+
+    draft_ms to round_ms: means per engine round. broadcast_ms: the time to send proposals and
+    decisions to the target's other ranks; on ranks other than 0 it includes the wait for the draft.
     commit_ms: the proposer's work after the decision. prefill_ms: the mean per prompt. ttft_ms: the
     time from a prompt's admission to its first token. tpot_ms: the time per token after the first.
-    num_rounds_without_proposal: a count of sequence-rounds, as `num_drafts` is.
-    output_tokens_per_second counts prefill and decode time, decode_tokens_per_second counts decode
-    time only. peak_memory_bytes: only points have it. distinct_experts: the number of experts that
-    scoring reads in a layer, as the mean over rounds and layers with experts. tokens_per_round:
-    output tokens over all sequence-rounds. num_tokens_from_prefill: output tokens that prefill
-    decided, at k = 0. They count as rounds without proposals, but not as engine rounds, and not in
-    decode_tokens_per_second. ttft_parts_ms: see `core.types.Sequence`; absent if a prompt has no
-    first token. e2el_ms: the time from sending a request to its last token. If requests are sent at
-    a rate, all latencies count from the time when a request is due. in_text: only servers have it.
-    Servers have no times of stages and of prefill; num_rounds and round_ms are None if a server's
+    num_rounds_without_proposal: a number of sequence-rounds, as `num_drafts` is.
+    output_tokens_per_second: counts prefill and decode time. decode_tokens_per_second: counts only
+    decode time. peak_memory_bytes: only points have it. distinct_experts: the number of experts
+    that scoring reads in a layer, as the mean over rounds and layers with experts.
+    tokens_per_round: output tokens per sequence-round. num_tokens_from_prefill: output tokens that
+    prefill decided, at k = 0; they count as rounds without proposals, but not as engine rounds, and
+    not in decode_tokens_per_second. ttft_parts_ms: see `core.types.Sequence`; absent if a prompt
+    has no first token. e2el_ms: the time from sending a request to its last token. in_text: only
+    servers have it.
+
+    If requests are sent at a rate, all latencies count from the time when a request is due. Servers
+    report no stage times and no prefill times; num_rounds and round_ms are None if a server's
     rounds are unknown.
     """
 
@@ -291,7 +298,8 @@ class Counts(Protocol):
 
 
 def summarise(seqs: list[types.Sequence], k: int, batch_size: int) -> Metrics:
-    """Metrics of a finished run over `seqs`, without sequences that ended in an error."""
+    """Compute the metrics of a finished run over `seqs`. Sequences that ended in an error are left
+    out."""
     done = [s for s in seqs if s.finish_reason != "error"]
     experts = [s.experts_share for s in done if s.experts_share is not None]
     return metrics_of(
@@ -311,8 +319,8 @@ def summarise(seqs: list[types.Sequence], k: int, batch_size: int) -> Metrics:
 
 
 def mean_parts(parts: Iterable[dict[str, float] | None]) -> dict[str, dict[str, float]]:
-    """The field `ttft_parts_ms` of `Metrics`, by its name: the means over prompts. The result is
-    empty if a prompt has no parts."""
+    """Average the parts of the time to the first token over prompts. Returns them as the keyword
+    argument `ttft_parts_ms` of `Metrics`, or {} if any prompt has no parts."""
     found = list(parts)
     known = [part for part in found if part is not None]
     if not known or len(known) < len(found):
@@ -337,11 +345,11 @@ def metrics_of(
     num_output_tokens: int,
     **others: Any,
 ) -> Metrics:
-    """The metrics of prompts that could run, computed from their shares in the run's time, in
-    rounds, in stages and in experts read.
+    """Compute metrics from the prompts' shares of the run's time, rounds, stage times and experts
+    read. done: the prompts that ended without an error.
 
-    num_rounds: the sum of shares, which is a whole number for the prompts of a whole run, except
-    for rounding. others: figures that do not follow from the rest.
+    num_rounds: the sum of the prompts' shares of rounds. For the prompts of a whole run it is an
+    integer, except for rounding. others: fields that cannot be computed from the rest.
     """
     rounds = num_rounds or 1
     from_prefill = sum(s.num_tokens_from_prefill for s in done)
@@ -373,7 +381,7 @@ def metrics_of(
 
 
 def acceptance_of(done: Sequence[Counts], k: int) -> Acceptance:
-    """The acceptance of prompts over all of their rounds."""
+    """Compute the acceptance over all rounds of the prompts."""
     return Acceptance.of(
         [p for s in done for p in s.proposed_per_round],
         [a for s in done for a in s.accepted_per_round],

@@ -1,4 +1,5 @@
-"""Expected acceptance along a text that is already written; `experiment.forecasts` uses it."""
+"""A prediction of acceptance along a text that is already written. `experiment.forecasts` uses
+it."""
 
 from typing import Annotated, Self
 
@@ -11,16 +12,17 @@ _Chain = Annotated[tuple[Count, Count], Field(strict=False)]
 
 
 class Forecast(Record):
-    """Expected acceptance of proposals at each of a text's N output tokens, in one of four forms.
+    """The expected acceptance of proposals at each of a text's N output tokens, in one of four
+    forms.
 
-    A draft model has `accept`, N chances that the token was accepted if proposed: min(1, q(x) /
-    p(x)); and `overlap`, N sums of min(p, q), the acceptance rate before the token is known.
-    Lookups have `chains`: for a round that begins at each token, the number of proposals and the
-    number accepted. Heads have `ahead`: for a round that begins at each token, the chance of each
-    proposal, given that the proposals before it were accepted. They also have the `overlap` of the
-    first proposal. Given rates have `draws` and `rates`: N uniform numbers, and the chance at each
-    place of a draft. only_k: the only proposal length for which the values hold; None if they hold
-    for every length.
+    A draft model has `accept`: N chances that the token was accepted if proposed, min(1, q(x) /
+    p(x)). It also has `overlap`: N sums of min(p, q), the acceptance rate before the token is
+    known. Lookups have `chains`: for a round that begins at each token, the number of proposed and
+    of accepted tokens. Heads have `ahead`: for a round that begins at each token, the chance that
+    each proposal is accepted, given that all earlier ones were. They also have the `overlap` of the
+    first proposal. Synthetic acceptance has `draws`: N uniform random numbers, and `rates`: the
+    chance of acceptance at each position of a draft. only_k: the only proposal length for which the
+    values hold; None if they hold for every length.
     """
 
     accept: _Numbers | None = None

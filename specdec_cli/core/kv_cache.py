@@ -1,4 +1,5 @@
-"""Paged storage for keys and values, and the allocator of its blocks. Block 0 is for padding."""
+"""Paged storage for keys and values, and the allocator of its blocks. Block 0, the trash block, is
+for padding."""
 
 from dataclasses import dataclass
 
@@ -10,7 +11,8 @@ TRASH_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Cache shape of one attention layer: KV heads on this rank, and widths of keys and values."""
+    """The cache shape of one attention layer: the number of KV heads on this rank, and the widths
+    of a key and a value."""
 
     num_kv_heads: int
     key_dim: int
@@ -18,7 +20,7 @@ class LayerShape:
 
 
 def block_bytes(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers of one model on this rank."""
+    """Return the size of one block over all layers of a model on this rank, in bytes."""
     per_token = sum(s.num_kv_heads * (s.key_dim + s.value_dim) for s in layers)
     return per_token * block_size * dtype.itemsize
 
@@ -58,7 +60,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values."""
+        """The size of all keys and values, in bytes."""
         return sum(pool.nbytes for pool in self.pools)
 
     @property
@@ -67,8 +69,8 @@ class KVCache:
         return [pool for layer in self.layers for pool in (layer.keys, layer.values)]
 
     def resized(self, num_blocks: int) -> "KVCache":
-        """A cache of the same form with `num_blocks` blocks. It may replace a cache whose `layers`
-        were freed."""
+        """Make a cache of the same shape with `num_blocks` blocks. The `layers` of the present
+        cache may already be freed."""
         sizes = num_blocks, self.block_size
         return KVCache(self._shapes, *sizes, self._dtype, self.device, self._scales)
 
@@ -80,8 +82,7 @@ class KVCache:
 
 
 class BlockAllocator:
-    """Hands out block ids 1..num_blocks-1. A block is free or used, never both, as assertions
-    check."""
+    """Hands out block ids 1..num_blocks-1. Assertions check that no block is both free and used."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks >= 2, "a cache needs the trash block and one block of its own"
@@ -99,15 +100,16 @@ class BlockAllocator:
         return len(self._used)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """The number of blocks needed for this many tokens."""
+        """Return the number of blocks that this many tokens need."""
         return -(-num_tokens // self.block_size)
 
     def missing(self, table: list[int], num_tokens: int) -> int:
-        """The number of blocks to add to `table` for it to hold this many tokens."""
+        """Return the number of blocks that `table` lacks to hold this many tokens."""
         return max(0, self.blocks_for(num_tokens) - len(table))
 
     def extend(self, table: list[int], num_tokens: int) -> None:
-        """Grow `table` to hold `num_tokens` tokens; the caller has checked `missing`."""
+        """Grow `table` to hold `num_tokens` tokens. The caller must first check with `missing` that
+        enough blocks are free."""
         missing = self.missing(table, num_tokens)
         assert missing <= self.num_free, f"{missing} blocks are missing, {self.num_free} free"
         first = len(self._free) - missing

@@ -19,7 +19,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        # Packed weights have no storage, and no result is a view of them.
+        # Packed MKL-DNN weights have no storage, and results are never views of them.
         old = {t.untyped_storage()._cdata for t in before if not t.is_mkldnn}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):

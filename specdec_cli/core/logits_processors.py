@@ -1,9 +1,10 @@
-"""Logits processors: a repetition penalty, suppressed ids, and a minimum text length. The results
-equal those of transformers' logits processors of these names.
+"""Logits processors: a repetition penalty, suppressed ids, and a minimum text length. They give the
+same results as transformers' logits processors of these names.
 
-Each row of a round follows its own text: the sequence and the proposals before its position. Draft
-logits are processed in the same way. Everything is a tensor operation, so rounds can be captured.
-Legend: B sequences, N rows of each, V vocabulary of the target, V' of the draft, at most V.
+In a round, each row of logits follows its own text: the sequence and the proposals before the row's
+position. Draft logits are processed in the same way. Everything is a tensor operation, so CUDA
+graphs can capture it. Legend: B sequences, N rows of logits per sequence, V vocabulary of the
+target, V' of the draft, at most V.
 """
 
 from collections.abc import Iterable
@@ -21,12 +22,12 @@ from specdec_cli.core.types import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsProcessors:
-    """The changes that a run's parameters ask for, on one device.
+    """The logits processors of a run, on one device.
 
-    penalty: changes the logits of ids that the text contains. Positive logits are divided by it and
-    others multiplied (Keskar et al., "CTRL", arXiv 1909.05858); 1 changes nothing. suppressed: bool
-    [V], ids that are never drawn. ends: bool [V], ids that are not drawn before min_new_tokens
-    output tokens.
+    penalty: the repetition penalty, for ids that the text already contains. It divides positive
+    logits and multiplies others (Keskar et al., "CTRL", arXiv 1909.05858); 1 changes nothing.
+    suppressed: bool [V], ids that are never drawn. ends: bool [V], ids that are not drawn before
+    min_new_tokens output tokens.
     """
 
     penalty: float
@@ -38,7 +39,7 @@ class LogitsProcessors:
     def of(
         cls, params: SamplingParams, eos_ids: Iterable[int], vocab_size: int, device: torch.device
     ) -> Self | None:
-        """The processors of a run; None if its parameters ask for none."""
+        """Make the processors of a run. Returns None if its parameters ask for none."""
         if not params.changes_logits:
             return None
         suppressed, ends = torch.zeros(2, vocab_size, dtype=torch.bool)
@@ -52,7 +53,7 @@ class LogitsProcessors:
         return self.penalty != 1.0
 
     def at(self, state: BatchState) -> "TextsBefore":
-        """The texts of all slots before a round."""
+        """Return the texts of all slots, as they are before a round."""
         seen = None
         if self.reads_text:
             assert state.texts is not None and state.texts.seen is not None
@@ -60,14 +61,15 @@ class LogitsProcessors:
         return TextsBefore(self, seen, state.length - state.prompt)
 
     def of_text(self, tokens: Values[int], num_prompt: int) -> "TextsBefore":
-        """The single text `tokens`, which is already written."""
+        """Return the single text `tokens`, which is already written. num_prompt: how many of its
+        tokens are the prompt."""
         device = self.suppressed.device
         seen = torch.zeros(1, len(self.suppressed) + 1, dtype=torch.bool, device=device)
         seen[:, torch.tensor(tokens, dtype=torch.int64, device=device)] = True
         return TextsBefore(self, seen, torch.tensor([len(tokens) - num_prompt], device=device))
 
     def take_in(self, state: BatchState, verdict: Verdict) -> None:
-        """Mark the decided tokens of a round; `state` has not been advanced yet."""
+        """Mark the tokens that a round decided as seen. Call it before `state` advances."""
         if not self.reads_text:
             return
         assert state.texts is not None and state.texts.seen is not None
@@ -82,10 +84,10 @@ class LogitsProcessors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextsBefore:
-    """The texts that rows of logits follow.
+    """The texts that come before rows of logits.
 
-    seen: bool [B, V + 1], the ids that each text contains, and an unused last column; not read
-    without a penalty. num_new: int64 [B], the number of output tokens of each text.
+    seen: bool [B, V + 1], the ids that each text contains; the last column is unused. It is read
+    only if there is a penalty. num_new: int64 [B], the number of output tokens in each text.
     """
 
     processors: LogitsProcessors
@@ -93,8 +95,8 @@ class TextsBefore:
     num_new: Tensor
 
     def after_each(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Processed logits, fp32 [B, N, V'], where row i follows `tokens[:, :i]`. tokens: int64 [B,
-        N - 1 or more]."""
+        """Process logits [B, N, V'], where row i follows the text and `tokens[:, :i]`. Returns
+        fp32. tokens: int64 [B, N - 1 or more]."""
         rows = range(logits.shape[1])
         seen = None
         if self.processors.reads_text:
@@ -102,9 +104,9 @@ class TextsBefore:
         return self._changed(logits, seen, 0)
 
     def after_all(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Processed logits, fp32 [B, N, V'], for the positions after `tokens`, int64 [B, S]. Each
-        row follows all of these tokens and none of the rows before it, since a block is drawn at
-        once."""
+        """Process logits [B, N, V'] for the positions after `tokens`, int64 [B, S]. Returns fp32.
+        Each row follows all of `tokens`, but no token of the rows before it, since all N tokens are
+        drawn at once."""
         seen = self._seen_with(tokens)[:, None] if self.processors.reads_text else None
         return self._changed(logits, seen, tokens.shape[1])
 
@@ -113,8 +115,8 @@ class TextsBefore:
         return self.seen.scatter(1, tokens.clamp(0, self.seen.shape[1] - 1), True)
 
     def _changed(self, logits: Tensor, seen: Tensor | None, first: int) -> Tensor:
-        """The processed logits. seen: [B, N or 1, V + 1]. first: the number of tokens between the
-        texts and the first row."""
+        """Process logits. seen: [B, N or 1, V + 1]. first: the number of tokens between the texts
+        and the first row."""
         how, (_, rows, width) = self.processors, logits.shape
         found, never = logits.float(), how.suppressed[:width]
         if seen is not None:

@@ -1,9 +1,10 @@
-"""The inputs of padded passes over packed tokens, at fixed addresses, so that graphs can hold them.
+"""The inputs of padded passes over packed tokens, at fixed addresses, so that CUDA graphs can read
+them.
 
-A pass's tokens are packed at the front. Padding belongs to no sequence, its keys go to the trash
-block, and its outputs are meaningless. The host writes the inputs into one of two buffers in its
-memory. The pass itself fetches them, and at its end sends its decided tokens to the host. Legend: T
-maximum tokens, B maximum sequences, MB block-table columns, W a pass's width.
+The tokens of a pass come first, and padding follows. Padding belongs to no sequence, its keys go to
+the trash block, and its outputs are meaningless. The host writes the inputs into one of two buffers
+in its memory. The pass itself fetches them, and at its end it sends the tokens that it decided to
+the host. Legend: T maximum tokens, B maximum sequences, MB block-table columns, W a pass's width.
 """
 
 from struct import pack_into
@@ -20,10 +21,10 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 
 
 class PackedInputs:
-    """Inputs of passes over up to T tokens of up to B sequences.
+    """The inputs of passes over up to T tokens of up to B sequences.
 
-    token_ids, positions: int64 [T]. query_start: int32 [B + 1], the rows at which sequences begin.
-    context_lens: int32 [B], 0 for rows without a sequence. index: int64 [B], the key of each
+    token_ids, positions: int64 [T]. query_start: int32 [B + 1], the row of each sequence's first
+    token. context_lens: int32 [B], 0 where there is no sequence. index: int64 [B], the key of each
     sequence's random numbers. seed: int64 scalar. block_tables: int32 [B, MB]; entries past a
     sequence's blocks are meaningless. The host writes inputs with `fill`. The pass runs `fetch`
     first and `tell` last. Then the host calls `passed`.
@@ -57,8 +58,8 @@ class PackedInputs:
         self._pieces = [piece.numpy().data.cast("B") for piece in self._staged]
         self._offsets = [4 * sum(lengths[:part]) for part in range(len(lengths))]
         self._tokens: list[Tokens] = [piece.numpy() for piece in self._told]
-        # The device counts the passes that have run and tells the host, which counts the launched
-        # passes.
+        # The device counts the passes that have ended and tells the host. The host counts the
+        # passes that it has launched.
         self._passes = torch.zeros(1, dtype=torch.int32, device=device)
         self._ended = on_host(1)
         self._num_ended = self._ended.numpy().data
@@ -68,8 +69,9 @@ class PackedInputs:
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
     def fill(self, spans: list[Span], width: int, shift: int = 0, seed: int = 0) -> None:
-        """Enter `spans`, which have at most `width` tokens. Their ids are taken `shift` tokens
-        further on. Waits until the pass before the last one has ended."""
+        """Write `spans`, at most `width` tokens in all, into the next buffer. shift: the token ids
+        are taken this many tokens later in each sequence. Waits until the pass before the last one
+        has ended, since that pass used the same buffer."""
         if self._num_ended[0] < self._num_launched - 1:
             torch.cuda.synchronize(self.device)
         # `struct` converts a list in a third of NumPy's time, and its code is smaller, which
@@ -112,17 +114,17 @@ class PackedInputs:
 
     @property
     def told(self) -> Tokens:
-        """The host's memory for the tokens of the filled pass, int64 [B]. The tokens are valid from
-        the end of that pass until the second pass after it ends."""
+        """The host's memory for the tokens of the pass that was filled last, int64 [B]. The tokens
+        are valid from the end of that pass until the end of the second pass after it."""
         return self._tokens[self._num_launched % 2]
 
     def passed(self) -> None:
-        """Count the filled pass as launched."""
+        """Count the pass that was filled last as launched."""
         self._num_launched += 1
 
     def batch(self, width: int, num_logits: int) -> ForwardBatch:
-        """The pass over the first `width` tokens, with logits of the last tokens of the first
-        sequences."""
+        """Make the pass over the first `width` tokens. It gives the logits of the last token of
+        each of the first `num_logits` sequences."""
         positions = self.positions[:width]
         tables = self.block_tables
         batch = ForwardBatch(
@@ -142,13 +144,13 @@ class PackedInputs:
 
 
 def last_rows(batch: ForwardBatch) -> torch.Tensor:
-    """The row of each sequence's last token, int64 [B]; an arbitrary row where there is no
+    """Return the row of each sequence's last token, int64 [B]; an arbitrary row where there is no
     sequence."""
     return (batch.query_start[1:] - 1).clamp_(min=0).long()
 
 
 def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
-    """The block of each sequence's last token, int64 [B]; the trash block where there is no
+    """Return the block of each sequence's last token, int64 [B]; the trash block where there is no
     sequence."""
     column = (batch.context_lens - 1).clamp_(min=0) // block_size
     blocks = batch.block_tables.gather(1, column.long()[:, None])[:, 0]
@@ -156,9 +158,9 @@ def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
 
 
 def _lengths(num_tokens: int, num_sequences: int, num_columns: int) -> list[int]:
-    """The number of words of each of `_parts`. Each part starts at a multiple of 16 bytes, because
-    Triton would recompile kernels for unaligned addresses. The sum is a multiple of 16 words, so
-    that copies use larger pieces."""
+    """Return the size of each of `_parts` in 32-bit words. Each part starts at a multiple of 16
+    bytes, because Triton would recompile kernels for unaligned addresses. The sum is a multiple of
+    16 words, so that copies can use larger pieces."""
     words = 2 * num_tokens, 2 * num_tokens, num_sequences + 1, num_sequences, 2 * num_sequences, 2
     lengths = [-(-count // 4) * 4 for count in words]
     tables = num_sequences * num_columns
@@ -166,8 +168,9 @@ def _lengths(num_tokens: int, num_sequences: int, num_columns: int) -> list[int]
 
 
 def _parts(words: torch.Tensor, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
-    """Views of the words: token ids, positions, starts of queries, contexts, the prompts' indices,
-    the seed, and the tables. sizes: the numbers of tokens, sequences and columns of the tables."""
+    """Split the words into views: token ids, positions, query starts, context lengths, keys of
+    random numbers, the seed, and block tables. sizes: the numbers of tokens, sequences and table
+    columns."""
     num_tokens, num_sequences, num_columns = sizes
     parts = words.split(_lengths(*sizes))
     ids, positions, index, seed = (parts[i].view(torch.int64) for i in (0, 1, 4, 5))

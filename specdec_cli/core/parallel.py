@@ -1,7 +1,7 @@
-"""The ranks that share a model, as an explicit value passed to the code that needs it.
+"""The ranks that share a model, as a value that is passed to the code that needs it.
 
-Collectives of tensors have fixed shapes and no host wait, so CUDA graphs can hold them. Every rank
-of a group must call them in the same order.
+Collectives of tensors have fixed shapes and do not wait on the host, so CUDA graphs can capture
+them. Every rank of a group must call them in the same order.
 """
 
 import os
@@ -43,12 +43,13 @@ class TensorParallel:
         return self.rank == 0
 
     def share(self, width: int) -> tuple[int, int]:
-        """This rank's part start..stop of `width` entries; the last ranks' parts may be smaller."""
+        """Return the range (start, stop) of `width` entries that this rank holds. The last ranks
+        may hold fewer entries than the others."""
         most = -(-width // self.size)
         return min(width, self.rank * most), min(width, (self.rank + 1) * most)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place; returns x."""
+        """Sum x over all ranks, in place. Returns x."""
         if self.group is None or not x.numel():
             return x
         if not x.is_cpu or self.size == 2 or x.numel() > _FEW:
@@ -60,8 +61,8 @@ class TensorParallel:
         return torch.sum(parts.view(self.size, *x.shape), 0, out=x)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
-        """Join the ranks' parts of the last dimension, [..., part], to [..., width]. A rank's part
-        is `share(width)`."""
+        """Join the ranks' parts of the last dimension, [..., part], to [..., width]. `share(width)`
+        is the range that a rank's part covers."""
         if self.group is None:
             return x
         most = -(-width // self.size)
@@ -76,14 +77,13 @@ class TensorParallel:
         return whole.reshape(*x.shape[:-1], self.size * most)[..., :width].contiguous()
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's contiguous x, in place, on every rank; returns x."""
+        """Copy rank 0's x to every rank, in place. x must be contiguous. Returns x."""
         if self.group is not None and x.numel():
             dist.broadcast(x, group=self.group, group_src=0)
         return x
 
     def gather_objects(self, value: T) -> list[T]:
-        """The values of all ranks, in the order of ranks. Every rank gets them. Waits for the
-        device."""
+        """Return the values of all ranks, in rank order, on every rank. Waits for the device."""
         if self.group is None:
             return [value]
         held: list[T] = [value] * self.size
@@ -95,11 +95,11 @@ ALONE = TensorParallel()
 
 
 class HostMessages:
-    """Numbers that rank 0 sends to the ranks of a group, from host to host.
+    """Sends integers from rank 0 to all ranks of a group, without using the device.
 
-    They do not wait for devices, unlike messages over NCCL. If the group does not use gloo, the
-    first message creates a communicator, in which all processes of the world must take part. Every
-    rank of the group must ask for each number.
+    Unlike messages over NCCL, these do not wait for the device. If the group does not use gloo, the
+    first message creates a gloo group, and every process of the world must take part. Every rank of
+    the group must ask for each number.
     """
 
     def __init__(self, parallel: TensorParallel) -> None:
@@ -122,7 +122,7 @@ class HostMessages:
 
 
 class Groups(NamedTuple):
-    """This rank's place in each model's group; None for a model without a part on this rank."""
+    """This rank's place in each model's group; None if the rank holds no part of that model."""
 
     target: TensorParallel | None
     draft: TensorParallel | None
@@ -137,11 +137,12 @@ def make_groups(
     device: torch.device,
     ranks: Sequence[int] | None = None,
 ) -> Groups:
-    """Groups of a target and of a draft, which is on the first `draft_tp` of the target's ranks.
+    """Create the process groups of a target and of its draft. The draft is on the first `draft_tp`
+    of the target's ranks.
 
-    Every process of the world calls this, with the same arguments except the device. ranks: the
-    ranks that take part, by default the first `target_tp`. Raises ValueError when the draft's
-    degree does not divide the target's.
+    Every process of the world must call this with the same arguments, except the device. ranks: the
+    target's ranks; by default the first `target_tp`. Raises ValueError if `draft_tp` does not
+    divide `target_tp`.
     """
     if target_tp % draft_tp:
         raise ValueError(f"draft TP {draft_tp} does not divide target TP {target_tp}")
@@ -162,14 +163,14 @@ def _place(members: list[int], device: torch.device) -> TensorParallel | None:
 
 
 def world_size() -> int:
-    """The number of processes of torch.distributed's world; 1 without a world."""
+    """Return the number of processes in torch.distributed's world; 1 if it is not initialised."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @contextmanager
 def found_alike() -> Iterator[None]:
-    """Mark a `SetupError` as common to all ranks, if they share one host. Such an error names no
-    rank."""
+    """Mark a `SetupError` raised in the block as common to all ranks, if all of them are on one
+    host. Its message then names no rank."""
     try:
         yield
     except SetupError as problem:
@@ -178,10 +179,10 @@ def found_alike() -> Iterator[None]:
 
 
 def local_rank() -> int:
-    """The index of this process on its host, as torchrun sets it."""
+    """Return the index of this process on its host, as torchrun sets it; 0 if unset."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world_size() -> int:
-    """The number of processes of this run on this host."""
+    """Return the number of this run's processes on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))

@@ -1,6 +1,6 @@
-"""Memory that the GPUs of a group can read from each other, for all-reduces and logits of few rows.
-NCCL sums up to 64 rows on two H200s in 8 to 16 us; reads over NVLink take 4 to 7 us. Either all
-ranks use this memory or none does, since their collectives must match.
+"""Memory that all GPUs of a group can read, for all-reduces and gathers of a few rows. NCCL sums up
+to 64 rows on two H200s in 8 to 16 us; reads over NVLink take 4 to 7 us. Either all ranks use this
+memory or none does, since their collectives must match.
 """
 
 import logging
@@ -21,8 +21,8 @@ from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
 
-# torch counts a process's rendezvous over shared memory across all groups. Ranks with different
-# counts wait for each other forever, so this module counts rendezvous too.
+# torch counts how often a process has connected to others through shared memory, over all groups.
+# Ranks with different counts wait for each other forever, so this module counts too.
 _meetings: list[str] = []
 
 
@@ -38,10 +38,11 @@ class Shared(NamedTuple):
 def shared_memory(
     parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
 ) -> Shared | None:
-    """Shared memory for MAX_ROWS rows on every rank; every rank of the group must call this.
+    """Allocate shared memory for MAX_ROWS rows on every rank. Every rank of the group must call
+    this.
 
-    None if the GPUs cannot read each other, or if some ranks have connected in a different group
-    before. width: the width of the residual stream.
+    Returns None if the GPUs cannot read each other's memory, or if only some of the ranks have
+    connected in another group before. width: the width of the residual stream.
     """
     if parallel.size == 1 or parallel.device.type != "cuda":
         return None
@@ -58,7 +59,7 @@ def shared_memory(
 
 
 def compare_meetings(parallel: TensorParallel) -> None:
-    """Raise RuntimeError on all ranks if their counts of rendezvous differ."""
+    """Raise RuntimeError on all ranks if they have connected different numbers of times."""
     if len(set(parallel.gather_objects(len(_meetings)))) > 1:
         raise RuntimeError("some of the ranks have met in another group before")
 

@@ -1,4 +1,4 @@
-"""Samples tokens from logits, and generates the random numbers for it."""
+"""Samples tokens from logits, and generates the random numbers for sampling."""
 
 from enum import IntEnum
 
@@ -20,7 +20,7 @@ class Purpose(IntEnum):
 
 
 def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The distribution over the vocabulary, fp32, in the shape of `logits` [..., V]; see the
+    """Convert `logits` [..., V] to probabilities over the vocabulary, fp32 [..., V]; see the
     function of this name in the kernels."""
     return logits_to_probs(logits, *params.filters)
 
@@ -33,12 +33,13 @@ def round_noise(
     *,
     by_round: bool = False,
 ) -> Noise:
-    """The noise of a round of sequences with these prompt indices and token counts, int64 [B].
+    """Generate the random numbers of one round.
 
-    A number is a function of the seed, int64 scalar, the prompt's index, the position of the token
-    that it decides, and the purpose, so batch, order, preemption and shards cannot change what is
-    sampled. by_round: whether numbers depend on the round's start too, as rules that look ahead
-    need.
+    seed: int64 scalar. index, length: int64 [B], the prompt index and the number of tokens of each
+    sequence. Each number depends only on the seed, the prompt index, its purpose and the position
+    of the token that it decides. So batch, order, preemption and shards cannot change what is
+    sampled. by_round: whether numbers also depend on the position at which the round starts;
+    acceptance rules that look ahead need this.
     """
     noise = ops.uniform_rows(seed, index, length, len(Purpose), k + 1, by_round)
     return Noise(noise[Purpose.DRAFT, :, :k], noise[Purpose.ACCEPT, :, :k], noise[Purpose.SAMPLE])
@@ -51,7 +52,7 @@ def next_tokens(
     index: torch.Tensor,
     length: torch.Tensor,
 ) -> torch.Tensor:
-    """The tokens, int64 [R], that rounds without proposals draw from `logits` [R, V]; -1 for rows
+    """Draw the tokens of a round without proposals from `logits` [R, V]: int64 [R]; -1 for rows
     that are not finite."""
     if params.is_greedy:
         return draw(logits, None, params, None)
@@ -60,19 +61,20 @@ def next_tokens(
 
 
 def softmax_stats(logits: torch.Tensor, params: SamplingParams) -> ops.LogitRows | None:
-    """Statistics of rows [R, V] for CUDA; None on a CPU, where each operation reads the logits."""
+    """Compute statistics of logits [R, V] that sampling on CUDA reuses. Returns None on a CPU,
+    where each operation reads the logits again."""
     return ops.logit_rows(logits, *params.filters) if logits.is_cuda else None
 
 
 def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
-    """The index of the first maximum of each row of `logits` [..., V]: int64 [...]; -1 if the row
-    is not finite."""
+    """Return the index of the first maximum in each row of `logits` [..., V]: int64 [...]; -1 if
+    the row is not finite."""
     return ops.greedy_argmax(logits.flatten(0, -2)).view(logits.shape[:-1])
 
 
 def by_target_ids(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits [..., V] by the target's ids, with -inf for ids that a draft cannot propose. logits:
-    [..., V'] by the draft's own ids. ids: int64 [V'], the target's id of each draft id.
+    """Move logits from the draft's ids, [..., V'], to the target's ids, [..., V]. Ids that the
+    draft cannot propose get -inf. ids: int64 [V'], the target's id of each draft id.
     """
     wide = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     return wide.index_copy_(-1, ids, logits)
@@ -84,10 +86,10 @@ def draw(
     params: SamplingParams,
     noise: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One token for each row of `logits` [R, V]: int64 [R]; -1 if the row is not finite.
+    """Draw one token from each row of `logits` [R, V]: int64 [R]; -1 if the row is not finite.
 
-    stats: the result of `softmax_stats`; None if it is not known yet. noise: fp32 [R], not read if
-    decoding is greedy.
+    stats: the result of `softmax_stats`; None to compute it here. noise: fp32 [R], uniform random
+    numbers; None if decoding is greedy.
     """
     if params.is_greedy:
         return ops.greedy_argmax(logits)

@@ -15,8 +15,9 @@ _FIELDS = 6  # int64 fields of each slot besides its tail
 
 
 def slot_counts(batch_size: int) -> list[int]:
-    """The numbers of slots for which rounds are captured, each a quarter of the next. Few sequences
-    are left at the end of a run, so small sizes pay off. More sizes would take long to compile."""
+    """Return the batch sizes for which rounds are captured, each a quarter of the next. Few
+    sequences are left at the end of a run, so small sizes pay off. More sizes would take long to
+    compile."""
     counts = [batch_size]
     while counts[0] > 1:
         counts.insert(0, -(-counts[0] // 4))
@@ -25,11 +26,13 @@ def slot_counts(batch_size: int) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class Texts:
-    """The tokens of sequences, for proposers that look them up, and for penalties; rounds append to
-    them. Tensors are never reallocated, so graphs can hold them.
+    """The tokens of R sequences on the device, for proposers that look up tokens and for repetition
+    penalties. Rounds append to them. The tensors are never reallocated, so CUDA graphs can use
+    them.
 
     tokens: int32 [R, L]. Entries after a sequence's tokens are meaningless. seen: bool [R, V + 1],
-    the ids that each text contains, and a column without meaning; None while no run has a penalty.
+    the ids that each text contains; the last column is meaningless. None while no run has a
+    penalty.
     """
 
     tokens: torch.Tensor
@@ -41,15 +44,15 @@ class Texts:
         return cls(torch.zeros(num_rows, num_tokens, dtype=torch.int32, device=device))
 
     def mark(self, num_ids: int) -> None:
-        """Mark the ids that each text contains, from now on. num_ids: the size of the
+        """Start to record which ids each text contains, in `seen`. num_ids: the size of the
         vocabulary."""
         if self.seen is None:
             shape = len(self.tokens), num_ids + 1
             self.seen = torch.zeros(shape, dtype=torch.bool, device=self.tokens.device)
 
     def enter(self, seqs: list[Sequence]) -> list[int]:
-        """The rows of `seqs`, at most R sequences. New sequences are written over sequences that
-        have left, while no round is in flight."""
+        """Give each of `seqs`, at most R sequences, a row, and return the rows. A new sequence
+        takes the row of one that has left. Call it only while no round is in flight."""
         kept = {s: self._rows[s] for s in seqs if s in self._rows}
         free = iter(set(range(len(self.tokens))) - set(kept.values()))
         for seq in seqs:
@@ -68,15 +71,17 @@ class Texts:
 
 
 class BatchState:
-    """The state of B slots on one device. Tensors are never reallocated, so graphs can hold them.
+    """The state of B slots on one device. Its tensors are never reallocated, so CUDA graphs can use
+    them.
 
-    numbers: the int64 fields in one piece. tail: int64 [B, W], the last W tokens; shorter texts
-    have zeros before them. length: int64 [B], tokens of each sequence. limit: int64 [B], the number
-    of tokens at which each sequence ends. index: int64 [B], prompt indices. active: bool [B],
-    whether the slot still decodes. block_tables: int32 [B, MB]; unused entries are 0, the trash
-    block. seed: int64 scalar. row: int64 [B], each sequence's row in `texts`, if there are any.
-    prompt: int64 [B], tokens of each prompt. draft_kv: int64 [B], tokens that the proposer's cache
-    held when the slots were loaded; the cache has grown since.
+    numbers: one tensor that holds all int64 fields. tail: int64 [B, W], the last W tokens of each
+    sequence; shorter texts have zeros before them. length: int64 [B], the number of tokens of each
+    sequence. limit: int64 [B], the number of tokens at which each sequence ends. index: int64 [B],
+    prompt indices. active: bool [B], whether the slot still decodes. block_tables: int32 [B, MB];
+    unused entries are 0, the trash block. seed: int64 scalar. row: int64 [B], each sequence's row
+    in `texts`; 0 without `texts`. prompt: int64 [B], the number of tokens of each prompt. draft_kv:
+    int64 [B], the number of tokens in the proposer's cache when the slots were loaded; it is not
+    updated afterwards.
     """
 
     def __init__(
@@ -143,7 +148,8 @@ class BatchState:
         self.active.logical_or_(others)
 
     def grow(self, added: list[tuple[int, int, list[int]]]) -> None:
-        """Enter new blocks: (slot, first column, block ids)."""
+        """Add blocks to the block tables. added: (slot, first column, block ids) for each table
+        that grew."""
         if self.device.type == "cpu":
             tables = self.block_tables.numpy()
             for place, first, blocks in added:

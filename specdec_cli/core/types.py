@@ -12,8 +12,9 @@ FinishReason = Literal["length", "eos", "stop", "error"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Settings of sampling and of a sequence's end, for all sequences of a run. `temperature` 0 is
-    greedy; `top_k` 0 and `top_p` 1 are off. `core.logits_processors` explains the last three."""
+    """Settings that all sequences of a run share: how tokens are sampled, and when a sequence ends.
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `core.logits_processors` explains
+    the last three."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -33,7 +34,7 @@ class SamplingParams:
 
     @property
     def processing(self) -> tuple[float, tuple[int, ...], int]:
-        """The repetition penalty, the suppressed ids, and the fewest tokens of a text."""
+        """The repetition penalty, the suppressed ids, and the minimum number of output tokens."""
         return self.repetition_penalty, self.suppress_tokens, self.min_new_tokens
 
     @property
@@ -48,11 +49,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt. `index` is global: with the seed it keys the random numbers.
+    """One prompt.
 
-    stop_finder: makes a finder of stop strings; None without stop strings. Each run makes a new
-    finder, since a finder remembers its tokens. arrives_at: seconds after the run's start, finite
-    and not negative. The request is not admitted earlier.
+    index: its place among all prompts of the data set; with the seed, this is the key of its random
+    numbers. stop_finder: makes a `StopFinder`; None without stop strings. Each run makes a new one,
+    since it remembers the tokens that it has seen. arrives_at: seconds after the run's start,
+    finite and not negative. The request is not admitted earlier.
     """
 
     index: int
@@ -71,7 +73,7 @@ class Arrivals(Protocol):
     def is_over(self) -> bool: ...
 
     def answered(self, index: int) -> None:
-        """The request of this index has ended, possibly by an error."""
+        """Note that the request with this index has ended, possibly with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class Sequence:
     experts_share: float | None = None  # its shares of the distinct experts that rounds read
     arrived_at: float = 0.0  # seconds on the host's clock; not before the run's start
     queued_seconds: float = 0.0  # from its arrival to its first admission
-    # Seconds of each model's passes before the first token, passes of other sequences included.
+    # Seconds that each model's passes took before the first token, also for other sequences.
     target_prefill_seconds: float = 0.0
     draft_prefill_seconds: float = 0.0
     admitted_at: float | None = None  # host clock, seconds
@@ -124,15 +126,15 @@ class Sequence:
         self._packed = array("q", self.tokens).tobytes()
 
     def packed(self, start: int, stop: int) -> bytes:
-        """The bytes of `tokens[start:stop]` as int64. The first tokens are packed when the sequence
-        is made, since the device waits for its first pass."""
+        """Return the bytes of `tokens[start:stop]` as int64. The tokens that a sequence begins with
+        are packed when it is created, since the device waits for its first pass."""
         if 8 * stop <= len(self._packed):
             return self._packed[8 * start : 8 * stop]
         return array("q", self.tokens[start:stop]).tobytes()
 
     @property
     def noise_key(self) -> int:
-        """The part of `index` that is the key of random numbers."""
+        """The lowest 32 bits of `index`, which are the key of the sequence's random numbers."""
         return self.index & 0xFFFFFFFF
 
     @property
@@ -152,8 +154,9 @@ class Sequence:
 
     @property
     def ttft_parts_ms(self) -> dict[str, float] | None:
-        """The milliseconds from the request to the first token, broken down by use. `queue` is not
-        in `ttft_ms`; `first_round` is all time outside prefill passes."""
+        """The time from the request to the first token in milliseconds, by part; None before the
+        first token. `queue` is not part of `ttft_ms`. `first_round` is all time outside prefill
+        passes."""
         if (ttft_ms := self.ttft_ms) is None:
             return None
         target, draft = self.target_prefill_seconds * 1e3, self.draft_prefill_seconds * 1e3
@@ -180,8 +183,8 @@ class Sequence:
         return self.experts_share / self.round_share
 
     def room(self, draft_max_len: int) -> int:
-        """The largest number of tokens that may be proposed now: a round always adds a token of the
-        target, and no proposal lies past the draft's context length."""
+        """Return the largest number of tokens that may be proposed now. One token must be left for
+        the target, and no proposal may lie past the draft's context length."""
         n = len(self.tokens)
         return max(0, min(self.max_tokens - n - 1, draft_max_len - n))
 
