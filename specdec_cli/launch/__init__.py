@@ -1,4 +1,4 @@
-"""Ranks of a command, which starts and watches them or joins ranks that run already.
+"""Starts and watches the ranks of a command, or joins ranks that run already.
 
-Knows nothing of models or of what the ranks compute.
+It knows nothing about models or about what the ranks compute.
 """

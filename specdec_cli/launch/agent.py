@@ -1,7 +1,9 @@
-"""The process between a command and its ranks: it imports their packages once and forks them.
+"""The process between a command and its ranks. It imports the packages that all ranks need, and
+then forks the ranks.
 
-A rank then starts in a tenth of a second instead of four seconds. The agent waits for all ranks and
-records their ends in order; the first end is the cause. The module is run as a file.
+So a rank starts in a tenth of a second instead of four seconds. The agent waits for all ranks and
+records the order in which they end; the first rank to fail is the cause of a failure. This module
+is run as a file.
 """
 
 import atexit
@@ -20,9 +22,9 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
-# These modules import nearly everything that a rank uses, and run nothing on a device. The code of
-# models is that of two families, with what it imports, which other families import too. A module
-# that extends the command imports its own packages, besides torch.
+# These modules import nearly everything that a rank uses, and run nothing on a device. They include
+# the code of two model families, which imports nearly all that other families need. For a program
+# other than specdec, only torch is imported in advance.
 _SHARED = (
     "specdec_cli.app",
     "specdec_cli.backends.native",
@@ -34,7 +36,8 @@ _LEAST = ("torch.distributed",)
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The end of one rank's process. code: as in `subprocess`. at: seconds since the epoch."""
+    """The end of one rank's process. code: its exit code, or minus the signal that killed it. at:
+    seconds since the epoch."""
 
     rank: int
     code: int
@@ -42,9 +45,9 @@ class Exit:
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal as soon as its parent, process `parent`, is gone.
+    """Ask the kernel to send this process a signal as soon as its parent, process `parent`, ends.
 
-    Call it in the main thread. It does nothing on systems without prctl.
+    Call it in the main thread. It does nothing on systems other than Linux.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -83,15 +86,15 @@ def main(arguments: list[str]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
-    # A rank may be stopped before its life is tied to this process. Until all ranks are tied, this
-    # process must outlive the parent in order to end them.
+    # A rank may be suspended before its own call of `die_with`. Until every rank has made that
+    # call, this process must outlive the parent in order to end the ranks.
     tied, tie = os.pipe()
     signal.signal(signal.SIGTERM, end_ranks)
     die_with(int(parent), signal.SIGTERM)
-    # Signals are blocked: a rank must not inherit the handler, and the handler must know every
-    # rank.
+    # Block SIGTERM while forking: a rank must not inherit the handler, and the handler must know
+    # every rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    # Python warns about threads. The threads belong to OpenBLAS, which ends them before a fork.
+    # Python warns about threads at a fork. They belong to OpenBLAS, which ends them before it.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     agent = os.getpid()
     for rank in range(int(num_ranks)):
@@ -116,8 +119,8 @@ def main(arguments: list[str]) -> None:
 
 
 def _be_rank(rank: int, num_ranks: int, agent: int, tie: int, program: list[str]) -> NoReturn:
-    """Run the program in this forked process, to its end. tie: a pipe that the rank closes once its
-    life is tied."""
+    """Run the program in this forked process, and exit with its code. tie: the end of a pipe that
+    the rank closes after its call of `die_with`."""
     code = 1
     try:
         die_with(agent)

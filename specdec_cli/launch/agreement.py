@@ -1,5 +1,5 @@
-"""Agreement of all ranks on the outcome of a step: a run can survive a failure that all ranks
-share."""
+"""Lets all ranks agree on the outcome of a step, so that a run can survive a failure that all of
+them share."""
 
 from datetime import timedelta
 from typing import Any
@@ -11,9 +11,9 @@ _PATIENCE_S = 10.0  # time in which the other ranks may fail as well
 
 
 class Agreement:
-    """Tells each rank the outcome of a step on the other ranks. All ranks create it at the same
-    point in the program. It has its own process group: a rank that failed must not meet the others
-    inside a model's collective. patience_s: seconds that a rank whose step succeeded waits for the
+    """Tells each rank the outcome of a step on the other ranks. All ranks must create it at the
+    same point in the program. It has its own process group, since its messages must not be taken
+    for a model's collectives. patience_s: seconds that a rank whose step succeeded waits for the
     others.
     """
 
@@ -30,8 +30,9 @@ class Agreement:
     def settle(self, problem: Exception | None, value: int) -> tuple[bool, list[int]]:
         """Return whether the step failed (on every rank), and each rank's `value`.
 
-        If only some ranks failed, or ranks stand at different collectives, the run is lost: failed
-        ranks raise `problem`, and the others raise `PeersMissing`, since another rank is the cause.
+        If only some ranks failed, or if ranks have started different collectives, the run cannot
+        continue. Failed ranks then raise `problem`, and the others raise `PeersMissing`, since
+        another rank is the cause.
         """
         if self._group is None:
             return problem is not None, [value]
@@ -59,14 +60,14 @@ class Agreement:
         return [found.tolist() for found in rows]
 
     def _are_together(self) -> bool:
-        """True if all ranks have started the same collectives in every group."""
+        """Return True if all ranks have started the same number of collectives."""
         rows = self._gather(list(self._places()))
         inner = {row[1] for row in rows} - {-1}
         return len({row[0] for row in rows}) == 1 and len(inner) <= 1
 
     def _places(self) -> tuple[int, int]:
-        """The numbers of collectives that this rank has begun in groups of all ranks, and in its
-        smaller groups (-1 if it is in no smaller group)."""
+        """Count the collectives that this rank has started in groups of all ranks, and in its
+        smaller groups. The second count is -1 if it is in no smaller group."""
         import torch.distributed as dist
         import torch.distributed.distributed_c10d as c10d
 

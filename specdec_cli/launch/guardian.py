@@ -1,10 +1,11 @@
-"""The process between a command and its server, which ends all of the server's processes.
+"""The process between a command and its server. It makes sure that no process of the server is
+left.
 
-`python -P guardian.py MARK SECONDS COMMAND...` runs a command in its own session. A line on
-standard input, or its end, requests the stop. The process group gets SIGTERM, and SIGKILL after
-SECONDS. Then every process that is left is killed: descendants, and processes with MARK in their
-environment. The exit code goes to standard output at once. Imports nothing of ours, since it runs
-as a file; Linux only.
+`python -P guardian.py MARK SECONDS COMMAND...` runs a command in its own session. To stop it, write
+a line to standard input or close it. The process group then gets SIGTERM, and SIGKILL after
+SECONDS. When the command has ended, its exit code is written to standard output. Then every process
+that is left is killed: descendants, and processes with MARK in their environment. Runs only on
+Linux. Imports no other module of specdec, since it runs as a file.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ def main(mark: str, seconds: str, *command: str) -> int:
             signal.signal(number, signal.SIG_DFL)
 
     for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)  # only the parent's end or request counts
+        signal.signal(number, signal.SIG_IGN)  # stop only when the parent asks or ends
     try:
         child = subprocess.Popen(
             command,
@@ -66,7 +67,7 @@ def _tell(code: int) -> None:
 
 
 def _stop(child: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Ask the process group to end, and wait for its first process."""
+    """Ask the process group to end, wait up to `seconds` for its first process, then kill it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -89,7 +90,8 @@ def _kill_all(mark: str) -> None:
 
 
 def _left(mark: str) -> list[int]:
-    """The living descendants of this process, and other processes that have the mark."""
+    """Return the ids of the living descendants of this process, and of other processes that have
+    the mark."""
     own, parents, marked = os.getpid(), dict[int, int](), set[int]()
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):

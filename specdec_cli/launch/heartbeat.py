@@ -1,11 +1,11 @@
 """A rank's heartbeat. It shows whether the main thread makes progress, and why it waits.
 
-A second thread looks at the main thread's stack. The rank moves if the stack changed or a step was
-counted. While models load, the rank also moves if bytes were read, so that a long load does not
-look hung.
+A second thread looks at the main thread's stack. A rank counts as moving if the stack has changed
+or a step was counted. While models load, it also counts as moving if bytes were read, so that a
+long load does not look hung.
 
-Ranks that torchrun or srun started watch each other through their common store. A rank that stands
-still cannot report it, so rank 0 watches all others, and they watch rank 0.
+Ranks that torchrun or srun started watch each other through their common store. A hung rank cannot
+report itself, so rank 0 watches all others, and they watch rank 0.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ BUSY, PEERS, OUTSIDE = "busy", "peers", "outside"
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One look at a rank's main thread. Times are seconds on this machine's monotonic clock.
-    moved_at: the time of the last movement. state: "busy"; "peers" (in a collective, or waiting for
-    the device); "outside" (waiting for a reader of its output). ready: whether the rank's models
-    are loaded. where: the innermost line of our code.
+    """The state of a rank's main thread at one moment. Times are seconds on this machine's
+    monotonic clock. moved_at: when the rank last moved. state: "busy"; "peers" (in a collective, or
+    waiting for the device); "outside" (waiting for a reader of its output). ready: whether the
+    rank's models are loaded. where: the innermost line of specdec's code.
     """
 
     rank: int
@@ -51,10 +51,12 @@ class Beat:
 
 
 def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: float) -> Beat | None:
-    """The rank that has held up the others for `timeout_s`, or None. This rank is busy and does not
-    move while others wait. If all ranks wait for each other, it is the rank with the fewest steps.
+    """Return the last beat of the rank that has held up the others for `timeout_s` seconds; None if
+    no rank has. Such a rank is busy and does not move while others wait. If all ranks wait for each
+    other, it is the rank with the fewest steps.
 
-    num_ranks: the number of ranks of the run; some may not have sent a beat yet.
+    beats: the last beat of each rank. num_ranks: the number of ranks in the run; some may not have
+    sent a beat yet.
     """
     beats = list(beats)
     idle = {beat.rank for beat in beats if now - beat.moved_at > timeout_s}
@@ -71,7 +73,7 @@ def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: flo
 
 
 def is_frozen(beat: Beat, now: float) -> bool:
-    """True if the whole process stands still, its heartbeat's thread included."""
+    """Return True if the whole process has stopped, including its heartbeat thread."""
     return now - beat.at > _FROZEN_S
 
 
@@ -80,15 +82,16 @@ def write_beat(folder: Path, beat: Beat) -> None:
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """The last beat of every rank that has started."""
+    """Read the last beat of every rank that has started."""
     return [Beat(**json.loads(path.read_bytes())) for path in folder.glob("beat-*[0-9]")]
 
 
 class Heartbeat:
-    """The heartbeat's thread of one rank; created in the main thread.
+    """The heartbeat thread of one rank. Create it in the main thread.
 
-    on_beat: called with every beat. on_stop: called with the signal if the process was asked to end
-    (SIGTERM) and its main thread did not react, as in a collective. on_stop must not return.
+    on_beat: called with every beat. on_stop: called with the signal if SIGTERM or SIGHUP asked the
+    process to end and its main thread did not react, for example in a collective. It must not
+    return.
     """
 
     def __init__(
@@ -101,7 +104,8 @@ class Heartbeat:
         self._on_beat = on_beat
         self._on_stop = on_stop
         self._main = threading.get_ident()
-        # Python runs handlers in the main thread only, but writes to this descriptor at once.
+        # Python runs signal handlers only in the main thread, but it writes the signal's number to
+        # this descriptor at once.
         self._asked, asking = os.pipe()
         os.set_blocking(asking, False)
         os.set_blocking(self._asked, False)
@@ -111,7 +115,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the beats and the watch on signals."""
+        """Stop the beats, and stop watching for signals."""
         self._over.set()
         self._thread.join()
         signal.set_wakeup_fd(-1)
@@ -122,7 +126,7 @@ class Heartbeat:
             now = time.monotonic()
             frames = _stack(sys._current_frames().get(self._main))
             stack = [(id(frame.f_code), frame.f_lasti) for frame in frames]
-            # A slow disk is no hang; once models are loaded, nothing large is read.
+            # Reading from a slow disk is not a hang. Nothing large is read once models are loaded.
             seen = (self.steps, stack, 0 if self.ready else bytes_read())
             if seen != last:
                 moved_at, last = now, seen
@@ -145,7 +149,7 @@ class Heartbeat:
             self._over.wait(PERIOD_S)
 
     def _asked_to_stop(self) -> int:
-        """The signal that asked this process to end; 0 if none did."""
+        """Return the signal that asked this process to end; 0 if none did."""
         try:
             came = os.read(self._asked, 64)
         except BlockingIOError:
@@ -154,21 +158,21 @@ class Heartbeat:
 
 
 def bytes_read() -> int:
-    """The bytes that all other threads of this process have read, with the pages of mapped files
-    that came from a disk; 0 if the system does not report them."""
+    """Return the number of bytes that all other threads of this process have read, including pages
+    of mapped files that came from a disk; 0 if the system does not report it."""
     own, total = str(threading.get_native_id()), 0
     for task in Path("/proc/self/task").glob("[0-9]*"):
         if task.name != own:
             with contextlib.suppress(
                 OSError, ValueError
-            ):  # the thread has ended, or rights are missing
+            ):  # the thread has ended, or permission is missing
                 counts = dict(line.split(": ") for line in (task / "io").read_text().splitlines())
                 total += int(counts["rchar"]) + int(counts["read_bytes"])
     return total
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:
-    """Frames from the innermost outwards."""
+    """Return the frames of a stack, the innermost first."""
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -192,10 +196,10 @@ def _where(frames: list[FrameType]) -> str:
 
 
 class PeerWatch:
-    """Exchanges heartbeats with the other ranks; used by the heartbeat's thread alone.
+    """Exchanges heartbeats with the other ranks. Only the heartbeat thread uses it.
 
-    store: torch's store with its own connection, since a call may wait for a frozen server. rank:
-    this rank. size: the number of ranks, which have met.
+    store: torch's store, over a connection that nothing else uses, since a call may wait for a
+    frozen server. rank: this rank. size: the number of ranks, all of which are connected.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
@@ -213,8 +217,8 @@ class PeerWatch:
     def exchange(self, own: Beat) -> Beat | None:
         """Send this rank's beat and return the beat of a rank that holds up the others, if any.
 
-        Hosts have clocks of their own, so another rank's times are counted from the arrival of its
-        last beat. Raises torch's `RuntimeError` if the store does not answer.
+        Each host has its own clock, so another rank's times are counted from the arrival of its
+        last beat. Raises `RuntimeError` if the store does not answer.
         """
         if own.at < self._next:
             return None
@@ -229,11 +233,11 @@ class PeerWatch:
         others = [_here(beat, came) for beat, came in self._seen.values()]
         if own.rank == 0:
             return find_stuck([own, *others], self._size, now, self._timeout_s)
-        # This rank does not see which rank keeps rank 0 waiting.
+        # Only rank 0 sees all ranks, so another rank only checks that rank 0 is alive.
         gone = (b for b in others if is_frozen(b, now) and now - b.at > self._timeout_s)
         return next(gone, None)
 
 
 def _here(beat: Beat, came: float) -> Beat:
-    """The beat, with its times converted to this host's clock."""
+    """Convert a beat's times to this host's clock. came: the time at which it arrived."""
     return replace(beat, at=came, moved_at=came - (beat.at - beat.moved_at))

@@ -1,4 +1,4 @@
-"""Keeps stderr silent while ranks connect, because exceptions report failures."""
+"""Silences stderr while ranks connect. Exceptions report any failure."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 def meeting_quietly() -> Iterator[None]:
     """Discard writes to stderr's descriptor during the block.
 
-    gloo writes lines of its own there if a rank leaves while the others connect to it.
+    gloo writes messages there if a rank leaves while the others connect to it.
     """
     try:
         held = os.dup(2)

@@ -1,4 +1,4 @@
-"""One rank among several: its silenced output, its heartbeat and the report of its end.
+"""One rank among several: silences its output, starts its heartbeat, and reports how it ended.
 
 A rank that `specdec` started reports to its parent through the run's folder. A rank that torchrun
 or srun started reports to rank 0 through the store that all ranks share; rank 0 tells the user.
@@ -27,19 +27,19 @@ from specdec_cli.launch.reports import (
 )
 from specdec_cli.launch.seat import Seat
 
-_LINGER_S = 2.0  # a rank that lost its peers gives them time to report, since its end ends them
+_LINGER_S = 2.0  # time that a rank waits for other ranks' reports, since its exit ends those ranks
 
 
 class PeersMissing(SetupError):
-    """The ranks did not find each other."""
+    """The ranks could not connect, or another rank failed."""
 
 
 class Rank:
-    """This process as one of several ranks. Created once, in the main thread, before torch loads.
+    """This process as one of several ranks. Create it once, in the main thread, before torch loads.
 
-    store: torch's store with the reports of joined ranks, once they have met. limit_s: the seconds
-    after which a rank that stands still ends the run; None if a parent watches it. watch: watches
-    the other ranks if no parent does.
+    store: torch's store, through which ranks of torchrun or srun report; None until they are
+    connected. limit_s: the seconds after which a hung rank ends the run; None if a parent watches
+    the ranks. watch: watches the other ranks; None if a parent does so.
     """
 
     def __init__(self, seat: Seat, *, verbose: bool) -> None:
@@ -68,7 +68,8 @@ class Rank:
         return self._tell(report)
 
     def exit(self, code: int) -> NoReturn:
-        """End the process at once after a failure: destructors would wait for the peers."""
+        """End the process at once after a failure. Destructors do not run, since they would wait
+        for other ranks."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -78,13 +79,13 @@ class Rank:
         if self._has_told:
             return None
         self._has_told = True
-        # The report comes first: the launcher may already be ending this process.
+        # Report even if the launcher is already ending this process: ignore its signals.
         asked = threading.Event()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             with contextlib.suppress(ValueError):  # only the main thread may set handlers
                 signal.signal(number, lambda *_: asked.set())
         if self.seat.folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # the parent knows the cause and has left
+            with contextlib.suppress(FileNotFoundError):  # the parent knew the cause and has ended
                 write_report(self.seat.folder, report)
             if report.end is End.LOST_PEERS:
                 asked.wait(_LINGER_S)
@@ -120,7 +121,8 @@ class Rank:
             os.dup2(self._stderr, 2)
 
     def _gather(self, own: Report) -> list[Report]:
-        """Rank 0's report and the other reports that arrive within `_LINGER_S`."""
+        """Collect the reports that other ranks send within `_LINGER_S` seconds. Returns them and
+        rank 0's own report."""
         deadline = time.monotonic() + _LINGER_S
         found = {own.rank: own}
         while len(found) < self.seat.size and time.monotonic() < deadline:
@@ -148,7 +150,7 @@ class Rank:
                 self._end_here(stuck(found, time.monotonic(), self.limit_s))
 
     def _look_at_peers(self, beat: Beat, limit_s: float) -> Beat | None:
-        """The beat of another rank that holds up the others, if any."""
+        """Return the beat of another rank that holds up the others, if any."""
         if self.watch is None:
             return None
         asked_at = time.monotonic()
@@ -188,7 +190,7 @@ class Rank:
 
 
 def stuck(beat: Beat, now: float, timeout_s: float) -> Report:
-    """The report of a rank that holds up the others."""
+    """Make the report of a rank that holds up the others."""
     how = "the process stands still" if is_frozen(beat, now) else "nothing happened"
     message = f"hung in {beat.where}: {how} for {timeout_s:g} s"
     hint = "run.timeout_s sets how long to wait"
@@ -206,7 +208,7 @@ def _said_nothing(rank: int) -> Report:
 
 
 def how_it_ended(error: BaseException | None, code: int, *, failed: bool) -> End:
-    """The kind of end, from a command's exception and exit code."""
+    """Classify how a command ended, from its exception and exit code."""
     if not failed:
         return End.DONE
     if isinstance(error, PeersMissing) or (error is not None and is_lost_peers(error)):
@@ -215,7 +217,8 @@ def how_it_ended(error: BaseException | None, code: int, *, failed: bool) -> End
 
 
 def _own_threads(seat: Seat) -> int | None:
-    """Number of threads for this rank's share of the cores; None if the user chose a number."""
+    """Return the number of threads for this rank's share of the cores; None if the user chose a
+    number."""
     chosen = os.environ.pop(seats.THREADS, None)
     if chosen is not None:
         return int(chosen)
@@ -225,7 +228,7 @@ def _own_threads(seat: Seat) -> int | None:
 
 
 def num_cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

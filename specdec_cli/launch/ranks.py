@@ -1,5 +1,4 @@
-"""The parent of ranks on this machine: starts them and finds out how they ended. Imports no
-torch."""
+"""Starts ranks on this machine, watches them, and finds out how they ended. Imports no torch."""
 
 import contextlib
 import json
@@ -23,10 +22,10 @@ from specdec_cli.launch.rank import num_cores, stuck
 from specdec_cli.launch.reports import End, Report, gone, last_words, read_reports, root_cause
 
 _LOOK_S = 0.1
-_SETTLE_S = 5.0  # the wait for the cause, after a failure
-_SETTLE_KNOWN_S = 0.3  # the wait for the cause, once a rank has reported its own error
+_SETTLE_S = 5.0  # after a failure, how long to wait for reports of its cause
+_SETTLE_KNOWN_S = 0.3  # the same wait once a rank has reported its own error
 _STOP_S = 2.0  # seconds from SIGTERM to SIGKILL
-_LEAVE_S = 10.0  # seconds from the last rank's report to its end
+_LEAVE_S = 10.0  # seconds for processes to end after every rank has reported
 
 
 def run_ranks(
@@ -39,10 +38,10 @@ def run_ranks(
 ) -> Report:
     """Run `program` (a module and its arguments) as `num_ranks` ranks until they end.
 
-    Returns the root cause of a failure, else rank 0's report. Rank 0's standard streams are the
-    caller's. inputs: any picklable object for every rank. timeout_s: the time after which a rank
-    that does nothing ends the run. No process is left behind, even by an exception from a signal
-    handler. Call it from the main thread: the ranks die with it.
+    Returns the report of the root cause if a rank failed, otherwise rank 0's report. Rank 0 uses
+    the caller's standard streams. inputs: any picklable object, which every rank can read.
+    timeout_s: the seconds after which a hung rank ends the run. No process is left behind, even if
+    a signal handler raises an exception. Call it from the main thread: the ranks die with it.
     """
     spinning.choose_spins()  # done once here: each rank would count the other ranks' work
     folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # mode 0700
@@ -63,7 +62,7 @@ def _start(
     program: Sequence[str], num_ranks: int, folder: Path, environ: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     arguments = [str(os.getpid()), str(folder), str(num_ranks), *program]
-    # -P: a file in the current folder could shadow a module.
+    # -P, since a file in the current folder could shadow a module.
     command = [sys.executable, "-P", str(Path(agent.__file__)), *arguments]
     env = {**environ, seat.FOLDER: str(folder)}
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & env.keys():
@@ -71,8 +70,8 @@ def _start(
         env[seat.THREADS] = str(max(1, threads // num_ranks))
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        # Use a separate session: a terminal's Ctrl-C reaches only this process, which ends the
-        # ranks.
+        # A separate session: a terminal's Ctrl-C then reaches only this process, which ends the
+        # ranks itself.
         return subprocess.Popen(command, env=env, start_new_session=True)
     except OSError as problem:
         raise SetupError(f"cannot start {num_ranks} ranks: {problem.strerror}") from problem
@@ -81,7 +80,8 @@ def _start(
 def _watch(
     launcher: "subprocess.Popen[bytes]", num_ranks: int, folder: Path, timeout_s: float
 ) -> Report | None:
-    """Wait until every rank is done, or until the cause of a failure is known."""
+    """Wait until every rank is done, or until the cause of a failure is known. Returns the report
+    of the cause; None if every rank is done."""
     started = looked = time.monotonic()
     settled = stuck_from = done_by = float("inf")
     while True:
@@ -121,12 +121,12 @@ def _watch(
 
 
 def _failures(folder: Path, reports: Mapping[int, Report], exits: Sequence[Exit]) -> list[Report]:
-    """The reports of failed ranks, including reports made here for ranks that ended without one."""
+    """Return the reports of failed ranks. Ranks that ended without a report get one here."""
     found = []
     for report in reports.values():
         if (
             report.end is End.STOPPED
-        ):  # another process stopped the rank: this process stops none while it watches
+        ):  # another process stopped the rank, since this process stops none while it watches
             report = replace(report, code=ExitCode.RUN_FAILED)
         if report.end is not End.DONE:
             found.append(report)
@@ -141,7 +141,7 @@ def _launcher_failed(code: int) -> Report:
 
 
 def _exits(folder: Path) -> list[Exit]:
-    """The ranks that have ended, in order."""
+    """Read which ranks have ended, in the order of their ends."""
     try:
         return [Exit(*end) for end in json.loads((folder / "exits").read_text())]
     except FileNotFoundError:

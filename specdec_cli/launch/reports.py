@@ -13,13 +13,12 @@ from specdec_cli.errors import ExitCode, RunError
 
 
 class End(StrEnum):
-    """The kind of a rank's end; `_BLAME` orders the kinds by how well they explain other ranks'
-    ends."""
+    """The way in which a rank ended. `_BLAME` lists the failures, from causes to consequences."""
 
     DONE = "done"
-    FAILED = "failed"  # the rank's own error, or an end without a report
+    FAILED = "failed"  # the rank reported its own error, or ended without a report
     STUCK = "stuck"
-    STOPPED = "stopped"  # a signal that was not ours asked the rank to end
+    STOPPED = "stopped"  # a signal from outside specdec asked the rank to end
     ABORTED = "aborted"  # SIGABRT, with which NCCL ends a rank that has lost its peers
     LOST_PEERS = "lost peers"  # a collective failed: another rank is the cause
 
@@ -29,9 +28,9 @@ _BLAME = (End.FAILED, End.STUCK, End.STOPPED, End.ABORTED, End.LOST_PEERS)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The end of one rank. message: the error in words; None if there is nothing to say. at:
-    seconds since the epoch. is_common: whether all ranks found the same error; then the message
-    names no rank."""
+    """A report on how one rank ended. message: the error message; None if there is nothing to show.
+    at: seconds since the epoch. is_common: whether all ranks met the same error; the message shown
+    then names no rank."""
 
     rank: int
     end: End
@@ -44,15 +43,16 @@ class Report:
 
     @property
     def explained(self) -> str | None:
-        """The message with its rank, unless it is the same on all ranks, as for bad usage."""
+        """The message with the rank's number in front. Errors that are the same on all ranks, such
+        as bad usage, get no number."""
         is_alike = self.is_common or self.code in (ExitCode.USAGE, ExitCode.PARTIAL)
         if self.message is None or is_alike:
             return self.message
         return f"rank {self.rank}: {self.message}"
 
     def check(self) -> int:
-        """The exit code if the rank ended well. Raises `RanksError` or `SystemExit` if it
-        failed."""
+        """Return the exit code if the rank is done. Raises `RanksError` if it failed, or
+        `SystemExit` if its failure has no message."""
         if self.end is End.DONE:
             return self.code
         if self.message is None:  # a closed pipe, for example, needs no message
@@ -69,7 +69,8 @@ class Report:
 
 
 class RanksError(RunError):
-    """The root cause of a failed world, with the exit code of the rank that it names."""
+    """The root cause of a run in which ranks failed, with the exit code of the rank that caused
+    it."""
 
     def __init__(self, failure: Report) -> None:
         super().__init__(failure.explained or "", failure.hint)
@@ -78,14 +79,15 @@ class RanksError(RunError):
 
 
 def root_cause(reports: Iterable[Report]) -> Report | None:
-    """The report that explains the other reports: lost peers are a consequence. None if no rank
-    failed."""
+    """Return the report that explains the others; None if no rank failed. A rank that lost its
+    peers, for example, is a consequence of another rank's failure."""
     failed = [report for report in reports if report.end is not End.DONE]
     return min(failed, key=lambda r: (_BLAME.index(r.end), r.at, r.rank), default=None)
 
 
 def gone(rank: int, exit_code: int, at: float, last_words: str = "") -> Report:
-    """The report for a rank that left no report. exit_code: as in `subprocess`."""
+    """Make a report for a rank that left none. exit_code: negative for a signal, as in
+    `subprocess`. last_words: its last line on standard error."""
     end, hint = End.FAILED, last_words or None
     if exit_code < 0:
         name = signal_name(-exit_code)
@@ -102,7 +104,7 @@ def gone(rank: int, exit_code: int, at: float, last_words: str = "") -> Report:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, such as SIGKILL."""
+    """Return the name of a signal, such as SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -114,18 +116,18 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def read_reports(folder: Path) -> dict[int, Report]:
-    """All reports in the folder, by rank."""
+    """Read all reports in the folder, by rank."""
     found = (Report.from_json(path.read_bytes()) for path in folder.glob("report-*[0-9]"))
     return {report.rank: report for report in found}
 
 
 def stderr_path(folder: Path, rank: int) -> Path:
-    """The file that holds a silent rank's standard error."""
+    """Return the path of the file that holds a silenced rank's standard error."""
     return folder / f"stderr-{rank}"
 
 
 def last_words(folder: Path, rank: int) -> str:
-    """The last line that a silent rank wrote to its standard error."""
+    """Return the last line that a silenced rank wrote to its standard error; empty if none."""
     try:
         text = stderr_path(folder, rank).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -141,7 +143,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def is_lost_peers(error: BaseException) -> bool:
-    """True if an exception means that a collective failed, so another rank is the cause."""
+    """Return True if an exception means that a collective failed, so that another rank is the
+    cause."""
     names = {base.__name__ for base in type(error).__mro__}
     if "OutOfMemoryError" in names or isinstance(error, MemoryError):
         return False

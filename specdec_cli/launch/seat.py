@@ -1,4 +1,4 @@
-"""The rank of this process, read from its environment. Imports nothing heavy."""
+"""Reads the rank of this process from its environment variables. Imports nothing heavy."""
 
 import re
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ _SLURM_STEP = (
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One rank's place in its world.
+    """One process's rank among the `size` ranks of a run.
 
     local_rank, local_size: the rank and the number of ranks on this host. started_by: "specdec",
-    "torchrun" or "srun". address, port: the rendezvous of the ranks. folder: the private folder in
-    which ranks that `specdec` started meet.
+    "torchrun" or "srun". address, port: where the ranks connect to each other. folder: the private
+    folder through which ranks that `specdec` started connect and report; None for other ranks.
     """
 
     rank: int
@@ -43,9 +43,10 @@ class Seat:
 
 
 def find_seat(environ: Mapping[str, str]) -> Seat | None:
-    """The seat that `specdec`, torchrun or srun gave this process; None if none of them started it.
+    """Read the rank that `specdec`, torchrun or srun gave this process. Returns None if none of
+    them started it.
 
-    Raises `UsageError` for variables that contradict each other.
+    Raises `UsageError` if environment variables contradict each other.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _torchrun(environ)
@@ -98,7 +99,7 @@ def _slurm(environ: Mapping[str, str]) -> Seat:
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
-    """Number of tasks on this node, from a list such as `4(x2),3`."""
+    """Return the number of tasks on this node, from a list such as `4(x2),3`."""
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
     counts: list[int] = []
     for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
@@ -108,7 +109,7 @@ def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[07-09,12],cpu1` begins with `gpu07`."""
+    """Return the first host of a Slurm node list, such as gpu07 for `gpu[07-09,12],cpu1`."""
     found = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes.strip())
     assert found is not None, "every part may be empty"
     return "".join(part or "" for part in found.groups())

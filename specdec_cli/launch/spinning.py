@@ -1,11 +1,11 @@
-"""The number of torch's threads on a CPU, and the number of spins for which they wait for each
-other. libgomp reads the spins when it is loaded.
+"""Chooses the number of torch's CPU threads, and how often a thread spins before it sleeps. libgomp
+reads the number of spins when it is loaded.
 
 A matmul of a small model takes less time than waking a thread, so threads spin between matmuls. If
 other programs run, a spinning thread uses up its time slice and then waits for a processor, and
-every matmul waits for this thread: tokens take five or even fifty times as long
-(docs/performance.md, CPU). On a quiet machine, few spins cost a tenth of the speed. So both numbers
-depend on the processors that other work used while this process started.
+every matmul waits for this thread. Tokens then take five or even fifty times as long
+(docs/performance.md, CPU). On a quiet machine, a low number of spins costs a tenth of the speed. So
+both choices depend on how many processors other work used while this process started.
 """
 
 import os
@@ -21,13 +21,13 @@ _POLICY = "OMP_WAIT_POLICY"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ALONE, _CROWDED = 20_000, 100  # spins; libgomp's own default is 300,000
 _OTHERS = 0.3  # processors that other work may take from torch's threads
-_UNSURE = 0.1  # error of the measured use, in processors
-_WINDOW = 0.25  # minimum seconds over which other work is measured
+_UNSURE = 0.1  # error of the measured number of used processors
+_WINDOW = 0.25  # seconds for which other work is measured, at least
 
 
 class Use(NamedTuple):
-    """A reading of use, in seconds. clock: the monotonic clock. all: processor time of all
-    processes. own: processor time of this process and its children."""
+    """A reading of processor time, in seconds. clock: the monotonic clock. all: processor time of
+    all processes. own: processor time of this process and its children."""
 
     clock: float
     all: float
@@ -35,8 +35,8 @@ class Use(NamedTuple):
 
 
 def in_use() -> Use | None:
-    """The use so far of the processors that this process may run on; None if the system does not
-    report it."""
+    """Read the processor time used so far on the processors that this process may run on. Returns
+    None if the system does not report it."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         ours = {f"cpu{index}" for index in os.sched_getaffinity(0)}
         ticks = 0
@@ -55,17 +55,18 @@ _BEGAN = in_use()
 
 @cache
 def others() -> float | None:
-    """The number of processors that other work used while this process started; None if unknown."""
+    """Return the number of processors that other work used while this process started; None if
+    unknown."""
     if _BEGAN is None:
         return None
     while time.monotonic() < _BEGAN.clock + _WINDOW:
-        pass  # a sleeping process would not show that it lacks its share
+        pass  # keep running: a sleeping process does not compete, so it would not lose any time
     now = in_use()
     return None if now is None else used_by_others(_BEGAN, now)
 
 
 def used_by_others(began: Use, now: Use) -> float:
-    """The number of processors that other work used between the two readings, on average."""
+    """Return the mean number of processors that other work used between the two readings."""
     return (now.all - began.all - (now.own - began.own)) / (now.clock - began.clock)
 
 
@@ -79,7 +80,7 @@ def choose_spins() -> None:
 
 
 def chosen_threads() -> int | None:
-    """The number of torch's threads that the user chose; None if nobody did."""
+    """Return the number of torch's threads that the user chose; None if the user chose none."""
     for name in _THREADS:
         if (chosen := os.environ.get(name, "")).isdigit():
             return int(chosen)
@@ -87,22 +88,22 @@ def chosen_threads() -> int | None:
 
 
 def threads_beside(use: float, cores: int) -> int:
-    """The number of threads if other work uses `use` of `cores` processors.
+    """Return the number of threads to use while other work uses `use` of `cores` processors.
 
-    This is the number of free processors if at least half are free. With more other work it is
-    `cores`, because many threads get more processor time than few.
+    If at least half of the processors are free, use one thread for each free one. With more other
+    work, use `cores` threads, because many threads get more processor time than few.
     """
     leaves_half = use <= cores / 2 + _UNSURE
     return max(1, round(cores - use)) if _OTHERS < use and leaves_half else cores
 
 
 def spins_for(use: float, threads: int, cores: int) -> int:
-    """The number of spins if other work uses `use` of `cores` processors."""
+    """Return the number of spins to use while other work uses `use` of `cores` processors."""
     return _CROWDED if use > cores - min(threads, cores) + _OTHERS else _ALONE
 
 
 def told(threads: int) -> str:
-    """A description of the spins for the record of a run's environment."""
+    """Describe the spins for the record of a run's environment."""
     if threads == 1:
         return "none: one thread"
     set_ones = [f"{name}={os.environ[name]}" for name in (_POLICY, SPINS) if name in os.environ]

@@ -1,4 +1,5 @@
-"""The ranks of a run as a command sees them: started, joined, or a single process."""
+"""The interface through which a command uses ranks. It can start them, join them, or run as a
+single process."""
 
 import contextlib
 import os
@@ -30,10 +31,10 @@ _MOST_RANKS = 64
 class Place:
     """The way in which this process was started.
 
-    program: the module and the arguments that start it again. seat: its place among ranks; None
+    program: the module and the arguments that start it again. seat: its place among the ranks; None
     unless torchrun, srun or another `specdec` started it. rank: this process as a rank; None for a
-    single process that `run_ranks` did not start. has_answered: whether the ranks that it started
-    have written the command's result.
+    single process that `run_ranks` did not start. has_answered: whether this process started ranks
+    that have already written the command's result.
     """
 
     program: tuple[str, ...]
@@ -43,7 +44,7 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """True in the one process that does work needed only once."""
+        """True in the one process that does the work that is needed only once."""
         return self.seat is None or self.seat.rank == 0
 
     def must_start(self, num_ranks: int) -> bool:
@@ -62,7 +63,8 @@ class Place:
         return True
 
     def start(self, num_ranks: int, *, timeout_s: float, inputs: object) -> int:
-        """Run this command line as ranks and return its exit code; raises the root cause."""
+        """Run this command line as `num_ranks` ranks, and return its exit code. Raises the root
+        cause of a failure."""
         from specdec_cli.launch.ranks import run_ranks
 
         code = run_ranks(self.program, num_ranks, timeout_s=timeout_s, inputs=inputs).check()
@@ -71,7 +73,7 @@ class Place:
 
 
 def find_place(program: Sequence[str], environ: Mapping[str, str], *, verbose: bool) -> Place:
-    """Find how this process was started; a process that is a rank gets its `Rank` here."""
+    """Find out how this process was started. If it is a rank, its `Rank` is created here."""
     seat = find_seat(environ)
     is_rank = seat is not None and (seat.size > 1 or seat.folder is not None)
     rank = Rank(seat, verbose=verbose) if seat is not None and is_rank else None
@@ -95,11 +97,12 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0, which reads, writes and shows."""
+        """True on rank 0, which reads inputs, writes files and shows output."""
         return self.rank == 0
 
     def once(self, read: Callable[[], T]) -> T:
-        """Call `read` on rank 0 and return its result, sent pickled, on every rank."""
+        """Call `read` only on rank 0, and return its result on every rank. The result must be
+        picklable."""
         if self.size == 1:
             return read()
         import torch.distributed as dist
@@ -110,7 +113,8 @@ class World:
         return value
 
     def inputs(self, read: Callable[[], T]) -> T:
-        """The inputs that the parent handed to its ranks, or `once(read)` if it handed none."""
+        """Return the inputs that the parent passed to its ranks, or `once(read)` if it passed
+        none."""
         folder = self._rank.seat.folder if self._rank is not None else None
         if folder is not None and (path := folder / "inputs").exists():
             value: T = pickle.loads(path.read_bytes())
@@ -118,12 +122,13 @@ class World:
         return self.once(read)
 
     def ready(self) -> None:
-        """Declare the models loaded. From now on ranks wait for each other no longer than the
-        timeout."""
+        """Declare that the models are loaded. From now on, ranks wait for each other no longer than
+        the timeout."""
         self._declare(True, self._patience_s)
 
     def loading(self) -> None:
-        """Declare that models load until `ready`: a rank may take any time while it moves."""
+        """Declare that models load until `ready` is called. Until then, a rank may take any time as
+        long as it moves."""
         self._declare(False, _LONG_S)
 
     def _declare(self, is_ready: bool, seconds: float) -> None:
@@ -132,14 +137,14 @@ class World:
             _set_timeouts(seconds)
 
     def agreement(self) -> Agreement:
-        """An agreement of the ranks on steps that may fail."""
+        """Create an `Agreement` of the ranks, for steps that may fail."""
         return Agreement(self.size, self._patience_s)
 
     @property
     def _patience_s(self) -> float:
         """Seconds that a collective may wait once the models are loaded."""
-        # If a parent watches, collectives need no limit: the reader of rank 0's output may hold
-        # rank 0 up for long.
+        # If a parent watches the ranks, collectives need no limit. A limit would be wrong, since a
+        # reader of rank 0's output may hold rank 0 up for long.
         is_watched = self._rank is None or self._rank.limit_s is None
         return _LONG_S if is_watched else self._timeout_s + _PAST_TIMEOUT_S
 
@@ -166,10 +171,10 @@ class World:
 def join(place: Place, num_ranks: int, *, device: str, timeout_s: float) -> Iterator[World]:
     """Join `num_ranks` ranks and, if there are several, initialise torch.distributed.
 
-    device: `run.device`. NCCL connects GPUs, one per rank, and gloo CPUs. At the end of the block
-    every rank waits for the others; after an exception no rank waits. Raises `UsageError` if a
-    different number of ranks was started, `SetupError` if there are too few GPUs or ranks do not
-    meet.
+    device: the recipe's `run.device`. NCCL connects GPUs, one per rank; gloo connects CPUs. At the
+    end of the block every rank waits for the others; after an exception no rank waits. Raises
+    `UsageError` if a different number of ranks was started, and `SetupError` if there are too few
+    GPUs or the ranks cannot connect.
     """
     rank, seat = place.rank, place.seat
     if seat is not None and seat.size != num_ranks:
@@ -202,7 +207,7 @@ def join(place: Place, num_ranks: int, *, device: str, timeout_s: float) -> Iter
 
 
 def _device(seat: Seat, wanted: str) -> str:
-    """The device of this rank: its own GPU, or the CPU."""
+    """Choose the device of this rank: its own GPU, or the CPU."""
     import torch
 
     if ":" in wanted:
@@ -273,8 +278,8 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
             f"could not meet the other ranks at {where}: {first_line(problem)}",
             "see that every rank was started and that this address can be reached from all of them",
         ) from problem
-    # Loading may take long, and it takes longer on ranks that load more. Heartbeats find a hung
-    # rank.
+    # Loading may take long, and longer on some ranks than on others. Meanwhile heartbeats detect a
+    # hung rank.
     _set_timeouts(_LONG_S)
 
 
